@@ -18,7 +18,7 @@ from agent import EXAMPLES
 from database import QueryError, execute
 from openai import AsyncOpenAI
 
-from lightning_trainer.teaching.options import PLACE, SelfOptions
+from lightning_trainer.kits.teaching.options import PLACE, SelfOptions
 
 
 async def write(client: AsyncOpenAI, question: str, *more: str) -> str:

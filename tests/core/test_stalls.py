@@ -367,6 +367,7 @@ def group(scene: Scene) -> None:
 
 def step(scene: Scene, part: str) -> None:
     """A step of the loop whose backend, algorithm or disk does not come back."""
+    from lightning_trainer.kits.teaching.callback import TeacherCallback
     from lightning_trainer.run import loop
 
     made = SimpleNamespace(rows=(SimpleNamespace(has_gradient=True),))
@@ -378,7 +379,6 @@ def step(scene: Scene, part: str) -> None:
             keep=1,
             learns_from_flat_groups=False,
             checkpoint="newest",
-            teacher="self",
         ),
         folder=scene.folder,
         progress=SimpleNamespace(phase=lambda _: None),
@@ -393,8 +393,8 @@ def step(scene: Scene, part: str) -> None:
     if part == "update":
         scene.aside(lambda: suppressed(whole._learn, made))
     elif part == "teacher":
-        whole._tutor = SimpleNamespace(teach=scene.held)
-        scene.aside(lambda: suppressed(whole._taught, made, [], lambda _: []))
+        callback = TeacherCallback(SimpleNamespace(teach=scene.held), "the teacher", run.progress)
+        scene.aside(lambda: suppressed(callback.after_batch, made, SimpleNamespace(outcomes=[], traces=None)))
     elif part == "rows":
         scene.aside(lambda: suppressed(whole._judge, [], lambda _: []))
     else:

@@ -13,14 +13,18 @@ from click.testing import CliRunner
 
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.rewards import Reward
 from lightning_trainer import TrainConfig, registry
+from lightning_trainer.callbacks import wanted_callbacks
 from lightning_trainer.cli import cli
 from lightning_trainer.environments import open_environment
 from lightning_trainer.gateway.formats.reader import Dialect, parse
 from lightning_trainer.gateway.formats.table import by_name
+from lightning_trainer.judges import open_judge, read_judge
 from lightning_trainer.kits.evaluation.config import EvalConfig
 from lightning_trainer.kits.sft.config import SftConfig
 from lightning_trainer.rl.credit.assigners import credit_by_name
+from support.training.judged import rolled
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
 
@@ -54,6 +58,28 @@ def test_the_example_of_credit_gives_its_values() -> None:
 @pytest.mark.usefixtures("example")
 def test_the_example_of_an_algorithm_sets_its_default() -> None:
     assert config(algorithm="wide-grpo").clip_high == 0.4
+
+
+@pytest.mark.usefixtures("example")
+def test_the_example_of_a_judge_rewards_the_fewest_calls() -> None:
+    rewards: list[Reward] = []
+    store = SimpleNamespace(
+        add_spans=lambda spans: None,
+        calls=lambda attempt_ids: ["call"] * (1 + attempt_ids[0].endswith("1")),
+        add_rewards=rewards.extend,
+    )
+    with open_judge(read_judge("judge", {"kind": "fewest-calls"}), store, seed=0, cache=None) as judge:
+        outcomes = judge.judge(rolled(store, ["one", "two"]))
+    assert [[reward.value for reward in outcome.rewards] for outcome in outcomes] == [[1.0], [0.0]]
+    assert [(reward.source, reward.value) for reward in rewards] == [("judge", 1.0), ("judge", 0.0)]
+
+
+@pytest.mark.usefixtures("example")
+def test_the_example_of_a_callback_adds_its_metric() -> None:
+    (kind,) = wanted_callbacks(config())
+    outcomes = [SimpleNamespace(attempts=[1]), SimpleNamespace(attempts=[1, 2])]
+    with kind.open(None) as callback:
+        assert callback.before_batch(SimpleNamespace(outcomes=outcomes)).metrics == {"attempts_per_rollout": 1.5}
 
 
 @pytest.mark.usefixtures("example")
@@ -92,6 +118,7 @@ def test_the_example_of_a_command_runs_and_is_listed() -> None:
         (lambda name: config(algorithm=name), "algorithm", "grop", "grpo"),
         (lambda name: config(backend=name), "backend", "tourch", "torch"),
         (lambda name: config(tool_format=name), "tool format", "herms", "hermes"),
+        (lambda name: read_judge("judge", {"kind": name}), "judge", "modle", "model"),
         (lambda name: TrainConfig(env=f"{name}:x", model="m"), "environment", "verifier", "verifiers"),
         (lambda name: SftConfig(data=("a.jsonl",), model="m", backend=name), "backend", "tourch", "torch"),
         (

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer import environments
 from lightning_trainer.config.files import merge, to_json
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.environments import Opened, options
+from lightning_trainer.environments import Opened
 
 MODEL = {"model": "m"}
-TARGET = "lightning_trainer.environments.from_verifiers:run"
+TARGET = "lightning_trainer.kits.environments.from_verifiers:run"
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             file.write_text('{"task": 1}\n')
         return Opened(target=TARGET, data=files[0], val=files[1] if held_out else None)
 
-    monkeypatch.setattr(options, "open_environment", opening)
+    monkeypatch.setattr(environments, "open_environment", opening)
     return seen
 
 
@@ -92,6 +93,14 @@ def test_a_run_that_goes_on_opens_its_environment_only_where_its_tasks_are_gone(
     assert merge(None, {"steps": 9}, base=saved(config)).data == config.data
     assert asked == [("sums", {"turns": 4}, 200, 2)]
     assert config.data.is_file()
+
+
+def test_a_run_of_an_earlier_version_gets_todays_program_for_its_environment(tmp_path, asked):
+    config = merge(None, {**MODEL, "env": "sums"})
+    asked.clear()
+    base = {**saved(config), "target": "lightning_trainer.environments.from_verifiers:run"}
+    assert merge(None, {"steps": 9}, base=base).target == config.target
+    assert asked == []
 
 
 def test_a_run_that_goes_on_takes_an_environment_named_anew(tmp_path, asked):

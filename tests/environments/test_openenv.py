@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
 from lightning_trainer.cli import cli
-from lightning_trainer.environments.from_openenv import run
+from lightning_trainer.kits.environments.from_openenv import run
 
 SERVER = Path(__file__).parent / "programs/number_server.py"
 

@@ -106,7 +106,7 @@ def test_an_environment_leaves_ctrl_c_and_sigterm_to_the_run():
 
 @tasksets
 def test_an_older_environment_is_told_from_a_missing_one():
-    from lightning_trainer.environments.verifiers_classic import tasks
+    from lightning_trainer.kits.environments.verifiers_classic import tasks
 
     with pytest.raises(Exception, match=r"pip install 'verifiers<0\.4'"):
         tasks("sums_classic", {}, 1, 0)
@@ -126,7 +126,7 @@ def test_the_look_before_training_plays_an_environments_tasks_too(folder):
 
 async def test_an_episode_that_fails_is_a_failed_attempt_and_no_reward(monkeypatch):
     from lightning_trainer.environments import open_environment
-    from lightning_trainer.environments.from_verifiers import run
+    from lightning_trainer.kits.environments.from_verifiers import run
 
     row = json.loads(open_environment(NAME, tasks=1).data.read_text())
     with ScriptedServer(lambda _body, _seen: Reply(status=400, text="the model is out")) as server:

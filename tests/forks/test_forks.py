@@ -23,8 +23,8 @@ from lightning_spans.store.traces import traces_of
 from lightning_spans.testing.plugins.script import Reply
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.cli import cli
-from lightning_trainer.forks import ForkResult, plan, recorded, result
 from lightning_trainer.gateway.replay.sessions import summary
+from lightning_trainer.kits.forks import ForkResult, plan, recorded, result
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.told import answer_text

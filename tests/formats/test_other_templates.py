@@ -8,13 +8,13 @@ import re
 import pytest
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer import continuation_reasons as reasons
-from lightning_trainer.continuation_reasons import OTHER
 from lightning_trainer.gateway.formats.unread import unread
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.continuation import Continuations
 from lightning_trainer.gateway.prompt.doctor import examined
 from lightning_trainer.gateway.prompt.template import ChatFormat, check_calls
+from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import OTHER
 from support.models import families
 
 pytest.importorskip("transformers")

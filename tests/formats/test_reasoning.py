@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from lightning_trainer import continuation_reasons as reasons
+from lightning_trainer.reasons import continuation as reasons
 from support.fakes import ByteTokenizer, FakeEngine, served
 from support.models.families import THINKING
 from support.models.model_families import all_families, tokenizer_of

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.prompt.equality import Conversation, same_data
+from lightning_trainer.reasons import continuation as reasons
 from support.fakes import HERMES_TEMPLATE, ByteTokenizer
 from support.gateway.continuation import (
     TOOL,

@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from lightning_trainer.reasons import continuation as reasons
 from support.fakes import ByteTokenizer, FakeEngine, served
 from support.gateway.long_talks import STRANGE, TOOLS, USER, rows_of
 

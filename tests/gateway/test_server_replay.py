@@ -15,10 +15,10 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.spans import Span
-from lightning_trainer.forks import Recorded, plan
 from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.requests import difference, read_request
 from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.kits.forks import Recorded, plan
 from lightning_trainer.naming import parse_rules
 from support.fakes import FakeEngine, served
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from lightning_trainer.reasons import continuation as reasons
 from support.fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer, FakeEngine, fake_logprob, served
 from support.gateway.continuation import World, _calls, names
 from support.gateway.long_talks import STRANGE, TOOLS, USER, rows_of

@@ -29,10 +29,10 @@ from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.judging.asking import JudgeError, ask, messages, read_scores
-from lightning_trainer.judging.judge import GroupJudge
-from lightning_trainer.judging.options import read_judge
-from lightning_trainer.judging.transcript import entries_of, shortened, tell_apart
+from lightning_trainer.judges import read_judge
+from lightning_trainer.kits.judging.asking import JudgeError, ask, messages, read_scores
+from lightning_trainer.kits.judging.judge import GroupJudge
+from lightning_trainer.kits.judging.transcript import entries_of, shortened, tell_apart
 from lightning_trainer.rl.rewards import source_weights
 from lightning_trainer.rl.scores import score
 from support.training.judged import SHARED, attempts_told, by_length, chat, options, rolled

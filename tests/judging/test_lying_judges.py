@@ -17,10 +17,10 @@ from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.store import Store, open_store
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply, Script
-from lightning_trainer.judging.asking import JudgeError, messages, read_scores
-from lightning_trainer.judging.judge import GroupJudge
-from lightning_trainer.judging.options import read_judge
-from lightning_trainer.judging.transcript import shortened
+from lightning_trainer.kits.judging.asking import JudgeError, messages, read_scores
+from lightning_trainer.kits.judging.judge import GroupJudge
+from lightning_trainer.kits.judging.options import read_options
+from lightning_trainer.kits.judging.transcript import shortened
 from support.loopback import Loopback, LoopbackHandler
 from support.training.judged import attempts_told, by_length, options, rolled
 
@@ -150,7 +150,7 @@ def dripping() -> Iterator[tuple[str, threading.Event]]:
 
 def test_an_answer_that_never_ends_is_given_up(store):
     with dripping() as (url, left):
-        judge = GroupJudge(read_judge("judge", {"endpoint": url, "model": "j", "retries": 0, "timeout_s": 0.3}), store)
+        judge = GroupJudge(read_options({"endpoint": url, "model": "j", "retries": 0, "timeout_s": 0.3}), store)
         found: list[str] = []
 
         def ask() -> None:
@@ -207,7 +207,7 @@ def test_after_a_cut_line_of_its_file_verdicts_are_kept_again(store, tmp_path):
 )
 def test_an_endpoint_that_is_no_address_is_refused(url):
     with pytest.raises(ConfigError, match="is not a URL"):
-        read_judge("judge", {"endpoint": url, "model": "j"})
+        read_options({"endpoint": url, "model": "j"})
 
 
 @pytest.mark.parametrize("key", ["two\nlines", "\u00fcber"])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_trainer.backends.verl import report
+from lightning_trainer.kits.forks.steps import ForkPlan, forked
 from lightning_trainer.rl.account import Account
-from lightning_trainer.run.forking import ForkPlan, forked
 
 DOC = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 LINE = {"held_out", "kind", "step", "time"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer.continuation_reasons import BEGINS, EDITED, JOINED, REWRITTEN
+from lightning_trainer.reasons.continuation import BEGINS, EDITED, JOINED, REWRITTEN
 from lightning_trainer.rl.account import (
     ATTEMPT_FAILED,
     GREEDY,

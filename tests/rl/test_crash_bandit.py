@@ -18,8 +18,8 @@ from lightning_spans.schema.spans import CHAT, Span
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
 from lightning_spans.testing.stores.memory import MemoryStore
-from lightning_trainer.call_errors import CLIENT_GONE, CUT
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.reasons.call_errors import CLIENT_GONE, CUT
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
 from lightning_trainer.rl.scores import reward_of_failures, score

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.kits.teaching import endpoint
+from lightning_trainer.kits.teaching.endpoint import EndpointTeacher, TeacherError
 from lightning_trainer.outgoing import at_once
 from lightning_trainer.rl.algorithms.distil import distilled
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.teaching import endpoint
-from lightning_trainer.teaching.endpoint import EndpointTeacher, TeacherError
 
 IDS = [40, 41, 42]
 ROW = Row(
@@ -159,7 +159,7 @@ import sys
 from contextlib import closing
 from test_lying_teachers import ROW
 from lightning_trainer.run.interrupts import Interrupted
-from lightning_trainer.teaching.endpoint import EndpointTeacher
+from lightning_trainer.kits.teaching.endpoint import EndpointTeacher
 
 def check():
     if sys.stdin.readline() == "stop\\n":

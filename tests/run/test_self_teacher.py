@@ -16,13 +16,13 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import ConfigError, NothingToLearnError
 from lightning_spans.schema.transitions import Tokens
 from lightning_trainer import TrainConfig, train
+from lightning_trainer.kits.teaching.feedback import feedback, said
+from lightning_trainer.kits.teaching.options import HINT, SelfOptions, read_self
+from lightning_trainer.kits.teaching.self_teacher import SelfTeacher
 from lightning_trainer.rl.account import HINT_TOO_LONG, NOTHING_TOLD
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rows import Row, make_rows
-from lightning_trainer.teaching.feedback import feedback, said
-from lightning_trainer.teaching.options import HINT, SelfOptions, read_self
-from lightning_trainer.teaching.self_teacher import SelfTeacher
 from support.rl.attempts import Attempt
 
 PROGRAM = '''
@@ -325,7 +325,7 @@ def test_a_hint_leaves_a_prompts_own_tokens_as_they_are(tiny_model: Path) -> Non
     from transformers import AutoTokenizer
 
     from lightning_trainer.gateway.prompt.template import ChatFormat
-    from lightning_trainer.teaching.hints import Hints
+    from lightning_trainer.kits.teaching.hints import Hints
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     hints = Hints(ChatFormat(tokenizer), {2})

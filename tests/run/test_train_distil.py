@@ -21,9 +21,9 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer import TrainConfig, train
+from lightning_trainer.kits.teaching.endpoint import EndpointTeacher, TeacherError
 from lightning_trainer.rl.algorithms.distil import FARTHEST, distilled
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.teaching.endpoint import EndpointTeacher, TeacherError
 from support.models.tiny import make_tiny_model
 from support.training.tiny_runs import config, lines, write_program
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from lightning_trainer import continuation_reasons as reasons
+from lightning_trainer.reasons import continuation as reasons
 from support.gateway.vllm import USER, asker, exactly, logprobs_of, unbroken, vllm_serving
 from support.models.family_models import SERVED_BY_VLLM, make_family_model
 from support.models.model_families import all_families

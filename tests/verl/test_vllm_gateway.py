@@ -15,12 +15,12 @@ pytest.importorskip("vllm")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.backends.verl.engine import VllmEngine
 from lightning_trainer.gateway.engine import Sampling
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from lightning_trainer.reasons import continuation as reasons
 from lightning_trainer.rl import account
 from support.gateway.vllm import USER, asker, drawn_from, exactly, logprobs_of, unbroken, vllm_serving
 from support.models.tiny import make_tiny_model

@@ -27,9 +27,9 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
 from lightning_trainer.cli.training.viewed import Viewed
-from lightning_trainer.judging.asking import JudgeAnswer, JudgeScore
-from lightning_trainer.judging.judge import GroupJudge
-from lightning_trainer.judging.options import JudgeOptions
+from lightning_trainer.kits.judging.asking import JudgeAnswer, JudgeScore
+from lightning_trainer.kits.judging.judge import GroupJudge
+from lightning_trainer.kits.judging.options import JudgeOptions
 from lightning_trainer.kits.view import command as view_command
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.reading import transcripts

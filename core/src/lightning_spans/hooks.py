@@ -255,6 +255,16 @@ def lightning_register_alarms(register: Callable[[str, Any], None]) -> None:
     """Register by name: alarms of a run, callables as in `lightning_trainer.report.alarms`."""
 
 
+@hookspec
+def lightning_register_judges(register: Callable[[str, Any], None]) -> None:
+    """Register by name: judges that compare the rollouts of a group, each a `lightning_trainer.judges.JudgeKind`."""
+
+
+@hookspec
+def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
+    """Register by name: what takes part in the steps of a run, as in `lightning_trainer.callbacks.CallbackKind`."""
+
+
 class _CoreAdapter:
     """Answers for every trace that no plugin claimed."""
 

@@ -9,9 +9,9 @@ import random
 import re
 from typing import Any
 
-from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.prompt.continuation import Continuations
 from lightning_trainer.gateway.prompt.template import ChatFormat
+from lightning_trainer.reasons import continuation as reasons
 from support.fakes import ByteTokenizer
 
 TOOL = {"type": "function", "function": {"name": "calculator", "description": "d", "parameters": {}}}

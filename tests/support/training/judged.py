@@ -15,7 +15,7 @@ from lightning_spans.schema.spans import (
 )  # fmt: skip
 from lightning_spans.store import Store
 from lightning_spans.testing.plugins.script import Reply
-from lightning_trainer.judging.options import JudgeOptions
+from lightning_trainer.kits.judging.options import JudgeOptions
 from lightning_trainer.rl.rollouts import Outcome
 
 SHARED = [{"role": "system", "content": "You write."}, {"role": "user", "content": "a poem"}]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_spans.store import Store
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.gateway.engine import Engine
-    from lightning_trainer.judging.judge import GroupJudge
+    from lightning_trainer.judges import RolloutJudge
     from lightning_trainer.report.learned_tokens import SeenTokens
     from lightning_trainer.report.metrics import MetricLog
     from lightning_trainer.report.progress import Progress
@@ -83,7 +83,7 @@ class OpenRun:
     start: Start = field(default_factory=Start)
     identity: Mapping[str, Any] = field(default_factory=dict)
     rules: Sequence[JudgeRule] = ()
-    judge: GroupJudge | None = None
+    judge: RolloutJudge | None = None
 
     @property
     def steps(self) -> int:

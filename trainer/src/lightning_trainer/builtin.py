@@ -57,15 +57,6 @@ def lightning_register_formats(register: Callable[[str, Any], None]) -> None:
 
 
 @hookimpl
-def lightning_register_environments(register: Callable[[str, Any], None]) -> None:
-    """Register the kinds of environments."""
-    from lightning_trainer.environments import from_openenv, from_verifiers
-
-    register("verifiers", from_verifiers)
-    register("openenv", from_openenv)
-
-
-@hookimpl
 def lightning_register_alarms(register: Callable[[str, Any], None]) -> None:
     """Register the alarms of a run."""
     from lightning_trainer.report import alarms

@@ -20,16 +20,20 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import NO_FORMAT
 from lightning_trainer.commands import Listed
 
-Kind: TypeAlias = Literal["alarm", "algorithm", "backend", "command", "credit", "engine", "environment", "tool format"]
+Kind: TypeAlias = Literal[
+    "alarm", "algorithm", "backend", "callback", "command", "credit", "engine", "environment", "judge", "tool format"
+]
 
 _HOOKS: Final[dict[Kind, str]] = {
     "alarm": "lightning_register_alarms",
     "algorithm": "lightning_register_algorithms",
     "backend": "lightning_register_backends",
+    "callback": "lightning_register_callbacks",
     "command": "lightning_register_commands",
     "credit": "lightning_register_credit",
     "engine": "lightning_register_engines",
     "environment": "lightning_register_environments",
+    "judge": "lightning_register_judges",
     "tool format": "lightning_register_formats",
 }
 
@@ -111,7 +115,8 @@ def kit_commands() -> dict[str, Listed]:
     """Return the commands of the kits, by name. Importing what registers them imports nothing else of a kit."""
     found: dict[str, Listed] = {}
     for module in _kits().values():
-        module.lightning_register_commands(found.__setitem__)
+        if hasattr(module, "lightning_register_commands"):
+            module.lightning_register_commands(found.__setitem__)
     return found
 
 

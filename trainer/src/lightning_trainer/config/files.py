@@ -12,11 +12,11 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer import environments as environment
 from lightning_trainer.config.defaults import without_defaults
 from lightning_trainer.config.mistakes import refuse_unknown
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.environments import options as environment
 
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
 _OF_COMMANDS: Final = (

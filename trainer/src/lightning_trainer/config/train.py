@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer import environments as environment
 from lightning_trainer.config.checks import cross_check
 from lightning_trainer.config.defaults import with_defaults
 from lightning_trainer.config.fields import TrainFields
 from lightning_trainer.config.mistakes import explain, refuse_unknown
-from lightning_trainer.environments import options as environment
 
 
 class TrainConfig(TrainFields):

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.environments import options as environment
+from lightning_trainer import environments as environment
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 from lightning_trainer import registry
-from lightning_trainer.continuation_reasons import OTHER
+from lightning_trainer.reasons.continuation import OTHER
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_spans.schema.spans import TOOL_NAME
-from lightning_trainer.continuation_reasons import MALFORMED, UNREAD
 from lightning_trainer.policies import BASE
+from lightning_trainer.reasons.continuation import MALFORMED, UNREAD
 from lightning_trainer.rl.rows import UNKNOWN_VERSION, Row
 from lightning_trainer.rl.usage import tokens_of
 

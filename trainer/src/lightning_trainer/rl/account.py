@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from lightning_trainer.continuation_reasons import BEGINS, FORKED, JOINED, continued_share, slug
+from lightning_trainer.reasons.continuation import BEGINS, FORKED, JOINED, continued_share, slug
 
 if TYPE_CHECKING:
     from lightning_spans.schema.rewards import Reward
@@ -208,7 +208,7 @@ class Account:
 
 
 def continued(outcomes: Iterable[str | None]) -> Account:
-    """Count how prompts were made, one outcome for each call, see `continuation_reasons`; None says nothing."""
+    """Count how prompts were made, one outcome for each call, see `reasons.continuation`; None says nothing."""
     counts = Counter(outcome for outcome in outcomes if outcome is not None)
     begun, forked, joined = (counts.pop(name, 0) for name in (BEGINS, FORKED, JOINED))
     others = {str(reason): count for reason, count in counts.items()}

@@ -17,8 +17,8 @@ from lightning_spans.adapter.trace import Node, Trace
 from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus
 from lightning_spans.schema.replays import ENDED
 from lightning_spans.schema.spans import ERROR_TYPE
-from lightning_trainer.call_errors import CUT_CALLS, QUOTA_EXCEEDED, SCORER_FAILED, TOO_MUCH_AT_ONCE
 from lightning_trainer.choices import Timeouts
+from lightning_trainer.reasons.call_errors import CUT_CALLS, QUOTA_EXCEEDED, SCORER_FAILED, TOO_MUCH_AT_ONCE
 
 Responsible: TypeAlias = Literal["policy", "program", "infrastructure", "scorer", "nobody"]
 

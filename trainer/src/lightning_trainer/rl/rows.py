@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from lightning_spans.schema.calls import PARTIAL
 from lightning_spans.schema.transitions import Tokens, Transition
-from lightning_trainer.call_errors import CUT
 from lightning_trainer.choices import Aggregation
-from lightning_trainer.continuation_reasons import BEGINS, CONTINUATION, ONLY_MESSAGES
+from lightning_trainer.reasons.call_errors import CUT
+from lightning_trainer.reasons.continuation import BEGINS, CONTINUATION, ONLY_MESSAGES
 from lightning_trainer.rl import account as reasons
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.prefixes import OpenSequences

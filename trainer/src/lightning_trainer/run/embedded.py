@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backend_protocol import Described, Learner, OpenRun, Start
-from lightning_trainer.choices import SELF
+from lightning_trainer.callbacks import CallbackContext, open_callbacks, wanted_callbacks
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.engines.contract import check_engines
 from lightning_trainer.gateway.engine import Engine, tool_format
@@ -26,8 +26,6 @@ from lightning_trainer.run.state import State, check_identity, check_resumable, 
 from lightning_trainer.session.answers import AnswerSource
 from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import serve
-from lightning_trainer.teaching.options import read_self
-from lightning_trainer.teaching.teacher import teaching
 
 TRIED: Final = 8  # tasks that a dry run tries at most
 
@@ -72,8 +70,8 @@ class Embedded:
         """Refuse what can't work, and find what to go on from: `Backend.start`."""
         self._check(config)
         check_staleness(config)
-        if config.teacher == SELF:
-            read_self(config)  # or refuse
+        for kind in wanted_callbacks(config):
+            kind.check(config)
         if config.resume is None:
             return Start()
         folder, checkpoint = find(config.resume)
@@ -93,7 +91,6 @@ class Embedded:
             if run.start.checkpoint is not None:
                 learner.load(run.start.checkpoint)
                 state = read_state(run.start.checkpoint)
-            teacher = stack.enter_context(teaching(run.config, learner, self.learner, run.check))
             run = replace(run, check=partial(_check_all, run.check, learner.engines))
             run.check()
             session = stack.enter_context(
@@ -107,8 +104,10 @@ class Embedded:
                     failed=run.config.failed,
                 )
             )
+            context = CallbackContext(run=run, session=session, learner=learner, load=self.learner)
+            callbacks = stack.enter_context(open_callbacks(context))
             run.begin()
-            loop = Loop(run, session, learner, state, teacher)
+            loop = Loop(run, session, learner, state, callbacks)
             loop.run()
             return loop.state.step
 

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_spans.adapter.trace import Trace
-from lightning_spans.errors import ConfigError, LightningError, NothingToLearnError
+from lightning_spans.errors import LightningError, NothingToLearnError
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.backend_protocol import Learner, OpenRun
+from lightning_trainer.callbacks import Callback, Extra, StepRollouts
 from lightning_trainer.choices import SELF
 from lightning_trainer.engines.contract import samples_apart
-from lightning_trainer.policies import BASE
 from lightning_trainer.report import learned_tokens, step_metrics
 from lightning_trainer.report.agents import not_heard
 from lightning_trainer.report.answers import MOST_FREQUENT, of_answers
@@ -31,21 +31,17 @@ from lightning_trainer.report.step_notes import all_flat, how_they_count, no_row
 from lightning_trainer.report.teams.shares import policies_of, token_shares
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.algorithms import algorithm_by_name
-from lightning_trainer.rl.algorithms.distil import at_endpoint
-from lightning_trainer.rl.batch.attempts import Traces, played_of
+from lightning_trainer.rl.batch.attempts import Traces
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.comparison import Penalty
-from lightning_trainer.rl.credit.counterfactual import Cells
 from lightning_trainer.rl.resampling import other_tasks, with_contrast
 from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import BY_TASK, Score, by_source, given_to, reward_of_failures, score
 from lightning_trainer.run.collecting.batches import Collection
-from lightning_trainer.run.forking import forked, planned, refuse_ended, told
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.state import LONGEST_UNSAVED_S, State, mark_best, save, unmark_best
 from lightning_trainer.session.session import Session
-from lightning_trainer.teaching.teacher import Tutor
 
 PATIENCE: Final = 3  # first steps that may all teach nothing before the run is given up
 
@@ -58,16 +54,16 @@ class Loop:
         local: runs rollouts.
         learner: answers the agents' calls, and learns.
         state: where the run stands.
-        tutor: of distillation; None without one.
+        callbacks: take part in each step.
     """
 
     def __init__(
-        self, run: OpenRun, local: Session, learner: Learner, state: State, tutor: Tutor | None = None
+        self, run: OpenRun, local: Session, learner: Learner, state: State, callbacks: Sequence[Callback] = ()
     ) -> None:
         self._run = run
         self._local = local
         self._learner = learner
-        self._tutor = tutor
+        self._callbacks = callbacks
         self._algorithm = algorithm_by_name(run.config.algorithm)
         self._collection = Collection(run, local)
         self.state = state
@@ -162,7 +158,11 @@ class Loop:
         self._hear()
         rolled_s, windows = time.monotonic() - began, [(from_ns, time.time_ns())]
         traces = step_metrics.TraceCache(collection.traces)
-        forks, of_forks = self._fork(outcomes, traces)
+        rollouts = StepRollouts(
+            name=collection.name, step=step, outcomes=outcomes, traces=traces, spread=self.state.spread
+        )
+        extra = self._before_batch(rollouts)
+        extra_s = time.monotonic() - began - rolled_s
         ages = {engine.model: engine.version for engine in self._learner.engines}
 
         def roll(count: int, number: int) -> list[Outcome]:
@@ -177,18 +177,18 @@ class Loop:
             return found
 
         batch, outcomes = with_contrast(
-            outcomes, config.resample, lambda some: self._judge([*some, *forks], traces), roll
+            outcomes, config.resample, lambda some: self._judge([*some, *extra.outcomes], traces), roll
         )
         self._refuse_barren(batch, outcomes)
-        adapted_s = time.monotonic() - began - rolled_s - of_forks.get("fork_seconds", 0.0)
+        adapted_s = time.monotonic() - began - rolled_s - extra_s
         self._run.check()
-        batch, taught = self._taught(batch, outcomes, traces)
+        batch, changed = self._after_batch(batch, replace(rollouts, outcomes=outcomes))
         self._run.progress.phase(f"learning from {len(batch.rows)} rows")
         self._whole = False
         learned = self._learn(batch)
         result = score(outcomes, config.failed, config.agents)
         given = given_to(outcomes, batch.automatic, config.failed)
-        own = _without(traces.found, forks)
+        own = _without(traces.found, extra.outcomes)
         alike, frequent = of_answers(own, config.agents)
         metrics = {
             **result.metrics(),
@@ -198,11 +198,11 @@ class Loop:
             **step_metrics.of_groups(*step_metrics.compared(batch)),
             **step_metrics.of_traces(own),
             **alike,
-            **of_forks,
+            **extra.metrics,
             **step_metrics.of_rows(batch.rows, ages),
             **token_shares(batch.rows),
             **learned,
-            **taught,
+            **changed,
             **step_metrics.of_versions(self._learner.engines),
             "rollout_seconds": rolled_s,
             "adapt_seconds": adapted_s,
@@ -218,43 +218,21 @@ class Loop:
         if step == 0:
             self._tell_unheard()
 
-    def _fork(self, outcomes: Sequence[Outcome], traces: Traces) -> tuple[list[Outcome], dict[str, float]]:
-        """Draw calls of these rollouts again, where that is asked for; returns the forks, and what they cost."""
-        config, step, began = self._run.config, self.state.step, time.monotonic()
-        if not (config.forked or config.by_coalitions):
-            return [], {}
-        if config.by_coalitions and BASE not in [engine.model for engine in self._learner.engines]:
-            raise ConfigError(f"orders = {config.orders} needs the frozen base, and backend {config.backend} has none.")
-        with waiting("rows", f"the calls of {len(outcomes)} rollouts to be chosen from"):
-            plan = planned(
-                config,
-                self._local.store,
-                outcomes,
-                traces,
-                name=self._collection.name,
-                step=step,
-                spread=self.state.spread,
-            )
-        run = partial(self._local.run, check=self._run.check)
-        forks = run(plan.rollouts, self._run.progress, plan.phase) if plan.rollouts else []
-        found = forked(plan, forks, traces)
-        if step == 0:
-            refuse_ended(plan, found)
-            self._run.progress.note(found.line)
-        for reasons, text in (
-            (found.ended, "forks were not as their record"),
-            (plan.refused, "calls could not be forked"),
-        ):
-            if new := reasons.keys() - self._told:
-                self._run.progress.note(f"{sum(reasons.values())} {text}: {'; '.join(sorted(new)[:3])}")
-                self._told |= new
-        if config.fork_at == "disagreement":
-            spread = Cells.of(played_of([*outcomes, *forks], traces, config.failed)).spread
-            self.state = replace(self.state, spread={**self.state.spread, **spread})
-        shared = {}
-        if config.by_coalitions:  # they are measured, and nothing is trained on them
-            shared, forks = told(played_of([*outcomes, *forks], traces, config.failed, config.agents)), []
-        return forks, {**found.metrics, **shared, "fork_seconds": time.monotonic() - began}
+    def _before_batch(self, rollouts: StepRollouts) -> Extra:
+        """Let callbacks add rollouts of their own."""
+        added = [callback.before_batch(rollouts) for callback in self._callbacks]
+        spread = {agent: value for extra in added for agent, value in extra.spread.items()}
+        self.state = replace(self.state, spread={**self.state.spread, **spread})
+        metrics = {name: value for extra in added for name, value in extra.metrics.items()}
+        return Extra(outcomes=[outcome for extra in added for outcome in extra.outcomes], metrics=metrics)
+
+    def _after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, dict[str, float]]:
+        """Let callbacks change what is learned."""
+        metrics: dict[str, float] = {}
+        for callback in self._callbacks:
+            batch, own = callback.after_batch(batch, rollouts)
+            metrics |= own
+        return batch, metrics
 
     def _log(
         self,
@@ -317,17 +295,6 @@ class Loop:
     def _penalty(self) -> Penalty | None:
         config = self._run.config
         return self._learner.penalties if config.kl_in == "reward" and config.kl_coef > 0 else None
-
-    def _taught(self, batch: Batch, outcomes: Sequence[Outcome], traces: Traces) -> tuple[Batch, dict[str, float]]:
-        """Give the tokens of a batch what the teacher thinks of them, where there is one."""
-        if self._tutor is None:
-            return batch, {}
-        began = time.monotonic()
-        whom = "the teacher's server" if at_endpoint(self._run.config.teacher) else "the teacher"
-        self._run.progress.phase(f"asking {whom} about {len(batch.rows)} rows")
-        with waiting("teacher", f"the teacher to read {len(batch.rows)} rows"):
-            batch, told = self._tutor.teach(batch, outcomes, traces)
-        return batch, {**told, "teacher_seconds": time.monotonic() - began}
 
     def _learn(self, batch: Batch) -> dict[str, float]:
         """Update the weights. Where no row has a gradient the optimiser is left alone: it would move by momentum."""

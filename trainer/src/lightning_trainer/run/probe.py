@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_spans.errors import AgentFailedError
 from lightning_spans.schema.agents import label, selects
 from lightning_spans.store.traces import traces_of
-from lightning_trainer.judging.judge import GroupJudge
-from lightning_trainer.judging.options import read_judge
+from lightning_trainer.judges import RolloutJudge, open_judge, read_judge
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.forecast import Probe, Tried
@@ -97,7 +96,7 @@ def probe(
         rules = read_rules(config.rewards, credit=config.credit, gamma=config.gamma)
         stack.enter_context(installed(rules))
         store = stack.enter_context(open_database(str(folder / STORE_NAME)))
-        judge = stack.enter_context(closing(GroupJudge(judging, store, seed=config.seed))) if judging else None
+        judge = stack.enter_context(open_judge(judging, store, seed=config.seed, cache=None))
         progress.phase(f"loading {config.model}")
         learner = stack.enter_context(closing(make(config)))
         answers = AnswerSource.of(learner.engines, config.policies)
@@ -111,7 +110,7 @@ def probe(
 
 
 def _run(
-    config: TrainConfig, tasks: Sequence[Task], session: Session, judge: GroupJudge | None, progress: Progress
+    config: TrainConfig, tasks: Sequence[Task], session: Session, judge: RolloutJudge | None, progress: Progress
 ) -> _Ran:
     rollouts = plan(
         tasks,

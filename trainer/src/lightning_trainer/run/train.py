@@ -15,8 +15,7 @@ from lightning_trainer.backend_protocol import Backend, Described, OpenRun, Star
 from lightning_trainer.config.origin import with_format
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
-from lightning_trainer.judging.options import JudgeOptions, read_judge
+from lightning_trainer.judges import CACHE_NAME, open_judge, read_judge
 from lightning_trainer.models import NEWEST
 from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.report import trackers
@@ -79,7 +78,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
         )
         check()
         store = stack.enter_context(_store(config, folder))
-        judge = stack.enter_context(_judge(judging, store, folder, config.seed))
+        judge = stack.enter_context(open_judge(judging, store, seed=config.seed, cache=folder / CACHE_NAME))
         run = OpenRun(
             config=config,
             tasks=tasks,
@@ -146,15 +145,6 @@ def _store(config: TrainConfig, folder: Path) -> Iterator[Store]:
         if config.resume is not None and config.store is None:
             cancel_left_over(store)
         yield store
-
-
-@contextmanager
-def _judge(options: JudgeOptions | None, store: Store, folder: Path, seed: int) -> Iterator[GroupJudge | None]:
-    if options is None:
-        yield None
-        return
-    with closing(GroupJudge(options, store, seed=seed, cache=folder / CACHE_NAME)) as judge:
-        yield judge
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer.call_errors import SCORER_FAILED
+from lightning_trainer.reasons.call_errors import SCORER_FAILED
 from lightning_trainer.runner.workers import Blocking, Death
 
 

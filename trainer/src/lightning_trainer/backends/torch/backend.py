@@ -11,13 +11,12 @@ from lightning_trainer import models
 from lightning_trainer.backends.torch.needs import check_disk, room, weights_of
 from lightning_trainer.backends.torch.options import check_device, make_options
 from lightning_trainer.backends.torch.sampler import EMBEDDED, engine_name, engine_of
-from lightning_trainer.choices import SELF
+from lightning_trainer.callbacks import wanted_callbacks
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import look
 from lightning_trainer.policies import parse
 from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.embedded import Embedded
-from lightning_trainer.teaching.options import read_self
 
 if TYPE_CHECKING:
     from lightning_trainer.backends.torch.learner import TorchLearner
@@ -144,7 +143,8 @@ def learner_options(config: TrainConfig) -> dict[str, Any]:
 def _learning(config: TrainConfig) -> dict[str, Any]:
     """Return what an algorithm asks of the learner beyond GRPO."""
     asked: dict[str, Any] = {"algorithm": config.algorithm, "entropy_coef": config.entropy_coef}
-    asked |= {"divergence": read_self(config).divergence} if config.teacher == SELF else {}
+    for kind in wanted_callbacks(config):
+        asked |= kind.learner_options(config)
     asked |= {"kl_in": config.kl_in, "kl_estimator": config.kl_estimator} if config.kl_coef > 0 else {}
     of_critic = {name: getattr(config, name) for name in ("gae_lambda", "value_learning_rate", "value_clip")}
     asked |= {name: getattr(config, name) for name in _LEARNING if getattr(config, name) is not None}

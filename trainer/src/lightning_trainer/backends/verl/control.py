@@ -19,7 +19,7 @@ from lightning_spans.store import Store
 from lightning_trainer.backends.verl.engine import VllmEngine
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.gateway.http.guard import is_loopback
-from lightning_trainer.judging.judge import GroupJudge
+from lightning_trainer.judges import RolloutJudge
 from lightning_trainer.report.metrics import Kind
 from lightning_trainer.rl.rollouts import outcomes
 
@@ -88,7 +88,7 @@ def add_routes(
 
 
 def judging_by(
-    judge: GroupJudge | None, store: Store, timeouts: Timeouts = "count"
+    judge: RolloutJudge | None, store: Store, timeouts: Timeouts = "count"
 ) -> Callable[[Sequence[str]], Mapping[str, str]]:
     """Return what judges the rollouts of a group, which keeps rewards in the store, and says why some have none."""
 

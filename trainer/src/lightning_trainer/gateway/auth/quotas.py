@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_trainer.call_errors import QUOTA_EXCEEDED
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.settings import Limits
+from lightning_trainer.reasons.call_errors import QUOTA_EXCEEDED
 
 HOUR_S: Final = 3600.0
 _REMEMBERED: Final = 20_000  # attempts and live keys

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 from lightning_spans.schema.json import dumps
-from lightning_trainer.continuation_reasons import CONTINUATION
 from lightning_trainer.gateway.calls.generation import Generation
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.calls.seeds import PromptCounter, seeds_of_choices
@@ -22,6 +21,7 @@ from lightning_trainer.gateway.request.chat_request import ChatRequest, plainly,
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.models.merged_messages import MERGE
+from lightning_trainer.reasons.continuation import CONTINUATION
 
 _TOKEN_BYTES: Final = 32  # no text has longer tokens on average, not even one of blanks
 _INLINE_BYTES: Final = 64 * 1024  # of messages; rendering and tokenizing these takes a few milliseconds

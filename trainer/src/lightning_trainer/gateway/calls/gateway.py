@@ -8,7 +8,6 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning_trainer.call_errors import ATTEMPT_ENDED, CLIENT_GONE
 from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.calls.incoming import Decider, IncomingCall
 from lightning_trainer.gateway.calls.models import ServedModels
@@ -22,6 +21,7 @@ from lightning_trainer.gateway.request.pending import PendingCall, begin
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.surfaces.messages import MessagesSurface
 from lightning_trainer.gateway.surfaces.surface import Surface
+from lightning_trainer.reasons.call_errors import ATTEMPT_ENDED, CLIENT_GONE
 
 _CUT_S: Final = 5.0  # for the records of calls that are cut
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_trainer.continuation_reasons import MALFORMED, UNREAD
 from lightning_trainer.gateway.calls.completion import CompletionBuilder, tool_call_deltas
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.engine import STEERED, Sampled
@@ -16,6 +15,7 @@ from lightning_trainer.gateway.prompt.marked_text import MarkedText
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.gateway.request.chat_request import ChatRequest
 from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice
+from lightning_trainer.reasons.continuation import MALFORMED, UNREAD
 
 
 class Generation:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from lightning_spans.errors import StoreError
-from lightning_trainer.call_errors import CUT
 from lightning_trainer.gateway.http.errors import Refusal, store_down
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.ingest.writer import RecordWriter
 from lightning_trainer.gateway.request.pending import PendingCall
+from lightning_trainer.reasons.call_errors import CUT
 
 logger = masking_logger(__name__)
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from lightning_trainer.continuation_reasons import OTHER
 from lightning_trainer.gateway.formats.calls import Tools, json_at, parameters_of
 from lightning_trainer.gateway.formats.table import formats
+from lightning_trainer.reasons.continuation import OTHER
 
 _MOST_OBJECTS: Final = 20  # of an answer that are looked at
 _NAMES: Final = ("name", "tool", "tool_name", "function", "function_name", "action")

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from lightning_spans.record.stalls import stall_counts, stalls
 from lightning_spans.schema.calls import Call
-from lightning_trainer.continuation_reasons import BEGINS, CONTINUATION, JOINED, continued_share, slug
 from lightning_trainer.gateway.http.asgi import send_bytes
+from lightning_trainer.reasons.continuation import BEGINS, CONTINUATION, JOINED, continued_share, slug
 
 SENDER_OUTCOMES: Final = ("delivered", "spooled", "retried", "refused", "dropped", "sampled_out", "redacted")
 _SENDERS_MOST: Final = 10_000

@@ -20,13 +20,13 @@ from starlette.types import Message, Receive, Scope
 from lightning_spans.record.stalls import waiting
 from lightning_spans.schema.json import loads
 from lightning_spans.schema.lenient_json import read_json
-from lightning_trainer.call_errors import TOO_MUCH_AT_ONCE
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.auth.quotas import Quotas
 from lightning_trainer.gateway.http import weight
 from lightning_trainer.gateway.http.asgi import ClientGoneError, headers
 from lightning_trainer.gateway.http.errors import Refusal, bad_request, too_large
 from lightning_trainer.gateway.settings import Limits
+from lightning_trainer.reasons.call_errors import TOO_MUCH_AT_ONCE
 
 T = TypeVar("T")
 MAX_DEPTH: Final = 100  # levels of JSON; a chat request with tools has about ten

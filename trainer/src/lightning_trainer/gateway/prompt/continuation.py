@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_spans.schema.json import dumps
-from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.formats.reader import ParsedAnswer
 from lightning_trainer.gateway.prompt.equality import (
     SYSTEM,
@@ -33,6 +32,7 @@ from lightning_trainer.gateway.prompt.equality import (
 )
 from lightning_trainer.gateway.prompt.forks import Known, forked
 from lightning_trainer.gateway.prompt.template import ChatFormat, Message, Switches, joined, reasoning_of
+from lightning_trainer.reasons import continuation as reasons
 
 _EVICTED_KEPT: Final = 20_000  # ids of attempts whose calls were forgotten, to be able to say so
 
@@ -44,7 +44,7 @@ class RenderedPrompt:
     Attributes:
         ids: token ids.
         text: as the template renders the messages.
-        how: `continuation_reasons.JOINED`, `continuation_reasons.BEGINS`, or why it stands alone.
+        how: `reasons.continuation.JOINED`, `reasons.continuation.BEGINS`, or why it stands alone.
         conversation: what was said so far, for `Continuations.remember`.
         tools: digest of the tools.
         said: digests of the messages, each by itself.

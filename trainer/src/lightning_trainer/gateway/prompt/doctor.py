@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.formats.probe import TOOL, common_start
 from lightning_trainer.gateway.formats.reader import ParsedAnswer
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.continuation import Continuations
 from lightning_trainer.gateway.prompt.template import ChatFormat, Message
 from lightning_trainer.models.merged_messages import merges, takes_any_order
+from lightning_trainer.reasons import continuation as reasons
 
 _SYSTEM: Final = {"role": "system", "content": "lightning_probe_system"}
 _USER: Final = {"role": "user", "content": "What is 12+7?"}

@@ -14,7 +14,6 @@ from lightning_spans.adapter.trace import Node
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.calls import Choice
 from lightning_spans.schema.json import dumps
-from lightning_trainer.call_errors import CUT_CALLS
 from lightning_trainer.gateway.calls.answers import Record
 from lightning_trainer.gateway.calls.completion import tool_call_deltas
 from lightning_trainer.gateway.calls.response import ResponseSender
@@ -23,6 +22,7 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.events import named_event
 from lightning_trainer.gateway.replay.record import RecordedCall
 from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice, SampledCall
+from lightning_trainer.reasons.call_errors import CUT_CALLS
 
 HEADER: Final = "x-lightning-replay"
 _PIECES: Final = re.compile(r"\s*\S+\s*|\s+")  # of a text that is streamed: words

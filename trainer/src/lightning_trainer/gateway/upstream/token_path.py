@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from lightning_spans.chat.stream import EventReader
-from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.calls.answers import Ready, Record, Responder
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.engine import Sampled, Sampling
@@ -25,6 +24,7 @@ from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.gateway.upstream.token_protocols import Reader, TokenProtocolError, TokenServer
 from lightning_trainer.gateway.upstream.token_servers import form_of, token_server
+from lightning_trainer.reasons import continuation as reasons
 
 _T = TypeVar("_T")
 

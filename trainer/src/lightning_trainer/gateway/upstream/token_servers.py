@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from lightning_spans.schema.lenient_json import read_json
-from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.prompt.template import ChatFormat
@@ -18,6 +17,7 @@ from lightning_trainer.gateway.request.constraints import FORMS, Constraint, For
 from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.replicas import Replica
 from lightning_trainer.gateway.upstream.token_protocols import CompletionsProtocol, SglangProtocol, TokenServer
+from lightning_trainer.reasons import continuation as reasons
 
 logger = masking_logger(__name__)
 _TALK: Final = (

@@ -17,7 +17,6 @@ from lightning_spans.chat.body import messages_of
 from lightning_spans.chat.stream import EventReader
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.json import dumps
-from lightning_trainer.continuation_reasons import BEGINS, CONTINUATION
 from lightning_trainer.gateway.calls.answers import Ready, Record
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.calls.seeds import PromptCounter
@@ -35,6 +34,7 @@ from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.gateway.upstream.token_path import Route, TokenPath
 from lightning_trainer.outgoing import is_url
+from lightning_trainer.reasons.continuation import BEGINS, CONTINUATION
 
 if TYPE_CHECKING:
     import aiohttp

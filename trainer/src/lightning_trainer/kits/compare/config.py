@@ -12,7 +12,7 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.judging import JUDGE
+from lightning_trainer.runner.target import JUDGE
 from lightning_trainer.session.answers import Endpoint
 
 METHODS: Final = ("rl", "sft", "prompts")

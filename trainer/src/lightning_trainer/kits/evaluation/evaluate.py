@@ -12,9 +12,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.intervals import Estimate
-from lightning_trainer.judging import JUDGE
-from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
-from lightning_trainer.judging.options import JudgeOptions, read_judge
+from lightning_trainer.judges import CACHE_NAME, JudgePlan, open_judge, read_judge
 from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import BearerKeys, EvalConfig
 from lightning_trainer.kits.evaluation.measurement import Measurement
@@ -24,6 +22,7 @@ from lightning_trainer.report.failures import most_frequent_error
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.runner.target import JUDGE
 from lightning_trainer.session.answers import (
     LocalModel,
     Subject,
@@ -155,16 +154,14 @@ def _measure(
     folder: Path,
     name: str,
     progress: Progress,
-    judging: JudgeOptions | None,
+    judging: JudgePlan | None,
 ) -> list[list[Sample]]:
     """Measure one subject after the other: two models need not be in memory together."""
     drawn = []
     with ExitStack() as stack:
         check = stack.enter_context(deferred())
         store = stack.enter_context(open_database(config.store or str(folder / STORE_NAME)))
-        judge = GroupJudge(judging, store, seed=config.seed or 0, cache=folder / CACHE_NAME) if judging else None
-        if judge is not None:
-            stack.callback(judge.close)
+        judge = stack.enter_context(open_judge(judging, store, seed=config.seed or 0, cache=folder / CACHE_NAME))
         for subject, suffix in zip(subjects, ("", "b"), strict=False):
             place = folder / "against" if suffix else folder
             place.mkdir(exist_ok=True)
@@ -207,7 +204,7 @@ def _asked(config: EvalConfig, tasks: Sequence[Task], folder: Path, resume: Path
     return asked
 
 
-def _judging(config: EvalConfig) -> JudgeOptions | None:
+def _judging(config: EvalConfig) -> JudgePlan | None:
     """Read what judges; None where nothing does.
 
     Raises:

@@ -14,8 +14,7 @@ from lightning_spans.schema.agents import check_known, selects
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
 from lightning_trainer.config.workers import worker_count
-from lightning_trainer.judging import JUDGE
-from lightning_trainer.judging.judge import GroupJudge, silent
+from lightning_trainer.judges import RolloutJudge, silent
 from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import EvalConfig
 from lightning_trainer.kits.evaluation.samples import Sample, read_samples
@@ -25,7 +24,7 @@ from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.endings import LATE_LEFT_OUT_OF_FIGURES
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 from lightning_trainer.run.data import Task
-from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.target import JUDGE, Job
 from lightning_trainer.session.answers import Subject, open_answers
 from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import Session, open_session
@@ -60,7 +59,7 @@ class Measurement:
     folder: Path
     progress: Progress
     check: Callable[[], None]
-    judge: GroupJudge | None = None
+    judge: RolloutJudge | None = None
     prompted: bool = True
     samples: dict[tuple[int, int], Sample] = field(default_factory=dict)
     _unjudged: list[Outcome] = field(default_factory=list, init=False)  # of before, of tasks whose samples all ended

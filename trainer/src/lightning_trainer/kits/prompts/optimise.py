@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from lightning_spans.errors import ConfigError, LightningError, UnknownAgentError
 from lightning_spans.schema.agents import check_spelling, labels, selects
 from lightning_trainer.config.workers import cores
-from lightning_trainer.judging import JUDGE
 from lightning_trainer.kits.prompts import journal, result
 from lightning_trainer.kits.prompts.adapter import SpansAdapter
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
@@ -25,7 +24,7 @@ from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.report.terminal import decimal
 from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
-from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.target import JUDGE, Job
 from lightning_trainer.session.answers import AsItIs, Endpoint, LocalModel, Subject, open_answers
 from lightning_trainer.session.folder import open_folder
 from lightning_trainer.session.sampling import sampling_of

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.replays import Replay, ToolPolicy
-from lightning_trainer.forks.planning import Recorded, plan, recorded
-from lightning_trainer.forks.results import ForkResult, result
 from lightning_trainer.gateway.replay.record import Record
+from lightning_trainer.kits.forks.planning import Recorded, plan, recorded
+from lightning_trainer.kits.forks.results import ForkResult, result
 from lightning_trainer.kits.replay.running import (
     Program,
     from_run,

@@ -13,8 +13,8 @@ from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.spans import Json
-from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.gateway.replay.sessions import why_ended
+from lightning_trainer.kits.forks.planning import Recorded, plan, recorded
 from lightning_trainer.kits.replay.forking import policy_agents
 from lightning_trainer.kits.replay.running import (
     Program,

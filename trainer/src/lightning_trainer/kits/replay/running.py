@@ -13,8 +13,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import FRAMEWORK
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.config.workers import worker_count
-from lightning_trainer.judging import JUDGE
-from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.target import JUDGE, Job
 from lightning_trainer.session.answers import (
     AnswerSource,
     AsItIs,

@@ -18,7 +18,7 @@ from lightning_spans.record.context import use_attempt
 from lightning_spans.record.program.emit import collecting
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.rewards import Reward, as_rewards
-from lightning_trainer.call_errors import SCORER_FAILED
+from lightning_trainer.reasons.call_errors import SCORER_FAILED
 from lightning_trainer.runner.worker.command import CommandKilledError
 
 LATER = object()  # what a score gives where the reward comes once the attempt has ended, as a judge's does

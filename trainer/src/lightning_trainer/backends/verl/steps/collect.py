@@ -31,7 +31,7 @@ from lightning_trainer.backends.verl.steps.gathered import Gathered
 from lightning_trainer.backends.verl.steps.groups import Groups
 from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, trajectories
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.judging.options import read_judge
+from lightning_trainer.judges import read_judge
 from lightning_trainer.report import step_metrics
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.attempts import Traces

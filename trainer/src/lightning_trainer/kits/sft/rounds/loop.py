@@ -15,7 +15,7 @@ from lightning_spans.errors import AgentFailedError, DataError, NothingToLearnEr
 from lightning_spans.schema.agents import earns
 from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
-from lightning_trainer.judging.judge import GroupJudge
+from lightning_trainer.judges import RolloutJudge
 from lightning_trainer.kits.export.export import selected
 from lightning_trainer.kits.export.files import Line
 from lightning_trainer.kits.export.wanted import Wanted
@@ -55,7 +55,7 @@ class RoundLoop:
     folder: Path
     session: Session
     learner: Learner
-    judge: GroupJudge | None
+    judge: RolloutJudge | None
     log: MetricLog
     progress: Progress
     check: Callable[[], None]

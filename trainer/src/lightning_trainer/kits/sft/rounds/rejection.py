@@ -12,8 +12,7 @@ from lightning_trainer.backend_protocol import Backend
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import check_calls
-from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
-from lightning_trainer.judging.options import read_judge
+from lightning_trainer.judges import CACHE_NAME, open_judge, read_judge
 from lightning_trainer.kits.sft.config import OF_FILES, RoundsConfig
 from lightning_trainer.kits.sft.fit import schedule
 from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, learning_folder
@@ -68,11 +67,7 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         check()
         store = stack.enter_context(open_database(str(folder / STORE_NAME)))
         cancel_left_over(store)
-        judge = None
-        if judging is not None:
-            judge = stack.enter_context(
-                closing(GroupJudge(judging, store, seed=config.seed, cache=folder / CACHE_NAME))
-            )
+        judge = stack.enter_context(open_judge(judging, store, seed=config.seed, cache=folder / CACHE_NAME))
         progress.phase(f"loading {config.model}")
         learner = stack.enter_context(closing(backend.learner(config.model, _options(config, len(tasks)))))
         check_calls(learner.engine.tokenizer, tool_format(learner.engine))

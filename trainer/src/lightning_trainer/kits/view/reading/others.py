@@ -19,7 +19,7 @@ from lightning_spans.schema.spans import CHAT, TOOL_ARGUMENTS
 from lightning_spans.store.protocol import Where, whole_list
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.read import among
-from lightning_trainer.judging.spans import EVALUATE, EXPLANATION, NAME
+from lightning_trainer.kits.judging.spans import EVALUATE, EXPLANATION, NAME
 from lightning_trainer.kits.view.answers.calls import CallLink
 from lightning_trainer.kits.view.answers.learning import Judgement, RewardsPage, SourceRow
 from lightning_trainer.kits.view.answers.store import (

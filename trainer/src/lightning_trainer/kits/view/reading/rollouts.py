@@ -13,7 +13,7 @@ from lightning_spans.errors import RefusedError
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import traces_of
-from lightning_trainer.judging.spans import EVALUATE
+from lightning_trainer.kits.judging.spans import EVALUATE
 from lightning_trainer.kits.view.answers.groups import GroupPage, Member, RolloutRow
 from lightning_trainer.kits.view.answers.rollouts import AttemptRow, Event, RolloutPage
 from lightning_trainer.kits.view.names import chosen_by, names_of

@@ -13,7 +13,7 @@ from lightning_spans.adapter.nodes import Node
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import EXECUTE_TOOL, REQUEST, RESPONSE, TOOL_ARGUMENTS, TOOL_RESULT, Json
-from lightning_trainer.judging.spans import ASKED, EVALUATE, EXPLANATION, SCORE
+from lightning_trainer.kits.judging.spans import ASKED, EVALUATE, EXPLANATION, SCORE
 from lightning_trainer.kits.view.answers.groups import Facts
 from lightning_trainer.kits.view.answers.rollouts import Event, RewardRow
 from lightning_trainer.kits.view.names import names_in

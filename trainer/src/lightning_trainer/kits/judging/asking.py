@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from lightning_spans.errors import ConfigError, LightningError
-from lightning_trainer.judging.options import JudgeOptions
-from lightning_trainer.judging.transcript import Entries, shortened, tell_apart
+from lightning_trainer.kits.judging.options import JudgeOptions
+from lightning_trainer.kits.judging.transcript import Entries, shortened, tell_apart
 from lightning_trainer.outgoing import post_json
 
 if TYPE_CHECKING:

@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import ChatFormat
+from lightning_trainer.kits.teaching.feedback import CallKey, earnings, feedback, key_of
+from lightning_trainer.kits.teaching.hints import Hints
+from lightning_trainer.kits.teaching.options import PLACE
 from lightning_trainer.rl import account as reasons
 from lightning_trainer.rl.algorithms.distil import FARTHEST
 from lightning_trainer.rl.rows import Row, make_rows
 from lightning_trainer.rl.targets import Target
-from lightning_trainer.teaching.feedback import CallKey, earnings, feedback, key_of
-from lightning_trainer.teaching.hints import Hints
-from lightning_trainer.teaching.options import PLACE
 
 if TYPE_CHECKING:
     from lightning_spans.schema.transitions import Transition
     from lightning_trainer.backend_protocol import Learner
+    from lightning_trainer.kits.teaching.options import SelfOptions
     from lightning_trainer.rl.batch.attempts import Traces
     from lightning_trainer.rl.batch.batch import Batch
     from lightning_trainer.rl.rollouts import Failed, Outcome
-    from lightning_trainer.teaching.options import SelfOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,26 +14,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from lightning_spans.errors import LightningError
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import REQUEST, RESPONSE, Span
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
-from lightning_trainer.judging import JUDGE
-from lightning_trainer.judging.asking import JudgeAnswer, JudgeScore, ask, key_of
-from lightning_trainer.judging.options import JudgeOptions
-from lightning_trainer.judging.spans import ASKED, ATTEMPTS, EVALUATE, EXPLANATION, NAME, SCORE
-from lightning_trainer.judging.transcript import Entries, entries_of
+from lightning_trainer.judges import NO_VERDICT, RolloutJudge
+from lightning_trainer.kits.judging.asking import JudgeAnswer, JudgeScore, ask, key_of
+from lightning_trainer.kits.judging.options import JudgeOptions
+from lightning_trainer.kits.judging.spans import ASKED, ATTEMPTS, EVALUATE, EXPLANATION, NAME, SCORE
+from lightning_trainer.kits.judging.transcript import Entries, entries_of
 from lightning_trainer.outgoing import at_once, bearer
 from lightning_trainer.rl.rollouts import Outcome
-
-CACHE_NAME: Final = "judge.jsonl"
-_NONE: Final = "the judge gave no verdict"
+from lightning_trainer.runner.target import JUDGE
 
 
-class GroupJudge:
+class GroupJudge(RolloutJudge):
     """Gives rewards to rollouts by comparing those of a group.
 
     Args:
@@ -69,17 +66,6 @@ class GroupJudge:
         """Close the connections."""
         self._client.close()
 
-    def judge(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return the outcomes with the judge's rewards: see `verdicts`.
-
-        Raises:
-            LightningError: it gave no verdict on any group.
-        """
-        judged = self.verdicts(outcomes)
-        if (problem := silent(judged)) is not None:
-            raise LightningError(problem)
-        return judged
-
     def verdicts(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the outcomes with the judge's rewards, which are in the store too.
 
@@ -102,7 +88,7 @@ class GroupJudge:
         group = outcomes[0].rollout.group_id.rpartition(":")[2]
         passes = [self._verdict(different, group, number, ids) for number in range(self._options.passes)]
         if problem := next((found for found in passes if isinstance(found, str)), None):
-            return [replace(outcome, unjudged=f"{_NONE}: {problem}") for outcome in outcomes]
+            return [replace(outcome, unjudged=f"{NO_VERDICT}: {problem}") for outcome in outcomes]
         verdicts = [found for found, _ in (each for each in passes if not isinstance(each, str))]
         asked = [trace_id for _, trace_id in (each for each in passes if not isinstance(each, str)) if trace_id]
         rewarded = []
@@ -203,15 +189,6 @@ class GroupJudge:
                 ATTEMPTS: list(attempt_ids),
             },
         )
-
-
-def silent(outcomes: Sequence[Outcome]) -> str | None:
-    """Say why a judge gave no verdict on any of these groups; None where it gave one, or none was asked for."""
-    asked = [outcome for outcome in outcomes if outcome.attempt is not None and outcome.crash is None]
-    if not asked or any(outcome.unjudged is None for outcome in asked):
-        return None
-    groups = {outcome.rollout.group_id for outcome in asked}
-    return f"{_NONE} on any of {len(groups)} groups: {(asked[-1].unjudged or '').removeprefix(f'{_NONE}: ')}"
 
 
 def _hash(value: Any) -> str:

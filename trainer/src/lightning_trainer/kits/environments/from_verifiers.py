@@ -68,13 +68,13 @@ def _generation(name: str) -> Any:
         ) from None
     module = module_name(name)
     if not _is_there(f"verifiers.v1.tasksets.{module}") and hasattr(_import(name, module), "load_environment"):
-        return importlib.import_module("lightning_trainer.environments.verifiers_classic")
+        return importlib.import_module("lightning_trainer.kits.environments.verifiers_classic")
     if not _is_there("verifiers.v1.taskset"):
         raise ConfigError(
             f"environment {name!r} has no load_environment, and this verifiers is older than 0.4. Update it."
         )
     importlib.import_module("verifiers.v1")
-    return importlib.import_module("lightning_trainer.environments.verifiers_tasksets")
+    return importlib.import_module("lightning_trainer.kits.environments.verifiers_tasksets")
 
 
 def module_name(name: str) -> str:

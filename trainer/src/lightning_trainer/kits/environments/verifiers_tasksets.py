@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_spans.errors import AgentFailedError, ConfigError
 from lightning_spans.schema.spans import Json
-from lightning_trainer.environments.endpoint import endpoint
+from lightning_trainer.kits.environments.endpoint import endpoint
 
 
 def tasks(

@@ -21,7 +21,7 @@ import httpx
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import Json
-from lightning_trainer.environments.endpoint import AttemptEndpoint, endpoint
+from lightning_trainer.kits.environments.endpoint import AttemptEndpoint, endpoint
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from lightning_spans.errors import AgentFailedError, ConfigError
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.replays import Replay
-from lightning_trainer.forks import Recorded, plan, recorded
 from lightning_trainer.gateway.replay.sessions import why_ended
+from lightning_trainer.kits.forks import Recorded, plan, recorded
 from lightning_trainer.policies import BASE
 from lightning_trainer.rl.batch.attempts import transitions_by_attempt
 from lightning_trainer.rl.credit.shapley import added, coalitions, orders, shares
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
     from lightning_spans.schema.transitions import Transition
     from lightning_spans.store import Store
+    from lightning_trainer.callbacks import StepRollouts
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch.attempts import Traces
     from lightning_trainer.rl.credit.played import Played
@@ -55,57 +56,35 @@ class ForkPlan:
         return f"coalitions of {count} rollouts" if self.by_coalitions else f"alternatives of {count} calls"
 
 
-def planned(
-    config: TrainConfig,
-    store: Store,
-    outcomes: Sequence[Outcome],
-    traces: Traces,
-    *,
-    name: str,
-    step: int,
-    spread: Mapping[str, float],
-) -> ForkPlan:
+def plan_forks(config: TrainConfig, store: Store, rollouts: StepRollouts) -> ForkPlan:
     """Plan the forks of a step within its budget; the same for the same seed and rollouts.
 
     Args:
         config: of the run.
         store: where the rollouts are.
-        outcomes: of the step's rollouts, which have all ended.
-        traces: reads the traces of attempts.
-        name: of the run, unique in the store.
-        step: its number.
-        spread: what came of alternatives before, see `fork_points.choose`.
+        rollouts: of the step.
     """
     if config.by_coalitions:
-        return _coalitions(config, store, outcomes, traces, name=name, step=step)
-    return _alternatives(config, store, outcomes, traces, name=name, step=step, spread=spread)
+        return _coalitions(config, store, rollouts)
+    return _alternatives(config, store, rollouts)
 
 
-def _alternatives(
-    config: TrainConfig,
-    store: Store,
-    outcomes: Sequence[Outcome],
-    traces: Traces,
-    *,
-    name: str,
-    step: int,
-    spread: Mapping[str, float],
-) -> ForkPlan:
-    groups = {o.attempt.attempt_id: o.rollout.group_id for o in outcomes if o.attempt is not None and o.crash is None}
+def _alternatives(config: TrainConfig, store: Store, rollouts: StepRollouts) -> ForkPlan:
+    groups = _groups(rollouts.outcomes)
     by_attempt = {
         trace.attempt_id: transitions
-        for trace in traces(list(groups))
+        for trace in rollouts.traces(list(groups))
         for transitions, _ in transitions_by_attempt([trace]).values()
     }
     found = candidates([by_attempt.get(name, []) for name in groups], lambda call: not _learns(config, call))
-    numbers = random.Random(f"{config.seed}/{step}/forks")
+    numbers = random.Random(f"{config.seed}/{rollouts.step}/forks")
     made: list[Rollout] = []
     records: list[str] = []
     refused: Counter[str] = Counter()
     read: dict[str, Recorded] = {}
     # One that can't be forked gives its place to the next, except where the weights are those of a number of places.
     count = config.fork_count // config.alternatives if config.fork_at == "entropy" else len(found)
-    for point in choose(found, count, config.fork_at, numbers, spread=spread):
+    for point in choose(found, count, config.fork_at, numbers, spread=rollouts.spread):
         left = config.fork_count - len(made)
         if left < config.alternatives:
             break
@@ -114,7 +93,7 @@ def _alternatives(
                 read[point.record] = recorded(store, attempt_id=point.record)
             made += plan(
                 read[point.record],
-                name=name,
+                name=rollouts.name,
                 replay=replay_of(config, point),
                 times=config.alternatives,
                 group_id=groups[point.record],
@@ -141,20 +120,20 @@ def _with_tools(config: TrainConfig, asked: Replay) -> Replay:
     )
 
 
-def _coalitions(
-    config: TrainConfig, store: Store, outcomes: Sequence[Outcome], traces: Traces, *, name: str, step: int
-) -> ForkPlan:
+def _coalitions(config: TrainConfig, store: Store, rollouts: StepRollouts) -> ForkPlan:
     """Plan the coalitions of as many rollouts as the budget allows."""
-    numbers = random.Random(f"{config.seed}/{step}/coalitions")
-    groups = {o.attempt.attempt_id: o.rollout.group_id for o in outcomes if o.attempt is not None and o.crash is None}
-    found = transitions_by_attempt(traces(list(groups)), config.agents)
+    numbers = random.Random(f"{config.seed}/{rollouts.step}/coalitions")
+    groups = _groups(rollouts.outcomes)
+    found = transitions_by_attempt(rollouts.traces(list(groups)), config.agents)
     refused: Counter[str] = Counter()
     made: list[Rollout] = []
     records: list[str] = []
     for attempt in numbers.sample(list(groups), len(groups)):
         team = {str(t.agent) for t in found.get(attempt, ([], []))[0] if _learns(config, t)}
         try:
-            its = _coalitions_of(config, store, attempt, sorted(team), numbers, name=name, group=groups[attempt])
+            its = _coalitions_of(
+                config, store, attempt, sorted(team), numbers, name=rollouts.name, group=groups[attempt]
+            )
         except ConfigError as error:
             refused[str(error)] += 1
             continue
@@ -200,6 +179,11 @@ def _coalitions_of(
             place=f"coalition{number}",
         )
     return made
+
+
+def _groups(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Return the group of each attempt that succeeded."""
+    return {o.attempt.attempt_id: o.rollout.group_id for o in outcomes if o.attempt is not None and o.crash is None}
 
 
 def _learns(config: TrainConfig, call: Transition) -> bool:
@@ -268,7 +252,7 @@ def forked(plan: ForkPlan, outcomes: Sequence[Outcome], traces: Traces) -> Forke
     return Forked(dict(ended), {name: float(value) for name, value in metrics.items()}, plan.phase)
 
 
-def told(played: Sequence[Played]) -> dict[str, float]:
+def agent_shares(played: Sequence[Played]) -> dict[str, float]:
     """Return what each agent added in the mean over a step's rollouts, and the standard error of that, by name."""
     found = shares(list(added(played).values()))
     values = {f"shapley/{agent}": share.value for agent, share in found.items()}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.judging import JUDGE
 from lightning_trainer.outgoing import is_url
 
 RUBRIC: Final = (
@@ -59,18 +58,12 @@ class JudgeOptions:
         return self.passes * (self.retries + 1) * (self.timeout_s + 60.0)
 
 
-def read_judge(reward: str | None, table: Mapping[str, Any]) -> JudgeOptions | None:
-    """Read what a configuration says of a judge; None where there is none.
-
-    Args:
-        reward: the option `reward`.
-        table: the option `judge`.
+def read_options(table: Mapping[str, Any]) -> JudgeOptions:
+    """Read the table `judge` of a configuration.
 
     Raises:
         ConfigError: an option is missing, unknown or wrong.
     """
-    if not table and reward != JUDGE:
-        return None
     hints = get_type_hints(JudgeOptions)
     known = {field.name for field in fields(JudgeOptions)}
     for name, value in table.items():

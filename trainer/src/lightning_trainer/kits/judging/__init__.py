@@ -1,7 +1,1 @@
 """Judges: a model that ranks the rollouts of a group against each other, and gives each a reward from 0 to 1."""
-
-from __future__ import annotations
-
-from lightning_trainer.runner.target import JUDGE
-
-__all__ = ["JUDGE"]

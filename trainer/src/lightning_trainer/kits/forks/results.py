@@ -11,9 +11,9 @@ from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.replays import FORKED
 from lightning_spans.store import Store
-from lightning_trainer.forks.planning import Recorded
 from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.sessions import why_ended
+from lightning_trainer.kits.forks.planning import Recorded
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import total
 from lightning_trainer.rl.told import answer_text

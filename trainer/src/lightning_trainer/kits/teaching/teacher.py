@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import SELF
+from lightning_trainer.kits.teaching.options import read_self
 from lightning_trainer.models import look
 from lightning_trainer.rl.algorithms.distil import DISTIL, at_endpoint, distilled
-from lightning_trainer.teaching.options import read_self
 
 if TYPE_CHECKING:
     from lightning_trainer.backend_protocol import Learner
@@ -73,15 +73,17 @@ class Distilling:
 
 
 @contextmanager
-def teaching(
+def open_tutor(
+    name: str,
     config: TrainConfig,
     learner: Learner,
     load: Callable[[str, Mapping[str, Any]], Learner],
     check: Callable[[], None] = lambda: None,
-) -> Iterator[Tutor | None]:
-    """Open the teacher that a configuration names; None where it names none.
+) -> Iterator[Tutor]:
+    """Open the teacher that a configuration names.
 
     Args:
+        name: of the teacher.
         config: of the run.
         learner: the student, whose samples it is to read.
         load: loads a model.
@@ -91,27 +93,25 @@ def teaching(
         ConfigError: there is no such model, it can't be reached, or its vocabulary is another one.
     """
     student = learner.engine
-    if config.teacher is None:
-        yield None
-    elif config.teacher == SELF:
-        from lightning_trainer.teaching.self_teacher import SelfTeacher
+    if name == SELF:
+        from lightning_trainer.kits.teaching.self_teacher import SelfTeacher
 
         alone = config.algorithm == DISTIL
         yield SelfTeacher(learner, read_self(config), alone=alone, failed=config.failed)
-    elif at_endpoint(config.teacher):
-        from lightning_trainer.teaching.endpoint import EndpointTeacher
+    elif at_endpoint(name):
+        from lightning_trainer.kits.teaching.endpoint import EndpointTeacher
 
-        with closing(EndpointTeacher(config.teacher, check)) as server:
+        with closing(EndpointTeacher(name, check)) as server:
             server.check(student.tokenizer, student.max_model_len)
             yield Distilling(server)
     else:
-        look(config.teacher)  # or refuse
-        with closing(load(config.teacher, {"device": config.device, "dtype": config.dtype})) as its:
-            check_vocabulary(config.teacher, student.tokenizer.get_vocab(), its.engine.tokenizer.get_vocab())
+        look(name)  # or refuse
+        with closing(load(name, {"device": config.device, "dtype": config.dtype})) as its:
+            check_vocabulary(name, student.tokenizer.get_vocab(), its.engine.tokenizer.get_vocab())
             most, longest = its.engine.max_model_len, student.max_model_len
             if most < longest:
                 raise ConfigError(
-                    f"the teacher {config.teacher} reads {most} tokens, and the student writes up to {longest}. Set"
+                    f"the teacher {name} reads {most} tokens, and the student writes up to {longest}. Set"
                     f" --max-model-len {most}."
                 )
             yield Distilling(its)

@@ -4,7 +4,7 @@
 became of them. `lightning_trainer.kits.replay` does all of it with a program and a model.
 """
 
-from lightning_trainer.forks.planning import Recorded, plan, recorded
-from lightning_trainer.forks.results import Continuation, EndedFork, ForkResult, result
+from lightning_trainer.kits.forks.planning import Recorded, plan, recorded
+from lightning_trainer.kits.forks.results import Continuation, EndedFork, ForkResult, result
 
 __all__ = ["Continuation", "EndedFork", "ForkResult", "Recorded", "plan", "recorded", "result"]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_spans.chat.body import tool_calls
-from lightning_trainer.judging.transcript import shortened
+from lightning_trainer.kits.judging.transcript import shortened
 from lightning_trainer.rl.rewards.callers import callers
 from lightning_trainer.rl.scores import reward_of_failures, total
 

@@ -14,8 +14,8 @@ from lightning_spans.schema.spans import Json
 from lightning_spans.store import Store
 from lightning_trainer.gateway.replay.record import Record, RecordedCall, read_record, unanswerable
 from lightning_trainer.gateway.replay.session import side_effects_after
-from lightning_trainer.judging import JUDGE
 from lightning_trainer.rl.scores import total
+from lightning_trainer.runner.target import JUDGE
 
 MODE = "fork"  # of the rollouts
 

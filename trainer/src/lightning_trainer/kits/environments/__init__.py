@@ -1,0 +1,1 @@
+"""Kinds of environments that exist: `verifiers` environments and OpenEnv servers."""
