@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import pytest
 
@@ -27,6 +28,7 @@ from lightning_trainer.kits.view.routes import Views
 from lightning_trainer.kits.view.runs import Runs
 from support.training.example_runs import NASTY, Scene, Words, assistant, make_run, user
 from support.training.printed import printed
+from support.view import Asked
 
 pytest.importorskip("playwright.sync_api")
 
@@ -56,12 +58,10 @@ class Looking:
 
     def open(self, *where: object) -> None:
         """Go to a screen with the key in the address, as `lightning-rl view` prints it, and wait until it is there."""
-        from urllib.parse import quote
-
         if "/view/" not in self.page.url:
             self.page.goto(f"{self.url}/view/#key={self._key}")
             self.page.wait_for_selector("h1")
-        address = "/".join(quote(str(part), safe="") for part in where)
+        address = "/".join(quote(str(part), safe="?=") for part in where)
         self.page.evaluate("hash => { location.hash = hash }", f"/{address}")
         self.page.wait_for_selector("h1")
 
@@ -134,8 +134,16 @@ def test_a_run_is_opened_from_the_list_and_its_steps_from_the_chart(look: Lookin
     look.page.wait_for_selector(".chart canvas")
     assert look.page.locator(".chart").count() >= 8
     assert look.page.locator("tr.train").count() == 4
+    figures = look.page.locator(".figure").all()
+    assert [look.page.locator(".figure dt").nth(at).inner_text() for at in range(4)] == [
+        "Held-out reward, trained agents", "Best checkpoint", "Alarms", "Cost",
+    ]  # fmt: skip
+    assert "held-out reward" in look.text(".lead")
+    charts = look.page.locator(".chart").first.bounding_box()
+    assert all(figure.bounding_box()["y"] < charts["y"] for figure in figures)
+    assert look.page.locator(".by-agent tbody tr").count() == 3
     picture(look, "run")
-    look.page.click("text=step 3")
+    look.page.click("tr.train >> text=step 3")
     look.page.wait_for_selector(".cell")
     assert look.text("h1") == "Step 3"
 
@@ -160,7 +168,65 @@ def test_a_step_says_what_the_store_says_and_filters_by_a_click(look: Looking, r
     look.until(f"document.querySelectorAll('.cell:not(.faded)').length === {len(failed)}")
 
 
-def test_a_group_stands_side_by_side(look: Looking, picture: Any) -> None:
+def test_a_screen_is_shown_to_others_as_it_is_set(look: Looking) -> None:
+    look.open("run", "calculator", "step", "train", 1)
+    look.page.wait_for_selector(".cell")
+    look.number("calls")
+    look.page.locator(".histogram button").first.click()
+    look.page.select_option("label:has-text('agent') select >> nth=-1", "solver")
+    look.page.fill("input[type=search]", "invalid syntax")
+    look.until("location.hash.includes('text=')")
+    look.page.click("text=table")
+    look.page.click("thead >> text=response tokens")
+    set_to, shown = look.page.evaluate("location.hash"), look.page.locator("tbody tr").all_inner_texts()
+    assert shown
+    look.open("run", "calculator")
+    look.page.wait_for_selector(".figure")
+    look.page.evaluate("hash => { location.hash = hash }", set_to)
+    look.page.wait_for_selector("tbody tr .clip")
+    look.until(f"document.querySelectorAll('tbody tr').length === {len(shown)}")
+    assert look.page.locator("tbody tr").all_inner_texts() == shown
+    assert look.page.input_value("input[type=search]") == "invalid syntax"
+    assert look.page.locator(".histogram button[aria-pressed=true]").count() == 1
+
+
+def test_the_table_of_rollouts_sorts_by_every_column(look: Looking) -> None:
+    look.open("run", "calculator", "step", "train", "1?view=table")
+    look.page.wait_for_selector("tbody tr .clip")
+    look.number("calls")
+
+    def column(name: str) -> list[float]:
+        names = [text.rstrip(" ↓↑") for text in look.page.locator("thead th").all_inner_texts()]
+        cells = look.page.locator(f"tbody td:nth-child({names.index(name) + 1})").all_inner_texts()
+        return [float(cell.replace(",", "").split()[0]) for cell in cells if cell.strip() != "\N{EN DASH}"]
+
+    assert column("lowest agent") == sorted(column("lowest agent"))
+    for name in ("reward", "solver", "calls", "tools", "errors", "prompt tokens", "response tokens"):
+        look.page.click(f"thead button:has-text('{name}')")
+        assert column(name) == sorted(column(name), reverse=True), name
+        look.page.click(f"thead button:has-text('{name}')")
+        assert column(name) == sorted(column(name)), name
+    assert "sort=response" in look.page.evaluate("location.hash")
+
+
+def test_a_reward_and_an_agent_have_one_colour_in_the_whole_run(look: Looking) -> None:
+    shades: dict[str, set[str]] = {}
+    hues: dict[str, set[str]] = {}
+    for where in ("step/train/0", "step/train/3", "group/calculator-0a1b2c3d:t2-0", "credit/1", "rewards/train/2"):
+        look.open("run", "calculator", *where.split("/"))
+        look.page.reload()
+        look.page.wait_for_selector(".cell, .heat td")
+        look.until("!document.querySelector('[aria-busy]')")
+        for text, name in look.page.eval_on_selector_all(".cell", "all => all.map(e => [e.innerText, e.className])"):
+            shades.setdefault(text.strip(" ✕\n"), set()).add(re.findall(r"shade-\w+", name)[0])
+        for text, name in look.page.eval_on_selector_all(".agent", "all => all.map(e => [e.innerText, e.className])"):
+            hues.setdefault(text, set()).add(re.findall(r"hue-\w+", name)[0])
+    assert {"0", "0.5", "1"} <= shades.keys()
+    assert all(len(found) == 1 for found in (*shades.values(), *hues.values())), (shades, hues)
+    assert len({name for found in hues.values() for name in found}) == len(hues) == 3
+
+
+def test_a_group_stands_side_by_side(look: Looking, runs: Path, picture: Any) -> None:
     look.open("run", "calculator", "group", "calculator-0a1b2c3d:t1-0")
     look.page.wait_for_selector(".side td .event")
     columns = look.page.locator(".side th").count()
@@ -168,8 +234,11 @@ def test_a_group_stands_side_by_side(look: Looking, picture: Any) -> None:
     look.page.click("text=fold those")
     assert look.page.locator(".side th").count() == 6
     look.page.click("text=fold those")
-    rewards = [float(text) for text in look.page.locator(".side th .cell").all_inner_texts()]
-    assert rewards == sorted(rewards, reverse=True)
+    members = Asked(runs / "calculator")("group", group="calculator-0a1b2c3d:t1-0")["members"]
+    lowest = {member["row"]["rollout_id"]: member["row"]["lowest"] for member in members}
+    shown = look.page.eval_on_selector_all(".side th .cell", "all => all.map(each => each.getAttribute('href'))")
+    values = [lowest[unquote(address.rpartition("/")[2])] for address in shown]
+    assert values == sorted(values, reverse=True)
     picture(look, "group")
 
 
@@ -237,8 +306,8 @@ def test_a_task_before_and_after_is_two_clicks_away(look: Looking, picture: Any)
     look.page.click("table.rows a")
     look.page.wait_for_selector("section[aria-label=left] .event")
     look.page.wait_for_selector("section[aria-label=right] .event")
-    assert "base model" in look.page.locator("select").first.locator("option:checked").inner_text()
-    assert "held out after 3" in look.page.locator("select").nth(1).locator("option:checked").inner_text()
+    assert "before training" in look.page.locator("select").first.locator("option:checked").inner_text()
+    assert "held out after step 3" in look.page.locator("select").nth(1).locator("option:checked").inner_text()
     assert "lightning-rl eval team:run" in look.text(".commands")
     picture(look, "tries")
     look.page.click("section[aria-label=right] >> text=whole group")
@@ -254,7 +323,7 @@ def test_the_other_screens_of_a_step_open(look: Looking, picture: Any, screen: s
     picture(look, screen)
     if screen == "credit":
         look.page.select_option("main label select", "last")
-        look.page.wait_for_selector("text=as this assigner would have done")
+        look.page.wait_for_selector("text=as this method would assign it")
 
 
 @pytest.mark.parametrize("screen", ["step", "account", "credit", "rewards", "tools"])
@@ -268,6 +337,8 @@ def test_the_screens_beside_them_open(look: Looking) -> None:
     look.page.wait_for_selector("text=runner/one")
     look.open("run", "calculator", "search", "invalid syntax")
     look.page.wait_for_selector("mark")
+    assert "What is" in look.text(".links.wide .task-line")
+    assert re.search(r"[0-9]+ identical", look.page.inner_text(".links.wide"))
     look.page.click(".links.wide a")
     look.page.wait_for_selector(".event.chosen")
     look.open("compare", "calculator|other")
@@ -284,7 +355,7 @@ def test_what_is_written_shows_without_a_reload(browser: Any, tmp_path: Path) ->
         store.enqueue([Rollout(rollout_id="live-1:t1-0-0", group_id="live-1:t1-0", task={"q": "new"})])
         look.page.wait_for_selector("text=1 queued")
         assert look.page.locator("tr.train").count() == 2
-        look.page.click("tr a >> text=step 1")
+        look.page.click("tr a >> text=step 2")
         look.page.wait_for_selector(".cell")
         (attempt,) = store.claim("runner", limit=1, lease_s=600)
         look.page.wait_for_selector(".state.running")
@@ -324,9 +395,9 @@ def test_rollouts_of_no_step_have_their_tools_and_rewards_too(browser: Any, tmp_
         database.execute("UPDATE rollouts SET group_id = 'eval:' || substr(group_id, -1)")
     with looking(browser, run) as look:
         look.open("run", "r")
-        look.page.click("nav >> text=Tools")
+        look.page.click("nav >> text=Calls")
         look.page.wait_for_selector(".meter")
-        assert "all rollouts" in look.text("h1")
+        assert "rollouts outside of steps" in look.text("h1")
         look.page.click("nav >> text=Rewards")
         look.page.wait_for_selector("table.rows button")
         look.well()

@@ -10,6 +10,7 @@ import signal
 import socket
 import sqlite3
 import stat
+import statistics
 from contextlib import closing
 from pathlib import Path
 from queue import Queue
@@ -27,6 +28,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
 from lightning_trainer.cli.training.viewed import Viewed
+from lightning_trainer.intervals import estimate_mean
 from lightning_trainer.kits.judging.asking import JudgeAnswer, JudgeScore
 from lightning_trainer.kits.judging.judge import GroupJudge
 from lightning_trainer.kits.judging.options import JudgeOptions
@@ -36,9 +38,10 @@ from lightning_trainer.kits.view.reading import transcripts
 from lightning_trainer.kits.view.reading.pieces import pieces_of
 from lightning_trainer.kits.view.reading.texts import legible
 from lightning_trainer.kits.view.runs import Runs, runs_in
-from lightning_trainer.report.metrics import read
+from lightning_trainer.report.metrics import best_step, read
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import outcomes
+from lightning_trainer.rl.scores import Score, difference
 from lightning_trainer.session.folder import held
 from support.training.example_runs import FIRST_NS, NASTY, Scene, asks, assistant, cut_short, make_run, user
 from support.training.printed import printed
@@ -80,6 +83,25 @@ def test_the_overview_counts_every_rollout_of_the_store(ask: Asked, run: Path) -
     steps = ask("run")["steps"]
     assert sum(row["rollouts"] for row in steps) == len(every)
     assert {(row["mode"], row["step"]) for row in steps} == {("val", 0), ("train", 0), ("train", 1)}
+
+
+def test_a_run_opens_with_the_held_out_difference_of_each_agent(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", steps=4, groups=1, size=2)
+    first, last = (Score.from_metrics(line) for line in read(run / "metrics.jsonl") if line["kind"] == "val")
+    headline = Asked(run)("run")["headline"]
+    assert [each["agent"] for each in headline["held_out"]] == ["", "checker", "planner", "solver"]
+    assert [each["trained"] for each in headline["held_out"]] == [True, False, True, True]
+    for each in headline["held_out"]:
+        rise, tasks = difference(last, first, each["agent"])
+        assert (each["difference"], each["low"], each["high"], each["tasks"]) == (rise.mean, rise.low, rise.high, tasks)
+        values = list(last.by_task[each["agent"]].values())
+        point = each["points"][-1]
+        assert {name: point[name] for name in ("mean", "low", "high")} == estimate_mean(values).to_json()
+    assert headline["sentence"].startswith("The held-out reward rose")
+    assert headline["best"]["step"] == best_step(
+        [line for line in read(run / "metrics.jsonl") if line["kind"] == "val"]
+    )
+    assert headline["cost"]["rollouts"] == 4 * 2 + 2 * 3 * 2
 
 
 HEADLINE = ("reward", "reward_low", "reward_high")
@@ -319,6 +341,38 @@ def test_credit_can_be_shared_out_otherwise(ask: Asked) -> None:
     assert {cell["agent"] for cell in own["cells"]} == {"planner", "solver", "checker"}
     assert other["credit"] == "last"
     assert own["cells"] != other["cells"]
+
+
+def test_calls_that_stand_out_are_listed_once_with_task_and_reward(ask: Asked) -> None:
+    page = ask("credit", step=1)
+    links = [*page["best"], *page["worst"]]
+    rewards = {r["rollout_id"]: (g["task"], r["reward"]) for g in ask("step", step=1)["groups"] for r in g["rollouts"]}
+    assert [(link["task"], link["reward"]) for link in links] == [rewards[link["rollout_id"]] for link in links]
+    assert len({(link["agent"], link["turn"], link["text"], link["task"]) for link in links}) == len(links)
+    assert sum(link["times"] for link in links) > len(links)
+
+
+def test_percentiles_are_those_of_the_calls_that_were_recorded(ask: Asked, run: Path) -> None:
+    lines = [line for r in rollouts_of(ask, 1) for line in printed(run, "--rollout", r) if line["operation"] == "chat"]
+    whole, *agents = ask("tools", step=1)["usage"]
+    assert whole["number"] == len(rollouts_of(ask, 1))
+    for row in agents:
+        own = [line for line in lines if line["agent"] == row["agent"]]
+        took = [(line["end_ns"] - line["start_ns"]) / 1e6 for line in own]
+        tokens = [len(line["response_token_ids"]) for line in own]
+        assert row["number"] == len(own)
+        assert (row["ms"]["p50"], row["ms"]["most"]) == (pytest.approx(statistics.median(took)), max(took))
+        assert row["response_tokens"]["p50"] == pytest.approx(statistics.median(tokens))
+        assert min(tokens) <= row["response_tokens"]["p50"] <= row["response_tokens"]["p90"] <= max(tokens)
+
+
+def test_rewards_are_sorted_by_the_lowest_of_any_agent(ask: Asked) -> None:
+    attempts = ask("rewards", step=1)["attempts"]
+    lowest = [each["lowest"] for each in attempts]
+    assert lowest == sorted(lowest)
+    assert all(each["lowest"] == min(each["by_agent"].values()) for each in attempts)
+    rows = {row["rollout_id"]: row for group in ask("step", step=1)["groups"] for row in group["rollouts"]}
+    assert all(rows[each["rollout_id"]]["lowest"] == each["lowest"] for each in attempts)
 
 
 def test_a_rule_and_the_outcome_are_kept_apart(ask: Asked) -> None:

@@ -40,8 +40,8 @@ def test_every_screen_says_the_same(both: tuple[Asked, Asked, str]) -> None:
     ids = [row["rollout_id"] for group in file("step", step=1)["groups"] for row in group["rollouts"]]
     call = next(event for event in file("rollout", rollout=ids[0])["events"] if event["turn"] == 0)
     asked: list[tuple[str, dict[str, Any]]] = [
-        ("run", {}), ("step", {"step": 1}), ("step", {"step": 0, "mode": "val"}), ("facts", {"rollout": ids}),
-        ("group", {"group": "r-0a1b2c3d:t1-0"}), ("rollout", {"rollout": ids[0]}),
+        ("run", {}), ("scale", {}), ("step", {"step": 1}), ("step", {"step": 0, "mode": "val"}),
+        ("facts", {"rollout": ids}), ("group", {"group": "r-0a1b2c3d:t1-0"}), ("rollout", {"rollout": ids[0]}),
         ("call", {"rollout": ids[0], "span": call["span_id"]}), ("account", {"step": 1}), ("credit", {"step": 1}),
         ("rewards", {"step": 1}), ("tools", {"step": 1}), ("fleet", {}), ("loose", {}), ("tries", {}),
         ("tries", {"group": "r-0a1b2c3d:t1-0"}),

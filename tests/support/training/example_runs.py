@@ -35,7 +35,7 @@ from lightning_trainer.report.recomputed import judged
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.rollouts import outcomes as outcomes_of
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.rl.scores import by_source, score
+from lightning_trainer.rl.scores import BY_TASK, by_source, score
 
 FIRST_NS = 1_790_000_000_000_000_000
 MS = 1_000_000
@@ -263,7 +263,8 @@ def make_run(
             held_out = _play(
                 world, f"{name}.{step}:v", "val", _tasks(random.Random(seed), 3), 2, step=step, skill=skill
             )
-            log.add("val", step, {**score(held_out, config.failed, config.agents).metrics(), "seconds": 4.0})
+            scored = score(held_out, config.failed, config.agents)
+            log.add("val", step, {**scored.metrics(), "seconds": 4.0}, {BY_TASK: scored.by_task})
         tasks = _tasks(numbers, groups)
         outcomes = _play(world, f"{name}:t{step}", "train", tasks, size, step=step, skill=skill)
         batch, _ = judged(config, store, [outcome.rollout for outcome in outcomes], every_agent=False)

@@ -29,6 +29,11 @@ export type LoosePage = Schemas["LoosePage"];
 export type SearchPage = Schemas["SearchPage"];
 export type TriedGroup = Schemas["TriedGroup"];
 export type TriesPage = Schemas["TriesPage"];
+export type ScalePage = Schemas["ScalePage"];
+export type HeldOut = Schemas["HeldOut"];
+export type UsageRow = Schemas["UsageRow"];
+export type ToolRow = Schemas["ToolRow"];
+export type Percentiles = Schemas["Percentiles"];
 
 export type Params = Record<string, string | number | boolean | string[] | null | undefined>;
 

@@ -1,7 +1,7 @@
 // The frame around every screen: where one is, where one can go, keys, light and dark.
 import { render, type JSX } from "preact";
-import { useEffect, useState } from "preact/hooks";
-import { takeKey, useChanges, type State } from "./api";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { takeKey, useChanges, useGet, type ScalePage, type State } from "./api";
 import { Account } from "./screens/account";
 import { Call } from "./screens/call";
 import { Credit } from "./screens/credit";
@@ -16,7 +16,7 @@ import { Search } from "./screens/search";
 import { Step } from "./screens/step";
 import { Fleet, Tools } from "./screens/tools";
 import { Tries, Try } from "./screens/tries";
-import { go, href, Toggle, useKeys } from "./ui";
+import { go, href, setScale, Toggle, useKeys } from "./ui";
 import "./app.css";
 
 const decoded = (part: string): string => {
@@ -27,7 +27,7 @@ const decoded = (part: string): string => {
   }
 };
 
-const parse = (): string[] => location.hash.replace(/^#\//, "").split("/").filter(Boolean).map(decoded);
+const parse = (): string[] => location.hash.replace(/^#\//, "").replace(/\?.*$/, "").split("/").filter(Boolean).map(decoded);
 
 const TABS: [string, string][] = [
   ["", "Overview"],
@@ -36,7 +36,7 @@ const TABS: [string, string][] = [
   ["account", "Account"],
   ["credit", "Credit"],
   ["rewards", "Rewards"],
-  ["tools", "Tools"],
+  ["tools", "Calls"],
   ["fleet", "Fleet"],
   ["search", "Search"],
   ["marks", "Marked"],
@@ -74,6 +74,9 @@ function App(): JSX.Element {
   const [kind, run = "", screen = "", ...rest] = path;
   const shown = kind === "run" ? run : null;
   const { tick, state } = useChanges(shown);
+  const scale = useGet<ScalePage>(shown === null ? null : "scale", { run: shown }, tick);
+  useMemo(() => scale.data && setScale(scale.data), [scale.data]);
+  const ready = shown === null || scale.data !== null || scale.error !== null; // or colours would change
   const [dark, setDark] = useTheme();
   useKeys({
     "?": () => setHelp(!help),
@@ -134,7 +137,7 @@ function App(): JSX.Element {
         </dl>
       )}
       <main id="main" tabIndex={-1}>
-        <Screen kind={kind} run={run} screen={screen} rest={rest} tick={tick} />
+        {ready && <Screen kind={kind} run={run} screen={screen} rest={rest} tick={tick} />}
       </main>
     </>
   );
@@ -157,7 +160,7 @@ function Screen({ kind, run, screen, rest, tick }: Where): JSX.Element {
   if (kind !== "run") return <Runs />;
   switch (screen) {
     case "step":
-      return <Step key={`${one}/${two}`} run={run} mode={one || "train"} step={stepIn(two)} bin={three} tick={tick} />;
+      return <Step key={`${one}/${two}`} run={run} mode={one || "train"} step={stepIn(two)} tick={tick} />;
     case "group":
       return <Group key={one} run={run} group={one} tick={tick} />;
     case "rollout":

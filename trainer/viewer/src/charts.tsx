@@ -3,7 +3,7 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { extent, hues, number } from "./ui";
+import { extent, hues, number, shade } from "./ui";
 
 export interface Line {
   name: string;
@@ -47,7 +47,7 @@ export function Lines({ title, lines, onStep, unit = "" }: { title: string; line
             series.push({ stroke: "transparent", points: { show: false }, spanGaps: true });
             data.push(xs.map((x) => line.band?.get(x)?.[end] ?? null));
           }
-          bands.push({ series: [low + 1, low], fill: `${colour}28` });
+          bands.push({ series: [low + 1, low], fill: `${colour}${lines.length > 2 ? "18" : "28"}` });
         }
       });
       const axis = { stroke: tone("--dim"), grid: { stroke: tone("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
@@ -145,17 +145,14 @@ export const inBin = (value: number, bin: Bin, last: boolean): boolean =>
 
 export function Histogram({ bins, chosen, onChoose, label }: { bins: Bin[]; chosen: number | null; onChoose: (at: number | null) => void; label: string }): JSX.Element {
   const most = Math.max(1, ...bins.map((bin) => bin.values));
-  const low = bins[0]?.low ?? 0;
-  const high = bins.at(-1)?.high ?? 1;
   return (
     <div class="histogram" role="group" aria-label={label}>
       {bins.map((bin, at) => {
         const name = bin.low === bin.high ? number(bin.low) : `${number(bin.low)} – ${number(bin.high)}`;
-        const place = high > low ? Math.round((((bin.low + bin.high) / 2 - low) / (high - low)) * 8) : 4;
         return (
           <button type="button" key={at} aria-pressed={chosen === at} title={`${bin.values} rollouts with reward ${name}`} onClick={() => onChoose(chosen === at ? null : at)}>
             <b>{bin.values}</b>
-            <i class={`shade-${place}`} style={{ height: `${Math.max(2, (bin.values / most) * 72)}px` }} />
+            <i class={shade((bin.low + bin.high) / 2)} style={{ height: `${Math.max(2, (bin.values / most) * 72)}px` }} />
             <small>{name}</small>
           </button>
         );

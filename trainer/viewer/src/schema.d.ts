@@ -44,6 +44,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/view/scale": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Scale
+         * @description Return the colours of a run: the ends of its scale of rewards, and its agents.
+         */
+        get: operations["scale_api_view_scale_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/view/step": {
         parameters: {
             query?: never;
@@ -253,7 +273,7 @@ export interface paths {
         };
         /**
          * Tools
-         * @description Return what the tools of a step did.
+         * @description Return the tools and model calls of a step: errors, latency, tokens.
          */
         get: operations["tools_api_view_tools_get"];
         put?: never;
@@ -431,7 +451,18 @@ export interface components {
         };
         /**
          * CallLink
-         * @description A call that something is said about.
+         * @description A model call in a list.
+         *
+         *     Attributes:
+         *         rollout_id, attempt_id, span_id: where it is.
+         *         agent: that called.
+         *         turn: its number among the calls of its attempt.
+         *         credit: its share of the rewards.
+         *         advantage: how much better it was than what it was compared with.
+         *         text: the start of the answer.
+         *         task: the rollout's task, shortened.
+         *         reward: of the rollout.
+         *         times: identical calls in the list, this one included.
          */
         CallLink: {
             /** Rollout Id */
@@ -453,6 +484,18 @@ export interface components {
              * @default
              */
             text: string;
+            /**
+             * Task
+             * @default
+             */
+            task: string;
+            /** Reward */
+            reward?: number | null;
+            /**
+             * Times
+             * @default 1
+             */
+            times: number;
         };
         /**
          * CallPage
@@ -701,8 +744,68 @@ export interface components {
             detail?: components["schemas"]["ValidationError"][];
         };
         /**
+         * Headline
+         * @description The result of a run at a glance.
+         *
+         *     Attributes:
+         *         sentence: the result in words.
+         *         held_out: of the trained agents, then of each agent with rewards of its own; [] without held-out tasks.
+         *         best: the validation with the highest reward; None without held-out tasks, and with a judge.
+         *         cost: of the run.
+         */
+        Headline: {
+            /** Sentence */
+            sentence: string;
+            /** Held Out */
+            held_out: components["schemas"]["HeldOut"][];
+            best: components["schemas"]["HeldOutPoint"] | null;
+            cost: components["schemas"]["RunCost"];
+        };
+        /**
+         * HeldOut
+         * @description Held-out rewards of an agent, or of all trained agents together.
+         *
+         *     Attributes:
+         *         agent: by its own rewards; "" stands for the reward of the trained agents.
+         *         trained: whether the run trains it.
+         *         points: one for each validation.
+         *         difference: from the first validation to the last, paired by task; None where they can't be compared.
+         *         low, high: its 95 % interval.
+         *         tasks: that it is of.
+         */
+        HeldOut: {
+            /** Agent */
+            agent: string;
+            /** Trained */
+            trained: boolean;
+            /** Points */
+            points: components["schemas"]["HeldOutPoint"][];
+            /** Difference */
+            difference: number | null;
+            /** Low */
+            low: number | null;
+            /** High */
+            high: number | null;
+            /** Tasks */
+            tasks: number;
+        };
+        /**
+         * HeldOutPoint
+         * @description A mean held-out reward with its 95 % interval, after this number of steps.
+         */
+        HeldOutPoint: {
+            /** Step */
+            step: number;
+            /** Mean */
+            mean: number;
+            /** Low */
+            low: number | null;
+            /** High */
+            high: number | null;
+        };
+        /**
          * Hit
-         * @description A span or call in which a text was found.
+         * @description A span or call in which a text was found, with the task and the reward of its rollout.
          */
         Hit: {
             /** Rollout Id */
@@ -723,6 +826,13 @@ export interface components {
             match: string;
             /** Behind */
             behind: string;
+            /**
+             * Task
+             * @default
+             */
+            task: string;
+            /** Reward */
+            reward?: number | null;
         };
         /**
          * Judgement
@@ -732,6 +842,9 @@ export interface components {
          *         rollout_id: its rollout.
          *         attempt_id: its own.
          *         outcome: what it was worth without automatic rules; None without a reward.
+         *         by_agent: of that, the rewards of each agent.
+         *         lowest: the lowest reward of any agent; of an attempt without rewards by agent, `outcome`.
+         *         task: its task, shortened.
          *         by_source: the sum of what each source gave.
          *         spans: by source, the span that it gave the most for, up or down: where to look.
          *         said: by source, why it gave this, in its own words.
@@ -743,6 +856,14 @@ export interface components {
             attempt_id: string;
             /** Outcome */
             outcome: number | null;
+            /** By Agent */
+            by_agent: {
+                [key: string]: number;
+            };
+            /** Lowest */
+            lowest: number | null;
+            /** Task */
+            task: string;
             /** By Source */
             by_source: {
                 [key: string]: number;
@@ -814,6 +935,20 @@ export interface components {
             };
             /** Events */
             events: components["schemas"]["Event"][];
+        };
+        /**
+         * Percentiles
+         * @description The 50th, 90th and 99th percentile, and the largest value.
+         */
+        Percentiles: {
+            /** P50 */
+            p50: number;
+            /** P90 */
+            p90: number;
+            /** P99 */
+            p99: number;
+            /** Most */
+            most: number;
         };
         /**
          * RewardRow
@@ -901,6 +1036,7 @@ export interface components {
          *         attempts: how many there were.
          *         reward: what it counts as; None where it does not count.
          *         by_agent: rewards of agents, where given by agent.
+         *         lowest: the lowest reward of any agent; without rewards by agent, `reward`.
          *         error: the end of the error, where there was one.
          *         kind: the error's type in a word.
          *         seconds: that its attempt took; None while it runs.
@@ -920,6 +1056,8 @@ export interface components {
             by_agent: {
                 [key: string]: number;
             };
+            /** Lowest */
+            lowest: number | null;
             /** Error */
             error: string | null;
             /** Kind */
@@ -940,11 +1078,24 @@ export interface components {
             trained: number;
         };
         /**
+         * RunCost
+         * @description Cost of a run, validations included: seconds, rollouts, and tokens of the training rollouts.
+         */
+        RunCost: {
+            /** Seconds */
+            seconds: number;
+            /** Rollouts */
+            rollouts: number;
+            /** Tokens Prompt */
+            tokens_prompt: number;
+            /** Tokens Generated */
+            tokens_generated: number;
+        };
+        /**
          * RunPage
-         * @description A run: its options, the numbers of its steps, its alarms, and what its store holds.
+         * @description A run: its result, its options, the numbers of its steps, its alarms, and what its store holds.
          *
-         *     `result` says in a sentence what came of the held-out reward; None before there are two validations. `most_frequent`
-         *     has, by agent, the most frequent short answer of the newest step or validation, and its share.
+         *     `most_frequent` has, by agent, the most frequent short answer of the newest step or validation, and its share.
          */
         RunPage: {
             /** Name */
@@ -969,8 +1120,7 @@ export interface components {
             steps: components["schemas"]["StepRow"][];
             /** Loose */
             loose: boolean;
-            /** Result */
-            result: string | null;
+            headline: components["schemas"]["Headline"];
             /** Most Frequent */
             most_frequent: {
                 [key: string]: [
@@ -1052,6 +1202,18 @@ export interface components {
             calls?: components["schemas"]["ToolUse"][];
             /** Name */
             name?: string | null;
+        };
+        /**
+         * ScalePage
+         * @description The colours of a run: the rewards at the ends of its scale, and its agents in the order of their colours.
+         */
+        ScalePage: {
+            /** Low */
+            low: number;
+            /** High */
+            high: number;
+            /** Agents */
+            agents: string[];
         };
         /**
          * SearchPage
@@ -1181,7 +1343,7 @@ export interface components {
         };
         /**
          * ToolRow
-         * @description A tool, over the rollouts that were looked at.
+         * @description A tool of an agent, over the rollouts of a step.
          */
         ToolRow: {
             /** Tool */
@@ -1194,10 +1356,7 @@ export interface components {
             errors: number;
             /** Repeated */
             repeated: number;
-            /** Ms Median */
-            ms_median: number;
-            /** Ms Slowest */
-            ms_slowest: number;
+            ms: components["schemas"]["Percentiles"];
             /** Error */
             error: string | null;
             slowest: components["schemas"]["CallLink"] | null;
@@ -1215,13 +1374,15 @@ export interface components {
         };
         /**
          * ToolsPage
-         * @description Tools of a step.
+         * @description Tools and model calls of a step. `usage` starts with the rollouts as wholes, where there are any.
          */
         ToolsPage: {
             /** Rollouts */
             rollouts: number;
             /** Tools */
             tools: components["schemas"]["ToolRow"][];
+            /** Usage */
+            usage: components["schemas"]["UsageRow"][];
         };
         /**
          * TriedGroup
@@ -1286,6 +1447,30 @@ export interface components {
             worse: number;
             /** Trained */
             trained: boolean;
+        };
+        /**
+         * UsageRow
+         * @description Latency and tokens of an agent's model calls, or of whole rollouts.
+         *
+         *     Attributes:
+         *         agent: that called; of rollouts None.
+         *         number: of calls, or of rollouts.
+         *         errors: how many of them failed.
+         *         ms: latency.
+         *         prompt_tokens, response_tokens: of one.
+         *         slowest: the call that took longest; None of rollouts.
+         */
+        UsageRow: {
+            /** Agent */
+            agent: string | null;
+            /** Number */
+            number: number;
+            /** Errors */
+            errors: number;
+            ms: components["schemas"]["Percentiles"];
+            prompt_tokens: components["schemas"]["Percentiles"];
+            response_tokens: components["schemas"]["Percentiles"];
+            slowest: components["schemas"]["CallLink"] | null;
         };
         /** ValidationError */
         ValidationError: {
@@ -1366,6 +1551,38 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["RunPage"];
+                };
+            };
+            /** @description Validation Error */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HTTPValidationError"];
+                };
+            };
+        };
+    };
+    scale_api_view_scale_get: {
+        parameters: {
+            query: {
+                /** @description name of the run */
+                run: string;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ScalePage"];
                 };
             };
             /** @description Validation Error */

@@ -1,7 +1,7 @@
 // Small parts that every screen is made of. Texts of models are children of elements, never markup.
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import type { Loaded, RewardRow, RolloutRow, Said } from "./api";
+import type { Loaded, RewardRow, RolloutRow, Said, ScalePage } from "./api";
 import { RefusedError, setKey } from "./api";
 
 export const href = (...parts: (string | number)[]): string =>
@@ -34,10 +34,24 @@ export const duration = (ms: number | null | undefined): string =>
           ? `${(ms / 1000).toFixed(1)} s`
           : `${Math.floor(ms / 60_000)} min ${Math.round((ms % 60_000) / 1000)} s`;
 
+/** A reward with as many digits as the sentences about it have. */
+export const fixed = (value: number | null | undefined): string => (value === null || value === undefined ? "–" : value.toFixed(3));
+
+/** A large number in three digits. */
+export const compact = (value: number): string => value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
+
 export const count = (n: number, one: string, many = `${one}s`): string => `${number(n)} ${n === 1 ? one : many}`;
 
 const HUES = 8; // that can be told apart by most eyes
 const agents = new Map<string, number>();
+let ends: [number, number] = [0, 1];
+
+/** Take the colours of a run: one scale of rewards and one colour for each agent, the same on all its screens. */
+export function setScale(scale: ScalePage): void {
+  ends = [scale.low, scale.high];
+  agents.clear();
+  scale.agents.forEach((name, at) => agents.set(name, at % HUES));
+}
 
 /** The first colour from a name's own on that is not used yet; its own where all are. */
 function free(name: string, used: Set<number>): number {
@@ -105,12 +119,23 @@ export const Rewards = ({ rewards }: { rewards: RewardRow[] }): JSX.Element => (
 export const extent = (values: number[]): [number, number] =>
   values.reduce<[number, number]>(([low, high], each) => [Math.min(low, each), Math.max(high, each)], [Infinity, -Infinity]);
 
-/** A value between the lowest and the highest, as a colour from bad over neutral to good. */
-export function shade(value: number | null | undefined, low: number, high: number): string {
+/** A reward on the run's scale, as a colour from bad over neutral to good. */
+export function shade(value: number | null | undefined): string {
+  const [low, high] = ends;
   if (value === null || value === undefined) return "shade-none";
-  if (high <= low) return "shade-4";
   return `shade-${Math.max(0, Math.min(8, Math.round(((value - low) / (high - low)) * 8)))}`;
 }
+
+/** What the colours of rewards mean. */
+export const ScaleKey = (): JSX.Element => (
+  <span class="scale" title="The same colours on all pages of this run">
+    {number(ends[0])}
+    {Array.from({ length: 9 }, (_, at) => (
+      <i key={at} class={`shade-${at}`} aria-hidden="true" />
+    ))}
+    {number(ends[1])}
+  </span>
+);
 
 export function Show<T>({ of, children }: { of: Loaded<T>; children: (data: T) => ComponentChildren }): JSX.Element {
   if (of.error instanceof RefusedError && of.error.status === 401) return <AskKey />;

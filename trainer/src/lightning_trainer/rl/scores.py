@@ -167,12 +167,12 @@ def earned(rewards: Sequence[Reward], chosen: frozenset[str] | None) -> float | 
 def reward_of_failures(outcomes: Sequence[Outcome], failed: Failed) -> float:
     """Return the reward of rollouts that failed by the policy's doing, where they are not left out."""
     if isinstance(failed, str):
-        return min([0.0, *(_least(o.rewards) for o in outcomes if o.attempt is not None and o.crash is None)])
+        return min([0.0, *(lowest(o.rewards) for o in outcomes if o.attempt is not None and o.crash is None)])
     return failed
 
 
-def _least(rewards: Sequence[Reward]) -> float:
-    """Return the least that any agent of an attempt was given, as credit gives it, or the attempt's total."""
+def lowest(rewards: Sequence[Reward]) -> float:
+    """Return the lowest reward of any agent of an attempt, as credit assigns it, or the attempt's total."""
     shared = sum(reward.value for reward in rewards if reward.agent is None)
     return min([total(rewards), *(shared + own for own in agents_totals(rewards).values())])
 

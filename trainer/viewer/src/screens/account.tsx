@@ -1,8 +1,8 @@
 // The account of a step: the way from calls seen to calls trained, each loss with its reason and its calls.
 import type { JSX } from "preact";
 import { useGet, type AccountPage, type CallLink, type RunPage } from "../api";
-import { Agent, Clipped, count, go, href, number, Show, Signed, useKeys } from "../ui";
-import { goesOn, StepPicker } from "./step";
+import { Agent, Chip, Clipped, count, go, href, number, shade, Show, Signed, useKeys } from "../ui";
+import { isUnderWay, lastEnded, StepPicker, stepName } from "./picker";
 
 export const Links = ({ run, links }: { run: string; links: CallLink[] }): JSX.Element => (
   <ul class="links">
@@ -13,10 +13,26 @@ export const Links = ({ run, links }: { run: string; links: CallLink[] }): JSX.E
         </a>
         {link.agent !== null && <Agent name={link.agent} />}
         {link.advantage !== null && link.advantage !== undefined && <Signed value={link.advantage} title="advantage" />}
-        <span class="snippet">{link.text}</span>
+        <span class="said-to">
+          <span class="snippet">{link.text}</span>
+          {(link.task || typeof link.reward === "number") && <TaskLine task={link.task} reward={link.reward} times={link.times} />}
+        </span>
       </li>
     ))}
   </ul>
+);
+
+/** What a call was for, what its rollout earned, and how many calls are identical to it. */
+export const TaskLine = ({ task, reward, times = 1 }: { task: string | undefined; reward: number | null | undefined; times?: number | undefined }): JSX.Element => (
+  <small class="task-line">
+    <span class={`cell ${shade(reward)}`} title="reward of the rollout">
+      {number(reward, 2)}
+    </span>
+    <span class="clip" title={task}>
+      {task}
+    </span>
+    {times > 1 && <Chip title="the same agent gave the same answer to the same task">{number(times)} identical</Chip>}
+  </small>
 );
 
 export function Account({ run, step, tick }: { run: string; step: number | null; tick: number }): JSX.Element {
@@ -24,8 +40,10 @@ export function Account({ run, step, tick }: { run: string; step: number | null;
   return (
     <Show of={known}>
       {(data) => {
-        const chosen = step ?? data.steps.filter((row) => row.mode === "train" && !goesOn(row)).at(-1)?.step;
-        return chosen === undefined ? <p class="note">No step of training has ended here.</p> : <One key={chosen} run={run} step={chosen} known={data.steps} tick={goesOn(data.steps.find((row) => row.mode === "train" && row.step === chosen)) ? tick : 0} />;
+        const chosen = step ?? lastEnded(data.steps);
+        if (chosen === undefined) return <p class="note">No training step has ended in this run.</p>;
+        const row = data.steps.find((each) => each.mode === "train" && each.step === chosen);
+        return <One key={chosen} run={run} step={chosen} known={data.steps} tick={isUnderWay(row) ? tick : 0} />;
       }}
     </Show>
   );
@@ -37,7 +55,7 @@ function One({ run, step, known, tick }: { run: string; step: number; known: Run
   return (
     <>
       <div class="head">
-        <h1>Account of step {step}</h1>
+        <h1>Account of {stepName("train", step)}</h1>
         <StepPicker run={run} screen="account" mode="train" step={step} known={known} />
       </div>
       <Show of={page}>{(data) => <Funnel run={run} page={data} />}</Show>

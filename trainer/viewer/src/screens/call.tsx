@@ -3,6 +3,7 @@ import type { JSX } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { useGet, type CallPage, type Token } from "../api";
 import { find, flip, useMarks } from "../marks";
+import { useParam } from "../params";
 import { Agent, Chip, count, duration, extent, go, href, Message, number, Rewards, Show, Signed, Toggle, useKeys } from "../ui";
 import { callAddress } from "./rollout";
 
@@ -31,8 +32,8 @@ export function Call({ run, rollout, attempt, trace, span }: Props): JSX.Element
 }
 
 function One({ run, page, trace, onWhole }: { run: string; page: CallPage; trace: string | undefined; onWhole: () => void }): JSX.Element {
-  const [overlay, setOverlay] = useState<Overlay>("logprob");
-  const [view, setView] = useState<"tokens" | "messages" | "request">(page.choices.some((choice) => choice.tokens.length) ? "tokens" : "messages");
+  const [overlay, setOverlay] = useParam("overlay", "logprob") as [Overlay, (name: Overlay) => void];
+  const [view, setView] = useParam("view", page.choices.some((choice) => choice.tokens.length) ? "tokens" : "messages");
   const marks = useMarks();
   const rollout = page.rollout_id ?? trace ?? "";
   const marked = find(marks, run, rollout, page.span_id);

@@ -1,31 +1,33 @@
 // Credit: who earned the reward, agent by turn, and the calls that stand out; also under another assigner.
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
 import { useGet, type CreditPage, type RunPage } from "../api";
-import { Agent, go, href, number, shade, Show, useKeys } from "../ui";
+import { useParam } from "../params";
+import { Agent, go, href, number, ScaleKey, shade, Show, useKeys } from "../ui";
 import { Links } from "./account";
-import { goesOn, StepPicker } from "./step";
+import { isUnderWay, lastEnded, StepPicker, stepName } from "./picker";
 
 export function Credit({ run, step, tick }: { run: string; step: number | null; tick: number }): JSX.Element {
   const known = useGet<RunPage>("run", { run }, tick);
   return (
     <Show of={known}>
       {(data) => {
-        const chosen = step ?? data.steps.filter((row) => row.mode === "train" && !goesOn(row)).at(-1)?.step;
-        return chosen === undefined ? <p class="note">No step of training has ended here.</p> : <One key={chosen} run={run} step={chosen} known={data.steps} tick={goesOn(data.steps.find((row) => row.mode === "train" && row.step === chosen)) ? tick : 0} />;
+        const chosen = step ?? lastEnded(data.steps);
+        if (chosen === undefined) return <p class="note">No training step has ended in this run.</p>;
+        const row = data.steps.find((each) => each.mode === "train" && each.step === chosen);
+        return <One key={chosen} run={run} step={chosen} known={data.steps} tick={isUnderWay(row) ? tick : 0} />;
       }}
     </Show>
   );
 }
 
 function One({ run, step, known, tick }: { run: string; step: number; known: RunPage["steps"]; tick: number }): JSX.Element {
-  const [credit, setCredit] = useState<string | null>(null);
+  const [credit, setCredit] = useParam("by");
   const page = useGet<CreditPage>("credit", { run, step, credit }, tick);
   useKeys({ u: () => go(href("run", run, "step", "train", step)) });
   return (
     <>
       <div class="head">
-        <h1>Credit of step {step}</h1>
+        <h1>Credit of {stepName("train", step)}</h1>
         <StepPicker run={run} screen="credit" mode="train" step={step} known={known} />
       </div>
       <Show of={page}>
@@ -33,14 +35,16 @@ function One({ run, step, known, tick }: { run: string; step: number; known: Run
           <>
             <p class="bar">
               <label>
-                shared out by{" "}
+                assigned by{" "}
                 <select value={data.credit} onChange={(e) => setCredit(e.currentTarget.value)}>
                   {data.credits.map((name) => (
                     <option key={name}>{name}</option>
                   ))}
                 </select>
               </label>
-              {credit !== null && <span class="dim">as this assigner would have done; the run’s rewards stay as they are</span>}
+              {credit !== "" && <span class="dim">credit as this method would assign it; the rewards are unchanged</span>}
+              <span class="grow" />
+              <ScaleKey />
             </p>
             <Heat page={data} />
             <div class="two">
@@ -70,8 +74,6 @@ function One({ run, step, known, tick }: { run: string; step: number; known: Run
 function Heat({ page }: { page: CreditPage }): JSX.Element {
   const agents = [...new Set(page.cells.map((cell) => cell.agent))];
   const turns = [...new Set(page.cells.map((cell) => cell.turn))].sort((a, b) => a - b);
-  const values = page.cells.map((cell) => cell.credit).filter((each): each is number => each !== null);
-  const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
   return (
     <div class="scroll card" role="group" aria-label="credit by agent and call" tabIndex={0}>
       <table class="heat">
@@ -95,7 +97,7 @@ function Heat({ page }: { page: CreditPage }): JSX.Element {
               {turns.map((turn) => {
                 const cell = page.cells.find((each) => each.agent === agent && each.turn === turn);
                 return cell ? (
-                  <td key={turn} class={shade(cell.credit, low, high)} title={`mean credit of ${cell.calls} calls; ${(cell.better * 100).toFixed(0)} % better, ${(cell.worse * 100).toFixed(0)} % worse than what they were compared with`}>
+                  <td key={turn} class={shade(cell.credit)} title={`mean credit of ${cell.calls} calls; ${(cell.better * 100).toFixed(0)} % better, ${(cell.worse * 100).toFixed(0)} % worse than what they were compared with`}>
                     <b>{number(cell.credit, 2)}</b>
                     <small>
                       {number(cell.calls)} calls, contrast {number(cell.contrast, 2)}

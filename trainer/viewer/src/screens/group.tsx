@@ -2,7 +2,9 @@
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { get, useUntil, type Event, type GroupPage, type Loaded, type Member } from "../api";
-import { Agent, count, extent, go, href, hue, isOpen, number, Rewards, shade, Show, Signed, Status, Toggle, useKeys } from "../ui";
+import { useFlag, useParam } from "../params";
+import { Agent, count, go, href, hue, isOpen, number, Rewards, shade, Show, Signed, Status, Toggle, useKeys } from "../ui";
+import { stepName } from "./picker";
 import { EventCard } from "./rollout";
 
 export function Group({ run, group, tick }: { run: string; group: string; tick: number }): JSX.Element {
@@ -30,7 +32,8 @@ export function useGroup(run: string, group: string, tick = 0): Loaded<GroupPage
   return { ...first, data: whole?.group_id === group ? whole : first.data };
 }
 
-export const worth = (member: Member): number => member.row.reward ?? Number.NEGATIVE_INFINITY;
+/** The best first: that whose agent with the lowest reward has the most. */
+export const bestFirst = (a: Member, b: Member): number => (b.row.lowest ?? Number.NEGATIVE_INFINITY) - (a.row.lowest ?? Number.NEGATIVE_INFINITY) || (b.row.reward ?? 0) - (a.row.reward ?? 0);
 
 /** What happened from each call to the next: rows of the comparison. */
 export function turns(events: Event[]): Event[][] {
@@ -59,23 +62,21 @@ function folded(members: Member[], fold: boolean): { columns: Member[]; twins: M
 const asked = (event: Event | undefined): string => JSON.stringify(event?.said ?? []);
 
 function Side({ run, first }: { run: string; first: GroupPage }): JSX.Element {
-  const [fold, setFold] = useState(true);
-  const [order, setOrder] = useState<"place" | "reward">("reward");
+  const [fold, setFold] = useFlag("fold", true);
+  const [order, setOrder] = useParam("order", "best");
   useKeys({ u: () => go(href("run", run, "step", first.mode, first.step ?? 0)) });
-  const ordered = order === "reward" ? [...first.members].sort((a, b) => worth(b) - worth(a)) : first.members;
+  const ordered = order === "best" ? [...first.members].sort(bestFirst) : first.members;
   const { columns, twins } = folded(ordered, fold);
   const rows = columns.map((member) => turns(member.events));
   const shared = rows.length > 1 ? first.alike : 0;
   const prompt = rows[0]?.[shared]?.[0];
   const samePrompt = prompt !== undefined && rows.every((each) => asked(each[shared]?.[0]) === asked(prompt) && each[shared]?.[0]?.agent === prompt.agent);
   const depth = Math.max(0, ...rows.map((each) => each.length));
-  const values = columns.map((member) => member.row.reward).filter((each): each is number => each !== null);
-  const [low, high] = extent(values);
   return (
     <>
       <div class="head">
         <p class="crumbs">
-          <a href={href("run", run, "step", first.mode, first.step ?? 0)}>{first.mode === "train" ? `step ${first.step}` : first.mode === "val" ? `held out after ${first.step}` : "rollouts"}</a>
+          <a href={href("run", run, "step", first.mode, first.step ?? 0)}>{stepName(first.mode, first.step)}</a>
         </p>
         <h1>
           <span class="task">{first.task.slice(0, 400) || first.group_id}</span>
@@ -85,9 +86,9 @@ function Side({ run, first }: { run: string; first: GroupPage }): JSX.Element {
         </a>
         <label>
           order{" "}
-          <select value={order} onChange={(e) => setOrder(e.currentTarget.value as "place" | "reward")}>
-            <option value="reward">best first</option>
-            <option value="place">as run</option>
+          <select value={order} onChange={(e) => setOrder(e.currentTarget.value)}>
+            <option value="best">best first, by the lowest reward of any agent</option>
+            <option value="run">as run</option>
           </select>
         </label>
       </div>
@@ -129,7 +130,7 @@ function Side({ run, first }: { run: string; first: GroupPage }): JSX.Element {
             <tr>
               {columns.map((member) => (
                 <th key={member.row.rollout_id} scope="col">
-                  <a class={`cell ${shade(member.row.reward, low, high)}`} href={href("run", run, "rollout", member.row.rollout_id)}>
+                  <a class={`cell ${shade(member.row.reward)}`} href={href("run", run, "rollout", member.row.rollout_id)}>
                     {number(member.row.reward)}
                   </a>
                   <Status row={member.row} />

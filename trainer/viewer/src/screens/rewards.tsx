@@ -1,10 +1,11 @@
 // Rewards by source, and a rule against the outcome: where they part, somebody is being fooled.
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
 import { useGet, type Judgement, type RewardsPage, type RunPage } from "../api";
 import { Scatter, type Point } from "../charts";
-import { Chip, count, go, href, number, Show, useKeys } from "../ui";
-import { goesOn, lastStep, nameOf, StepPicker } from "./step";
+import { useParam } from "../params";
+import { SortedTable, type Column } from "../table";
+import { Chip, count, go, href, number, shade, Show, useKeys } from "../ui";
+import { isUnderWay, lastStep, StepPicker, stepName } from "./picker";
 
 export function Rewards({ run, mode, step, tick }: { run: string; mode: string; step: number | null; tick: number }): JSX.Element {
   const known = useGet<RunPage>("run", { run }, tick);
@@ -12,7 +13,7 @@ export function Rewards({ run, mode, step, tick }: { run: string; mode: string; 
     <Show of={known}>
       {(data) => {
         const row = step === null ? lastStep(data.steps, mode) : data.steps.find((each) => each.mode === mode && each.step === step);
-        return row === undefined ? <p class="note">No such rollout is in this store.</p> : <One key={`${row.mode}${row.step}`} run={run} mode={row.mode} step={row.step} known={data.steps} tick={goesOn(row) ? tick : 0} />;
+        return row === undefined ? <p class="note">This store has no such rollout.</p> : <One key={`${row.mode}${row.step}`} run={run} mode={row.mode} step={row.step} known={data.steps} tick={isUnderWay(row) ? tick : 0} />;
       }}
     </Show>
   );
@@ -24,7 +25,7 @@ function One({ run, mode, step, known, tick }: { run: string; mode: string; step
   return (
     <>
       <div class="head">
-        <h1>Rewards of {nameOf(mode, step)}</h1>
+        <h1>Rewards of {stepName(mode, step)}</h1>
         <StepPicker run={run} screen="rewards" mode={mode} step={step} known={known} />
       </div>
       <Show of={page}>{(data) => <Sources run={run} page={data} />}</Show>
@@ -41,7 +42,8 @@ const evidence = (run: string, each: Judgement, source: string): string => {
 function Sources({ run, page }: { run: string; page: RewardsPage }): JSX.Element {
   const rules = page.sources.filter((each) => each.rule).map((each) => each.source);
   const others = page.sources.filter((each) => !each.rule).map((each) => each.source);
-  const [source, setSource] = useState(rules[0] ?? others.at(-1) ?? "");
+  const [named, setSource] = useParam("source");
+  const source = page.sources.some((each) => each.source === named) ? named : (rules[0] ?? others.at(-1) ?? "");
   const points: Point[] = page.attempts.flatMap((each) => {
     const given = each.by_source[source];
     if (given === undefined || each.outcome === null) return [];
@@ -50,6 +52,7 @@ function Sources({ run, page }: { run: string; page: RewardsPage }): JSX.Element
   if (page.sources.length === 0) return <p class="note">No reward was given here.</p>;
   return (
     <>
+      <div class="two">
       <div class="scroll">
         <table class="rows">
           <thead>
@@ -82,59 +85,37 @@ function Sources({ run, page }: { run: string; page: RewardsPage }): JSX.Element
       {points.length > 0 && page.sources.length > 1 && (
         <figure class="card">
           <figcaption>
-            {rules.includes(source) ? `What ${source} gave against the outcome. Far right and low: the rule is pleased and the task is not solved.` : `${source} against the outcome of ${count(points.length, "attempt")}`}
+            {rules.includes(source) ? `What ${source} gave against the outcome. Far right and low: the rule pays, and the task is not solved.` : `${source} against the outcome of ${count(points.length, "attempt")}`}
           </figcaption>
           <Scatter points={points} x={source} y="outcome" />
         </figure>
       )}
+      </div>
       <Given key={source} run={run} page={page} source={source} rule={rules.includes(source)} />
     </>
   );
 }
 
-const SHOWN = 50;
-
-/** What one source gave to whom: where it gave much for little first, with what it said, and what it looked at. */
+/** What one source gave to whom, with its reason; the rollout with the lowest reward of any agent first. */
 function Given({ run, page, source, rule }: { run: string; page: RewardsPage; source: string; rule: boolean }): JSX.Element {
-  const [most, setMost] = useState(SHOWN);
+  const rows = page.attempts.filter((each) => each.by_source[source] !== undefined);
+  const agents = [...new Set(rows.flatMap((each) => Object.keys(each.by_agent)))].sort();
   const given = (each: Judgement): number => each.by_source[source] ?? 0;
-  const odd = (each: Judgement): number => given(each) - (each.outcome ?? 0);
-  const rows = page.attempts.filter((each) => each.by_source[source] !== undefined).sort((a, b) => (rule ? odd(b) - odd(a) : given(a) - given(b)));
+  const reward = (value: number | null | undefined): JSX.Element => <span class={`cell ${shade(value)}`}>{number(value)}</span>;
+  const columns: Column<Judgement>[] = [
+    { name: "task", text: true, value: (each) => each.task, cell: (each) => <a class="clip" href={evidence(run, each, source)}>{each.task || each.rollout_id}</a> },
+    { name: "lowest", label: agents.length > 1 ? "lowest agent" : "reward", title: "the lowest reward of any agent", value: (each) => each.lowest, cell: (each) => reward(each.lowest) },
+    { name: "outcome", title: "reward without automatic rules", value: (each) => each.outcome, cell: (each) => reward(each.outcome) },
+    ...(agents.length > 1 ? agents.map((name) => ({ name: `of ${name}`, label: name, value: (each: Judgement) => each.by_agent[name] })) : []),
+    { name: "given", label: source, value: given },
+    ...(rule ? [{ name: "excess", title: "what the rule gave above the outcome", value: (each: Judgement) => given(each) - (each.outcome ?? 0) }] : []),
+    { name: "why", text: true, value: (each) => each.said[source], cell: (each) => each.said[source] ?? (each.spans[source] ? "for one call or tool: open the task to see it" : "") },
+  ];
   return (
     <>
-      <h2>
-        What {source} gave{rule ? ", most beside the outcome first" : ", the least first"}
-      </h2>
-      <div class="scroll">
-        <table class="rows">
-          <thead>
-            <tr>
-              <th class="num">{source}</th>
-              <th class="num">outcome</th>
-              <th>rollout</th>
-              <th>why</th>
-            </tr>
-          </thead>
-          <tbody>
-            {rows.slice(0, most).map((each) => (
-              <tr key={each.attempt_id}>
-                <td class="num">{number(given(each))}</td>
-                <td class="num">{number(each.outcome)}</td>
-                <td>
-                  <a href={evidence(run, each, source)}>{each.rollout_id}</a>
-                </td>
-                <td>{each.said[source] ?? (each.spans[source] ? "for the call or tool that this leads to" : "")}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
-      {rows.length > most && (
-        <button type="button" onClick={() => setMost(most + SHOWN)}>
-          {number(rows.length - most)} more
-        </button>
-      )}
-      {page.attempts.length < page.total && <p class="note">The first {number(page.attempts.length)} of {count(page.total, "attempt")} that were rewarded are named here; the table above counts all.</p>}
+      <h2>Rollouts with a reward from {source}</h2>
+      <SortedTable label="rewards" columns={columns} rows={rows} first="lowest" />
+      {page.attempts.length < page.total && <p class="note">Only {number(page.attempts.length)} of {count(page.total, "rewarded attempt")} are listed, those with the lowest rewards. The table above counts all of them.</p>}
     </>
   );
 }

@@ -3,6 +3,8 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useUntil, type Event, type RolloutPage } from "../api";
 import { find, flip, useMarks } from "../marks";
+import { useParam } from "../params";
+import { stepName } from "./picker";
 import { Agent, Chip, Clipped, count, duration, go, href, hue, isOpen, Message, number, Rewards, Show, Signed, Toggle, useKeys } from "../ui";
 
 interface Props {
@@ -29,7 +31,7 @@ export const callAddress = (run: string, page: { rollout_id?: string | null; att
 function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace: string | undefined; span: string | null }): JSX.Element {
   const walked = useMemo(() => page.events.filter(spoken), [page]);
   const [chosen, setChosen] = useState<string | null>(span ?? walked[0]?.span_id ?? null);
-  const [find_, setFind] = useState("");
+  const [find_, setFind] = useParam("find");
   const list = useRef<HTMLOListElement>(null);
   const marks = useMarks();
   const name = page.rollout_id ?? trace ?? "";
@@ -66,7 +68,7 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
       <div class="head">
         <p class="crumbs">
           {page.step !== null && page.mode && (
-            <a href={href("run", run, "step", page.mode, page.step)}>{page.mode === "train" ? `step ${page.step}` : page.mode === "val" ? `held out after ${page.step}` : "rollouts"}</a>
+            <a href={href("run", run, "step", page.mode, page.step)}>{stepName(page.mode, page.step)}</a>
           )}
           {page.group_id && <a href={href("run", run, "group", page.group_id)}>group, side by side</a>}
           {page.group_id && <a href={href("run", run, "tries", page.group_id)}>the task before and after</a>}

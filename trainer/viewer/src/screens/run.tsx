@@ -1,12 +1,16 @@
 // A run: its curves, its alarms, and its steps to click.
 import type { JSX } from "preact";
-import { useGet, type RunPage, type StepRow } from "../api";
+import { useGet, type HeldOut, type RunPage, type StepRow } from "../api";
 import { Lines, type Line } from "../charts";
-import { Chip, count, duration, go, href, hue, number, Show } from "../ui";
+import { Agent, Chip, count, go, href, hue, number, Show } from "../ui";
+import { Headline } from "./headline";
+import { stepName } from "./picker";
 
 type Rows = RunPage["train"];
+// Steps count from 1, and a validation is placed at the number of steps before it.
+const placeOf = (row: Rows[number]): number => Number(row.step) + (row.kind === "train" ? 1 : 0);
 const pick = (rows: Rows, name: string): [number, number][] =>
-  rows.filter((row) => typeof row[name] === "number").map((row) => [Number(row.step), Number(row[name])]);
+  rows.filter((row) => typeof row[name] === "number").map((row) => [placeOf(row), Number(row[name])]);
 const named = (rows: Rows, start: string): string[] => [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => key.startsWith(start)).sort();
 const family = (rows: Rows, start: string): Line[] => named(rows, start).map((key) => ({ name: key.slice(start.length), points: pick(rows, key) }));
 const byAgent = (rows: Rows, start: string): Line[] => family(rows, start).map((line) => ({ ...line, tone: hue(line.name) }));
@@ -24,12 +28,12 @@ export function Overview({ run, tick }: { run: string; tick: number }): JSX.Elem
 
 function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
   const { train, val, options } = page;
-  const open = (step: number): void => go(href("run", run, "step", "train", step));
+  const open = (place: number): void => go(href("run", run, "step", "train", Math.max(0, place - 1)));
   const ends = (mode: string): Map<number, [number, number]> =>
-    new Map(page.steps.flatMap((row) => (row.mode === mode && row.reward_low !== null && row.reward_high !== null ? [[row.step, [row.reward_low, row.reward_high]]] : [])));
+    new Map(page.steps.flatMap((row) => (row.mode === mode && row.reward_low !== null && row.reward_high !== null ? [[row.step + (mode === "train" ? 1 : 0), [row.reward_low, row.reward_high]]] : [])));
   const fallback: Line[] = train.length
     ? []
-    : [{ name: "mean reward", points: page.steps.filter((r) => r.mode === "train" && r.reward !== null).map((r) => [r.step, r.reward ?? 0]), strong: true, tone: "ink", band: ends("train") }];
+    : [{ name: "mean reward", points: page.steps.filter((r) => r.mode === "train" && r.reward !== null).map((r) => [r.step + 1, r.reward ?? 0]), strong: true, tone: "ink", band: ends("train") }];
   const agents = options["agents"] as string[] | null | undefined;
   const facts: [string, unknown][] = [
     ["model", options["model"]],
@@ -39,39 +43,23 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
     ["program", options["target"] ?? options["command"]],
     ["backend", options["backend"]],
   ];
-  const steps = train.length || page.steps.filter((s) => s.mode === "train").length;
-  const seconds = train.reduce((sum, row) => sum + Number(row["seconds"] ?? 0), 0);
   return (
     <>
       <h1>{run}</h1>
+      <Headline run={run} page={page} />
       <p class="facts">
         {facts.filter(([, value]) => value).map(([name, value]) => (
           <span key={name}>
             {name} <b>{String(value)}</b>
           </span>
         ))}
-        {steps > 0 && (
-          <span>
-            steps <b>{steps}</b>
-          </span>
-        )}
-        {seconds > 0 && (
-          <span>
-            took <b>{duration(seconds * 1000)}</b>
-          </span>
-        )}
       </p>
-      {page.result !== null && <p class="note">{page.result}</p>}
+      <Alarms alarms={page.alarms} />
       {Object.entries(page.most_frequent).map(([agent, [text, share]]) => (
         <p key={agent} class="facts">
           <span>
-            {agent || "no name"}: {Math.round(share * 100)} % of the answers are <b>{text}</b>
+            <Agent name={agent || null} /> {Math.round(share * 100)} % of its answers are <b>{text}</b>
           </span>
-        </p>
-      ))}
-      {page.alarms.map((alarm, at) => (
-        <p key={at} class="note bad" role="alert">
-          <b>after {count(Number(alarm["steps_taken"]), "step")}</b> {String(alarm["text"])}
         </p>
       ))}
       <div class="charts">
@@ -84,8 +72,10 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
             ...one(val, "reward", "held out", { dashed: true, strong: true, tone: "held", band: ends("val") }),
           ]}
         />
-        <Lines title="Reward by agent" onStep={open} lines={byAgent(train, "reward/")} />
-        <Lines title="Reward by source" onStep={open} lines={family(train, "reward_source/")} />
+        <Lines title="Held-out reward by agent, with its 95 % interval" onStep={open} lines={page.headline.held_out.slice(1).map(heldOut)} />
+        <Lines title="Training reward by agent" onStep={open} lines={byAgent(train, "reward/")} />
+        <Lines title="Loss" lines={[...one(train, "loss", "training"), ...one(val, "loss", "held out", { dashed: true, strong: true, tone: "held" })]} />
+        <Lines title="Training reward by source" onStep={open} lines={family(train, "reward_source/")} />
         <Lines title="Groups without signal, failed rollouts" onStep={open} lines={[...one(train, "groups_without_signal", "share of groups"), ...failures(train)]} />
         <Lines title="Entropy, nats a token" onStep={open} lines={[...one(train, "entropy", "all", ALL), ...byAgent(train, "entropy/")]} />
         <Lines title="KL" onStep={open} lines={[...one(train, "kl", "kl"), ...one(train, "approx_kl", "of the update")]} />
@@ -118,8 +108,28 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
   );
 }
 
+const heldOut = (of: HeldOut): Line => ({
+  name: of.agent,
+  points: of.points.map((point) => [point.step, point.mean]),
+  dashed: !of.trained,
+  tone: hue(of.agent),
+  band: new Map(of.points.flatMap((point) => (point.low !== null && point.high !== null ? [[point.step, [point.low, point.high]] as const] : []))) as Map<number, [number, number]>,
+});
+
+function Alarms({ alarms }: { alarms: RunPage["alarms"] }): JSX.Element {
+  return (
+    <div id="alarms">
+      {alarms.map((alarm, at) => (
+        <p key={at} class="note bad" role="alert">
+          <b>after {count(Number(alarm["steps_taken"]), "step")}</b> {String(alarm["text"])}
+        </p>
+      ))}
+    </div>
+  );
+}
+
 const failures = (rows: Rows): Line[] => {
-  const points = rows.filter((row) => Number(row["rollouts"]) > 0).map((row) => [Number(row.step), Number(row["failed"]) / Number(row["rollouts"])] as [number, number]);
+  const points = rows.filter((row) => Number(row["rollouts"]) > 0).map((row) => [placeOf(row), Number(row["failed"]) / Number(row["rollouts"])] as [number, number]);
   return points.length ? [{ name: "share of rollouts failed", points, tone: "bad-line" }] : [];
 };
 
@@ -136,16 +146,16 @@ function Steps({ run, steps }: { run: string; steps: StepRow[] }): JSX.Element {
             <th class="num">lowest</th>
             <th class="num">highest</th>
             <th class="num">groups</th>
-            <th class="num">all alike</th>
+            <th class="num" title="groups whose rewards are all equal: nothing is learned from them">no signal</th>
             <th class="num">rollouts</th>
-            <th>not succeeded</th>
+            <th>failed or open</th>
           </tr>
         </thead>
         <tbody>
           {steps.map((row) => (
             <tr key={`${row.mode}${row.step}`} class={row.mode}>
               <td>
-                <a href={href("run", run, "step", row.mode, row.step)}>{row.mode === "train" ? `step ${row.step}` : row.mode === "val" ? `held out after ${row.step}` : "other rollouts"}</a>
+                <a href={href("run", run, "step", row.mode, row.step)}>{stepName(row.mode, row.step)}</a>
               </td>
               <td class="num">
                 {number(row.reward)}

@@ -3,10 +3,25 @@ import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { get, type SearchPage } from "../api";
 import { Agent, count, go, href } from "../ui";
+import { TaskLine } from "./account";
+
+type Hit = SearchPage["hits"][number];
 
 interface Place {
   after: number;
   calls: boolean;
+}
+
+/** Show identical places of one task once, with their number. */
+function folded(hits: Hit[]): { hit: Hit; times: number }[] {
+  const found = new Map<string, { hit: Hit; times: number }>();
+  for (const hit of hits) {
+    const key = JSON.stringify([hit.name, hit.agent, hit.before, hit.match, hit.behind, hit.task, hit.rollout_id === null ? hit.trace_id : ""]);
+    const known = found.get(key);
+    if (known) known.times += 1;
+    else found.set(key, { hit, times: 1 });
+  }
+  return [...found.values()];
 }
 
 const START: Place = { after: 0, calls: false };
@@ -69,7 +84,7 @@ export function Search({ run, text }: { run: string; text: string }): JSX.Elemen
         </p>
       )}
       <ul class="links wide">
-        {hits.map((hit, at) => (
+        {folded(hits).map(({ hit, times }, at) => (
           <li key={at}>
             <a
               href={
@@ -81,17 +96,20 @@ export function Search({ run, text }: { run: string; text: string }): JSX.Elemen
               {hit.name}
             </a>
             <Agent name={hit.agent} />
-            <span class="snippet">
-              {hit.before}
-              <mark>{hit.match}</mark>
-              {hit.behind}
+            <span class="said-to">
+              <span class="snippet">
+                {hit.before}
+                <mark>{hit.match}</mark>
+                {hit.behind}
+              </span>
+              {hit.rollout_id && <TaskLine task={hit.task} reward={hit.reward} times={times} />}
             </span>
           </li>
         ))}
       </ul>
       {text && next !== null && !busy && (
         <button type="button" onClick={() => void look(next, hits)}>
-          Look on
+          Search further
         </button>
       )}
     </>

@@ -1,21 +1,22 @@
 // A step: the histogram of its rewards, its groups, what is filtered by a click, an agent, a tool or a text.
 import type { JSX } from "preact";
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { get, useGet, type Facts, type GroupRow, type RolloutRow, type RunPage, type StepPage } from "../api";
-import { binsOf, Histogram, inBin } from "../charts";
-import { Chip, count, extent, go, href, isOpen, number, shade, Show, Signed, Toggle, useKeys } from "../ui";
-
-type StepRow = RunPage["steps"][number];
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { useGet, type RolloutRow, type RunPage, type StepRow } from "../api";
+import { binsOf, Histogram, inBin, type Bin } from "../charts";
+import { useFacts, useGroups } from "../facts";
+import { useFlag, useParam } from "../params";
+import { count, go, href, number, ScaleKey, Show, Signed, Toggle, useKeys } from "../ui";
+import { capital, StepPicker, stepName } from "./picker";
+import { GroupList, RolloutTable } from "./rollouts";
 
 interface Props {
   run: string;
   mode: string;
   step: number | null;
-  bin: string;
   tick: number;
 }
 
-export function Step({ run, mode, step, bin, tick }: Props): JSX.Element {
+export function Step({ run, mode, step, tick }: Props): JSX.Element {
   const page = useGet<RunPage>("run", { run }, tick);
   return (
     <Show of={page}>
@@ -27,57 +28,9 @@ export function Step({ run, mode, step, bin, tick }: Props): JSX.Element {
           if (other && step === null) queueMicrotask(() => location.replace(href("run", run, "step", other.mode, other.step)));
           return <p class="note">No rollout is in this store.</p>;
         }
-        return <OneStep key={`${mode}${chosen}`} run={run} mode={mode} step={chosen} known={data.steps} bin={bin} tick={tick} />;
+        return <OneStep key={`${mode}${chosen}`} run={run} mode={mode} step={chosen} known={data.steps} tick={tick} />;
       }}
     </Show>
-  );
-}
-
-/** What a screen without a step in its address shows: the last of training, else of whatever was run. */
-export const lastStep = (known: RunPage["steps"], mode: string): StepRow | undefined => known.filter((row) => row.mode === (mode || "train")).at(-1) ?? (mode ? undefined : known.at(-1));
-
-/** Whether anything of a step goes on, so that what is said of it is not the last word. */
-export const goesOn = (row: StepRow | undefined): boolean => Object.keys(row?.status ?? {}).some(isOpen);
-
-export const nameOf = (mode: string, step: number): string => (mode === "train" ? `step ${step}` : mode === "val" ? `the tasks held out after ${step}` : "all rollouts");
-
-export function StepPicker({ run, screen, mode, step, known }: { run: string; screen: string; mode: string; step: number; known: RunPage["steps"] }): JSX.Element {
-  const at = known.findIndex((row) => row.mode === mode && row.step === step);
-  const near = (by: number): void => {
-    for (let next = at + by; known[next]; next += by) {
-      const row = known[next];
-      if (row?.mode === mode) {
-        go(href("run", run, screen, ...(screen === "account" || screen === "credit" ? [row.step] : [row.mode, row.step])));
-        return;
-      }
-    }
-  };
-  useKeys({ n: () => near(1), p: () => near(-1) });
-  return (
-    <span class="picker">
-      <button type="button" aria-label="previous step" onClick={() => near(-1)}>
-        ‹
-      </button>
-      <select
-        aria-label="step"
-        value={`${mode}/${step}`}
-        onChange={(e) => {
-          const [kind = "", number = ""] = e.currentTarget.value.split("/");
-          go(href("run", run, screen, ...(screen === "account" || screen === "credit" ? [number] : [kind, number])));
-        }}
-      >
-        {known
-          .filter((row) => row.mode === "train" || (screen !== "account" && screen !== "credit"))
-          .map((row) => (
-            <option key={`${row.mode}/${row.step}`} value={`${row.mode}/${row.step}`}>
-              {row.mode === "train" ? `step ${row.step}` : row.mode === "val" ? `held out after ${row.step}` : "other rollouts"}
-            </option>
-          ))}
-      </select>
-      <button type="button" aria-label="next step" onClick={() => near(1)}>
-        ›
-      </button>
-    </span>
   );
 }
 
@@ -87,89 +40,42 @@ function Since({ now, known }: { now: StepRow | undefined; known: StepRow[] }): 
   if (now === undefined || before === undefined || now.reward === null || before.reward === null) return null;
   return (
     <span title="means over the rollouts that succeeded">
-      <Signed value={now.reward - before.reward} /> since {before.mode === "train" ? `step ${before.step}` : `held out after ${before.step}`}
+      <Signed value={now.reward - before.reward} /> since {stepName(before.mode, before.step)}
     </span>
   );
 }
 
-/** All groups of a step, page by page, so that the first ones show at once. */
-function useGroups(run: string, mode: string, step: number, tick: number): { groups: GroupRow[]; total: number | null; error: Error | null } {
-  const [groups, setGroups] = useState<GroupRow[]>([]);
-  const [total, setTotal] = useState<number | null>(null);
-  const [error, setError] = useState<Error | null>(null);
-  useEffect(() => {
-    const stop = new AbortController();
-    const read = async (): Promise<void> => {
-      const found: GroupRow[] = [];
-      let after: number | null = 0;
-      while (after !== null && !stop.signal.aborted) {
-        const page: StepPage = await get<StepPage>("step", { run, mode, step, after, limit: 50 }, stop.signal);
-        found.push(...page.groups);
-        after = page.next ?? null;
-        if (tick === 0 || after === null) setGroups([...found]);
-        setTotal(page.total);
-      }
-    };
-    read().catch((problem: Error) => !stop.signal.aborted && setError(problem));
-    return () => stop.abort();
-  }, [run, mode, step, tick]);
-  return { groups, total, error };
+const nameOf = (bin: Bin | undefined): string => (bin ? `${bin.low}..${bin.high}` : "");
+
+/** The range of rewards that an address names; null where it names none. */
+function rangeIn(text: string): Bin | null {
+  const [low, high] = text.split("..").map(Number);
+  return text && low !== undefined && high !== undefined && Number.isFinite(low) && Number.isFinite(high) ? { low, high, values: 0 } : null;
 }
 
-/** What is counted in traces comes in after the rewards, some rollouts at a time, and again of those that went on. */
-function useFacts(run: string, rollouts: RolloutRow[], text: string, tick: number): { facts: Map<string, Facts>; done: boolean } {
-  const [facts, setFacts] = useState<Map<string, Facts>>(new Map());
-  const [done, setDone] = useState(false);
-  const known = useRef({ text: "", stood: new Map<string, string>(), facts: new Map<string, Facts>() });
-  const stands = (row: RolloutRow): string => `${row.status}/${row.attempts}`;
-  const key = rollouts.map((row) => `${row.rollout_id}/${stands(row)}`).join("|");
-  useEffect(() => {
-    const stop = new AbortController();
-    if (known.current.text !== text) known.current = { text, stood: new Map(), facts: new Map() };
-    const { stood, facts: found } = known.current;
-    const wanted = rollouts.filter((row) => row.status === "running" || stood.get(row.rollout_id) !== stands(row));
-    const read = async (): Promise<void> => {
-      for (let at = 0; at < wanted.length && !stop.signal.aborted; at += 24) {
-        const some = wanted.slice(at, at + 24);
-        const fresh = new Map<string, Facts>();
-        for (const each of await get<Facts[]>("facts", { run, rollout: some.map((row) => row.rollout_id), text }, stop.signal)) {
-          const before = fresh.get(each.rollout_id);
-          fresh.set(each.rollout_id, before ? { ...each, found: each.found || before.found } : each);
-        }
-        for (const row of some) stood.set(row.rollout_id, stands(row));
-        for (const [id, each] of fresh) found.set(id, each);
-        setFacts(new Map(found));
-      }
-      setDone(true);
-    };
-    if (rollouts.some((row) => !found.has(row.rollout_id))) setDone(false);
-    if (rollouts.length) read().catch(() => !stop.signal.aborted && setDone(true));
-    return () => stop.abort();
-  }, [run, key, text, tick]);
-  return { facts, done };
-}
-
-function OneStep({ run, mode, step, known, tick }: { run: string; mode: string; step: number; known: RunPage["steps"]; bin: string; tick: number }): JSX.Element {
+function OneStep({ run, mode, step, known, tick }: { run: string; mode: string; step: number; known: StepRow[]; tick: number }): JSX.Element {
   const { groups, total, error } = useGroups(run, mode, step, tick);
   const rollouts = useMemo(() => groups.flatMap((group) => group.rollouts), [groups]);
-  const [text, setText] = useState("");
-  const [sought, setSought] = useState("");
+  const [sought, setSought] = useParam("text");
+  const [text, setText] = useState(sought);
   const { facts, done } = useFacts(run, rollouts, sought, tick);
-  const [bin, setBin] = useState<number | null>(null);
-  const [agent, setAgent] = useState("");
-  const [tool, setTool] = useState("");
-  const [kind, setKind] = useState("");
-  const [signal, setSignal] = useState(false);
-  const [measure, setMeasure] = useState("");
+  const [bin, setBin] = useParam("reward");
+  const [agent, setAgent] = useParam("agent");
+  const [tool, setTool] = useParam("tool");
+  const [kind, setKind] = useParam("failure");
+  const [signal, setSignal] = useFlag("nosignal");
+  const [measure, setMeasure] = useParam("of");
+  const [view, setView] = useParam("view", "groups");
   useEffect(() => {
-    const timer = setTimeout(() => setSought(text.trim()), 300);
+    const timer = setTimeout(() => text.trim() !== sought && setSought(text.trim()), 300);
     return () => clearTimeout(timer);
   }, [text]);
   useKeys({ u: () => go(href("run", run)) });
   const value = (row: RolloutRow): number | null => (measure ? (row.by_agent[measure] ?? null) : row.reward);
   const values = rollouts.map(value).filter((each): each is number => each !== null);
   const bins = useMemo(() => binsOf(values), [groups, measure]);
-  const [low, high] = extent(values);
+  const range = rangeIn(bin);
+  const chosen = range === null ? -1 : bins.findIndex((each) => each.low === range.low && each.high === range.high);
   const agents = [...new Set([...facts.values()].flatMap((each) => Object.keys(each.agents)))].sort();
   const tools = [...new Set([...facts.values()].flatMap((each) => Object.keys(each.tools)))].sort();
   const rewarded = [...new Set(rollouts.flatMap((row) => Object.keys(row.by_agent)))].sort();
@@ -177,17 +83,16 @@ function OneStep({ run, mode, step, known, tick }: { run: string; mode: string; 
   for (const row of rollouts) if (row.status !== "succeeded") kinds.set(failure(row), (kinds.get(failure(row)) ?? 0) + 1);
   const passes = (row: RolloutRow): boolean => {
     const its = facts.get(row.rollout_id);
-    const chosen = bin === null ? undefined : bins[bin];
     const own = value(row);
     return (
-      (!chosen || (own !== null && inBin(own, chosen, bin === bins.length - 1))) &&
+      (range === null || (own !== null && inBin(own, range, range.high === bins.at(-1)?.high))) &&
       (!agent || (its?.agents[agent] ?? 0) > 0) &&
       (!tool || (its?.tools[tool] ?? 0) > 0) &&
       (!kind || (row.status !== "succeeded" && failure(row) === kind)) &&
       (!sought || its?.found === true)
     );
   };
-  const filtered = bin !== null || agent !== "" || tool !== "" || kind !== "" || sought !== "";
+  const filtered = range !== null || agent !== "" || tool !== "" || kind !== "" || sought !== "";
   const shown = groups.filter((group) => (!signal || !group.signal) && (!filtered || group.rollouts.some(passes)));
   const flat = groups.filter((group) => !group.signal).length;
   const mean = values.length ? values.reduce((sum, each) => sum + each, 0) / values.length : null;
@@ -195,7 +100,7 @@ function OneStep({ run, mode, step, known, tick }: { run: string; mode: string; 
   return (
     <>
       <div class="head">
-        <h1>{mode === "train" ? `Step ${step}` : mode === "val" ? `Held out after ${step} steps` : "Rollouts"}</h1>
+        <h1>{capital(stepName(mode, step))}</h1>
         <StepPicker run={run} screen="step" mode={mode} step={step} known={known} />
         {mode === "train" && (
           <span class="also">
@@ -236,13 +141,15 @@ function OneStep({ run, mode, step, known, tick }: { run: string; mode: string; 
           <span data-testid="calls">
             <b>{done ? number([...facts.values()].reduce((sum, each) => sum + each.calls, 0)) : "…"}</b> model calls
           </span>
+          <span class="grow" />
+          <ScaleKey />
         </p>
-        {bins.length > 0 && <Histogram bins={bins} chosen={bin} onChoose={setBin} label="Rewards: press a bin to see its rollouts" />}
+        {bins.length > 0 && <Histogram bins={bins} chosen={chosen < 0 ? null : chosen} onChoose={(at) => setBin(at === null ? "" : nameOf(bins[at]))} label="Rewards: press a bin to see its rollouts" />}
         <div class="bar">
           {rewarded.length > 0 && (
             <label>
               reward of{" "}
-              <select value={measure} onChange={(e) => (setMeasure(e.currentTarget.value), setBin(null))}>
+              <select value={measure} onChange={(e) => (setMeasure(e.currentTarget.value), setBin(""))}>
                 <option value="">the attempt</option>
                 {rewarded.map((name) => (
                   <option key={name}>{name}</option>
@@ -271,49 +178,30 @@ function OneStep({ run, mode, step, known, tick }: { run: string; mode: string; 
           <label class="grow">
             text <input type="search" value={text} placeholder="in prompts, answers, arguments, results, errors" onInput={(e) => setText(e.currentTarget.value)} />
           </label>
-          {filtered && (
-            <span aria-live="polite">
-              {count(matching, "rollout")} {done ? "" : "so far"}
-            </span>
-          )}
+          <span class="toggles" role="group" aria-label="view">
+            <Toggle on={view === "groups"} onClick={() => setView("groups")}>
+              groups
+            </Toggle>
+            <Toggle on={view === "table"} onClick={() => setView("table")}>
+              table
+            </Toggle>
+          </span>
         </div>
+        {filtered && (
+          <p class="dim" aria-live="polite">
+            {count(matching, "rollout")} {done ? "" : "so far"}
+          </p>
+        )}
       </section>
-      <div class="groups">
-        {shown.map((group) => (
-          <section key={group.group_id} class="group-row">
-            <div class="what">
-              <a href={href("run", run, "group", group.group_id)}>{group.task || "(empty task)"}</a>
-              <small>
-                mean <b>{number(group.mean)}</b> ± {number(group.deviation, 2)}
-                {!group.signal && <Chip kind="quiet">no signal</Chip>}
-              </small>
-            </div>
-            <div class="cells">
-              {group.rollouts.map((row) => {
-                const its = facts.get(row.rollout_id);
-                const title = [
-                  row.rollout_id,
-                  `reward ${number(value(row))}`,
-                  ...Object.entries(row.by_agent).map(([name, given]) => `${name} ${number(given)}`),
-                  its ? `${count(its.calls, "call")}, ${count(Object.values(its.tools).reduce((a, b) => a + b, 0), "tool call")}` : "",
-                  row.error ?? "",
-                ];
-                return (
-                  <a
-                    key={row.rollout_id}
-                    class={`cell ${shade(value(row), low, high)} ${filtered && !passes(row) ? "faded" : ""} ${row.status === "succeeded" ? "" : "failed"}`}
-                    href={href("run", run, "rollout", row.rollout_id)}
-                    title={title.filter(Boolean).join("\n")}
-                  >
-                    {row.status === "succeeded" ? number(value(row), 2) : row.status === "crashed" ? `${number(value(row), 2)} ✕` : row.status === "running" ? "…" : row.status === "queued" ? "·" : "✕"}
-                    {(its?.tool_errors ?? 0) > 0 && <i class="spot" title="a tool failed" />}
-                  </a>
-                );
-              })}
-            </div>
-          </section>
-        ))}
-      </div>
+      {view === "table" ? (
+        <RolloutTable
+          run={run}
+          agents={rewarded}
+          entries={shown.flatMap((group) => group.rollouts.filter(passes).map((row) => ({ row, task: group.task, facts: facts.get(row.rollout_id) })))}
+        />
+      ) : (
+        <GroupList run={run} groups={shown} facts={facts} value={value} passes={filtered ? passes : null} />
+      )}
       {total !== null && groups.length < total && <p class="note">{groups.length} of {total} groups …</p>}
       {groups.length > 0 && shown.length === 0 && <p class="note">Nothing matches{done ? "" : " so far"}.</p>}
     </>

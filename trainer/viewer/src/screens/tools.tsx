@@ -1,8 +1,9 @@
-// Tools: which fail, which are slow, which are asked the same twice. Fleet: who works, what waits, what has stalled.
+// Tools and model calls: errors, latency, tokens. Fleet: runners, queue, attempts that take long.
 import type { JSX } from "preact";
-import { useGet, type FleetPage, type RunPage, type ToolsPage } from "../api";
+import { useGet, type CallLink, type FleetPage, type Percentiles, type RunPage, type ToolRow, type ToolsPage, type UsageRow } from "../api";
+import { SortedTable, type Column } from "../table";
 import { Agent, Chip, duration, go, href, number, Show, useKeys } from "../ui";
-import { goesOn, lastStep, nameOf, StepPicker } from "./step";
+import { isUnderWay, lastStep, StepPicker, stepName } from "./picker";
 
 export function Tools({ run, mode, step, tick }: { run: string; mode: string; step: number | null; tick: number }): JSX.Element {
   const known = useGet<RunPage>("run", { run }, tick);
@@ -10,7 +11,7 @@ export function Tools({ run, mode, step, tick }: { run: string; mode: string; st
     <Show of={known}>
       {(data) => {
         const row = step === null ? lastStep(data.steps, mode) : data.steps.find((each) => each.mode === mode && each.step === step);
-        return row === undefined ? <p class="note">No such rollout is in this store.</p> : <One key={`${row.mode}${row.step}`} run={run} mode={row.mode} step={row.step} known={data.steps} tick={goesOn(row) ? tick : 0} />;
+        return row === undefined ? <p class="note">This store has no such rollout.</p> : <One key={`${row.mode}${row.step}`} run={run} mode={row.mode} step={row.step} known={data.steps} tick={isUnderWay(row) ? tick : 0} />;
       }}
     </Show>
   );
@@ -22,63 +23,115 @@ function One({ run, mode, step, known, tick }: { run: string; mode: string; step
   return (
     <>
       <div class="head">
-        <h1>Tools of {nameOf(mode, step)}</h1>
+        <h1>Model calls and tools of {stepName(mode, step)}</h1>
         <StepPicker run={run} screen="tools" mode={mode} step={step} known={known} />
       </div>
       <Show of={page}>
-        {(data) =>
-          data.tools.length === 0 ? (
-            <p class="note">No tool was used in {data.rollouts} attempts.</p>
-          ) : (
-            <div class="scroll">
-              <table class="rows">
-                <thead>
-                  <tr>
-                    <th>tool</th>
-                    <th>agent</th>
-                    <th class="num">calls</th>
-                    <th class="num">errors</th>
-                    <th>share of errors</th>
-                    <th class="num">same arguments again</th>
-                    <th class="num">median</th>
-                    <th class="num">slowest</th>
-                    <th>an error</th>
-                  </tr>
-                </thead>
-                <tbody>
-                  {data.tools.map((row) => (
-                    <tr key={`${row.tool}/${row.agent}`}>
-                      <td>
-                        <b>{row.tool}</b>
-                      </td>
-                      <td>
-                        <Agent name={row.agent} />
-                      </td>
-                      <td class="num">{number(row.calls)}</td>
-                      <td class={`num ${row.errors ? "bad" : ""}`}>{number(row.errors)}</td>
-                      <td>
-                        <span class="meter">
-                          <i style={{ width: `${(row.errors / row.calls) * 100}%` }} />
-                        </span>{" "}
-                        {((row.errors / row.calls) * 100).toFixed(0)} %
-                      </td>
-                      <td class="num">{number(row.repeated)}</td>
-                      <td class="num">{duration(row.ms_median)}</td>
-                      <td class="num">
-                        {row.slowest ? <a href={href("run", run, "rollout", row.slowest.rollout_id, row.slowest.attempt_id, row.slowest.span_id)}>{duration(row.ms_slowest)}</a> : duration(row.ms_slowest)}
-                      </td>
-                      <td class="snippet">{row.failed ? <a href={href("run", run, "rollout", row.failed.rollout_id, row.failed.attempt_id, row.failed.span_id)}>{row.error || "error"}</a> : ""}</td>
-                    </tr>
-                  ))}
-                </tbody>
-              </table>
-            </div>
-          )
-        }
+        {(data) => (
+          <>
+            <h2>Model calls: latency and tokens</h2>
+            {data.usage.length === 0 ? <p class="note">No model call was recorded in {number(data.rollouts)} attempts.</p> : <Usage run={run} rows={data.usage} />}
+            <h2>Tools</h2>
+            {data.tools.length === 0 ? (
+              <p class="note">No tool was used in {number(data.rollouts)} attempts.</p>
+            ) : (
+              <SortedTable label="tools" columns={toolColumns(run)} rows={data.tools} first="-errors" />
+            )}
+          </>
+        )}
       </Show>
     </>
   );
 }
+
+const spanAddress = (run: string, link: CallLink): string => href("run", run, "rollout", link.rollout_id, link.attempt_id, link.span_id);
+
+function Usage({ run, rows }: { run: string; rows: UsageRow[] }): JSX.Element {
+  const cells = (of: Percentiles, show: (value: number) => string): JSX.Element => (
+    <>
+      {[of.p50, of.p90, of.p99].map((value, at) => (
+        <td key={at} class="num">
+          {show(value)}
+        </td>
+      ))}
+    </>
+  );
+  const whole = (value: number): string => number(Math.round(value));
+  const heads = ["p50", "p90", "p99"].map((name) => (
+    <th key={name} class="num" scope="col">
+      {name}
+    </th>
+  ));
+  return (
+    <div class="scroll" role="group" aria-label="latency and tokens of model calls" tabIndex={0}>
+      <table class="rows usage">
+        <thead>
+          <tr>
+            <th rowSpan={2}>agent</th>
+            <th rowSpan={2} class="num">
+              number
+            </th>
+            <th rowSpan={2} class="num">
+              failed
+            </th>
+            <th colSpan={4} class="first">
+              latency
+            </th>
+            <th colSpan={3} class="first">
+              prompt tokens
+            </th>
+            <th colSpan={3} class="first">
+              response tokens
+            </th>
+          </tr>
+          <tr>
+            {heads}
+            <th class="num">slowest</th>
+            {heads}
+            {heads}
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((row, at) => (
+            <tr key={at}>
+              <td>{row.slowest === null ? <b>whole rollouts</b> : <Agent name={row.agent} />}</td>
+              <td class="num">{number(row.number)}</td>
+              <td class={`num ${row.errors ? "bad" : ""}`}>{number(row.errors)}</td>
+              {cells(row.ms, duration)}
+              <td class="num">{row.slowest ? <a href={spanAddress(run, row.slowest)}>{duration(row.ms.most)}</a> : duration(row.ms.most)}</td>
+              {cells(row.prompt_tokens, whole)}
+              {cells(row.response_tokens, whole)}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+const toolColumns = (run: string): Column<ToolRow>[] => [
+  { name: "tool", text: true, value: (row) => row.tool, cell: (row) => <b>{row.tool}</b> },
+  { name: "agent", text: true, value: (row) => row.agent, cell: (row) => <Agent name={row.agent} /> },
+  { name: "calls", value: (row) => row.calls },
+  { name: "errors", value: (row) => row.errors, cell: (row) => <span class={row.errors ? "bad" : ""}>{number(row.errors)}</span> },
+  {
+    name: "share",
+    label: "share of errors",
+    value: (row) => row.errors / row.calls,
+    cell: (row) => (
+      <>
+        <span class="meter">
+          <i style={{ width: `${(row.errors / row.calls) * 100}%` }} />
+        </span>{" "}
+        {((row.errors / row.calls) * 100).toFixed(0)} %
+      </>
+    ),
+  },
+  { name: "repeated", title: "calls with the same arguments as an earlier call of the attempt", value: (row) => row.repeated },
+  ...(["p50", "p90", "p99"] as const).map((name) => ({ name, value: (row: ToolRow) => row.ms[name], cell: (row: ToolRow) => duration(row.ms[name]) })),
+  { name: "slowest", value: (row) => row.ms.most, cell: (row) => (row.slowest ? <a href={spanAddress(run, row.slowest)}>{duration(row.ms.most)}</a> : duration(row.ms.most)) },
+  { name: "error", label: "an error", text: true, value: (row) => row.error, cell: (row) => (row.failed ? <a class="clip" href={spanAddress(run, row.failed)}>{row.error || "error"}</a> : "") },
+];
 
 export function Fleet({ run, tick }: { run: string; tick: number }): JSX.Element {
   const page = useGet<FleetPage>("fleet", { run }, tick);

@@ -2,12 +2,13 @@
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { useGet, type Member, type TriedGroup, type TriesPage } from "../api";
+import { useFlag, useParam } from "../params";
 import { count, go, href, hue, number, Rewards, Show, Signed, Status, useKeys } from "../ui";
-import { turns, useGroup, worth } from "./group";
+import { bestFirst, turns, useGroup } from "./group";
+import { stepName } from "./picker";
 import { EventCard } from "./rollout";
 
-const when = (group: TriedGroup): string =>
-  group.mode === "train" ? `step ${group.step}` : group.mode === "val" ? (group.step === 0 ? "held out, base model" : `held out after ${group.step}`) : group.name;
+const when = (group: TriedGroup): string => (group.mode === "train" || group.mode === "val" ? stepName(group.mode, group.step) : group.name);
 
 const change = (groups: TriedGroup[]): number | null => {
   const [first, last] = [groups[0]?.mean ?? null, groups.at(-1)?.mean ?? null];
@@ -15,8 +16,10 @@ const change = (groups: TriedGroup[]): number | null => {
 };
 
 export function Tries({ run, tick }: { run: string; tick: number }): JSX.Element {
-  const [worse, setWorse] = useState(false);
-  const [after, setAfter] = useState(0);
+  const [worse, setWorse] = useFlag("worse");
+  const [place, setPlace] = useParam("after", "0");
+  const after = Number(place) || 0;
+  const setAfter = (at: number): void => setPlace(String(at));
   const page = useGet<TriesPage>("tries", { run, worse, after }, tick);
   return (
     <>
@@ -151,7 +154,7 @@ function Half({ run, group, groups, name, onGroup }: HalfProps): JSX.Element {
       </p>
       <Show of={page}>
         {(data) => {
-          const members = [...data.members].sort((a, b) => worth(b) - worth(a));
+          const members = [...data.members].sort(bestFirst);
           const member = members[Math.min(at, members.length - 1)];
           return (
             <>

@@ -21,17 +21,20 @@ from lightning_trainer.kits.view.answers.calls import CallPage
 from lightning_trainer.kits.view.answers.groups import Facts, GroupPage, StepPage, TriesPage
 from lightning_trainer.kits.view.answers.learning import AccountPage, CreditPage, RewardsPage
 from lightning_trainer.kits.view.answers.rollouts import RolloutPage
-from lightning_trainer.kits.view.answers.runs import RunPage, RunRow, StepRow
+from lightning_trainer.kits.view.answers.runs import RunPage, RunRow, ScalePage, StepRow
 from lightning_trainer.kits.view.answers.store import FleetPage, LoosePage, SearchPage, ToolsPage
 from lightning_trainer.kits.view.names import chosen_by
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.reading import others
 from lightning_trainer.kits.view.reading.calls import call_page
+from lightning_trainer.kits.view.reading.headline import headline_of
 from lightning_trainer.kits.view.reading.learning import account_of, credit_of
 from lightning_trainer.kits.view.reading.rollouts import as_it_went, loose_trace, page_of, side_by_side, trace_of
+from lightning_trainer.kits.view.reading.scale import scale_of
 from lightning_trainer.kits.view.reading.search import search as search_page
 from lightning_trainer.kits.view.reading.steps import group_ids, groups_page, has_loose, overview, rollouts_in
-from lightning_trainer.kits.view.reading.summaries import held_out_result, run_row
+from lightning_trainer.kits.view.reading.summaries import run_row
+from lightning_trainer.kits.view.reading.tools import Usage
 from lightning_trainer.kits.view.reading.transcripts import facts_of
 from lightning_trainer.kits.view.reading.tries import tries_of, tries_page
 from lightning_trainer.kits.view.runs import Run, Runs
@@ -130,9 +133,19 @@ def run_page(views: _Views, name: _Run) -> RunPage:
         alarms=[line for line in lines if line["kind"] == "alarm"],
         steps=steps,
         loose=loose,
-        result=held_out_result(held_out),
+        headline=headline_of(run, lines, steps),
         most_frequent=next((line[MOST_FREQUENT] for line in reversed(lines) if line.get(MOST_FREQUENT)), {}),
     )
+
+
+@router.get("/scale")
+def scale(views: _Views, name: _Run) -> ScalePage:
+    """Return the colours of a run: the ends of its scale of rewards, and its agents."""
+    run = views.named(name)
+    if run.folder is not None and not run.has_store:
+        return scale_of(run, None)
+    with views.opened(name) as (_, reader):
+        return scale_of(run, reader)
 
 
 @router.get("/step")
@@ -238,9 +251,9 @@ def rewards(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> Re
 
 @router.get("/tools")
 def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> ToolsPage:
-    """Return what the tools of a step did."""
+    """Return the tools and model calls of a step: errors, latency, tokens."""
     with views.opened(name) as (run, reader):
-        counted = others.Tools(chosen_by(run))
+        counted = Usage(chosen_by(run))
         rollouts = rollouts_in(reader, group_ids(reader, run, Step(mode, step)))
         ids = [each.rollout_id for each in rollouts]
         for at in range(0, len(ids), _FACTS):
@@ -266,8 +279,8 @@ def loose(views: _Views, name: _Run, before: _Before = None) -> LoosePage:
 @router.get("/search")
 def search(views: _Views, name: _Run, text: _Text, *, after: _After = 0, calls: bool = False) -> SearchPage:
     """Look for a text in all that the store holds of spans, then of other calls; a page looks for a second at most."""
-    with views.opened(name) as (_, reader):
-        return search_page(reader, text, after=after, calls=calls)
+    with views.opened(name) as (run, reader):
+        return search_page(reader, run, text, after=after, calls=calls)
 
 
 @router.get("/events", response_class=StreamingResponse)

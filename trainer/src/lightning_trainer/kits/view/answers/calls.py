@@ -83,7 +83,19 @@ class CallPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLink:
-    """A call that something is said about."""
+    """A model call in a list.
+
+    Attributes:
+        rollout_id, attempt_id, span_id: where it is.
+        agent: that called.
+        turn: its number among the calls of its attempt.
+        credit: its share of the rewards.
+        advantage: how much better it was than what it was compared with.
+        text: the start of the answer.
+        task: the rollout's task, shortened.
+        reward: of the rollout.
+        times: identical calls in the list, this one included.
+    """
 
     rollout_id: str
     attempt_id: str
@@ -93,3 +105,6 @@ class CallLink:
     credit: float | None = None
     advantage: float | None = None
     text: str = ""
+    task: str = ""
+    reward: float | None = None
+    times: int = 1

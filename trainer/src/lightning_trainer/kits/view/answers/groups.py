@@ -18,6 +18,7 @@ class RolloutRow:
         attempts: how many there were.
         reward: what it counts as; None where it does not count.
         by_agent: rewards of agents, where given by agent.
+        lowest: the lowest reward of any agent; without rewards by agent, `reward`.
         error: the end of the error, where there was one.
         kind: the error's type in a word.
         seconds: that its attempt took; None while it runs.
@@ -29,6 +30,7 @@ class RolloutRow:
     attempts: int
     reward: float | None
     by_agent: dict[str, float]
+    lowest: float | None
     error: str | None
     kind: str | None
     seconds: float | None

@@ -84,6 +84,9 @@ class Judgement:
         rollout_id: its rollout.
         attempt_id: its own.
         outcome: what it was worth without automatic rules; None without a reward.
+        by_agent: of that, the rewards of each agent.
+        lowest: the lowest reward of any agent; of an attempt without rewards by agent, `outcome`.
+        task: its task, shortened.
         by_source: the sum of what each source gave.
         spans: by source, the span that it gave the most for, up or down: where to look.
         said: by source, why it gave this, in its own words.
@@ -92,6 +95,9 @@ class Judgement:
     rollout_id: str
     attempt_id: str
     outcome: float | None
+    by_agent: dict[str, float]
+    lowest: float | None
+    task: str
     by_source: dict[str, float]
     spans: dict[str, str]
     said: dict[str, str]

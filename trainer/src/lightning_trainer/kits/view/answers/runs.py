@@ -57,11 +57,78 @@ class StepRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPage:
-    """A run: its options, the numbers of its steps, its alarms, and what its store holds.
+class HeldOutPoint:
+    """A mean held-out reward with its 95 % interval, after this number of steps."""
 
-    `result` says in a sentence what came of the held-out reward; None before there are two validations. `most_frequent`
-    has, by agent, the most frequent short answer of the newest step or validation, and its share.
+    step: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Held-out rewards of an agent, or of all trained agents together.
+
+    Attributes:
+        agent: by its own rewards; "" stands for the reward of the trained agents.
+        trained: whether the run trains it.
+        points: one for each validation.
+        difference: from the first validation to the last, paired by task; None where they can't be compared.
+        low, high: its 95 % interval.
+        tasks: that it is of.
+    """
+
+    agent: str
+    trained: bool
+    points: list[HeldOutPoint]
+    difference: float | None
+    low: float | None
+    high: float | None
+    tasks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCost:
+    """Cost of a run, validations included: seconds, rollouts, and tokens of the training rollouts."""
+
+    seconds: float
+    rollouts: int
+    tokens_prompt: int
+    tokens_generated: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """The result of a run at a glance.
+
+    Attributes:
+        sentence: the result in words.
+        held_out: of the trained agents, then of each agent with rewards of its own; [] without held-out tasks.
+        best: the validation with the highest reward; None without held-out tasks, and with a judge.
+        cost: of the run.
+    """
+
+    sentence: str
+    held_out: list[HeldOut]
+    best: HeldOutPoint | None
+    cost: RunCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalePage:
+    """The colours of a run: the rewards at the ends of its scale, and its agents in the order of their colours."""
+
+    low: float
+    high: float
+    agents: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPage:
+    """A run: its result, its options, the numbers of its steps, its alarms, and what its store holds.
+
+    `most_frequent` has, by agent, the most frequent short answer of the newest step or validation, and its share.
     """
 
     name: str
@@ -71,5 +138,5 @@ class RunPage:
     alarms: list[dict[str, Any]]
     steps: list[StepRow]
     loose: bool
-    result: str | None
+    headline: Headline
     most_frequent: dict[str, tuple[str, float]]

@@ -8,27 +8,59 @@ from lightning_trainer.kits.view.answers.calls import CallLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """The 50th, 90th and 99th percentile, and the largest value."""
+
+    p50: float
+    p90: float
+    p99: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolRow:
-    """A tool, over the rollouts that were looked at."""
+    """A tool of an agent, over the rollouts of a step."""
 
     tool: str
     agent: str | None
     calls: int
     errors: int
     repeated: int
-    ms_median: float
-    ms_slowest: float
+    ms: Percentiles
     error: str | None
     slowest: CallLink | None
     failed: CallLink | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRow:
+    """Latency and tokens of an agent's model calls, or of whole rollouts.
+
+    Attributes:
+        agent: that called; of rollouts None.
+        number: of calls, or of rollouts.
+        errors: how many of them failed.
+        ms: latency.
+        prompt_tokens, response_tokens: of one.
+        slowest: the call that took longest; None of rollouts.
+    """
+
+    agent: str | None
+    number: int
+    errors: int
+    ms: Percentiles
+    prompt_tokens: Percentiles
+    response_tokens: Percentiles
+    slowest: CallLink | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolsPage:
-    """Tools of a step."""
+    """Tools and model calls of a step. `usage` starts with the rollouts as wholes, where there are any."""
 
     rollouts: int
     tools: list[ToolRow]
+    usage: list[UsageRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +119,7 @@ class LoosePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """A span or call in which a text was found."""
+    """A span or call in which a text was found, with the task and the reward of its rollout."""
 
     rollout_id: str | None
     attempt_id: str | None
@@ -98,6 +130,8 @@ class Hit:
     before: str
     match: str
     behind: str
+    task: str = ""
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

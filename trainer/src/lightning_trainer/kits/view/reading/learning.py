@@ -6,6 +6,8 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError, LightningError
@@ -17,7 +19,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.view.answers.calls import CallLink, RowPlace
 from lightning_trainer.kits.view.answers.learning import AccountPage, CreditPage, Loss, TurnCell
 from lightning_trainer.kits.view.reader import StoreReader
-from lightning_trainer.kits.view.reading.steps import OPEN, group_ids
+from lightning_trainer.kits.view.reading.steps import OPEN, group_ids, tasks_and_rewards
 from lightning_trainer.kits.view.reading.texts import said
 from lightning_trainer.kits.view.reading.transcripts import known
 from lightning_trainer.kits.view.runs import Run
@@ -32,7 +34,8 @@ from lightning_trainer.rl.rows import Row, why_untrainable
 from lightning_trainer.run.group_ids import Step, step_of
 
 _LINKS: Final = 50  # calls named for each reason
-_ENDS: Final = 12  # best and worst calls
+_ENDS: Final = 12  # best and worst calls that differ
+_RANKED: Final = 2000  # among so many of them
 _SHORT: Final = 200
 
 
@@ -203,10 +206,28 @@ def credit_of(reader: StoreReader, run: Run, step: int | None, credit: str | Non
             )
             for turn in turns_of(batch.calls, config.agents if run.config is None else run.config.agents)
         ],
-        best=[link_of(call) for call in reversed(ranked[-_ENDS:]) if call.advantage > 0],
-        worst=[link_of(call) for call in ranked[:_ENDS] if call.advantage < 0],
+        best=distinct_links(reader, run, (call for call in reversed(ranked) if call.advantage > 0)),
+        worst=distinct_links(reader, run, (call for call in ranked if call.advantage < 0)),
         lines=report.lines(),
     )  # fmt: skip
+
+
+def distinct_links(reader: StoreReader, run: Run, calls: Iterable[Judged]) -> list[CallLink]:
+    """Return the first calls that differ, with the number of calls identical to each.
+
+    Calls are identical if the same agent gave the same answer to the same task at the same turn.
+    """
+    links = [link_of(call) for call in islice(calls, _RANKED)]
+    known = tasks_and_rewards(reader, run, (link.rollout_id for link in links))
+    found: dict[tuple[str | None, int, str, str], CallLink] = {}
+    for link in links:
+        task, reward = known.get(link.rollout_id, ("", None))
+        key = (link.agent, link.turn, link.text, task)
+        if (first := found.get(key)) is not None:
+            found[key] = replace(first, times=first.times + 1)
+        elif len(found) < _ENDS:
+            found[key] = replace(link, task=task, reward=reward)
+    return list(found.values())
 
 
 def row_of(batch: Batch, transition: Transition) -> tuple[Row, RowPlace] | None:

@@ -1,52 +1,47 @@
-"""Rewards by source, tools, the fleet, and traces outside of rollouts."""
+"""Rewards by source, the fleet, and traces outside of rollouts."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from sqlalchemy import Connection, func, select
 
-from lightning_spans.adapter.nodes import Node
-from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.json import loads
 from lightning_spans.schema.rewards import Reward
-from lightning_spans.schema.spans import CHAT, TOOL_ARGUMENTS
+from lightning_spans.schema.spans import CHAT
 from lightning_spans.store.protocol import Where, whole_list
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.read import among
 from lightning_trainer.kits.judging.spans import EVALUATE, EXPLANATION, NAME
-from lightning_trainer.kits.view.answers.calls import CallLink
 from lightning_trainer.kits.view.answers.learning import Judgement, RewardsPage, SourceRow
 from lightning_trainer.kits.view.answers.store import (
     FleetPage,
     LoosePage,
     LooseRow,
     RunningRow,
-    ToolRow,
-    ToolsPage,
     WorkerRow,
 )
-from lightning_trainer.kits.view.names import names_in
 from lightning_trainer.kits.view.reader import StoreReader
-from lightning_trainer.kits.view.reading.steps import group_ids, rollouts_in, trained_in
+from lightning_trainer.kits.view.reading.steps import group_ids, rollouts_in, task_text, trained_in
 from lightning_trainer.kits.view.reading.texts import legible
 from lightning_trainer.kits.view.runs import Run
-from lightning_trainer.report.step_metrics import tool_name
-from lightning_trainer.rl.scores import earned
+from lightning_trainer.rl.scores import agents_totals, earned, lowest
 from lightning_trainer.run.group_ids import Step
 
 _MOST: Final = 2000  # attempts in a scatter
+_TASK: Final = 120  # characters of a task in a table
 _WORDS: Final = 1000  # characters of a verdict
 _NEWEST: Final = 20_000  # spans that one page of loose traces looks through
 
 
 def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
-    """Return the rewards of a step by source, and of each attempt."""
+    """Return the rewards of a step by source, and of each attempt: that with the lowest reward of any agent first."""
     rollouts = rollouts_in(reader, group_ids(reader, run, step))
     rewards = whole_list(reader, Reward, Where(rollout_ids=[each.rollout_id for each in rollouts]))
     by_source: defaultdict[str, list[float]] = defaultdict(list)
@@ -61,13 +56,14 @@ def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
         )
         for source, values in sorted(by_source.items())
     ]  # fmt: skip
-    shown = list(by_attempt.values())[:_MOST]
+    shown = sorted(by_attempt.values(), key=lambda its: _lowest(run, its))[:_MOST]
+    tasks = {each.rollout_id: task_text(each, _TASK) for each in rollouts}
     with reader.reading() as connection:
         agents = trained_in(connection, run)
     verdicts = _verdicts(reader, [its[0].attempt_id for its in shown])
     return RewardsPage(
         sources=sources,
-        attempts=[_judgement(run, its, verdicts[its[0].attempt_id], agents) for its in shown],
+        attempts=[_judgement(run, its, verdicts[its[0].attempt_id], agents, tasks[its[0].rollout_id]) for its in shown],
         total=len(by_attempt),
     )
 
@@ -85,10 +81,23 @@ def _verdicts(reader: StoreReader, attempt_ids: Sequence[str]) -> defaultdict[st
     return found
 
 
+def _outcome(run: Run, rewards: Sequence[Reward]) -> list[Reward]:
+    return [reward for reward in rewards if reward.source not in run.rules]
+
+
+def _lowest(run: Run, rewards: Sequence[Reward]) -> float:
+    outcome = _outcome(run, rewards)
+    return lowest(outcome) if outcome else math.inf
+
+
 def _judgement(
-    run: Run, rewards: Sequence[Reward], verdicts: Mapping[str, tuple[str, str]], agents: frozenset[str] | None
+    run: Run,
+    rewards: Sequence[Reward],
+    verdicts: Mapping[str, tuple[str, str]],
+    agents: frozenset[str] | None,
+    task: str,
 ) -> Judgement:
-    outcome = [reward for reward in rewards if reward.source not in run.rules]
+    outcome = _outcome(run, rewards)
     by_source: defaultdict[str, float] = defaultdict(float)
     spans: dict[str, str] = {}
     for reward in sorted(rewards, key=lambda each: -abs(each.value)):
@@ -100,68 +109,12 @@ def _judgement(
         rollout_id=rewards[0].rollout_id,
         attempt_id=rewards[0].attempt_id,
         outcome=earned(outcome, agents) if outcome else None,
+        by_agent=agents_totals(outcome),
+        lowest=lowest(outcome) if outcome else None,
+        task=task,
         by_source=dict(by_source),
         spans=spans | {source: span_id for source, (span_id, _) in told.items()},
         said={source: words for source, (_, words) in told.items()},
-    )
-
-
-class Tools:
-    """Counts tool calls, trace by trace.
-
-    Args:
-        chosen: names or globs of the agents that the run trains.
-    """
-
-    def __init__(self, chosen: Sequence[str] | None = None) -> None:
-        self._chosen = chosen
-        self._calls: defaultdict[tuple[str, str | None], list[tuple[Trace, Node]]] = defaultdict(list)
-        self._repeated: Counter[tuple[str, str | None]] = Counter()
-        self._rollouts = 0
-
-    def add(self, trace: Trace) -> None:
-        """Count what a trace's tools did."""
-        self._rollouts += 1
-        seen: Counter[tuple[str, str | None, str]] = Counter()
-        names = names_in(trace, self._chosen)
-        for node in trace.tools:
-            key = (tool_name(node), names[node])
-            self._calls[key].append((trace, node))
-            seen[*key, str(node.span.attributes.get(TOOL_ARGUMENTS))] += 1
-        for (tool, agent, _), times in seen.items():
-            self._repeated[tool, agent] += times - 1
-
-    def page(self) -> ToolsPage:
-        """Return a row for each tool of each agent, the most errors first."""
-        rows = [self._row(key, calls) for key, calls in self._calls.items()]
-        return ToolsPage(rollouts=self._rollouts, tools=sorted(rows, key=lambda row: (-row.errors, -row.calls)))
-
-    def _row(self, key: tuple[str, str | None], calls: Sequence[tuple[Trace, Node]]) -> ToolRow:
-        times = [(node.span.end_ns - node.span.start_ns) / 1e6 for _, node in calls]
-        failed = [(trace, node) for trace, node in calls if node.span.status == "error"]
-        slowest = calls[max(range(len(times)), key=times.__getitem__)]
-        return ToolRow(
-            tool=key[0],
-            agent=key[1],
-            calls=len(calls),
-            errors=len(failed),
-            repeated=self._repeated[key],
-            ms_median=statistics.median(times),
-            ms_slowest=max(times),
-            error=(failed[0][1].error or "")[:300] if failed else None,
-            slowest=_tool_link(*slowest),
-            failed=_tool_link(*failed[0]) if failed else None,
-        )
-
-
-def _tool_link(trace: Trace, node: Node) -> CallLink:
-    return CallLink(
-        rollout_id=trace.rollout_id or "",
-        attempt_id=trace.attempt_id or "",
-        span_id=node.span.span_id,
-        agent=node.span.agent,
-        turn=0,
-        text=legible(str(node.span.attributes.get(TOOL_ARGUMENTS) or "")[:200]),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from typing import Any, Final
 
 from sqlalchemy import Connection, Select, exists, func, or_, select
@@ -13,7 +14,9 @@ from lightning_spans.schema.json import loads
 from lightning_spans.store.sql import schema
 from lightning_trainer.kits.view.answers.store import Hit, SearchPage
 from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading.steps import tasks_and_rewards
 from lightning_trainer.kits.view.reading.texts import legible
+from lightning_trainer.kits.view.runs import Run
 
 _LOOK_S: Final = 1.0  # that one page of a search takes
 _AT_ONCE: Final = 2000  # records of a search between looks at the clock
@@ -21,7 +24,7 @@ _AROUND: Final = 60
 _HITS: Final = 50
 
 
-def search(reader: StoreReader, text: str, *, after: int, calls: bool = False) -> SearchPage:
+def search(reader: StoreReader, run: Run, text: str, *, after: int, calls: bool = False) -> SearchPage:
     """Look for a text in names, errors and attributes of spans (which hold requests, answers, arguments and results).
 
     Then in the requests and answers of calls that no span tells of: those of a program that is not attached. One page
@@ -38,9 +41,16 @@ def search(reader: StoreReader, text: str, *, after: int, calls: bool = False) -
             after += _AT_ONCE
         looked = max(0, min(after, last) - start)
         more = not calls and _any_call(connection)
+    hits = _with_tasks(reader, run, hits)
     if after < last:
         return SearchPage(hits=hits, looked=looked, next=after, calls=calls)
     return SearchPage(hits=hits, looked=looked, next=0 if more else None, calls=more)
+
+
+def _with_tasks(reader: StoreReader, run: Run, hits: list[Hit]) -> list[Hit]:
+    known = tasks_and_rewards(reader, run, (hit.rollout_id for hit in hits if hit.rollout_id is not None))
+    found = ((hit, *known.get(hit.rollout_id or "", ("", None))) for hit in hits)
+    return [replace(hit, task=task, reward=reward) for hit, task, reward in found]
 
 
 def _any_call(connection: Connection) -> bool:

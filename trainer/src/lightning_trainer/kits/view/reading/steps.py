@@ -26,7 +26,7 @@ from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.metrics import Line
 from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
-from lightning_trainer.rl.scores import agents_totals, earned, trained_names
+from lightning_trainer.rl.scores import agents_totals, earned, lowest, trained_names
 from lightning_trainer.run.group_ids import Step, groups_of, step_of
 
 OPEN: Final = ("queued", "running")
@@ -88,7 +88,7 @@ def overview(reader: StoreReader, run: Run) -> list[StepRow]:
             sums = steps[groups[group_id]]
             sums.groups.add(group_id)
             sums.status[status] += number
-        earned_by = connection.execute(_rewarded(run, trained=trained_in(connection, run)))
+        earned_by = connection.execute(rewarded(run, trained=trained_in(connection, run)))
         for group_id, number, reward, low, high in _counted(earned_by, groups):
             sums = steps[groups[group_id]]
             sums.lows.append(low)
@@ -141,9 +141,7 @@ def trained_in(connection: Connection, run: Run) -> frozenset[str] | None:
     return trained_names(connection.scalars(named), agents)
 
 
-def _rewarded(
-    run: Run, groups: ColumnElement[bool] | None = None, trained: frozenset[str] | None = None
-) -> Select[Any]:
+def rewarded(run: Run, groups: ColumnElement[bool] | None = None, trained: frozenset[str] | None = None) -> Select[Any]:
     """By group, forks apart: number, sum, lowest and highest of what successful attempts earned: `scores.earned`."""
     rewards, attempts, rollouts = schema.rewards.c, schema.attempts.c, schema.rollouts.c
     named = rewards.agent.is_not(None)
@@ -164,7 +162,7 @@ def _rewarded(
     value = each.c.total
     by = (rollouts.group_id, rollouts.replay.is_not(None))
     return (
-        select(*by, func.count(), func.sum(value), func.min(value), func.max(value))
+        select(*by, func.count(), func.sum(value), func.min(value).label("lowest"), func.max(value).label("highest"))
         .select_from(each.join(schema.attempts, on).join(schema.rollouts, rollouts.rollout_id == attempts.rollout_id))
         .where(within(run))
         .group_by(*by)
@@ -173,7 +171,7 @@ def _rewarded(
 
 def rewards_by_group(connection: Connection, run: Run, groups: Mapping[str, Step]) -> dict[str, tuple[int, float]]:
     """Return of each group how many rollouts succeeded and were rewarded, and the sum of what they got."""
-    rows = _counted(connection.execute(_rewarded(run, trained=trained_in(connection, run))), groups)
+    rows = _counted(connection.execute(rewarded(run, trained=trained_in(connection, run))), groups)
     return {group: (int(number), float(total)) for group, number, total, _, _ in rows}
 
 
@@ -216,7 +214,7 @@ def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[O
         return 0.0  # nothing counts so
     ids = group_ids(reader, run, step)
     with reader.reading() as connection:
-        rows = connection.execute(_rewarded(run, among(connection, schema.rollouts.c.group_id, ids))).all()
+        rows = connection.execute(rewarded(run, among(connection, schema.rollouts.c.group_id, ids))).all()
     return min([0.0, *(float(low) for _, _, _, low, _ in _counted(rows, dict.fromkeys(ids, step)))])
 
 
@@ -233,6 +231,15 @@ def group_rows(reader: StoreReader, run: Run, step: Step, rollouts: Sequence[Rol
         _group(group_id, its, [rollout_row(run, found[each.rollout_id], crashed, agents) for each in its])
         for group_id, its in groups.items()
     ]
+
+
+def tasks_and_rewards(reader: StoreReader, run: Run, rollout_ids: Iterable[str]) -> dict[str, tuple[str, float | None]]:
+    """Return the task of each rollout, shortened, and its reward."""
+    by_step: defaultdict[Step, list[Rollout]] = defaultdict(list)
+    for rollout in whole_list(reader, Rollout, Where(rollout_ids=list(dict.fromkeys(rollout_ids)))):
+        by_step[step_of(rollout.group_id)].append(rollout)
+    groups = [group for step, its in by_step.items() for group in group_rows(reader, run, step, its)]
+    return {row.rollout_id: (group.task, row.reward) for group in groups for row in group.rollouts}
 
 
 def failed_of(run: Run) -> Failed:
@@ -268,13 +275,15 @@ def rollout_row(run: Run, outcome: Outcome, crashed: float, agents: frozenset[st
     attempt = counted or last
     is_crash = counted is not None and counted is outcome.crash
     rewards = () if is_crash else outcome.rewards
+    counts = bool(rewards) and counted is not None
     return RolloutRow(
         rollout_id=outcome.rollout.rollout_id,
         attempt_id=attempt.attempt_id if attempt is not None else None,
         status=_status(outcome, is_crash=is_crash),
         attempts=len(outcome.attempts),
-        reward=crashed if is_crash else earned(rewards, agents) if rewards and counted is not None else None,
+        reward=crashed if is_crash else earned(rewards, agents) if counts else None,
         by_agent=agents_totals(rewards),
+        lowest=crashed if is_crash else lowest(rewards) if counts else None,
         error=(outcome.error or "")[-_ERROR:] or None if outcome.rollout.status not in OPEN else None,
         kind=_kind(outcome) if outcome.rollout.status not in OPEN else None,
         seconds=seconds_of(attempt),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_trainer.kits.view.answers.runs import RunRow
 from lightning_trainer.kits.view.runs import Run
-from lightning_trainer.report.metrics import Line, newest_validations
-from lightning_trainer.report.step_notes import held_out_sentence
-from lightning_trainer.rl.scores import Score, difference
+from lightning_trainer.report.metrics import newest_validations
 
 
 def run_row(run: Run) -> RunRow:
@@ -36,14 +33,6 @@ def run_row(run: Run) -> RunRow:
         curve=curve,
         options=run.shown_options,
     )
-
-
-def held_out_result(validations: Sequence[Line]) -> str | None:
-    """Say in a sentence what came of the held-out reward; None before there are two validations."""
-    scores = [Score.from_metrics(line) for line in validations if "rollouts" in line]
-    if len(scores) < 2:
-        return None
-    return held_out_sentence(scores[0], scores[-1], *difference(scores[-1], scores[0]))
 
 
 def _text(value: Any) -> str | None:
