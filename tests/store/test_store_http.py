@@ -18,6 +18,7 @@ from lightning_spans.schema.json import dumps, from_json, loads, to_json
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store, http, open_store
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.http import HttpStore
 from lightning_spans.store.protocol import LISTINGS, Where
 from lightning_spans.store.sql.store import SqlStore
@@ -39,9 +40,15 @@ def answer(store: Store, request: httpx.Request) -> httpx.Response:
 
 
 def _result(store: Store, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    kinds = {"spans": Span, "calls": Call, "rewards": Reward}
+    kinds = {
+        "spans": Span,
+        "calls": Call,
+        "rewards": Reward,
+        "deployments": Deployment,
+        "assignments": Assignment,
+    }
     match path.split("/"):
-        case ["spans" | "calls" | "rewards" as what]:
+        case ["spans" | "calls" | "rewards" | "deployments" | "assignments" as what]:
             return {"kept": getattr(store, f"add_{what}")([from_json(kinds[what], item) for item in body[what]])}
         case ["query"]:
             what, after, limit = body.pop("what"), body.pop("after"), body.pop("limit", 2)

@@ -34,6 +34,8 @@ API: Final[Mapping[str, ApiMethod]] = {
     "add_spans": ApiMethod("/spans", "kept", "spans"),
     "add_calls": ApiMethod("/calls", "kept", "calls"),
     "add_rewards": ApiMethod("/rewards", "kept", "rewards"),
+    "add_deployments": ApiMethod("/deployments", "kept", "deployments"),
+    "add_assignments": ApiMethod("/assignments", "kept", "assignments"),
     "enqueue": ApiMethod("/rollouts", "queued", "rollouts"),
     "cancel": ApiMethod("/rollouts/cancel", "cancelled"),
     "claim": ApiMethod("/claims", "attempts"),

@@ -26,6 +26,7 @@ from lightning_spans.schema.rewards import Reward, as_reward
 from lightning_spans.schema.spans import Json, Span
 from lightning_spans.store.api import API
 from lightning_spans.store.commit import GroupCommit
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.keys import read_bearer
 from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, check_rollouts, listing_of
 from lightning_spans.store.tls import trusted
@@ -112,6 +113,14 @@ class HttpStore(Store):
         """
         _check_finite(rewards)
         return self._add("add_rewards", rewards)
+
+    def add_deployments(self, deployments: Sequence[Deployment]) -> int:
+        """Keep transitions; one already there is left as it is."""
+        return self._add("add_deployments", deployments)
+
+    def add_assignments(self, assignments: Sequence[Assignment]) -> int:
+        """Keep assignments; one already there is left as it is."""
+        return self._add("add_assignments", assignments)
 
     def page(
         self,

@@ -10,6 +10,7 @@ from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, End, R
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where
 
 R = TypeVar("R")
@@ -29,6 +30,14 @@ class NullStore(Store):
     def add_rewards(self, rewards: Sequence[Reward]) -> int:
         """Let go of rewards."""
         return len(rewards)
+
+    def add_deployments(self, deployments: Sequence[Deployment]) -> int:
+        """Refuse transitions: nobody would find them again."""
+        raise StoreError(f"this server keeps no records, so it can't deploy ({len(deployments)} transitions were sent)")
+
+    def add_assignments(self, assignments: Sequence[Assignment]) -> int:
+        """Let go of assignments."""
+        return len(assignments)
 
     def page(
         self,

@@ -11,6 +11,7 @@ from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, End, R
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
+from lightning_spans.store.deployments import Assignment, Deployment
 
 R = TypeVar("R")
 Ids = Sequence[str] | None
@@ -86,6 +87,8 @@ LISTINGS: Final[Mapping[str, Listing]] = {
     "rewards": Listing(Reward, _OF_ATTEMPTS),
     "rollouts": Listing(Rollout, frozenset({"rollout_ids", "group_ids", "status", "origin"})),
     "attempts": Listing(AttemptRecord, _OF_ATTEMPTS | {"origin"}),
+    "deployments": Listing(Deployment, frozenset()),
+    "assignments": Listing(Assignment, frozenset({"attempt_ids"})),
 }
 """What can be listed, by the name of the store's method that gives the whole list."""
 _BY_KIND: Final = {listing.kind: (name, listing) for name, listing in LISTINGS.items()}
@@ -140,6 +143,17 @@ class Store(Protocol):
         """Keep rewards; one already there, by reward_id, is left as it is. Returns the number newly kept."""
         ...
 
+    def add_deployments(self, deployments: Sequence[Deployment]) -> int:
+        """Keep transitions; one already there, by (agent, number), is left as it is. Returns the number newly kept."""
+        ...
+
+    def add_assignments(self, assignments: Sequence[Assignment]) -> int:
+        """Keep assignments; one already there, by (agent, attempt_id), is left as it is.
+
+        Returns the number newly kept.
+        """
+        ...
+
     def page(
         self,
         kind: type[R],
@@ -149,7 +163,7 @@ class Store(Protocol):
         limit: int | None = PAGE,
         newest_first: bool = False,
     ) -> Page[R]:
-        """Read some records: `Span`, `Call`, `Reward`, `Rollout` or `AttemptRecord`.
+        """Read some records: `Span`, `Call`, `Reward`, `Rollout`, `AttemptRecord`, `Deployment` or `Assignment`.
 
         Pages follow each other in the order of arrival, so that what is added meanwhile comes on a later page and none
         comes twice.
@@ -269,7 +283,8 @@ class Store(Protocol):
 
         Given `rollout_ids`, only of these; given `trace_ids`, only these traces, where they belong to no rollout.
         `before_ns` keeps what ended at or after that Unix time. What waits or runs stays, and so do the marks of groups
-        that were trained on. With `compact` the tables are written anew after it, so that their files hold nothing of
+        that were trained on, and deployments. Assignments of a deleted attempt go with it; others go where `before_ns`
+        is the only filter. With `compact` the tables are written anew after it, so that their files hold nothing of
         what was deleted; that takes as long as copying them, and who writes waits. Returns the number of rollouts, and
         of spans and calls without one, that were deleted.
 

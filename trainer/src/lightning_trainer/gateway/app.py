@@ -27,7 +27,7 @@ from lightning_trainer.gateway.auth.quotas import Quotas
 from lightning_trainer.gateway.calls.embedded import EmbeddedEngine
 from lightning_trainer.gateway.calls.gateway import Gateway
 from lightning_trainer.gateway.calls.models import ServedModel, ServedModels
-from lightning_trainer.gateway.engine import Engine, disconnect
+from lightning_trainer.gateway.engine import Engine
 from lightning_trainer.gateway.health import Health
 from lightning_trainer.gateway.http.asgi import ClientGoneError, send_bytes, send_refusal
 from lightning_trainer.gateway.http.errors import Refusal, bad_request, store_down
@@ -169,14 +169,11 @@ def create_app(
     intake = Intake(limits, Quotas(limits))
     embedded, forwarding = [EmbeddedEngine(each) for each in engines], [UpstreamPolicy(each) for each in upstreams]
     elsewhere = UpstreamPolicy(provider) if provider is not None else None
-    policies = _by_name(forwarding, embedded)
+    models = ServedModels(_by_name(forwarding, embedded), elsewhere, records_provider=record_untrained)
 
     async def settle() -> None:
         await gateway.settle()
-        for policy in filter(None, [*forwarding, elsewhere]):
-            await policy.close()
-        for each in engines:
-            await disconnect(each)
+        await models.close()
         await asyncio.to_thread(writer.close)
 
     app = _bare_app(settle)
@@ -185,13 +182,13 @@ def create_app(
     app.state.attempts, app.state.limits, app.state.routing = attempts, limits, routing
     app.state.began_ns = time.time_ns()  # attempts that began before may have lost their calls with another life
     app.state.key_status = lambda: None  # of keys in files, where they are
-    app.state.intake, app.state.leases = intake, leases
+    app.state.intake, app.state.leases, app.state.models = intake, leases, models
     conversations = Conversations()
     sessions = app.state.replays = Sessions(store, lambda: app.state.routing.seed)
     replays = ReplayGate(sessions, access, intake)
-    app.state.forget = _forgetter(attempts, conversations, sessions, [*embedded, *forwarding])
+    app.state.forget = _forgetter(attempts, conversations, sessions, models)
     gateway = app.state.gateway = Gateway(
-        ServedModels(policies, elsewhere, records_provider=record_untrained),
+        models,
         access=access,
         writer=writer,
         metrics=metrics,
@@ -207,7 +204,7 @@ def create_app(
     surfaces: list[Surface] = [ChatSurface(), CompletionsSurface(), ResponsesSurface(conversations), MessagesSurface()]
     app.hot = {
         **{("POST", surface.path): gateway.on(surface) for surface in surfaces},
-        **_other_hot_paths(gateway, replays, UpstreamControl(forwarding, access, intake), receiver),
+        **_other_hot_paths(gateway, replays, UpstreamControl(models, access, intake), receiver),
         **_pages(app, health),
     }
     app.include_router(router)
@@ -288,17 +285,14 @@ def _by_name(forwarding: Sequence[UpstreamPolicy], embedded: Sequence[EmbeddedEn
 
 
 def _forgetter(
-    attempts: EndedAttempts,
-    conversations: Conversations,
-    sessions: Sessions,
-    policies: Sequence[EmbeddedEngine | UpstreamPolicy],
+    attempts: EndedAttempts, conversations: Conversations, sessions: Sessions, models: ServedModels
 ) -> Callable[[str], None]:
     def forget(attempt_id: str) -> None:
         attempts.ended(attempt_id)
         conversations.forget(attempt_id)
         sessions.forget(attempt_id)
-        for each in policies:
-            each.forget(attempt_id)
+        for model in models.by_name().values():
+            model.forget(attempt_id)
 
     return forget
 

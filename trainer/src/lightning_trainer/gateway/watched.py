@@ -13,7 +13,10 @@ from lightning_trainer.gateway.engine import Engine, Sampled, Sampling
 
 T = TypeVar("T")
 
-_WRITES: Final = ("add_spans", "add_calls", "add_rewards", "enqueue", "claim", "heartbeat", "finish", "cancel")
+_WRITES: Final = (
+    "add_spans", "add_calls", "add_rewards", "add_deployments", "add_assignments", "enqueue", "claim", "heartbeat",
+    "finish", "cancel",
+)  # fmt: skip
 _READS: Final = ("page", "spans", "calls", "rewards", "rollouts", "attempts")
 
 

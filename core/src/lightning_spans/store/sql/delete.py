@@ -9,7 +9,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Table, delete, exists, func, select
 
 from lightning_spans.store.sql.queue import chunks
-from lightning_spans.store.sql.schema import attempts, calls, choices, rewards, rollouts, spans
+from lightning_spans.store.sql.schema import assignments, attempts, calls, choices, rewards, rollouts, spans
 
 _ENDED: Final = ("succeeded", "failed", "cancelled")
 _SCANNED: Final = 5_000  # rows looked through in one transaction, so that others need not wait long
@@ -47,9 +47,17 @@ def delete_rollouts(connection: Connection, doomed: Doomed, most: int) -> int:
     for chunk in chunks(ids):
         of_calls = select(calls.c.call_id).where(calls.c.rollout_id.in_(chunk))
         connection.execute(delete(choices).where(choices.c.call_id.in_(of_calls)))
+        of_attempts = select(attempts.c.attempt_id).where(attempts.c.rollout_id.in_(chunk))
+        connection.execute(delete(assignments).where(assignments.c.attempt_id.in_(of_attempts)))
         for table in (calls, spans, rewards, attempts, rollouts):
             connection.execute(delete(table).where(table.c.rollout_id.in_(chunk)))
     return len(ids)
+
+
+def delete_assignments(connection: Connection, before_ns: int) -> None:
+    """Delete the assignments of conversations outside of attempts that began before this Unix time in nanoseconds."""
+    of_attempt = exists().where(attempts.c.attempt_id == assignments.c.attempt_id)
+    connection.execute(delete(assignments).where(assignments.c.at_ns < before_ns, ~of_attempt))
 
 
 def delete_loose(connection: Connection, table: Table, doomed: Doomed, after: int) -> tuple[int, int | None]:

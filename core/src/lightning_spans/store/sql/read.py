@@ -14,11 +14,12 @@ from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import TRAINING, Span
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import Page, Where
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.database import POSTGRESQL
 from lightning_spans.store.sql.queue import ATTEMPT_ROWS, attempt_record
-from lightning_spans.store.sql.rows import CALLS, CHOICES, REWARDS, ROLLOUTS, SPANS, Rows
+from lightning_spans.store.sql.rows import ASSIGNMENTS, CALLS, CHOICES, DEPLOYMENTS, REWARDS, ROLLOUTS, SPANS, Rows
 
 R = TypeVar("R")
 _PAGE_BYTES: Final = 8 << 20  # of the texts in a page, about: records are of any size, pages are not
@@ -68,6 +69,8 @@ _SOURCES: Final[Mapping[type[Any], _Source]] = {
     Reward: _of(REWARDS),
     Rollout: _of(ROLLOUTS),
     AttemptRecord: _Source(ATTEMPT_ROWS, schema.attempts.c.fence, (schema.attempts, schema.rollouts), _attempts),
+    Deployment: _of(DEPLOYMENTS),
+    Assignment: _of(ASSIGNMENTS),
 }
 
 

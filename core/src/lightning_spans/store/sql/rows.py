@@ -16,6 +16,7 @@ from lightning_spans.schema.json import JsonText, dumps, field_types, from_json,
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Json, Span
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.sql import schema
 
 Values: TypeAlias = dict[str, Any]
@@ -147,3 +148,5 @@ CHOICES: Final = Rows(Choice, schema.choices)
 REWARDS: Final = Rows(Reward, schema.rewards)
 ROLLOUTS: Final = Rows(Rollout, schema.rollouts)
 ATTEMPTS: Final = Rows(AttemptRecord, schema.attempts)
+DEPLOYMENTS: Final = Rows(Deployment, schema.deployments)
+ASSIGNMENTS: Final = Rows(Assignment, schema.assignments)

@@ -23,6 +23,7 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    UniqueConstraint,
     func,
     insert,
     inspect,
@@ -32,7 +33,7 @@ from sqlalchemy import (
 
 from lightning_spans.errors import StoreError
 
-VERSION: Final = 5
+VERSION: Final = 6
 
 metadata = MetaData()
 _TRAINING: Final = text("'training'")  # what rows are of that were written before there were origins
@@ -175,6 +176,38 @@ attempts = Table(
     sqlite_autoincrement=True,
 )
 
+deployments = Table(
+    "deployments",
+    metadata,
+    Column("seq", _SERIAL, primary_key=True),
+    Column("agent", FreeText, nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("stage", Text, nullable=False),
+    Column("stable", FreeText, nullable=False),
+    Column("candidate", FreeText),
+    Column("previous", FreeText),
+    Column("share", Double, nullable=False),
+    Column("checkpoint", FreeText),
+    Column("base", FreeText),
+    Column("reason", FreeText, nullable=False),
+    Column("actor", FreeText, nullable=False),
+    Column("at_ns", BigInteger, nullable=False),
+    Column("details", JsonObject, nullable=False),
+    UniqueConstraint("agent", "number"),
+)
+
+assignments = Table(
+    "assignments",
+    metadata,
+    Column("seq", _SERIAL, primary_key=True),
+    Column("agent", FreeText, nullable=False),
+    Column("attempt_id", Text, nullable=False),
+    Column("policy", FreeText, nullable=False),
+    Column("number", Integer, nullable=False),  # of the deployment
+    Column("at_ns", BigInteger, nullable=False),
+    UniqueConstraint("attempt_id", "agent"),
+)
+
 consumed_groups = Table(
     "consumed_groups",
     metadata,
@@ -251,11 +284,34 @@ def _add_replays(connection: Connection) -> None:
     connection.execute(text("ALTER TABLE rollouts ADD COLUMN replay TEXT"))
 
 
+def _add_deployments(connection: Connection) -> None:
+    """Version 6: which policy answers an agent in production, and which conversation was given to which."""
+    sqlite = connection.dialect.name == "sqlite"
+    seq = "INTEGER" if sqlite else "BIGSERIAL"
+    share = "DOUBLE" if sqlite else "DOUBLE PRECISION"
+    connection.execute(
+        text(
+            f"CREATE TABLE deployments (seq {seq} NOT NULL, agent TEXT NOT NULL, number INTEGER NOT NULL,"
+            f" stage TEXT NOT NULL, stable TEXT NOT NULL, candidate TEXT, previous TEXT, share {share} NOT NULL,"
+            " checkpoint TEXT, base TEXT, reason TEXT NOT NULL, actor TEXT NOT NULL, at_ns BIGINT NOT NULL,"
+            " details TEXT NOT NULL, PRIMARY KEY (seq), UNIQUE (agent, number))"
+        )
+    )
+    connection.execute(
+        text(
+            f"CREATE TABLE assignments (seq {seq} NOT NULL, agent TEXT NOT NULL, attempt_id TEXT NOT NULL,"
+            " policy TEXT NOT NULL, number INTEGER NOT NULL, at_ns BIGINT NOT NULL, PRIMARY KEY (seq),"
+            " UNIQUE (attempt_id, agent))"
+        )
+    )
+
+
 MIGRATIONS: Final[Mapping[int, Migration]] = {
     2: _add_origins,
     3: _tell_attempts_apart,
     4: _add_times_of_rewards,
     5: _add_replays,
+    6: _add_deployments,
 }
 """How to bring a file of version n-1 to version n, by n. New files are made at `VERSION` at once."""
 

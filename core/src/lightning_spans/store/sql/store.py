@@ -15,11 +15,12 @@ from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, End, R
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward, as_reward
 from lightning_spans.schema.spans import Span
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, listing_of
 from lightning_spans.store.sql import queue as q
 from lightning_spans.store.sql import rows, schema
 from lightning_spans.store.sql.database import insert_new, insert_new_ids, pauses_s
-from lightning_spans.store.sql.delete import Doomed, delete_loose, delete_rollouts
+from lightning_spans.store.sql.delete import Doomed, delete_assignments, delete_loose, delete_rollouts
 from lightning_spans.store.sql.lease import LeaseClock
 from lightning_spans.store.sql.opening import open_database
 from lightning_spans.store.sql.read import read_page
@@ -101,6 +102,14 @@ class SqlStore(Store):
             RewardError: a value is not a finite number; none of them is kept.
         """
         return self._insert(schema.rewards, _reward_values, rewards)
+
+    def add_deployments(self, deployments: Sequence[Deployment]) -> int:
+        """Keep transitions; one already there is left as it is."""
+        return self._insert(schema.deployments, rows.DEPLOYMENTS.values, deployments)
+
+    def add_assignments(self, assignments: Sequence[Assignment]) -> int:
+        """Keep assignments; one already there is left as it is."""
+        return self._insert(schema.assignments, rows.ASSIGNMENTS.values, assignments)
 
     def page(
         self,
@@ -191,6 +200,8 @@ class SqlStore(Store):
             for ids in q.chunks(trace_ids) if trace_ids is not None else [None]:
                 for table in (schema.spans, schema.calls):
                     deleted += self._delete_loose(table, Doomed(None, ids, origin, before_ns))
+        if before_ns is not None and rollout_ids is None and trace_ids is None and origin is None:
+            self._writer.do(lambda connection: delete_assignments(connection, before_ns))
         if deleted or compact:
             self._clear_away(compact=compact)
         return deleted

@@ -18,9 +18,18 @@ from lightning_spans.schema.attempts import AttemptRecord, End, Rollout
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store
-from lightning_spans.store.protocol import Where
+from lightning_spans.store.deployments import Assignment, Deployment
+from lightning_spans.store.protocol import Where, each
 from lightning_spans.testing.plugins.faults import FAULTS, METHODS, Fault, FaultyStore, Planned
-from lightning_spans.testing.stores.samples import ANY, a_call, a_rollout, a_span, an_id
+from lightning_spans.testing.stores.samples import (
+    ANY,
+    a_call,
+    a_deployment,
+    a_rollout,
+    a_span,
+    an_assignment,
+    an_id,
+)
 
 T = TypeVar("T")
 _LEASE_S: Final = 0.4
@@ -150,6 +159,13 @@ class FaultPromises:
         assert not again(lambda: faulty.consume_group(group, "run 1, step 2"))
         for read in (faulty.spans, faulty.calls, faulty.rewards, faulty.attempts):
             assert again(partial(read, rollout_ids=[work.rollouts[0].rollout_id]))
+        deployment, assignment = a_deployment(), an_assignment()
+        again(lambda: faulty.add_deployments([deployment]))
+        again(lambda: faulty.add_assignments([assignment]))
+        assert again(lambda: faulty.page(Assignment, Where(attempt_ids=[assignment.attempt_id]))).records == [
+            assignment
+        ]
+        assert [one for one in each(store, Deployment) if one.agent == deployment.agent] == [deployment]
         assert again(lambda: faulty.page(Span, Where(rollout_ids=[work.rollouts[0].rollout_id]))).records
         faulty.settled()
         work.check(store)

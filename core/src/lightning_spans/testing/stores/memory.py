@@ -25,6 +25,7 @@ from lightning_spans.schema.attempts import (
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward, as_reward
 from lightning_spans.schema.spans import Span
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, check_rollouts, listing_of
 
 R = TypeVar("R")
@@ -40,6 +41,8 @@ class _Kept:
     spans: dict[tuple[str | None, str, str], Span] = field(default_factory=dict)
     calls: dict[str, Call] = field(default_factory=dict)
     rewards: dict[str, Reward] = field(default_factory=dict)
+    deployments: dict[tuple[str, int], Deployment] = field(default_factory=dict)
+    assignments: dict[tuple[str, str], Assignment] = field(default_factory=dict)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
     consumed: dict[str, str] = field(default_factory=dict)
@@ -87,6 +90,14 @@ class MemoryStore(Store):
     def add_rewards(self, rewards: Sequence[Reward]) -> int:
         """Keep rewards; one already there is left as it is."""
         return self._add(self._kept.rewards, [(reward.reward_id, _finite(reward)) for reward in rewards])
+
+    def add_deployments(self, deployments: Sequence[Deployment]) -> int:
+        """Keep transitions; one already there is left as it is."""
+        return self._add(self._kept.deployments, (((one.agent, one.number), one) for one in deployments))
+
+    def add_assignments(self, assignments: Sequence[Assignment]) -> int:
+        """Keep assignments; one already there is left as it is."""
+        return self._add(self._kept.assignments, (((one.agent, one.attempt_id), one) for one in assignments))
 
     def page(
         self,
@@ -224,7 +235,11 @@ class MemoryStore(Store):
                     )
             for records in (kept.spans, kept.calls, kept.rewards, kept.rollouts):
                 _drop(records, lambda one: one.rollout_id in gone)
+            old = {one.attempt_id for one in kept.attempts.values() if one.rollout.rollout_id in gone}
+            _drop(kept.assignments, lambda one: one.attempt_id in old)
             _drop(kept.attempts, lambda one: one.rollout.rollout_id in gone)
+            if before_ns is not None and rollout_ids is None and trace_ids is None and origin is None:
+                _drop(kept.assignments, lambda one: one.at_ns < before_ns and one.attempt_id not in kept.attempts)
             return deleted
 
     def _ended(self, rollout: Rollout, before_ns: int | None) -> bool:

@@ -16,9 +16,19 @@ from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import Page, Where, each
 from lightning_spans.testing.stores import samples
-from lightning_spans.testing.stores.samples import ANY, a_call, a_reward, a_rollout, a_span, an_id
+from lightning_spans.testing.stores.samples import (
+    ANY,
+    a_call,
+    a_deployment,
+    a_reward,
+    a_rollout,
+    a_span,
+    an_assignment,
+    an_id,
+)
 
 
 class RecordPromises:
@@ -48,6 +58,43 @@ class RecordPromises:
         """If it fails: rewards are float64 until the loss; keep them in eight bytes or in JSON's shortest digits."""
         assert store.add_rewards([reward]) == 1
         assert store.rewards(attempt_ids=[reward.attempt_id]) == [reward]
+
+    @ANY
+    @given(deployment=samples.deployments())
+    def test_deployments_come_back_as_they_went_in(self, store: Store, deployment: Deployment) -> None:
+        """If it fails: find the field whose column or JSON form loses something, and widen it."""
+        assert store.add_deployments([deployment]) == 1
+        assert store.page(Deployment, newest_first=True, limit=1).records == [deployment]
+
+    def test_of_two_transitions_with_one_number_the_first_counts(self, store: Store) -> None:
+        """If it fails: (agent, number) must be unique, or two people who promote at once both believe that they did."""
+        first = a_deployment(reason="first")
+        assert store.add_deployments([first]) == 1
+        assert store.add_deployments([replace(first, reason="second"), replace(first, number=2)]) == 1
+        of_agent = [one for one in each(store, Deployment) if one.agent == first.agent]
+        assert of_agent == [first, replace(first, number=2)]
+
+    def test_a_conversation_is_assigned_once(self, store: Store) -> None:
+        """If it fails: (agent, attempt_id) must be unique; an agent's conversation never changes its policy."""
+        first = an_assignment()
+        other = replace(first, agent="reader", policy="new")
+        assert store.add_assignments([first]) == 1
+        assert store.add_assignments([replace(first, policy="new"), other]) == 1
+        assert store.page(Assignment, Where(attempt_ids=[first.attempt_id])).records == [first, other]
+
+    def test_assignments_are_deleted_with_their_attempt_or_by_age(self, store: Store) -> None:
+        """If it fails: an assignment says who spoke when; it must go when the conversation does."""
+        rollout = a_rollout()
+        store.enqueue([rollout])
+        (attempt,) = store.claim("worker")
+        store.finish(attempt.attempt_id, attempt.fence, status="succeeded")
+        kept = [an_assignment(attempt_id=attempt.attempt_id), an_assignment(at_ns=1_000), an_assignment(at_ns=2_000)]
+        store.add_assignments(kept)
+        ids = [one.attempt_id for one in kept]
+        store.delete(rollout_ids=[rollout.rollout_id])
+        assert store.page(Assignment, Where(attempt_ids=ids)).records == kept[1:]
+        store.delete(before_ns=2_000)
+        assert store.page(Assignment, Where(attempt_ids=ids)).records == kept[2:]
 
     def test_long_token_arrays_come_back_exactly(self, store: Store) -> None:
         """If it fails: look for a size limit of columns or bodies, and for log-probabilities made shorter."""

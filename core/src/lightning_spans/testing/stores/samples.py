@@ -13,6 +13,7 @@ from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
+from lightning_spans.store.deployments import Assignment, Deployment
 
 _FIRST_NS = 1_790_000_000_000_000_000  # a time in 2026, beyond what a float64 can hold to the nanosecond
 
@@ -62,6 +63,16 @@ def a_call(**changes: Any) -> Call:
 def a_reward(**changes: Any) -> Reward:
     """Make a plain reward."""
     return Reward(**{"rollout_id": an_id(), "attempt_id": an_id(), "value": 0.5, **changes})
+
+
+def a_deployment(**changes: Any) -> Deployment:
+    """Make a plain transition of an agent that no other test has."""
+    return Deployment(**{"agent": an_id(), "number": 1, "stage": "candidate", "stable": "old", **changes})
+
+
+def an_assignment(**changes: Any) -> Assignment:
+    """Make a plain assignment."""
+    return Assignment(**{"agent": "writer", "attempt_id": an_id(), "policy": "old", "number": 1, **changes})
 
 
 def a_rollout(**changes: Any) -> Rollout:
@@ -154,6 +165,26 @@ def rewards(draw: st.DrawFn) -> Reward:
         source=draw(_TEXT),
         given_ns=draw(st.none() | _TIME),
         choice=draw(st.none() | st.integers(0, 9)),
+    )
+
+
+@st.composite
+def deployments(draw: st.DrawFn) -> Deployment:
+    """Draw any transition, of a new agent."""
+    return Deployment(
+        agent=an_id(),
+        number=draw(st.integers(1, 2**31 - 1)),
+        stage=draw(st.sampled_from(["candidate", "shadow", "canary", "stable", "rolled_back"])),
+        stable=draw(_TEXT),
+        candidate=draw(_MAYBE_TEXT),
+        previous=draw(_MAYBE_TEXT),
+        share=draw(st.floats(0, 1)),
+        checkpoint=draw(_MAYBE_TEXT),
+        base=draw(_MAYBE_TEXT),
+        reason=draw(_TEXT),
+        actor=draw(_TEXT),
+        at_ns=draw(_TIME),
+        details=draw(_OBJECT),
     )
 
 

@@ -12,6 +12,7 @@ import click
 from lightning_trainer.flags.common import print_json, screen
 
 if TYPE_CHECKING:
+    from lightning_trainer.gateway.auth.keys import Scope
     from lightning_trainer.gateway.auth.register import Issued, Register
 
 _FILE = click.option(
@@ -35,23 +36,23 @@ def command() -> None:
     """Create, list and revoke the keys of a server."""
 
 
-def _new(scope: str, text: str) -> None:
+def _new(scope: Scope, text: str) -> None:
     @command.command(name=scope, help=text)
     @_FILE
     @_DAYS
     @click.option("--name", help="Holder of the key, by which it can be revoked. Default: a new name.")
     def new(*, key_file: Path, days: float, name: str | None) -> None:
         from lightning_spans.errors import ConfigError
-        from lightning_trainer.gateway.auth.keys import Keys, Scope
+        from lightning_trainer.gateway.auth.keys import Keys
 
-        kinds: dict[str, Scope] = {"live": "live", "runner": "runner", "evaluator": "evaluator", "viewer": "viewer"}
         if name is not None and "/" in name:
             raise ConfigError(f"--name {name!r}: leave out the slash, which divides a runner's name from its worker's.")
         holder = name or f"{scope}-{secrets.token_hex(3)}"
-        click.echo(Keys.from_file(_secret(key_file)).issue(kinds[scope], expires_s=days * 86400.0, holder=holder))
+        click.echo(Keys.from_file(_secret(key_file)).issue(scope, expires_s=days * 86400.0, holder=holder))
 
 
 _new("live", "Print a new key for a program in production. It can only send spans.")
+_new("caller", "Print a new key for a program in production that calls models here. It can also send spans.")
 _new("runner", "Print a new key for a runner. It can end and reward the attempts that were claimed with it.")
 _new("evaluator", "Print a new key for a program that gives rewards.")
 _new("viewer", "Print a new key for the viewer. It can only read.")

@@ -165,6 +165,7 @@ def command(
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.gateway.http.masking import remember_password
     from lightning_trainer.gateway.settings import parse_limits
+    from lightning_trainer.kits.deploy.serving import deploying
     from lightning_trainer.kits.view.pages import add_view
     from lightning_trainer.kits.view.routes import Views
     from lightning_trainer.kits.view.runs import Runs
@@ -206,7 +207,8 @@ def command(
         )
         views = Views(Runs(store=store), [Path(text.partition("=")[2]) for text in tokenizers])
         add_view(app, views)
-        serve_until_stopped(app, place, files, stopping=views.stopping.set)
+        with deploying(app):
+            serve_until_stopped(app, place, files, stopping=views.stopping.set)
 
 
 def _routing(

@@ -17,7 +17,7 @@ from typing import Final, Literal, TypeAlias, get_args
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer.gateway.auth.register import Issued, Register, register_of, write_private
 
-Scope: TypeAlias = Literal["attempt", "evaluator", "runner", "live", "viewer", "admin"]
+Scope: TypeAlias = Literal["attempt", "evaluator", "runner", "live", "caller", "viewer", "admin"]
 _PREFIX: Final = "lk-"
 _SECRET_BYTES: Final = 32
 _SECRETS_KEPT: Final = 2  # the newest signs; the one before it is still good, until the next is made
@@ -37,7 +37,8 @@ class Grant:
 
     Attributes:
         scope: ``attempt`` samples and sends its own spans; ``evaluator`` gives rewards; ``runner`` claims and finishes;
-            ``live`` sends spans of production; ``viewer`` looks at what the viewer shows; ``admin`` does all.
+            ``live`` sends spans of production, and ``caller`` also calls models; ``viewer`` looks at what the viewer
+            shows; ``admin`` does all.
         rollout_id: of an attempt's key; None otherwise.
         attempt_id: of an attempt's key; None otherwise.
         agent: the agent whose calls these are, where no header names one.
@@ -60,6 +61,11 @@ class Grant:
     key_id: str | None = None
     failures: int = 0
     replay: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is the key of a program in production."""
+        return self.scope in {"live", "caller"}
 
 
 class Keys:

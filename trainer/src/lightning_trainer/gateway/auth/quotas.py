@@ -34,7 +34,7 @@ class Quotas:
                 "model calls": limits.attempt_calls,
                 "spans": limits.attempt_spans,
             },
-            "live": {"bytes": limits.live_bytes, "spans": limits.live_spans},
+            **{scope: {"bytes": limits.live_bytes, "spans": limits.live_spans} for scope in ("live", "caller")},
         }
         self._clock = clock
         self._used: OrderedDict[str, _Used] = OrderedDict()
@@ -72,7 +72,7 @@ class Quotas:
     def _of(self, grant: Grant) -> _Used:
         name, now = f"{grant.scope} {grant.attempt_id or grant.key_id}", self._clock()
         used = self._used.get(name)
-        if used is None or (grant.scope == "live" and now - used.since_s >= HOUR_S):
+        if used is None or (grant.is_live and now - used.since_s >= HOUR_S):
             used = self._used[name] = _Used(now)
         self._used.move_to_end(name)
         while len(self._used) > _REMEMBERED:
@@ -81,9 +81,9 @@ class Quotas:
 
 
 def _spent(grant: Grant, what: str, most: int, left_s: float) -> Refusal:
-    if grant.scope == "live":
+    if grant.is_live:
         wait_s = max(1, round(left_s))
-        message = f"this live key may send {most} {what} in an hour, and has: send more in {wait_s} s"
+        message = f"this {grant.scope} key may send {most} {what} in an hour, and has: send more in {wait_s} s"
         return Refusal(429, message, "rate_limit_error", QUOTA_EXCEEDED, {"retry-after": str(wait_s)})
     message = (
         f"this attempt may send {most} {what} in all, and has. Where that is too few, start the server with a higher"

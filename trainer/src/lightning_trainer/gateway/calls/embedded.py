@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_trainer.gateway.calls.answers import Ready, Record, Responder, switches_of
 from lightning_trainer.gateway.calls.response import ResponseSender
-from lightning_trainer.gateway.engine import Engine, abilities, tool_format
+from lightning_trainer.gateway.engine import Engine, abilities, disconnect, tool_format
 from lightning_trainer.gateway.http.errors import bad_request
 from lightning_trainer.gateway.prompt.continuation import Continuations
 from lightning_trainer.gateway.request.chat_request import check_abilities, plainly, read_chat_request
@@ -40,6 +40,10 @@ class EmbeddedEngine:
     def forget(self, attempt_id: str) -> None:
         """Drop what is remembered of an attempt that has ended."""
         self._answers.forget(attempt_id)
+
+    async def close(self) -> None:
+        """Close the engine's connections on this event loop, which ends."""
+        await disconnect(self.engine)
 
     async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing) -> None:
         """Answer one request.

@@ -82,7 +82,7 @@ class Gateway:
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
         """Answer ``GET /v1/models``: the names of the policies, as OpenAI's and Anthropic's clients read them."""
-        await self._access.admit(scope, "attempt", "runner", "admin")
+        await self._access.admit(scope, "attempt", "runner", "caller", "admin")
         data = self._models.describe()
         ends = (
             {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"has_more": False}
@@ -95,7 +95,7 @@ class Gateway:
         Raises:
             Refusal: there is no such model.
         """
-        await self._access.admit(scope, "attempt", "runner", "admin")
+        await self._access.admit(scope, "attempt", "runner", "caller", "admin")
         await send_json(send, self._models.describe_one(scope["path"].removeprefix("/v1/models/")))
 
     def on(self, surface: Surface) -> ASGIApp:
@@ -103,7 +103,7 @@ class Gateway:
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             try:
-                grant = await self._access.admit(scope, "attempt", "admin")
+                grant = await self._access.admit(scope, "attempt", "caller", "admin")
                 body = await self._intake.model_call(scope, receive, grant)
             except Refusal as refusal:  # no good key, or no JSON object: such requests make no call
                 await send_bytes(send, surface.refusal(refusal), status=refusal.status, extra=refusal.headers)
@@ -148,7 +148,7 @@ class Gateway:
         """Answer ``POST /v1/messages/count_tokens``: nothing is drawn, so it makes no call."""
         surface = MessagesSurface()
         try:
-            grant = await self._access.admit(scope, "attempt", "admin")
+            grant = await self._access.admit(scope, "attempt", "caller", "admin")
             body = await self._intake.model_call(scope, receive, grant)
             exchange = surface.begin({"max_tokens": 1, **body}, grant.attempt_id)
             pending = begin(body, grant, headers(scope), str(body.get("model", "")))
@@ -164,7 +164,7 @@ class Gateway:
         Raises:
             Refusal: no good key, no JSON object, or the model makes no embeddings.
         """
-        grant = await self._access.admit(scope, "attempt", "admin")
+        grant = await self._access.admit(scope, "attempt", "caller", "admin")
         body = await self._intake.model_call(scope, receive, grant)
         pending = begin(body, grant, headers(scope), str(body.get("model", "")))
         policy = self._models.route(pending, self._routing())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from starlette.types import Receive, Send
 
@@ -15,10 +15,12 @@ from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.http.asgi import unless_gone
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.metrics import Metrics
-from lightning_trainer.gateway.request.pending import AGENT_HEADER, PendingCall
+from lightning_trainer.gateway.request.pending import AGENT_HEADER, PendingCall, SampledCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.surfaces.surface import Surface
 from lightning_trainer.naming import agent_of
+
+FELL_BACK: Final = "fell_back"  # in the sampling of a call: the policy that should have answered, and why it did not
 
 
 class Decider(Protocol):
@@ -108,17 +110,30 @@ class IncomingCall:
         except Refusal:
             return None
 
-    async def sample(self, *, model: str | None = None) -> None:
+    async def sample(self, *, model: str | None = None, otherwise: str | None = None) -> None:
         """Let a policy answer.
 
         Args:
             model: the one that answers in place of the agent's own.
+            otherwise: the one that answers where `model` refuses or fails before its answer has begun; the call's marks
+                then say so. None: there is none.
 
         Raises:
             Refusal: it can't be done.
             ClientGoneError: the client closed the connection.
         """
-        sender = self.open(self.pending.requested.request)
+        sender = self.sender or self.open(self.pending.requested.request)
+        try:
+            await self._sample_from(model, sender)
+        except Refusal as refusal:
+            if otherwise is None or sender.started or self.record.begun:
+                raise
+            marks = {**self.pending.routed.marks, FELL_BACK: {"from": model, "error": str(refusal)}}
+            self.pending.routed = replace(self.pending.routed, marks=marks)
+            self.pending.sampled = SampledCall()
+            await self._sample_from(otherwise, sender)
+
+    async def _sample_from(self, model: str | None, sender: ResponseSender) -> None:
         policy = self.models.route(self.pending, self.routing, model)
         self.record.keeps = self.models.records(policy)
         with self.metrics.in_flight():

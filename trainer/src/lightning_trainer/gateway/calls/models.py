@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import selects
 from lightning_trainer.gateway.calls.answers import Record
 from lightning_trainer.gateway.calls.response import ResponseSender
@@ -42,6 +43,14 @@ class ServedModel(Protocol):
         """Answer ``POST /v1/embeddings``."""
         ...
 
+    def forget(self, attempt_id: str) -> None:
+        """Drop what is remembered of an attempt that has ended."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
 
 class ServedModels:
     """Finds the model that answers a call.
@@ -55,9 +64,34 @@ class ServedModels:
     def __init__(
         self, served: Mapping[str, ServedModel], provider: ServedModel | None = None, *, records_provider: bool = True
     ) -> None:
-        self._served = served
+        self._served = dict(served)
+        self._removed: list[ServedModel] = []
         self._provider = provider
         self._records_provider = records_provider
+
+    def add(self, name: str, model: ServedModel) -> None:
+        """Serve another model from now on. May be called from any thread.
+
+        Raises:
+            ConfigError: the name is taken.
+        """
+        if name in self._served:
+            raise ConfigError(f"a model {name!r} is served already. Give this one another name.")
+        self._served = {**self._served, name: model}
+
+    def remove(self, name: str) -> None:
+        """Serve a model no longer; calls that it has begun end."""
+        self._removed += [each for known, each in self._served.items() if known == name]
+        self._served = {known: each for known, each in self._served.items() if known != name}
+
+    def by_name(self) -> Mapping[str, ServedModel]:
+        """Return the models by name, as they are now."""
+        return self._served
+
+    async def close(self) -> None:
+        """Close the connections of all models."""
+        for model in (*self._served.values(), *self._removed, *filter(None, [self._provider])):
+            await model.close()
 
     def describe(self) -> list[dict[str, Any]]:
         """Return all models as OpenAI's and Anthropic's clients read them."""

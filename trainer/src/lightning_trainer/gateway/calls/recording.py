@@ -19,7 +19,7 @@ class CallRecord:
     def __init__(self, writer: RecordWriter, metrics: Metrics) -> None:
         self._writer = writer
         self._metrics = metrics
-        self._begun = False
+        self.begun = False  # whether the record is being kept, or is
         self.keeps = True  # False: the call is answered and counted, and not kept
 
     async def record(self, pending: PendingCall, error: str | None = None) -> None:
@@ -28,7 +28,7 @@ class CallRecord:
         Raises:
             Refusal: the store does not take it.
         """
-        self._begun = True
+        self.begun = True
         call = pending.finish(error)
         try:
             if self.keeps:
@@ -39,7 +39,7 @@ class CallRecord:
 
     async def cut(self, pending: PendingCall, error: str) -> None:
         """Keep a call that was cut, unless it is kept already; the client is not there to hear of a failing store."""
-        if not self._begun:
+        if not self.begun:
             pending.note(**{CUT: True})
             try:
                 await self.record(pending, error)
@@ -53,7 +53,7 @@ class CallRecord:
         if not isinstance(error, Refusal):
             logger.exception("a call failed", exc_info=error)
             error = Refusal(500, f"the gateway failed: {type(error).__name__}: {error}", "server_error")
-        if not self._begun:
+        if not self.begun:
             pending.note(error={"status": error.status, "type": error.kind, "code": error.code})
             try:
                 await self.record(pending, str(error))
@@ -63,7 +63,7 @@ class CallRecord:
 
     def cancelled(self, pending: PendingCall) -> None:
         """Keep a call that ends because the server stops."""
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             if self.keeps:
                 self._writer.call_later(pending.finish("the server stopped"))

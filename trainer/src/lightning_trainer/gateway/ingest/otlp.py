@@ -17,6 +17,7 @@ from lightning_spans.record.production import EVERYTHING, Live, sampled
 from lightning_spans.schema.spans import LIVE, Span
 from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.auth.keys import Grant
+from lightning_trainer.gateway.auth.keys import Scope as KeyScope
 from lightning_trainer.gateway.auth.leases import Leases
 from lightning_trainer.gateway.http.asgi import headers, send_bytes
 from lightning_trainer.gateway.http.errors import Refusal, bad_request, store_down
@@ -84,7 +85,8 @@ class OtlpReceiver:
         Raises:
             Refusal: no good key (401, 403), not OTLP (400, 415), too large (413), or too much waits already (503).
         """
-        grant = await self._access.admit(scope, "attempt", "runner", "live", "admin", late_s=self._limits.late_spans_s)
+        scopes: tuple[KeyScope, ...] = ("attempt", "runner", "live", "caller", "admin")
+        grant = await self._access.admit(scope, *scopes, late_s=self._limits.late_spans_s)
         content_type = headers(scope).get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
         if content_type not in {PROTOBUF, JSON}:
             raise Refusal(415, f"content-type {content_type!r}: OTLP is {PROTOBUF} or {JSON}")
@@ -97,7 +99,7 @@ class OtlpReceiver:
         result = sort(spans, grant).also(wrong)
         if grant.scope == "runner":
             result = await asyncio.to_thread(self._of_runner, result, grant)
-        if grant.scope == "live":
+        if grant.is_live:
             result = replace(result, taken=await asyncio.to_thread(self._of_production, result.taken))
         refused = await self._keep(result.taken)
         self._metrics.spans("kept", len(result.taken) - len(refused))
@@ -167,7 +169,7 @@ def sort(spans: Sequence[Span], grant: Grant) -> Sorted:
     An attempt's key its own only; spans that name no attempt become the key's. A live key those of no attempt, and they
     are marked as live, whatever they say.
     """
-    if grant.scope == "live":
+    if grant.is_live:
         free = tuple(replace(s, origin=LIVE) for s in spans if s.attempt_id is None and s.rollout_id is None)
         rejected = len(spans) - len(free)
         message = f"{rejected} spans name an attempt; a live key sends spans of none"

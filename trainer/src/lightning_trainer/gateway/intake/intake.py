@@ -129,7 +129,7 @@ class Intake:
     def _hold(self, grant: Grant) -> Iterator[Callable[[int], None]]:
         """Return what counts the bytes of a body that is under way; at the end they are given back."""
         name, held = f"{grant.scope} {grant.attempt_id or grant.key_id}", 0
-        own = self._limits.held_bytes // (4 if grant.scope in {"attempt", "live"} else 1)
+        own = self._limits.held_bytes // (4 if grant.scope == "attempt" or grant.is_live else 1)
 
         def more(size: int) -> None:
             nonlocal held

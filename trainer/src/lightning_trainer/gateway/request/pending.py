@@ -12,7 +12,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from lightning_spans.schema.calls import LEFT_OUT, PARTIAL, Call, Choice
-from lightning_spans.schema.spans import Json
+from lightning_spans.schema.spans import LIVE, TRAINING, Json
 from lightning_trainer.gateway.auth.keys import Grant
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
@@ -171,6 +171,7 @@ class PendingCall:
             rollout_id=requested.grant.rollout_id,
             attempt_id=requested.grant.attempt_id,
             agent=requested.agent,
+            origin=LIVE if requested.grant.is_live else TRAINING,
             prompt_token_ids=sampled.prompt_token_ids,
             choices=tuple(choice.choice() for choice in sampled.choices),
             request=requested.request,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.auth.access import Access
+from lightning_trainer.gateway.calls.models import ServedModels
 from lightning_trainer.gateway.http.asgi import send_json
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.http.masking import masking_logger
@@ -32,12 +33,17 @@ class UpstreamControl:
     those of another checkpoint are loaded next to the ones in use, which are unloaded after their last call.
     """
 
-    def __init__(self, policies: Sequence[UpstreamPolicy], access: Access, intake: Intake) -> None:
-        self._policies = {policy.upstream.model: policy for policy in policies}
+    def __init__(self, models: ServedModels, access: Access, intake: Intake) -> None:
+        self._models = models
         self._access = access
         self._intake = intake
         self._loading = asyncio.Lock()
         self._unloading: set[asyncio.Task[None]] = set()
+
+    @property
+    def _policies(self) -> dict[str, UpstreamPolicy]:
+        served = self._models.by_name()
+        return {name: model for name, model in served.items() if isinstance(model, UpstreamPolicy)}
 
     async def page(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
         """Answer ``GET /api/policies``: how every upstream is."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -126,6 +126,10 @@ class UpstreamPolicy:
         )
         self._tokens = self._token_path()
         self.max_model_len: int | None = None  # the servers know
+
+    def under_name(self, served: str) -> UpstreamPolicy:
+        """Return a policy of the same servers, for a model that they have under this name."""
+        return UpstreamPolicy(replace(self.upstream, model=served, served=served))
 
     def _token_path(self) -> TokenPath | None:
         if self.upstream.tokenizer is None or self.upstream.any_model:

@@ -1,0 +1,67 @@
+"""Deployments: which policy answers an agent in production, and which conversation was given to which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from lightning_spans.schema.spans import Json
+
+Stage: TypeAlias = Literal["candidate", "shadow", "canary", "stable", "rolled_back"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """One transition of an agent's policy. The newest of an agent says which policies answer it.
+
+    Attributes:
+        agent: its name.
+        number: of the transition, 1 for the agent's first. Two transitions can't have the same, so of two that are
+            made at once one is refused.
+        stage: where the candidate is. ``stable``: it was promoted, and there is none. ``rolled_back``: it was rejected.
+        stable: the policy that answers all calls, or in a canary all others: a model's name on the server, or of an
+            adapter ``NAME@HASH``.
+        candidate: the policy that is tried or was rolled back; None where there is none.
+        previous: the stable policy before the last promotion, to which a rollback returns; None: there was none.
+        share: of the conversations that the candidate answers, 0 to 1; 0 outside of a canary.
+        checkpoint: folder of the candidate's adapter; None: the server has the candidate under its name.
+        base: the model on whose servers that adapter is loaded; None likewise.
+        reason: why it was made.
+        actor: who made it.
+        at_ns: Unix time in nanoseconds.
+        details: what it rests on, such as the result of a test or a person's approval.
+    """
+
+    agent: str
+    number: int
+    stage: Stage
+    stable: str
+    candidate: str | None = None
+    previous: str | None = None
+    share: float = 0.0
+    checkpoint: str | None = None
+    base: str | None = None
+    reason: str = ""
+    actor: str = ""
+    at_ns: int = 0
+    details: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """The policy that answers an agent in one conversation. It is written once, so that no conversation changes policy.
+
+    Attributes:
+        agent: its name.
+        attempt_id: the attempt, or outside of attempts the conversation.
+        policy: which one answers.
+        number: of the deployment by which it was chosen.
+        at_ns: Unix time in nanoseconds.
+    """
+
+    agent: str
+    attempt_id: str
+    policy: str
+    number: int
+    at_ns: int = 0

@@ -1,0 +1,226 @@
+"""`lightning-rl deploy`."""
+
+from __future__ import annotations
+
+import getpass
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from lightning_trainer.flags.common import key_file_option, print_json, reading, screen, store_option
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightning_spans.store.deployments import Deployment
+    from lightning_trainer.kits.deploy.transitions import Note, Policy
+
+F = TypeVar("F", bound=Callable[..., Any])
+_SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
+
+
+@click.group(name="deploy")
+def command() -> None:
+    """Bring a candidate policy to users, agent by agent.
+
+    A candidate first answers nobody, then a share of the conversations (canary), then all (promote). At each step,
+    rollback returns to the policy before. The table of deployments is in the store of `lightning-rl server`, which
+    follows it. See docs/how-to/deploy.md.
+    """
+
+
+def _transition_options(function: F) -> F:
+    """Add the options that every transition has."""
+    for option in reversed(
+        (
+            click.option("--agent", required=True, metavar="NAME", help="Agent whose policy changes."),
+            click.option("--reason", default="", metavar="TEXT", help="Why, for the history."),
+            click.option("--by", "actor", metavar="NAME", help="Who, for the history. Default: your login name."),
+            store_option,
+            key_file_option,
+            click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def _share(context: click.Context, option: click.Parameter, value: str) -> float:
+    """Read a share such as ``5%`` or ``0.05``."""
+    found = _SHARE.fullmatch(value)
+    if found is None:
+        raise click.BadParameter(f"{value!r}: give a share such as 5% or 0.05", context, option)
+    return float(found[1]) / (100.0 if found[2] else 1.0)
+
+
+@command.command(name="status")
+@click.option("--agent", metavar="NAME", help="Only this agent, with its history.")
+@store_option
+@key_file_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def status(*, agent: str | None, store: str, key_file: Path | None, as_json: bool) -> None:
+    """Show which policies answer each agent."""
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.kits.deploy.table import read_histories
+
+    with reading(store, key_file) as opened:
+        histories = read_histories(opened)
+    if agent is not None and agent not in histories:
+        known = ", ".join(histories) or "none"
+        raise ConfigError(f"{agent} has no deployment. Agents that have one: {known}.")
+    chosen = {agent: histories[agent]} if agent is not None else histories
+    if as_json:
+        print_json(_status_json(chosen, with_history=agent is not None))
+        return
+    _show(chosen)
+    if agent is not None:
+        _show_history(histories[agent])
+
+
+@command.command(name="candidate")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Run or checkpoint that holds the agent's adapter.")
+@click.option("--policy", metavar="NAME", help="Adapter in the checkpoint. Default: the agent's own, or the only one.")
+@click.option("--base", metavar="MODEL", help="--upstream of the server that loads the adapter.")
+@click.option("--model", metavar="MODEL", help="Model that the server has already, in place of --checkpoint.")
+@click.option("--stable", metavar="MODEL", help="Model that answers the agent today. Needed the first time.")
+@_transition_options
+def candidate(
+    *,
+    checkpoint: Path | None,
+    policy: str | None,
+    base: str | None,
+    model: str | None,
+    stable: str | None,
+    agent: str,
+    **options: Any,
+) -> None:
+    """Name a candidate. Servers load it, and it answers nobody yet."""
+    from lightning_trainer.kits.deploy.transitions import name_candidate
+
+    chosen = _policy(agent, checkpoint, policy, base, model)
+    _change(agent, options, lambda history, note: name_candidate(_last(history), agent, chosen, note, stable=stable))
+
+
+@command.command(name="canary")
+@click.option(
+    "--share", default="5%", show_default=True, callback=_share, metavar="SHARE", help="Share of the conversations."
+)
+@_transition_options
+def canary(*, share: float, agent: str, **options: Any) -> None:
+    """Let the candidate answer a share of the agent's conversations.
+
+    A conversation stays with the policy that answered its first call.
+    """
+    from lightning_trainer.kits.deploy.transitions import begin_canary
+
+    _change(agent, options, lambda history, note: begin_canary(_last(history), agent, share, note))
+
+
+@command.command(name="promote")
+@_transition_options
+def promote(*, agent: str, **options: Any) -> None:
+    """Make the candidate the stable policy."""
+    from lightning_trainer.kits.deploy import transitions
+
+    _change(agent, options, lambda history, note: transitions.promote(_last(history), agent, note))
+
+
+@command.command(name="rollback")
+@_transition_options
+def rollback(*, agent: str, **options: Any) -> None:
+    """Drop the candidate, or return to the policy before the last promotion.
+
+    Servers follow within a second. The next call of every conversation goes to the stable policy.
+    """
+    from lightning_trainer.kits.deploy.transitions import roll_back
+
+    _change(agent, options, lambda history, note: roll_back(history, agent, note))
+
+
+def _change(
+    agent: str, options: Mapping[str, Any], transition: Callable[[Sequence[Deployment], Note], Deployment]
+) -> None:
+    """Read an agent's history, write the transition that follows, and show it."""
+    from lightning_trainer.kits.deploy.table import keep, read_histories
+    from lightning_trainer.kits.deploy.transitions import Note
+
+    with reading(options["store"], options["key_file"]) as opened:
+        history = read_histories(opened).get(agent, [])
+        made = transition(history, Note(options["reason"], options["actor"] or getpass.getuser()))
+        keep(opened, made)
+    after = {agent: [*history, made]}
+    if options["as_json"]:
+        print_json(_status_json(after))
+    else:
+        _show(after)
+
+
+def _last(history: Sequence[Deployment]) -> Deployment | None:
+    return history[-1] if history else None
+
+
+def _policy(agent: str, checkpoint: Path | None, name: str | None, base: str | None, model: str | None) -> Policy:
+    """Return the policy that the options name.
+
+    Raises:
+        ConfigError: they name none or two, or the checkpoint does not hold the adapter.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.gateway.upstream.adapters import adapters_in
+    from lightning_trainer.kits.deploy.transitions import Policy
+
+    if (checkpoint is None) == (model is None):
+        raise ConfigError("deploy candidate: give either --checkpoint with --base, or --model.")
+    if checkpoint is None:
+        if base is not None or name is not None:
+            raise ConfigError("deploy candidate: --base and --policy belong to --checkpoint.")
+        return Policy(str(model))
+    if base is None:
+        raise ConfigError("deploy candidate: --checkpoint needs --base, the --upstream of the server that loads it.")
+    saved = {each.name: each for each in adapters_in(checkpoint)}
+    wanted = name or (agent if agent in saved or len(saved) > 1 else next(iter(saved)))
+    if wanted not in saved:
+        raise ConfigError(f"{checkpoint} holds no adapter {wanted!r}. Name one with --policy: {', '.join(saved)}.")
+    return Policy(saved[wanted].served, str(saved[wanted].folder), base)
+
+
+def _status_json(histories: Mapping[str, Sequence[Deployment]], *, with_history: bool = False) -> dict[str, Any]:
+    from lightning_spans.schema.json import to_json
+
+    agents = {}
+    for agent, history in histories.items():
+        newest = history[-1]
+        agents[agent] = {name: getattr(newest, name) for name in ("stable", "candidate", "stage", "share", "previous")}
+        if with_history:
+            agents[agent]["history"] = [to_json(one) for one in history]
+    return {"agents": agents}
+
+
+def _show(histories: Mapping[str, Sequence[Deployment]]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("agent", "stage", "stable", "candidate", "share")
+    for agent, history in sorted(histories.items()):
+        newest = history[-1]
+        share = f"{newest.share:.3g}" if newest.stage != "canary" else f"{100 * newest.share:.3g} %"
+        cells = (agent, newest.stage.replace("_", " "), newest.stable, newest.candidate or "", share)
+        table.add_row(*(escape(cell) for cell in cells))
+    screen().print(table)
+
+
+def _show_history(history: Sequence[Deployment]) -> None:
+    import time
+
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("no.", "when", "stage", "stable", "candidate", "who", "why")
+    for one in history:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at_ns / 1e9))
+        cells = (str(one.number), when, one.stage, one.stable, one.candidate or "", one.actor, one.reason)
+        table.add_row(*(escape(cell) for cell in cells))
+    screen().print(table)

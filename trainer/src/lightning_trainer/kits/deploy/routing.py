@@ -1,0 +1,146 @@
+"""Which policy answers a call of a deployed agent: the stable one, or in a canary the candidate."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lightning_spans.schema.json import dumps
+from lightning_spans.store import Store
+from lightning_spans.store.deployments import Assignment
+from lightning_spans.store.protocol import Where
+from lightning_trainer.gateway.auth.keys import Grant
+from lightning_trainer.gateway.calls.incoming import IncomingCall
+from lightning_trainer.gateway.http.errors import Refusal, bad_request
+from lightning_trainer.kits.deploy.table import AgentPolicies
+from lightning_trainer.policies import Policies
+
+logger = logging.getLogger(__name__)
+CONVERSATION_HEADER: Final = b"x-lightning-conversation"
+MARK: Final = "deployment"  # in the sampling of a call: number of the deployment that chose its policy
+_LONGEST: Final = 200  # characters of a conversation's name
+_REMEMBERED: Final = 100_000  # conversations; the store has all of them
+
+
+class DeploymentRouter:
+    """Gives each conversation of a deployed agent to one policy, and leaves all other calls as they are.
+
+    A conversation is an attempt; outside of attempts what the header ``x-lightning-conversation`` names, or else all
+    calls whose messages begin alike. The store remembers which policy it was given to.
+
+    Args:
+        store: has the assignments.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._agents: Mapping[str, AgentPolicies] = {}
+        self._names = Policies()
+        self._assigned: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def update(self, agents: Mapping[str, AgentPolicies]) -> None:
+        """Route the calls that come from now on by these deployments. May be called from any thread."""
+        self._names, self._agents = Policies({name: name for name in agents}), agents
+
+    def takes(self, grant: Grant) -> bool:
+        """Whether the agent of a call may be a deployed one; a replay is answered from its record."""
+        return bool(self._agents) and not grant.replay
+
+    async def answer(self, call: IncomingCall) -> None:
+        """Have a policy answer.
+
+        Raises:
+            Refusal: the stable policy can't answer.
+            ClientGoneError: the client closed the connection.
+        """
+        call.open(call.pending.requested.request)
+        agents, name = self._agents, self._names.of(call.pending.requested.agent)
+        policies = agents.get(name) if name is not None else None
+        if name is None or policies is None:
+            await call.sample()
+            return
+        served = call.models.by_name()
+        stable = _stable(policies, served)
+        chosen = await self._chosen(name, conversation_of(call), policies, served)
+        if chosen not in served or not policies.may_answer(chosen):
+            chosen = stable
+        call.decide(seed=None, marks={MARK: policies.current.number})
+        await call.sample(model=chosen, otherwise=None if chosen == stable else stable)
+
+    async def _chosen(self, agent: str, conversation: str, policies: AgentPolicies, served: Mapping[str, Any]) -> str:
+        """Return the policy that a conversation was given to, which is chosen where this is its first call."""
+        key = (agent, conversation)
+        known = self._assigned.get(key)
+        if known is not None:
+            self._assigned.move_to_end(key)
+            return known
+        current = policies.current
+        in_canary = current.stage == "canary" and current.candidate in served
+        candidate = str(current.candidate)
+        chosen = candidate if in_canary and draw(agent, candidate, conversation) < current.share else current.stable
+        assignment = Assignment(
+            agent=agent, attempt_id=conversation, policy=chosen, number=current.number, at_ns=time.time_ns()
+        )
+        self._assigned[key] = policy = await asyncio.to_thread(self._assign, assignment)
+        if len(self._assigned) > _REMEMBERED:
+            self._assigned.popitem(last=False)
+        return policy
+
+    def _assign(self, assignment: Assignment) -> str:
+        """Write an assignment; return the policy of the one that was there before, if any."""
+        if self._store.add_assignments([assignment]):
+            return assignment.policy
+        found = self._store.page(Assignment, Where(attempt_ids=[assignment.attempt_id])).records
+        return next((one.policy for one in found if one.agent == assignment.agent), assignment.policy)
+
+
+def _stable(policies: AgentPolicies, served: Mapping[str, Any]) -> str:
+    """Return the stable policy; while its adapter is not loaded, the one before it.
+
+    Raises:
+        Refusal: none of them is served here.
+    """
+    current = policies.current
+    for name in (current.stable, *policies.retired):
+        if name in served:
+            return name
+    message = (
+        f"the stable policy {current.stable!r} of {current.agent} is not served here. Give the server an --upstream of"
+        " that name, or see its log for why the adapter was not loaded."
+    )
+    raise Refusal(503, message, "server_error", "policy_not_loaded", {"retry-after": "1"})
+
+
+def conversation_of(call: IncomingCall) -> str:
+    """Return the name of the conversation that a call belongs to.
+
+    Raises:
+        Refusal: the header is too long.
+    """
+    requested = call.pending.requested
+    if requested.grant.attempt_id is not None:
+        return requested.grant.attempt_id
+    named = call.headers.get(CONVERSATION_HEADER, b"").decode("latin-1").strip()
+    if len(named) > _LONGEST:
+        raise bad_request(f"x-lightning-conversation has {len(named)} characters; at most {_LONGEST} are taken")
+    return f"conversation:{named}" if named else f"messages:{_beginning(requested.request)}"
+
+
+def _beginning(request: Mapping[str, Any]) -> str:
+    """Return a hash of the messages up to the user's first, which stay the same while a conversation goes on."""
+    messages = request.get("messages")
+    found = messages if isinstance(messages, list) else [request.get("prompt")]
+    roles = [message.get("role") if isinstance(message, Mapping) else None for message in found]
+    first = roles.index("user") + 1 if "user" in roles else len(found)
+    return hashlib.sha256(dumps(found[:first])).hexdigest()[:32]
+
+
+def draw(agent: str, candidate: str, conversation: str) -> float:
+    """Return a number in [0, 1) that the three fix: a larger share keeps all conversations of a smaller one."""
+    digest = hashlib.sha256("\0".join((agent, candidate, conversation)).encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64

@@ -1,0 +1,166 @@
+"""A server that follows the table of deployments: it routes at once, and loads adapters beside that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError, StoreError
+from lightning_spans.store import Store
+from lightning_spans.store.deployments import Deployment
+from lightning_trainer.gateway.calls.models import ServedModels
+from lightning_trainer.gateway.http.masking import masking_logger
+from lightning_trainer.gateway.upstream.adapters import AdapterServers
+from lightning_trainer.gateway.upstream.upstream import UpstreamPolicy
+from lightning_trainer.kits.deploy.routing import DeploymentRouter
+from lightning_trainer.kits.deploy.table import adapters_to_load, policies_of, read_histories
+from lightning_trainer.kits.deploy.transitions import Policy
+
+logger = masking_logger(__name__)
+EVERY_S: Final = 0.5  # between looks at the table; a rollback is in force after at most this and a read
+_CHECK_S: Final = 10.0  # between looks at servers, which lose their adapters when they start again
+_FIRST_S: Final = 30.0  # a server waits so long for its adapters before it says that it is ready
+KEPT: Final = 3  # earlier stable policies of an agent that stay loaded
+
+
+class DeploymentTableReader:
+    """Reads the table, and tells the router when it has changed.
+
+    Args:
+        store: has the table.
+        router: is told.
+    """
+
+    def __init__(self, store: Store, router: DeploymentRouter) -> None:
+        self._store = store
+        self._router = router
+        self._newest: list[Deployment] = []
+        self.histories: Mapping[str, Sequence[Deployment]] = {}
+
+    def read(self) -> bool:
+        """Read the table where it has changed. Returns whether it has.
+
+        Raises:
+            StoreError: it can't be read; what was read before stays in force.
+        """
+        newest = self._store.page(Deployment, newest_first=True, limit=1).records
+        if newest == self._newest:
+            return False
+        self.histories = read_histories(self._store)
+        self._router.update({agent: policies_of(history) for agent, history in self.histories.items()})
+        self._newest = newest
+        return True
+
+
+class AdapterLoader:
+    """Loads the adapters of deployments into the servers of their base, and serves each under its own name.
+
+    Args:
+        models: those that are served.
+        kept: earlier stable policies of an agent that stay loaded.
+    """
+
+    def __init__(self, models: ServedModels, kept: int = KEPT) -> None:
+        self._models = models
+        self._kept = kept
+        self._loaded: dict[str, UpstreamPolicy] = {}
+        self._retiring: dict[str, UpstreamPolicy] = {}
+        self.problems: dict[str, str] = {}  # why an adapter is not loaded, by name
+
+    def load(self, histories: Mapping[str, Sequence[Deployment]]) -> None:
+        """Load what is wanted and not there, and unload what is not wanted any more and answers no call."""
+        wanted = adapters_to_load(histories, self._kept)
+        for policy in wanted.values():
+            self._load(policy)
+        for name in self._loaded.keys() - wanted.keys():
+            self._models.remove(name)
+            self._retiring[name] = self._loaded.pop(name)
+        for name in [name for name, policy in self._retiring.items() if not policy.describe()["in_flight"]]:
+            self._unload(name, self._retiring.pop(name))
+
+    def _load(self, policy: Policy) -> None:
+        try:
+            base = self._base(policy)
+            with AdapterServers((base.upstream.url, *base.upstream.replicas), base.upstream.key) as servers:
+                servers.load(policy.name, Path(str(policy.checkpoint)))
+            if policy.name not in self._loaded:
+                serving = self._retiring.pop(policy.name, None) or base.under_name(policy.name)
+                self._models.add(policy.name, serving)
+                self._loaded[policy.name] = serving
+            self.problems.pop(policy.name, None)
+        except ConfigError as error:
+            if self.problems.get(policy.name) != str(error):
+                logger.error("the adapter %s is not served: %s", policy.name, error)
+            self.problems[policy.name] = str(error)
+
+    def _base(self, policy: Policy) -> UpstreamPolicy:
+        base = self._models.by_name().get(str(policy.base))
+        if not isinstance(base, UpstreamPolicy):
+            raise ConfigError(
+                f"there is no upstream {policy.base!r} here. Give the server --upstream {policy.base}=URL."
+            )
+        return base
+
+    def _unload(self, name: str, policy: UpstreamPolicy) -> None:
+        try:
+            with AdapterServers((policy.upstream.url, *policy.upstream.replicas), policy.upstream.key) as servers:
+                servers.unload(name)
+        except ConfigError as error:
+            logger.warning("the adapter %s, which answers no more, was not unloaded: %s", name, error)
+
+
+@contextmanager
+def deploying(app: Any) -> Iterator[None]:
+    """Follow the table of deployments while the block runs.
+
+    Args:
+        app: of `gateway.app.create_app`.
+    """
+    router = DeploymentRouter(app.state.store)
+    table, loader = DeploymentTableReader(app.state.store, router), AdapterLoader(app.state.models)
+    app.state.gateway.register(router)
+    signals = _Signals()
+    _read(table)  # before the first call
+    for follow, whose in ((_follow, (table, signals)), (_keep_loaded, (loader, table, signals))):
+        threading.Thread(target=follow, args=whose, name=f"lightning-deploy{follow.__name__}", daemon=True).start()
+    signals.loaded.wait(_FIRST_S)
+    try:
+        yield
+    finally:
+        signals.stopping.set()
+        signals.changed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Signals:
+    """What the two threads tell each other: the table changed, all was loaded once, the server stops."""
+
+    changed: threading.Event = field(default_factory=threading.Event)
+    loaded: threading.Event = field(default_factory=threading.Event)
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+
+def _follow(table: DeploymentTableReader, signals: _Signals) -> None:
+    while not signals.stopping.wait(EVERY_S):
+        if _read(table):
+            signals.changed.set()
+
+
+def _read(table: DeploymentTableReader) -> bool:
+    try:
+        return table.read()
+    except StoreError as error:
+        logger.error("the table of deployments can't be read, so the policies stay as they are: %s", error)
+        return False
+
+
+def _keep_loaded(loader: AdapterLoader, table: DeploymentTableReader, signals: _Signals) -> None:
+    while not signals.stopping.is_set():
+        loader.load(table.histories)
+        signals.loaded.set()
+        signals.changed.wait(_CHECK_S)
+        signals.changed.clear()

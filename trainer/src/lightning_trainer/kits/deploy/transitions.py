@@ -1,0 +1,172 @@
+"""The states of an agent's policy, and what may follow which: deployments in, the next deployment out.
+
+candidate ──▶ canary ──▶ stable
+    └────────────┴──────────┴──▶ rolled_back
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.store.deployments import Deployment, Stage
+
+_TRIED: Final[tuple[Stage, ...]] = ("candidate", "shadow", "canary")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is written with a transition.
+
+    Attributes:
+        reason: why it is made.
+        actor: who makes it.
+        at_ns: Unix time in nanoseconds.
+        details: what it rests on.
+    """
+
+    reason: str
+    actor: str
+    at_ns: int = field(default_factory=time.time_ns)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy that can be a candidate.
+
+    Attributes:
+        name: of a model on the server, or of an adapter ``NAME@HASH``.
+        checkpoint: the adapter's folder; None: the server has it under its name.
+        base: the model on whose servers the adapter is loaded; None likewise.
+    """
+
+    name: str
+    checkpoint: str | None = None
+    base: str | None = None
+
+
+def is_tried(deployment: Deployment | None) -> bool:
+    """Whether a candidate is on its way."""
+    return deployment is not None and deployment.stage in _TRIED
+
+
+def name_candidate(
+    current: Deployment | None, agent: str, policy: Policy, note: Note, *, stable: str | None = None
+) -> Deployment:
+    """Return the transition that names a candidate, which answers nobody yet.
+
+    Args:
+        current: the agent's newest; None: it has none.
+        agent: its name.
+        policy: the candidate.
+        note: why and who.
+        stable: the policy that answers the agent today; needed for its first candidate.
+
+    Raises:
+        ConfigError: a candidate is on its way, or it is not known which policy is stable.
+    """
+    if current is not None and is_tried(current):
+        raise ConfigError(
+            f"{agent} has the candidate {current.candidate} in the stage {current.stage}. Promote it or roll it back"
+            " first."
+        )
+    if current is None and stable is None:
+        raise ConfigError(f"{agent} has no deployment yet. Name the model that answers it today: --stable MODEL.")
+    if current is not None and stable not in (None, current.stable):
+        raise ConfigError(
+            f"the stable policy of {agent} is {current.stable}, not {stable}. Only promote and rollback change it."
+        )
+    answering = current.stable if current is not None else str(stable)
+    if policy.name == answering:
+        raise ConfigError(f"{policy.name} is the stable policy of {agent} already. Name another candidate.")
+    return Deployment(
+        agent=agent,
+        number=1 if current is None else current.number + 1,
+        stage="candidate",
+        stable=answering,
+        candidate=policy.name,
+        previous=None if current is None else current.previous,
+        checkpoint=policy.checkpoint,
+        base=policy.base,
+        reason=note.reason,
+        actor=note.actor,
+        at_ns=note.at_ns,
+        details=note.details,
+    )
+
+
+def begin_canary(current: Deployment | None, agent: str, share: float, note: Note) -> Deployment:
+    """Return the transition after which the candidate answers a share of the conversations.
+
+    Raises:
+        ConfigError: there is no candidate, or the share is not above 0 and at most 1.
+    """
+    tried = _tried(current, agent)
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"share {share:g}: give a share above 0 % and at most 100 %, such as --share 5%.")
+    return _next(tried, note, stage="canary", share=share)
+
+
+def promote(current: Deployment | None, agent: str, note: Note) -> Deployment:
+    """Return the transition after which the candidate is the stable policy.
+
+    Raises:
+        ConfigError: the candidate has answered no user: it is in no canary.
+    """
+    tried = _tried(current, agent)
+    if tried.stage != "canary":
+        raise ConfigError(
+            f"the candidate {tried.candidate} of {agent} is in the stage {tried.stage}. Begin a canary first:"
+            f" lightning-rl deploy canary --agent {agent} --share 5%."
+        )
+    stable = str(tried.candidate)
+    return _next(tried, note, stage="stable", stable=stable, previous=tried.stable, candidate=None, share=0.0)
+
+
+def roll_back(history: Sequence[Deployment], agent: str, note: Note) -> Deployment:
+    """Return the transition that ends a candidate, or returns from the last promotion to the policy before it.
+
+    Args:
+        history: of the agent, oldest first.
+        agent: its name.
+        note: why and who.
+
+    Raises:
+        ConfigError: there is nothing to return from.
+    """
+    current = history[-1] if history else None
+    if current is not None and is_tried(current):
+        return _next(current, note, stage="rolled_back", share=0.0)
+    if current is None or current.previous is None:
+        raise ConfigError(f"{agent} has no candidate and no earlier policy, so there is nothing to roll back.")
+    return _next(
+        current,
+        note,
+        stage="rolled_back",
+        stable=current.previous,
+        candidate=current.stable,
+        previous=_before(history, current.previous),
+        checkpoint=None,
+        base=None,
+    )
+
+
+def _before(history: Sequence[Deployment], policy: str) -> str | None:
+    """Return the policy that was stable before this one was promoted."""
+    promoted = (one.previous for one in reversed(history) if one.stage == "stable" and one.stable == policy)
+    return next(promoted, None)
+
+
+def _tried(current: Deployment | None, agent: str) -> Deployment:
+    if current is None or not is_tried(current):
+        raise ConfigError(f"{agent} has no candidate. Name one: lightning-rl deploy candidate --agent {agent} ...")
+    return current
+
+
+def _next(current: Deployment, note: Note, **changes: Any) -> Deployment:
+    following = replace(current, number=current.number + 1, reason=note.reason, actor=note.actor, at_ns=note.at_ns)
+    return replace(following, details=note.details, **changes)
