@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -54,6 +55,33 @@ async def async_meet(task):
     while len(list(here.parent.iterdir())) < task["party"]:
         await asyncio.sleep(0.01)
     return 1.0
+
+def alarms(task):
+    """Works in the main thread alone."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    return asyncio.run(async_run({"x": 0.5}))
+
+async def async_alarms(task):
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    return await async_run({"x": 0.5})
+
+def wrapped_alarms(task, result):
+    try:
+        alarms(task)
+    except ValueError:
+        raise RuntimeError("not in threads")
+    (Path(task["folder"]) / str(os.getpid())).touch()
+    return 2 * result
+
+def other_value_error(task):
+    raise ValueError("the main thread of the story is missing")
+
+async def sleeps_and_says_so(task):
+    (folder := Path(task["folder"])).joinpath("began").touch()
+    try:
+        await asyncio.sleep(600)
+    finally:
+        (folder / "cancelled").touch()
 
 async def behave(task):
     how, flag = task["how"], Path(task.get("flag", "/nonexistent/flag"))
@@ -128,7 +156,8 @@ def store(folder: Path) -> Iterator[Store]:
 def run(store: Store, folder: Path, target: str, *tasks: dict[str, Any], reward: str | None = None, **options: Any):
     rollout = {"max_attempts": options.pop("max_attempts", 1), "timeout_s": options.pop("timeout_s", 20.0)}
     ids = enqueue(store, list(tasks), **rollout)
-    with running(store, Job(target=f"agents:{target}", reward=reward), folder, **options):
+    job = Job(target=f"agents:{target}", reward=reward, isolate=options.pop("isolate", False))
+    with running(store, job, folder, **options):
         return results(store, ids)
 
 
@@ -291,6 +320,118 @@ def test_end_of_an_isolated_worker_is_told_as_it_was_and_takes_all_of_it(
     assert named in (attempts[-1].error or "")
     if how == "end the parent":
         until(lambda: has_ended(int((folder / "pid").read_text())))
+
+
+@pytest.mark.parametrize("target", ["alarms", "async_alarms"])
+def test_isolated_functions_have_the_main_thread_of_a_process_for_each_attempt(
+    store: Store, folder: Path, target: str
+) -> None:
+    (pids := folder / "pids").mkdir()
+    tasks = [{"folder": str(pids)}] * 3
+    attempts = run(store, folder, target, *tasks, reward="agents:wrapped_alarms", isolate=True)
+    assert [[a.status for a in each] for each in attempts] == [["succeeded"]] * 3
+    assert {reward.value for reward in store.rewards()} == {1.0}
+    assert len(list(pids.iterdir())) == 3
+
+
+def test_isolated_async_agent_is_cancelled_when_its_time_is_up(store: Store, folder: Path) -> None:
+    task = {"folder": str(folder)}
+    [[attempt]] = run(store, folder, "sleeps_and_says_so", task, isolate=True, timeout_s=2.0, grace_s=30.0)
+    assert attempt.status == "timeout"
+    assert (folder / "cancelled").exists()
+
+
+def test_signal_outside_the_main_thread_is_told_with_the_option_that_helps(store: Store, folder: Path) -> None:
+    task = {"folder": str(folder), "x": 0.5}
+    first = run(store, folder, "alarms", task)
+    second = run(store, folder, "sync_run", task, reward="agents:wrapped_alarms")
+    other = run(store, folder, "other_value_error", task)
+    told = [(attempt.error or "").splitlines()[-1] for [[attempt]] in (first, second, other)]
+    assert ["--isolate" in line for line in told] == [True, True, False]
+    assert told[1].startswith("RuntimeError: not in threads")
+
+
+FORKS = """
+import multiprocessing, os, time
+from pathlib import Path
+
+here = Path(__file__).parent
+os.register_at_fork(before=(here / "forking").touch)  # the last to be registered is the first to be called
+
+def child(queue):
+    import slow
+    queue.put(slow.X)
+
+def run(task):
+    if task["how"] == "import":
+        import slow
+        return slow.X
+    while not (here / "importing").exists():
+        time.sleep(0.01)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    context.Process(target=child, args=(queue,), daemon=True).start()
+    return queue.get()
+"""
+SLOW = """
+import time
+from pathlib import Path
+
+here = Path(__file__).parent
+(here / "importing").touch()
+while not (here / "forking").exists():
+    time.sleep(0.01)
+time.sleep(0.1)  # as long as a fork that does not wait takes
+X = 1.0
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="programs fork on Linux alone")
+def test_forked_child_does_not_wait_for_what_another_attempt_imports(store: Store, folder: Path) -> None:
+    (folder / "forks.py").write_text(FORKS)
+    (folder / "slow.py").write_text(SLOW)
+    ids = enqueue(store, [{"how": "import"}, {"how": "fork"}], timeout_s=30.0, max_attempts=1)
+    with running(store, Job(target="forks:run"), folder):
+        attempts = results(store, ids)
+    assert [[a.status for a in each] for each in attempts] == [["succeeded"]] * 2
+
+
+NEVER_ENDS = """
+import os, sys, threading
+from pathlib import Path
+from lightning_trainer.runner.worker import forks
+
+forks._WAIT_S = 0.0
+forks.keep_imports_whole()
+package = Path(sys.argv[1], "package")
+package.mkdir()
+(package / "part.py").touch()
+(package / "__init__.py").write_text(
+    "import threading, package.part; event = getattr(threading, 'begun', None); event and event(); X = 1"
+)
+sys.path.insert(0, sys.argv[1])
+inside, goes_on = threading.Event(), threading.Event()
+threading.begun = lambda: (inside.set(), goes_on.wait())
+importing = threading.Thread(target=lambda: __import__("package"))
+importing.start()
+inside.wait()
+pid = os.fork()
+if not pid:
+    threading.begun = None
+    import package.part
+    os._exit(0 if package.X == 1 and package.part else 1)
+_, status = os.waitpid(pid, 0)
+goes_on.set()
+importing.join()
+import package
+assert package.X == 1
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="programs fork on Linux alone")
+def test_forked_child_imports_anew_what_another_thread_never_ends_to_import(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", NEVER_ENDS, str(tmp_path)], check=True, timeout=60)
 
 
 def has_ended(pid: int) -> bool:

@@ -259,6 +259,9 @@ class TrainFields(BaseModel):
     rollouts to runners on other machines."""
     concurrency: int = Field(default=16, ge=1)
     """Concurrent rollouts per worker."""
+    isolate: bool = False
+    """Run each attempt in its own process, which is ended together with every process that it started. Its run and
+    score functions get the main thread, which signals need. One attempt at once per worker."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Time limit of an attempt, in seconds."""
     max_attempts: int = Field(default=2, ge=1)
@@ -358,4 +361,4 @@ class TrainFields(BaseModel):
 
     def worker_count(self) -> int:
         """Worker processes to start: as asked, else one a core, and no more than a batch fills."""
-        return worker_count(self.workers, self.batch_size * self.group_size, self.concurrency)
+        return worker_count(self.workers, self.batch_size * self.group_size, 1 if self.isolate else self.concurrency)

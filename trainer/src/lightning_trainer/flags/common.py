@@ -83,6 +83,13 @@ columns_option = click.option(
     callback=_names,
     help="Columns of the tasks to read. Default: all, so each must be of a type that JSON can hold.",
 )
+isolate_option = click.option(
+    "--isolate",
+    is_flag=True,
+    default=None,
+    help="Run each attempt in its own process, which is ended together with every process that it started. Its run and"
+    " score functions get the main thread, which signals need. One attempt at once per worker.",
+)
 _WORK: Final = (
     click.option(
         "--workdir",

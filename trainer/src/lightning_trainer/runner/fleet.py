@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
@@ -47,7 +48,8 @@ class Fleet:
         concurrency: attempts at once in each.
         on_end: told once of each attempt placed, unless it was forgotten by `cancel`.
         grace_s: seconds that a cancelled attempt gets to end.
-        isolate: replace a worker after each attempt, so that nothing of one is left for the next.
+        isolate: replace a worker after each attempt, so that nothing of one is left for the next. The next one is
+            started while the attempt runs, so that nobody waits for its imports.
         wait_for_all: whether `start` waits for all workers, or for the first: on a cluster, room may come later.
     """
 
@@ -104,8 +106,12 @@ class Fleet:
             return 0
         rooms = [(place.room(self._concurrency), place.running) for place in self._places]
         if self._suspects:
-            return sum(room > 0 and not running for room, running in rooms)
-        return sum(room for room, _ in rooms)
+            return min(sum(room > 0 and not running for room, running in rooms), self._left())
+        return min(sum(room for room, _ in rooms), self._left())
+
+    def _left(self) -> int:
+        """Return how many workers may begin to work: isolated, one that waits does not come to those that work."""
+        return self._size - sum(bool(place.running) for place in self._places) if self._isolate else sys.maxsize
 
     def held(self) -> list[AttemptRecord]:
         """Attempts placed and not ended."""
@@ -121,7 +127,7 @@ class Fleet:
             alone = self._waiting[0].disturbed > 0
             open_places = [place for place in self._places if place.room(self._concurrency)]
             place = min(open_places, key=lambda place: len(place.running), default=None)
-            if place is None or (alone and place.running):
+            if place is None or (alone and place.running) or self._left() <= 0:
                 return
             self._run(place, self._waiting.popleft(), alone=alone)
 
@@ -238,6 +244,8 @@ class Fleet:
                 "context": attempt_to_json(context),
             }
         )
+        if self._isolate:
+            self._drain(place)
         loop = asyncio.get_running_loop()
         if limit_s is not None:
             running.timers.append(loop.call_later(limit_s, self._time_is_up, place, running))
@@ -282,8 +290,6 @@ class Fleet:
     def _end(self, place: WorkerPlace, running: RunningAttempt, ended: Ended) -> None:
         del place.running[running.number]
         self._tell(running, ended)
-        if self._isolate and not self._stopping:
-            self._drain(place)
         self._advance(place)
 
     def _tell(self, running: RunningAttempt, ended: Ended) -> None:

@@ -67,7 +67,6 @@ class WorkerProcess:
         number: int = 0,
         limits: WorkerLimits = NO_LIMITS,
         environment: Mapping[str, str] | None = None,
-        isolate: bool = False,
         users: OwnUsers | None = None,
     ) -> WorkerProcess:
         """Start a process and wait until it has imported the agent.
@@ -79,7 +78,6 @@ class WorkerProcess:
             number: of the worker, which says which cores it gets where they are limited.
             limits: what it may use.
             environment: what the agent gets; None: ours without our keys.
-            isolate: nothing of it may be open to other processes of its user (Linux).
             users: gives it a user of its own; None: it runs as ours.
 
         Raises:
@@ -91,7 +89,7 @@ class WorkerProcess:
         kept = _environment(log, without_keys(os.environ) if environment is None else environment, mark)
         async with contextlib.AsyncExitStack() as undo:
             own: dict[str, Any] = {}
-            how = "isolated" if isolate else "shared"
+            how = "isolated" if job.isolate else "shared"
             if users is not None:
                 user = await users.take()
                 undo.push_async_callback(users.give_back, user)

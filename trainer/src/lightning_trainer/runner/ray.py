@@ -10,6 +10,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from lightning_spans.record.stalls import waiting
 from lightning_trainer.runner.environment import without_keys
 from lightning_trainer.runner.protocol import Message
 from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.worker.execution import in_loop_or_thread
 from lightning_trainer.runner.worker.limits import NO_LIMITS, WorkerLimits
 from lightning_trainer.runner.worker.program import WorkerProgram as Running
 from lightning_trainer.runner.worker.program import load_job
@@ -100,7 +102,7 @@ class Actor:
         try:
             _enter(settings["folder"])
             WorkerLimits(**settings["limits"]).apply(settings["n"])
-            agent, score = load_job(self._job, self._threads)
+            agent, score = load_job(self._job, partial(in_loop_or_thread, threads=self._threads))
         except LightningError as error:
             self._refused = error
             return

@@ -55,8 +55,8 @@ class Runner:
         grace_s: seconds that an attempt gets to end once its time is up.
         limits: what each worker process may use.
         environment: what the agents get; None: ours without our keys.
-        isolate: a worker process for each attempt, ended with all it started.
-        users: user ids, of which each attempt's process gets one of its own; None: all run as ours. With `isolate`.
+        users: user ids, of which each attempt's process gets one of its own; None: all run as ours. The job is then
+            isolated.
         start: starts a worker elsewhere than in a process of this machine.
 
     Raises:
@@ -74,7 +74,6 @@ class Runner:
         grace_s: float = 5.0,
         limits: WorkerLimits = NO_LIMITS,
         environment: Mapping[str, str] | None = None,
-        isolate: bool = False,
         users: range | None = None,
         start: Start | None = None,
     ) -> None:
@@ -94,16 +93,15 @@ class Runner:
                 number=number,
                 limits=limits,
                 environment=environment,
-                isolate=isolate,
                 users=own,
             )
 
         self._fleet = Fleet(
             start or process,
             workers=workers,
-            concurrency=1 if isolate else concurrency,
+            concurrency=1 if job.isolate else concurrency,
             on_end=self._ended,
-            isolate=isolate,
+            isolate=job.isolate,
             grace_s=grace_s,
             wait_for_all=start is None,
         )

@@ -30,6 +30,8 @@ class ProgramOptions(Protocol):
     def reward(self) -> str | None: ...  # noqa: D102
     @property
     def work(self) -> Work: ...  # noqa: D102
+    @property
+    def isolate(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class Job:
             returns is no reward, for a judge gives it later.
         needs_reward: whether an attempt without a reward is an error.
         work: of a command: where it works, and the command that gives its reward.
+        isolate: whether each attempt gets a process of its own, and in it the functions get the main thread.
     """
 
     target: str | None = None
@@ -50,6 +53,7 @@ class Job:
     reward: str | None = None
     needs_reward: bool = True
     work: Work = field(default_factory=Work)
+    isolate: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.work, dict):  # as it comes to a worker
@@ -61,7 +65,7 @@ class Job:
         """Return what a configuration runs."""
         return cls(
             target=options.target, command=options.command, reward=options.reward, needs_reward=needs_reward,
-            work=options.work,
+            work=options.work, isolate=options.isolate,
         )  # fmt: skip
 
     @property

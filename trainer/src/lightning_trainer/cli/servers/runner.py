@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.flags.common import print_json, read_key, take_work, work_options
+from lightning_trainer.flags.common import isolate_option, print_json, read_key, take_work, work_options
 
 if TYPE_CHECKING:
     from lightning_spans.store.http import HttpStore
@@ -55,11 +55,7 @@ if TYPE_CHECKING:
     help="Environment variables to pass to the agent in addition to the usual ones (PATH, HOME,"
     " ...); globs such as MYAPP_* work. May be repeated.",
 )
-@click.option(
-    "--isolate",
-    is_flag=True,
-    help="Run each attempt in its own process, which is ended together with every process that it started.",
-)
+@isolate_option
 @click.option(
     "--isolate-users",
     "users",
@@ -96,7 +92,7 @@ def command(
     drain_s: float,
     lease_s: float,
     passed: tuple[str, ...],
-    isolate: bool,
+    isolate: bool | None,
     users: str | None,
     on_ray: bool,
     ray_address: str | None,
@@ -129,7 +125,8 @@ def command(
         key_file = Path(path)
     key = _checked_key(url, key_file, handed.get("key"))
     limits = WorkerLimits(memory_bytes=parse_bytes(worker_memory) if worker_memory else None, cores=worker_cores)
-    job = Job(target=target, command=program, reward=reward, work=take_work(flags))
+    isolated = bool(isolate) or users is not None
+    job = Job(target=target, command=program, reward=reward, work=take_work(flags), isolate=isolated)
     start = None
     if users is not None and key_file is not None:
         check_key_file(key_file)
@@ -151,7 +148,6 @@ def command(
         lease_s=lease_s,
         limits=limits,
         environment=allowed(os.environ, names),
-        isolate=isolate or users is not None,
         users=None if users is None else parse_users(users),
         start=start,
     )

@@ -15,6 +15,7 @@ from lightning_trainer.cli.training.trial import Trial, run_trial, tell_errors
 from lightning_trainer.flags.common import (
     columns_option,
     given,
+    isolate_option,
     key_file_option,
     name_by_option,
     reading,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 @click.option("--tasks", "count", default=4, show_default=True, type=click.IntRange(1), help="Run the first N tasks.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
 @click.option("--reward", help="Reward function module:function, called as score(task, result).")
+@isolate_option
 @work_options
 @name_by_option
 @click.option("--agents", "names", metavar="NAME,...", help="Agents that you intend to train.")
@@ -90,6 +92,7 @@ def command(
     count: int,
     program: str | None,
     reward: str | None,
+    isolate: bool | None,
     names: str | None,
     model: str | None,
     max_tokens: int | None,
@@ -140,7 +143,14 @@ def command(
             raise LightningError("give the tasks to run: --data FILE.")
         subject = _subject(model, endpoint)
         trial = Trial(
-            job=Job(target=target, command=program, reward=reward, needs_reward=False, work=take_work(flags)),
+            job=Job(
+                target=target,
+                command=program,
+                reward=reward,
+                needs_reward=False,
+                work=take_work(flags),
+                isolate=bool(isolate),
+            ),
             tasks=load_tasks(data, columns or ())[:count],
             timeout_s=timeout_s,
             subject=subject,
@@ -154,7 +164,14 @@ def command(
         )
         traces, reward_error = run_trial(trial, store)
     else:
-        own = {"model": model, "endpoint": endpoint, "reward": reward, "max_tokens": max_tokens, "name_by": name_by}
+        own = {
+            "model": model,
+            "endpoint": endpoint,
+            "reward": reward,
+            "isolate": isolate,
+            "max_tokens": max_tokens,
+            "name_by": name_by,
+        }
         drawn = {"temperature": temperature, "sampling": sampling}
         _refuse_program_options({**asked, **own, **drawn, **flags})
         traces, reward_error = _kept(store, key_file), None

@@ -204,6 +204,7 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
         max_attempts=train.max_attempts,
         workers=train.workers,
         concurrency=train.concurrency,
+        isolate=train.isolate,
         out=place,
         load=config.load,
         name_by=train.name_by,

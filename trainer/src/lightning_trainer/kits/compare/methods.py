@@ -121,7 +121,7 @@ def _shared(train: TrainConfig) -> dict[str, Any]:
     """Return the options that rounds take from a run: who runs, what is trained, how it samples."""
     same = (
         "target", "command", "reward", "judge", "agents", "policies", "model", "backend_options", "chat_template",
-        "system_messages", "dtype", "device", "seed", "workers", "concurrency", "timeout_s", "max_attempts",
+        "system_messages", "dtype", "device", "seed", "workers", "concurrency", "isolate", "timeout_s", "max_attempts",
         "temperature", "name_by", "failed", "timeouts", *(each.name for each in fields(Work)),
     )  # fmt: skip
     lora = ("lora_rank", "lora_alpha") if train.lora_rank else ()
@@ -173,6 +173,7 @@ def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress
                 work=train.work,
                 seed=train.seed,
                 concurrency=train.concurrency,
+                isolate=train.isolate,
                 timeout_s=train.timeout_s,
                 max_attempts=train.max_attempts,
                 workers=train.workers,

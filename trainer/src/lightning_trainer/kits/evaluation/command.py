@@ -13,6 +13,7 @@ from lightning_spans.errors import AgentFailedError, ConfigError
 from lightning_trainer.flags.common import (
     columns_option,
     given,
+    isolate_option,
     name_by_option,
     print_json,
     read_key,
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
 )
 @click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
 @click.option("--concurrency", type=click.IntRange(1), help="Concurrent rollouts per worker. [default: 16]")
+@isolate_option
 @click.option(
     "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
 )

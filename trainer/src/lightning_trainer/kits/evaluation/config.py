@@ -42,6 +42,7 @@ class EvalConfig:
         max_attempts: tries of what failed by no fault of the model's.
         workers: worker processes; None: one a core, and no more than there is work for.
         concurrency: attempts at once in each.
+        isolate: whether each attempt gets a process of its own, and in it the functions get the main thread.
         out: folder; None: evals/DATE.
         store: URL; None: SQLite in the folder.
         load: further options of the backend that loads weights.
@@ -71,6 +72,7 @@ class EvalConfig:
     max_attempts: int = 2
     workers: int | None = None
     concurrency: int = 16
+    isolate: bool = False
     out: Path | None = None
     store: str | None = None
     load: dict[str, Any] = field(default_factory=dict)

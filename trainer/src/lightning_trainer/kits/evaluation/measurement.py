@@ -102,7 +102,7 @@ class Measurement:
             self.store,
             open_answers(self.subject, **config.load),
             replace(sampling_of(config), prompts=carried),
-            workers=worker_count(config.workers, len(missing), config.concurrency),
+            workers=worker_count(config.workers, len(missing), 1 if config.isolate else config.concurrency),
             concurrency=config.concurrency,
             progress=self.progress,
             logs=logs,

@@ -13,6 +13,7 @@ from lightning_spans.schema.agents import is_glob
 from lightning_trainer.flags.common import (
     columns_option,
     given,
+    isolate_option,
     name_by_option,
     print_json,
     read_key,
@@ -68,6 +69,7 @@ from lightning_trainer.report.terminal import decimal, printable
 @click.option(
     "--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt, in seconds. [default: 300]"
 )
+@isolate_option
 @name_by_option
 @work_options
 @click.option("--resume", is_flag=True, help="Resume the search that writes to --out; give the same options.")

@@ -72,6 +72,7 @@ class PromptsConfig:
         name_by: rules that name the agents of calls; see `naming`.
         columns: of the tasks to read; empty: all.
         work: of a command: where it works, and what gives its reward.
+        isolate: whether each attempt gets a process of its own.
     """
 
     data: Path
@@ -100,6 +101,7 @@ class PromptsConfig:
     name_by: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     work: Work = field(default_factory=Work)
+    isolate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

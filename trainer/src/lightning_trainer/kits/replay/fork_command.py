@@ -12,6 +12,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.common import (
+    isolate_option,
     name_by_option,
     print_json,
     read_key,
@@ -94,6 +95,7 @@ _SHORT = 80  # characters of an answer that a line shows
     type=click.IntRange(2),
     help="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
 )
+@isolate_option
 @store_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -133,6 +135,7 @@ def command(
         agents=names(agents) or None if agents is not None else None,
         name_by=flags.pop("name_by"),
         subject=subject,
+        isolate=bool(flags.pop("isolate")),
         load={name: value for name, value in load.items() if value is not None},
         **sampling,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.flags.common import name_by_option, print_json, screen, store_option
+from lightning_trainer.flags.common import isolate_option, name_by_option, print_json, screen, store_option
 from lightning_trainer.kits.replay.fork_command import names, subject_of
 from lightning_trainer.report.terminal import decimal, printable
 
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Sampling seed.")
 @click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt, in seconds.")
 @click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
+@isolate_option
 @store_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -70,6 +71,7 @@ def command(
     run_tools: str,
     rollouts: tuple[str, ...],
     file: Path | None,
+    isolate: bool | None,
     stop: bool,
     success: float | None,
     fail_under: float | None,
@@ -100,6 +102,7 @@ def command(
             agents=names(agents) or None if agents is not None else None,
             name_by=name_by,
             subject=subject_of(model, endpoint, key),
+            isolate=bool(isolate),
             **sampling,
         ),
         run_tools=names(run_tools),

@@ -55,6 +55,7 @@ class Program:
         load: further options of the backend that loads weights.
         name_by: rules that name the agents of calls; see `naming`.
         work: of a command: where it works, and what gives its reward.
+        isolate: whether each attempt gets a process of its own; that of a run does if the run's did.
     """
 
     target: str | None = None
@@ -72,6 +73,7 @@ class Program:
     load: dict[str, Any] = field(default_factory=dict)
     name_by: tuple[str, ...] = ()
     work: Work = field(default_factory=Work)
+    isolate: bool = False
 
     def sampling_of(self, agents: Sequence[str]) -> SamplingOptions:
         """Return how calls are sampled that are not in the record.
@@ -109,6 +111,7 @@ def from_run(program: Program, store: str) -> Program:
         if program.command is not None and program.work == Work():
             program = replace(program, work=_work(values, program.reward))
         program = replace(program, name_by=program.name_by or tuple(values.get("name_by") or ()))
+        program = replace(program, isolate=program.isolate or bool(values.get("isolate")))
         if program.agents is None and values.get("agents"):
             program = replace(program, agents=tuple(values["agents"]))
         if program.subject is None and (run / "checkpoint").exists():
@@ -204,7 +207,7 @@ def open_replays(
         ConfigError: a run is at work on the store.
     """
     _refuse_busy(store)
-    workers = worker_count(program.workers, work, program.concurrency)
+    workers = worker_count(program.workers, work, 1 if program.isolate else program.concurrency)
     with ExitStack() as stack:
         job = Job.of(program, needs_reward=needs_reward)
         runner = stack.enter_context(

@@ -189,6 +189,8 @@ class RoundsConfig(SftConfig):
     """Worker processes. Default: one per core (rounds)."""
     concurrency: int = Field(default=16, ge=1)
     """Concurrent rollouts per worker (rounds)."""
+    isolate: bool = False
+    """Run each attempt in its own process, as in train (rounds)."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Time limit of one attempt, in seconds (rounds)."""
     max_attempts: int = Field(default=2, ge=1)

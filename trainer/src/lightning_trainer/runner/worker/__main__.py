@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from lightning_spans.errors import LightningError
 from lightning_spans.record import stalls as watch
@@ -18,9 +19,10 @@ from lightning_spans.record.attach import attached
 from lightning_trainer.runner.protocol import encode, receive, receive_blocking
 from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.undumpable import gain_nothing, in_fresh_memory, keep_to_ourselves
-from lightning_trainer.runner.worker.execution import Agent, Score
+from lightning_trainer.runner.worker.execution import Agent, Score, in_loop_or_thread
 from lightning_trainer.runner.worker.limits import WorkerLimits
-from lightning_trainer.runner.worker.program import WorkerProgram, load_job
+from lightning_trainer.runner.worker.main_thread import MainThread
+from lightning_trainer.runner.worker.program import Awaited, WorkerProgram, load_job
 from lightning_trainer.runner.worker.watchdog import LoopWatch, leaked_threads
 
 
@@ -55,7 +57,6 @@ def main(fd: int, pipe: int, how: str) -> None:
     os.set_inheritable(pipe, False)  # noqa: FBT003 - the system call's only form
     settings = receive_blocking(sock)
     job = Job(**settings["job"])
-    threads = ThreadPoolExecutor(settings["concurrency"], thread_name_prefix="attempt")
     try:
         if how == "isolated":
             in_fresh_memory()
@@ -64,13 +65,23 @@ def main(fd: int, pipe: int, how: str) -> None:
         watch.configure(os.environ.get("LIGHTNING_BOUNDS"))
         WorkerLimits(**settings["limits"]).apply(settings["n"])
         # Before there is an event loop, for modules that run one of their own while they are imported.
-        agent, score = load_job(job, threads)
+        main_thread = MainThread() if job.isolate else None
+        agent, score = load_job(
+            job, _in_threads(settings["concurrency"]) if main_thread is None else main_thread.awaitable
+        )
     except LightningError as error:
         sock.sendall(encode({"type": "refused", "kind": type(error).__name__, "message": str(error)}))
         return
-    busy = asyncio.run(_serve(sock, pipe, agent, score, job))
-    if busy:
+    worker = partial(_serve, sock, pipe, agent, score, job)
+    if main_thread is not None:
+        main_thread.serve(worker)
+    elif asyncio.run(worker()):
         os._exit(1)  # a thread of the agent's never ended, and Python would wait for it
+
+
+def _in_threads(concurrency: int) -> Awaited:
+    threads = ThreadPoolExecutor(concurrency, thread_name_prefix="attempt")
+    return partial(in_loop_or_thread, threads=threads)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from lightning_trainer.runner.worker.command import CommandKilledError
 LATER = object()  # what a score gives where the reward comes once the attempt has ended, as a judge's does
 ERROR_LIMIT = 20_000  # characters kept of a traceback: its end, where the error is
 
+_THREAD = "signal only works in main thread"  # how Python's own error begins
+_ADVICE = " Signals work only in the main thread of a process: --isolate gives it to run and score."
 SCORE_AGAIN_S = (0.5, 1.0, 2.0)  # pauses before a scorer that failed gets the same answer again
 
 Agent = Callable[[dict[str, Any], Attempt], Awaitable[Any]]
@@ -138,7 +140,22 @@ def describe(error: BaseException) -> str:
     told = traceback.TracebackException(type(error), error, frames)
     notes, told.__notes__ = getattr(told, "__notes__", None) or (), None
     text = "\n".join([*map(str, notes), "".join(told.format()).rstrip()])
+    if any(isinstance(each, ValueError) and str(each).startswith(_THREAD) for each in _chain(error)):
+        text += _ADVICE
     return text if len(text) <= ERROR_LIMIT else f"...{text[-ERROR_LIMIT:]}"
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and all that led to it."""
+    chain: dict[int, BaseException] = {}
+    left = [error]
+    while left:
+        each = left.pop()
+        if id(each) not in chain:
+            chain[id(each)] = each
+            parts = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+            left += [one for one in (each.__cause__, each.__context__, *parts) if one is not None]
+    return list(chain.values())
 
 
 def plain(text: str) -> str:
@@ -152,13 +169,28 @@ def in_loop_or_thread(function: Callable[..., Any], threads: Executor) -> Callab
         return function
 
     async def call(*args: Any) -> Any:
-        result = await _in_thread(function, args, threads)
+        result = await in_thread(function, args, threads)
         return await result if inspect.isawaitable(result) else result
 
     return call
 
 
-async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], threads: Executor) -> Any:
+async def in_thread(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    threads: Executor,
+    *,
+    on_cancel: Callable[[], None] = lambda: None,
+) -> Any:
+    """Call a function in a thread, with a copied context.
+
+    Args:
+        function: the user's.
+        args: of the function.
+        threads: where it runs.
+        on_cancel: called when this is cancelled, to end what can be ended there.
+    """
+
     def guarded() -> tuple[Any, BaseException | None]:
         # A future can't carry StopIteration, and SystemExit would stop the event loop.
         try:
@@ -172,6 +204,7 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], thread
     except asyncio.CancelledError:
         # A thread can't be stopped. The attempt has ended when its thread has, and not before: the runner waits a
         # little, then ends the whole process.
+        on_cancel()
         if not future.done():
             await asyncio.wait([asyncio.wrap_future(future)])
         raise

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
@@ -25,15 +24,16 @@ from lightning_trainer.runner.worker.execution import (
     Score,
     describe,
     execute,
-    in_loop_or_thread,
     plain,
 )
+from lightning_trainer.runner.worker.forks import keep_imports_whole
 from lightning_trainer.runner.worker.subprocesses import Subprocesses
 from lightning_trainer.runner.worker.watchdog import leaked_threads
 
 FLUSH_S = 30.0
 STOP_S = 5.0
 
+Awaited = Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]]
 _NUMBER: ContextVar[int | None] = ContextVar("lightning-attempt-number", default=None)
 
 
@@ -58,6 +58,7 @@ class WorkerProgram:
         self._subprocesses = Subprocesses(_NUMBER.get)
         self._subprocesses.watch()
         carry_attempts()
+        keep_imports_whole()
 
     def take(self, message: Message) -> None:
         """Take a message of the runner's: begin an attempt, or cancel one."""
@@ -142,8 +143,12 @@ async def _flush() -> bool:
     return await asyncio.to_thread(deliver_left if recorder is None else recorder.tracer.flush, FLUSH_S)
 
 
-def load_job(job: Job, threads: ThreadPoolExecutor) -> tuple[Agent, Score | None]:
+def load_job(job: Job, awaitable: Awaited) -> tuple[Agent, Score | None]:
     """Import the agent and its reward function.
+
+    Args:
+        job: the agent.
+        awaitable: makes the user's functions awaitable on the worker's loop.
 
     Raises:
         LightningError: one of them can't be imported or called.
@@ -152,10 +157,10 @@ def load_job(job: Job, threads: ThreadPoolExecutor) -> tuple[Agent, Score | None
     if job.judged:
         score = _left_to_the_judge
     elif job.reward is not None:
-        score = in_loop_or_thread(load_function(job.reward, option="reward", parameters=("task", "result")), threads)
+        score = awaitable(load_function(job.reward, option="reward", parameters=("task", "result")))
     if job.command is not None:
         return command_agent(job), score
-    run = in_loop_or_thread(load_function(job.target or "", option="target", parameters=("task",)), threads)
+    run = awaitable(load_function(job.target or "", option="target", parameters=("task",)))
 
     async def agent(task: dict[str, Any], _: object) -> Any:
         return await run(task)

@@ -58,7 +58,9 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         runner = stack.enter_context(
             open_runner(
                 Job.of(config),
-                workers=worker_count(config.workers, len(tasks) * config.samples, config.concurrency),
+                workers=worker_count(
+                    config.workers, len(tasks) * config.samples, 1 if config.isolate else config.concurrency
+                ),
                 concurrency=config.concurrency,
                 progress=progress,
                 logs=folder / "logs",
