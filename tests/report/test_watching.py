@@ -110,6 +110,9 @@ def test_every_number_that_is_listed_comes(told: set[str]) -> None:
     numbers |= {"billed_prompt", "billed_sampled", "billed_trained", "billed_unmerged"}  # of a Tinker server
     numbers |= {"cost", "cost_unmerged", "cost_total"}  # likewise, if prices are known
     numbers |= {"gpu_memory_bytes"}  # of a GPU
+    numbers |= {"prompts", "new_prompts/writer"}  # of two validations
+    numbers |= {f"from_best{end}{agent}" for end in ("", "_low", "_high") for agent in ("", "/writer")}  # likewise
+    numbers |= {"kl_base/writer", "entropy/writer"}  # of adapters, and of several agents
     numbers |= {"gradient_share/writer", "token_share/writer", "policy_of"}  # of several agents
     numbers |= {"engine_gap/writer/256", "importance_masked", "importance_capped"}  # of an engine with older weights
     assert {name for name in documented() if not any(covers(name, number) for number in numbers)} == set()

@@ -136,3 +136,50 @@ def test_equal_weights_let_the_agent_learn_that_the_talker_had_captured(tiny_mod
     freed, larger = learned_by_writer(tiny_model, "equal")
     assert captured < 0 < freed
     assert small < 0.2 < larger
+
+
+@pytest.mark.parametrize("options", [{"adapters": ("writer", "talker"), "lora_rank": 2}, {}])
+def test_a_policy_returns_bit_for_bit_and_the_others_stay(tiny_model: Path, tmp_path: Path, options: dict) -> None:
+    backend = make_backend(tiny_model, learning_rate=1e-2, **options)
+    several = bool(options)
+    rows = [replace(row, policy=row.agent) if several else row for row in team()]
+    name = "writer" if several else backend.engine.model
+    backend.update(rows)
+    backend.save_policy(name, tmp_path)
+    best = {key: value.clone() for key, value in backend._trained(name if several else None).masters.items()}
+    backend.update(rows)
+    other = (
+        backend._trained("talker").weights()["master." + next(iter(backend._trained("talker").masters))].clone()
+        if (several)
+        else None
+    )
+    version = {engine.model: engine.version for engine in backend.engines}[name]
+    backend.restore_policy(name, tmp_path)
+    now = backend._trained(name if several else None)
+    assert all(best[key].equal(value) for key, value in now.masters.items())
+    assert all(best[key].equal(value) for key, value in now.working.items())
+    assert all(not state["exp_avg"].any() and state["step"] == 2 for state in now.optimiser.state.values())
+    assert {engine.model: engine.version for engine in backend.engines}[name] == version + 1
+    if other is not None:
+        assert other.equal(next(iter(backend._trained("talker").masters.values())))
+    backend.slow_policy(name, 0.1)
+    backend.update(rows)
+    assert now.optimiser.param_groups[0]["lr"] == pytest.approx(1e-3)
+    backend.close()
+
+
+def test_the_divergence_from_the_base_is_measured_of_adapters(tiny_model: Path) -> None:
+    backend = make_backend(tiny_model, learning_rate=1e-2, lora_rank=2)
+    rows, name = team(), backend.engine.model
+
+    def sampled() -> list[Row]:
+        return [
+            replace(row, logprobs=_recorded(row, own)) for row, own in zip(rows, backend.logprobs(rows), strict=True)
+        ]
+
+    first = backend.update(sampled())[f"kl_base/{name}"]
+    for _ in range(3):
+        last = backend.update(sampled())[f"kl_base/{name}"]
+    backend.close()
+    assert first == pytest.approx(0.0, abs=1e-5)
+    assert last > 0.01

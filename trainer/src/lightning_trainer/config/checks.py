@@ -50,6 +50,11 @@ def cross_check(config: TrainFields) -> None:
             bool(config.teacher_options) and config.teacher != SELF
         ),
         **_of_forks(config),
+        "rollback_on_cliff compares validations. Set val_every, and name held-out tasks with val.": (
+            config.rollback_on_cliff and None in (config.val, config.val_every)
+        ),
+        "rollback_on_cliff compares validations, and a judge scores each by itself. Use a reward function, or leave it"
+        " out.": config.rollback_on_cliff and (config.reward == "judge" or bool(config.judge)),
         "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,
     }
     refuse(problems)

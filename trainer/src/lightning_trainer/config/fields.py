@@ -304,6 +304,9 @@ class TrainFields(BaseModel):
     """Also validate every N steps, in addition to before and after training."""
     val_samples: int = Field(default=1, ge=1)
     """Rollouts per held-out task, sampled as in training."""
+    rollback_on_cliff: bool = False
+    """If a policy's held-out reward falls significantly below its best, return the policy to its best weights and
+    continue at a tenth of its learning rate (torch)."""
     save_every: int = Field(default=10, ge=1)
     """Steps between checkpoints. A checkpoint is also saved at the end, and after 15 minutes without one (torch)."""
     keep: int = Field(default=2, ge=1)

@@ -97,6 +97,10 @@ class MetricLog:
         self._board.flush()
         return fresh
 
+    def add_event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
+        """Keep something that happened between two steps, as a line of its own kind."""
+        self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **facts})
+
     def raised(self) -> list[Alarm]:
         """Return every alarm of the run, also those that no longer stand."""
         return [
@@ -218,7 +222,7 @@ def best_step(validations: Iterable[Line]) -> int | None:
 
 def _stays(line: Line, from_step: int) -> bool:
     """Whether a line was written before the checkpoint that a run goes on from; the validation before a step was."""
-    return bool(line["step"] < from_step or (line["kind"] == "val" and line["step"] == from_step))
+    return bool(line["step"] < from_step or (line["kind"] in {"val", "rollback"} and line["step"] == from_step))
 
 
 def _picture(curves: Mapping[str, Iterable[tuple[int, float]]]) -> bytes:

@@ -28,7 +28,8 @@ from lightning_trainer.report.speed.waits import (
     time_rollouts,
 )
 from lightning_trainer.report.step_notes import all_flat, how_they_count, no_rows, score_line
-from lightning_trainer.report.teams.shares import policies_of, token_shares
+from lightning_trainer.report.teams import cliffs
+from lightning_trainer.report.teams.shares import agent_entropies, policies_of, token_shares
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.attempts import Traces
@@ -38,6 +39,7 @@ from lightning_trainer.rl.resampling import other_tasks, with_contrast
 from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import BY_TASK, Score, by_source, given_to, reward_of_failures, score
+from lightning_trainer.run.cliffs import CliffGuard
 from lightning_trainer.run.collecting.batches import Collection
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.state import LONGEST_UNSAVED_S, State, mark_best, save, unmark_best
@@ -66,6 +68,7 @@ class Loop:
         self._callbacks = callbacks
         self._algorithm = algorithm_by_name(run.config.algorithm)
         self._collection = Collection(run, local)
+        self._guard = CliffGuard(run, learner, state)
         self.state = state
         self._saved = state.step if state.step else None
         self._saved_at = time.monotonic()
@@ -137,17 +140,27 @@ class Loop:
         outcomes = self._collection.held_out(step)
         self._hear()
         result = score(outcomes, config.failed, config.agents)
-        alike, frequent = of_answers(
-            self._collection.traces([a.attempt_id for o in outcomes for a in o.attempts]), config.agents
-        )
+        traces = self._collection.traces([a.attempt_id for o in outcomes for a in o.attempts])
+        alike, frequent = of_answers(traces, config.agents)
         # a judge compares the rollouts of one task and one time: two validations of its say nothing of each other
         by_task = {} if self._run.judge is not None else result.by_task
-        numbers = {**result.metrics(), **alike, "seconds": time.monotonic() - began}
-        self._log("val", step, numbers, {BY_TASK: by_task, MOST_FREQUENT: frequent})
+        earlier, prompts = self._run.log.validations(), cliffs.digest_prompts(traces, config.agents)
+        change = cliffs.from_best([*earlier, {"step": step, BY_TASK: by_task}])
+        numbers = {**result.metrics(), **alike, **cliffs.new_prompts(prompts, earlier), **change}
+        numbers["seconds"] = time.monotonic() - began
+        self._log("val", step, numbers, {BY_TASK: by_task, MOST_FREQUENT: frequent, cliffs.PROMPTS: prompts})
         self._run.progress.note(f"held out after {step} steps: {score_line(result)}")
         if step and best_step(self._run.log.validations()) == step:
             self._save()
             mark_best(self._run.folder, step)
+        self._return_fallen()
+
+    def _return_fallen(self) -> None:
+        """Keep the best weights of each policy; where one fell, save the run as it is after its return."""
+        before, self.state = self.state, self._guard.watch(self.state)
+        if before.slowed != self.state.slowed:
+            self._saved = None
+            self._save()
 
     def _step(self) -> None:
         config, step, began = self._run.config, self.state.step, time.monotonic()
@@ -305,7 +318,7 @@ class Loop:
             learned = self._learner.update(batch.rows)
         seen = {learned_tokens.row_name(row): tokens for row, tokens in self._learner.seen.items()}
         learned_tokens.write(self._run.folder, self.state.step, seen)
-        return {**learned, "update_seconds": time.monotonic() - began}
+        return {**agent_entropies(self._learner.seen), **learned, "update_seconds": time.monotonic() - began}
 
     def _advance(self, batch: Batch, result: Score) -> None:
         flat = not any(row.has_gradient for row in batch.rows)

@@ -152,6 +152,7 @@ def check(config: TrainConfig) -> None:
             "gpus, nodes and verl are options of backend = verl. Leave them out.": (
                 (config.gpus, config.nodes, dict(config.verl)) != (1, 1, {})
             ),
+            "rollback_on_cliff is of backend = torch. Leave it out.": (config.rollback_on_cliff),
             "staleness is not supported by backend = tinker. Leave it out, or use backend = torch or verl.": (
                 config.staleness != 0
             ),

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from lightning_trainer.backends.torch import checkpoint
 from lightning_trainer.backends.torch.generate.engine import TorchEngine, served_name
@@ -31,6 +32,8 @@ from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.rows import Row
 
 Read = TypeVar("Read")
+
+_READ: Final = 8  # rows of each policy whose divergence from the model without adapter is measured in an update
 
 
 class TorchLearner:
@@ -125,6 +128,7 @@ class TorchLearner:
             known = {each.model: each.version for each in self._trained_engines(self._engine)}
             parts = by_adapter(rows, self.options) if self.options.adapters else {next(iter(known)): list(rows)}
             checks = [self._check_of(policy, own) for policy, own in parts.items()]
+            departures = self._departures(parts)
             squares: dict[str, float] = {}
             found = {policy: self._step(self._adapter(policy), own, squares) for policy, own in parts.items()}
             began = time.perf_counter()
@@ -134,7 +138,14 @@ class TorchLearner:
         weights_s = time.perf_counter() - began
         metrics = combined(found) if self.options.adapters else next(iter(found.values()))
         gaps, shares = engine_gaps(parts, self._seen, known), gradient_shares(squares)
-        return without_older(metrics, parts, known) | gaps | shares | threads | self._speed(metrics, weights_s)
+        return (
+            without_older(metrics, parts, known)
+            | gaps
+            | shares
+            | departures
+            | threads
+            | self._speed(metrics, weights_s)
+        )
 
     def _speed(self, metrics: Mapping[str, float], weights_s: float) -> dict[str, float]:
         """Return seconds of sending weights, memory and, where it is known, utilisation of an update."""
@@ -142,6 +153,15 @@ class TorchLearner:
         used = flops_utilisation(self._model, tokens, metrics.get("seconds", 0.0), frozen=self.options.lora_rank > 0)
         speed = {"weights_seconds": weights_s, **peak_memory(self._model.shape.device)}
         return speed if used is None else {**speed, "mfu": used}
+
+    def _departures(self, parts: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+        """Return `kl_base/POLICY`, how far each adapter is from the model without it, from about eight of its rows."""
+        if not has_adapters(self._model):
+            return {}
+        plain = replace(self.options, kl_coef=1.0, kl_estimator="k3")
+        some = {policy: rows[:: max(1, len(rows) // _READ)] for policy, rows in parts.items() if rows}
+        read = {policy: penalties(rows, plain, reference(self._model, None)) for policy, rows in some.items()}
+        return {f"kl_base/{policy}": float(np.concatenate(its).mean()) for policy, its in read.items()}
 
     def _adapter(self, policy: str) -> str | None:
         return policy if self.options.adapters else None
@@ -229,6 +249,24 @@ class TorchLearner:
             version, versions = checkpoint.restore(folder, self._model, self._all(), self._engine, self._fingerprint)
             newest = versions if self.options.adapters else {self.engine.model: version}
             self._engine.publish(newest, self._write)
+
+    def save_policy(self, policy: str, folder: Path) -> None:
+        """Write the weights of one policy, as a model folder or an adapter, and its masters: `PolicyKeeper`."""
+        with self._engine.still():
+            self._write(policy, folder)
+            self._model.tokenizer.save_pretrained(folder)
+            save_file(self._trained(self._adapter(policy)).weights(), folder / checkpoint.TENSORS)
+
+    def restore_policy(self, policy: str, folder: Path) -> None:
+        """Return one policy to what `save_policy` wrote, bit for bit: `PolicyKeeper`."""
+        with self._engine.still():
+            known = {each.model: each.version for each in self._trained_engines(self._engine)}
+            self._trained(self._adapter(policy)).return_to(load_file(folder / checkpoint.TENSORS))
+            self._engine.publish({policy: known[policy] + 1}, self._write)
+
+    def slow_policy(self, policy: str, factor: float) -> None:
+        """Multiply the learning rate of one policy: `PolicyKeeper`."""
+        self._trained(self._adapter(policy)).factor = factor
 
     def close(self) -> None:
         """Stop the engine and free memory."""

@@ -6,10 +6,16 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from lightning_trainer.report.alarms import WINDOW, Found, History
+from lightning_trainer.report.alarms import WINDOW, Found, History, learned, series
+from lightning_trainer.report.teams.cliffs import fall_of, rewarded_names
 from lightning_trainer.report.teams.shares import POLICY_OF
 
 CAPTURED: Final = 0.8  # of the squared gradient norm of a policy that several agents share
+
+MANY_NEW: Final = 0.2  # share of an agent's held-out prompts
+DRIFT: Final = 1.5  # times the median share of earlier validations
+SMALL_FALL: Final = 0.05  # share of the best reward
+FAR: Final = 0.1  # nats a token
 
 
 def agent_captures(history: History) -> Found:
@@ -26,6 +32,65 @@ def agent_captures(history: History) -> Found:
             " hardly move the weights. Use --agent-weight equal, or a policy for each agent (--policy AGENT=lora)."
         )
         yield f"/{policy}", text
+
+
+def cliff(history: History) -> Found:
+    """Raise where the held-out reward of a policy is surely below its best."""
+    validations = [line for line in history if line["kind"] == "val"]
+    for policy, names in rewarded_names(validations, _policies(history)).items():
+        fall = fall_of(validations, policy, names)
+        if fall is not None:
+            text = (
+                f"The held-out reward of {policy} has fallen from {fall.best:.2f} after {fall.best_step} steps to"
+                f" {fall.now:.2f} (95 % interval of the change: {fall.difference.low:.2f} to"
+                f" {fall.difference.high:.2f}). Lower --learning-rate and start from its best weights:"
+                " --rollback-on-cliff does both."
+            )
+            yield f"/{policy}", text
+
+
+def inputs_drift(history: History) -> Found:
+    """Raise where an agent is asked other things than before, and its held-out reward falls twice in a row."""
+    for agent in sorted(_policies(history)):
+        new = [share for _, share in series(history, "val", f"new_prompts/{agent}")]
+        changes = series(history, "val", f"from_best/{agent}") or series(history, "val", "from_best")
+        rewards = series(history, "val", f"reward/{agent}") or series(history, "val", "reward")
+        if len(changes) < 2 or len(new) < 2 or new[-1] < max(MANY_NEW, DRIFT * statistics.median(new[:-1])):
+            continue
+        (_, before), (_, now) = changes[-2:]
+        best = rewards[-1][1] - now
+        if now < before < 0 and now <= -SMALL_FALL * abs(best):
+            usual = statistics.median(new[:-1])
+            text = (
+                f"{new[-1]:.0%} of the held-out prompts of {agent} are new since the validation before ({usual:.0%} is"
+                f" usual), and its held-out reward has fallen twice, from {best:.2f} to {rewards[-1][1]:.2f}: what"
+                " other agents learn changes its inputs faster than it follows. Lower --learning-rate, or leave one of"
+                " them out of --agents for a while."
+            )
+            yield f"/{agent}", text
+
+
+def policy_departs(history: History) -> Found:
+    """Raise where a policy moves away from its base ever faster, and is no better for it."""
+    for of in sorted({key.removeprefix("kl_base") for line in history for key in line if key.startswith("kl_base/")}):
+        values = [value for _, value in series(history, "train", f"kl_base{of}")]
+        if len(values) < 2 * WINDOW or learned(history):
+            continue
+        before, now = statistics.fmean(values[-2 * WINDOW : -WINDOW]), statistics.fmean(values[-WINDOW:])
+        if now > 2 * before and now > FAR:
+            text = (
+                f"The divergence of {of.removeprefix('/')} from its base has grown from {before:.2f} to {now:.2f} nats"
+                " a token within six steps, and the reward has not risen. Lower --learning-rate, or set --kl-coef."
+            )
+            yield of, text
+
+
+def _policies(history: History) -> Mapping[str, str]:
+    """Return the policy of each agent that was heard in training."""
+    found: dict[str, str] = {}
+    for line in _steps(history):
+        found |= line.get(POLICY_OF, {})
+    return found
 
 
 def _shared(history: History) -> Iterator[tuple[str, list[str], list[dict[str, float]]]]:
@@ -48,4 +113,4 @@ def _steps(history: History) -> list[Mapping[str, Any]]:
     return [line for line in history if line["kind"] == "train"]
 
 
-CHECKS: Final = (agent_captures,)
+CHECKS: Final = (agent_captures, cliff, inputs_drift, policy_departs)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.rows import Row
 
 POLICY_OF: Final = "policy_of"  # in the line of a step: the policy that answered each agent, where there are several
@@ -19,6 +23,16 @@ def token_shares(rows: Iterable[Row]) -> dict[str, float]:
     named = {agent: count for agent, count in counts.items() if agent}
     total = sum(named.values())
     return {f"token_share/{a}": count / total for a, count in named.items()} if len(named) > 1 and total else {}
+
+
+def agent_entropies(seen: Mapping[Row, SeenTokens]) -> dict[str, float]:
+    """Return `entropy/AGENT`, the mean over the trained tokens of each agent; nothing of a single agent."""
+    found: defaultdict[str, list[NDArray[np.floating]]] = defaultdict(list)
+    for row, tokens in seen.items():
+        found[row.agent].append(tokens.entropy.astype(np.float64))
+    means = {agent: float(np.concatenate(own).mean()) for agent, own in found.items() if agent}
+    known = {f"entropy/{agent}": mean for agent, mean in means.items() if not np.isnan(mean)}
+    return known if len(known) > 1 else {}
 
 
 def policies_of(rows: Iterable[Row]) -> dict[str, Any]:

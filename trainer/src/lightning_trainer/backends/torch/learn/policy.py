@@ -45,6 +45,7 @@ class Policy:
             fused=True,
         )
         self._schedule = schedule(options)
+        self.factor = 1.0  # of the learning rate, besides the schedule's
         self.value = ValueHead(model, options) if options.critic else None
 
     def step(self) -> tuple[float, bool]:
@@ -73,11 +74,11 @@ class Policy:
     def _set_learning_rate(self) -> None:
         """Set the learning rate of the next step: it follows from the number of steps, which a checkpoint has."""
         for group in self.optimiser.param_groups:
-            group["lr"] = self._options.learning_rate * self._schedule(self.steps)
+            group["lr"] = self._options.learning_rate * self._schedule(self.steps) * self.factor
 
     def state(self) -> dict[str, Tensor]:
         """Return masters and moments by name: what `set_state` needs to go on exactly from here."""
-        tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
+        tensors = self.weights()
         for name, master in self.masters.items():
             tensors |= {f"{key}.{name}": value for key, value in self.optimiser.state.get(master, {}).items()}
         return tensors if self.value is None else {**tensors, **self.value.state()}
@@ -103,6 +104,24 @@ class Policy:
                 }
         if self.value is not None:
             self.value.set_state(tensors)
+        self.publish()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the masters by name, as `state` does."""
+        return {f"master.{name}": master.detach() for name, master in self.masters.items()}
+
+    @torch.no_grad()
+    def return_to(self, weights: dict[str, Tensor]) -> None:
+        """Take masters, forget the moments, and publish the weights. The schedule goes on where it is.
+
+        Raises:
+            KeyError: a master is missing.
+        """
+        for name, master in self.masters.items():
+            master.copy_(weights[f"master.{name}"])
+        for state in self.optimiser.state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
         self.publish()
 
     @torch.no_grad()

@@ -1,0 +1,225 @@
+"""Cliffs of simulated teams: what raises an alarm, what returns to its best weights, and how often noise does."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_trainer.report.alarms import raised
+from lightning_trainer.report.teams.cliffs import (
+    PROMPTS,
+    best_step_of,
+    fall_of,
+    from_best,
+    new_prompts,
+    rewarded_names,
+)
+from lightning_trainer.rl.scores import BY_TASK
+from lightning_trainer.run.cliffs import ROLLBACK, SLOWER, CliffGuard
+from lightning_trainer.run.state import State
+
+TASKS = 40
+
+
+def validation(step: int, **rewards: Sequence[float]) -> dict[str, Any]:
+    """A line of held-out tasks; ``team`` is the reward that no agent has for itself."""
+    by_task = {
+        name.replace("team", ""): {f"{n}": value for n, value in enumerate(values)} for name, values in rewards.items()
+    }
+    return {"kind": "val", "step": step, BY_TASK: by_task}
+
+
+def test_a_fall_is_below_the_best_and_the_second_best_validation() -> None:
+    high, low = [1.0] * TASKS, [0.0] * 30 + [1.0] * 10
+    lines = [validation(0, team=low), validation(5, team=high), validation(10, team=high), validation(15, team=low)]
+    fall = fall_of(lines, "team", [""])
+    assert fall is not None
+    assert (fall.best_step, fall.best, fall.now, fall.difference.mean) == (5, 1.0, 0.25, -0.75)
+    assert best_step_of(lines, [""]) == 5
+    assert fall_of([lines[0], lines[1], lines[3]], "team", [""]) is None  # one lucky validation is no level
+    assert from_best(lines)["from_best"] == -0.75
+    assert from_best(lines)["from_best_high"] < 0
+
+
+def test_a_policy_falls_by_the_rewards_of_its_own_agents() -> None:
+    high, low = [1.0] * TASKS, [0.0] * TASKS
+    lines = [validation(0, writer=high, checker=high), validation(5, writer=high, checker=low)]
+    names = rewarded_names(lines, {"writer": "writer", "checker": "checker", "router": "router"})
+    assert names == {"writer": ["writer"], "checker": ["checker"], "router": [""]}
+    assert fall_of(lines, "writer", names["writer"]) is None
+    assert fall_of(lines, "checker", names["checker"]) is not None
+
+
+def test_noise_around_a_level_is_rarely_taken_for_a_fall() -> None:
+    numbers, falls, count = random.Random(0), 0, 0
+    for _ in range(150):
+        difficulty = [numbers.random() for _ in range(TASKS)]
+        lines = [validation(n, team=[float(numbers.random() < each) for each in difficulty]) for n in range(11)]
+        for end in range(2, 12):
+            falls += fall_of(lines[:end], "team", [""]) is not None
+            count += 1
+    assert falls / count < 0.03
+
+
+def test_new_prompts_are_those_that_the_validation_before_did_not_have() -> None:
+    known = [{PROMPTS: {"writer": ["01", "02"], "checker": ["aa", "bb", "cc", "dd"]}}]
+    assert new_prompts({"writer": ["01", "02"], "checker": ["aa", "ee"]}, known) == {
+        "new_prompts/writer": 0.0,
+        "new_prompts/checker": 0.5,
+    }
+    many = [f"{n:04x}" for n in range(600)]
+    half = [{PROMPTS: {"writer": many[:512:2][:256]}}]
+    assert new_prompts({"writer": many[:256]}, half)["new_prompts/writer"] == pytest.approx(0.5)
+
+
+# A simulated team: a writer chooses one of several styles, and the checker must know how to read the style.
+
+STYLES = 6
+HELD_OUT = 200
+
+
+class Softmax:
+    """Preferences among actions that learn by policy gradient."""
+
+    def __init__(self, actions: int) -> None:
+        self.scores = [0.0] * actions
+
+    def chances(self) -> list[float]:
+        highest = max(self.scores)
+        raw = [math.exp(score - highest) for score in self.scores]
+        return [each / sum(raw) for each in raw]
+
+    def learn(self, action: int, advantage: float, rate: float) -> None:
+        for n, chance in enumerate(self.chances()):
+            self.scores[n] += rate * advantage * ((n == action) - chance)
+
+
+class Team:
+    """A learner with two policies. The writer earns by writing in ever newer styles, which the checker can't read.
+
+    Attributes:
+        rates: learning rate of each policy.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.numbers = random.Random(seed)
+        self.policies: dict[str, Any] = {"writer": Softmax(STYLES), "checker": [Softmax(2) for _ in range(STYLES)]}
+        self.policies["writer"].scores[0] = 4.0
+        for each in self.policies["checker"][1:]:
+            each.scores = [4.0, 0.0]  # sure of the wrong reading of a style that it has not met
+        self.rates = {"writer": 1.0, "checker": 1.0}
+        self.engine = SimpleNamespace(model="base")
+        self.saved: dict[Path, Any] = {}
+
+    def play(self) -> tuple[int, int]:
+        style = self.numbers.choices(range(STYLES), self.policies["writer"].chances())[0]
+        return style, self.numbers.choices(range(2), self.policies["checker"][style].chances())[0]
+
+    def step(self, late: bool) -> None:
+        """Learn from 32 rollouts; `late` in training, the writer is paid for the newest style."""
+        for _ in range(32):
+            style, reading = self.play()
+            self.policies["checker"][style].learn(reading, reading - 0.5, 0.05 * self.rates["checker"])
+            paid = float(style == STYLES - 1) if late else 0.0
+            self.policies["writer"].learn(style, paid - 0.1 * late, 0.12 * self.rates["writer"])
+
+    def validate(self, step: int) -> dict[str, Any]:
+        styles = self.policies["writer"].chances()
+        exact = sum(share * its.chances()[1] for share, its in zip(styles, self.policies["checker"], strict=True))
+        played = [self.play() for _ in range(HELD_OUT)]
+        right = [float(reading) for _, reading in played]
+        prompts = sorted({f"{n:03x}{style}" for n, (style, _) in enumerate(played)})
+        return {
+            **validation(step, team=right),
+            PROMPTS: {"checker": prompts},
+            "reward": sum(right) / HELD_OUT,
+            "exact": exact,
+        }
+
+    def save_policy(self, policy: str, folder: Path) -> None:
+        self.saved[folder.parent / policy] = copy.deepcopy(self.policies[policy])
+
+    def restore_policy(self, policy: str, folder: Path) -> None:
+        self.policies[policy] = copy.deepcopy(self.saved[folder])
+
+    def slow_policy(self, policy: str, factor: float) -> None:
+        self.rates[policy] = factor
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def validations(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == "val"]
+
+    def add_event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
+        self.lines.append({"kind": kind, "step": step, **facts})
+
+
+def opened(folder: Path, *, rollback: bool) -> Any:
+    config = SimpleNamespace(rollback_on_cliff=rollback, policies={"writer": "lora", "checker": "lora"})
+    progress = SimpleNamespace(note=lambda text: None)
+    return SimpleNamespace(config=config, val=[{}], log=Log(), folder=folder, progress=progress)
+
+
+def train(team: Team, folder: Path, *, rollback: bool, late_from: int = 30) -> list[dict[str, Any]]:
+    """Sixty steps with a validation before every third; from one of them on, the writer is paid for the last style."""
+    run, state = opened(folder, rollback=rollback), State(step=0, identity={})
+    guard = CliffGuard(run, team, state)  # type: ignore[arg-type]
+    for step in range(61):
+        state = State(step=step, identity={}, slowed=state.slowed)
+        if step % 3 == 0:
+            line, earlier = team.validate(step), run.log.validations()
+            line |= new_prompts(line[PROMPTS], earlier) | from_best([*earlier, line])
+            run.log.lines.append(line)
+            state = guard.watch(state)
+        team.step(late=step >= late_from)
+        run.log.lines.append({"kind": "train", "step": step, "policy_of": {"writer": "writer", "checker": "checker"}})
+    lines: list[dict[str, Any]] = run.log.lines
+    return lines
+
+
+def first_raised(lines: list[dict[str, Any]], name: str) -> int:
+    """Return after how many steps an alarm was raised first."""
+    ends = [n + 1 for n, line in enumerate(lines) if line["kind"] == "val"]
+    return next(lines[end - 1]["step"] for end in ends if name in {alarm.name for alarm in raised(lines[:end])})
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_team_returns_from_the_cliff_to_which_one_agent_leads_it(tmp_path: Path, seed: int) -> None:
+    fallen, kept = (train(Team(seed), tmp_path / f"{rollback}", rollback=rollback) for rollback in (False, True))
+    curves = [[line["exact"] for line in lines if line["kind"] == "val"] for lines in (fallen, kept)]
+    assert curves[0][-1] < 0.3 * max(curves[0])
+    assert curves[1][-1] >= 0.95 * max(curves[1])
+    back = [line for line in kept if line["kind"] == ROLLBACK]
+    assert {line["policy"] for line in back} == {"writer", "checker"}
+    assert all(line["learning_rate_factor"] <= SLOWER for line in back)
+    bottom = next(line["step"] for line in fallen if line["kind"] == "val" and line["step"] and line["exact"] < 0.3)
+    assert max(first_raised(fallen, name) for name in ("cliff/writer", "inputs_drift/checker")) < bottom
+
+
+def test_an_agent_that_only_hurts_returns_to_what_it_was_at_the_start(tmp_path: Path) -> None:
+    team = Team(0)
+    team.policies["checker"][0].scores = [0.0, 4.0]  # there is nothing left to learn
+    began = list(team.policies["writer"].scores)
+    lines = train(team, tmp_path, rollback=True, late_from=0)
+    back = [line for line in lines if line["kind"] == ROLLBACK and line["policy"] == "writer"]
+    assert back
+    assert back[0]["to_step"] == 0
+    exact = [line["exact"] for line in lines if line["kind"] == "val"]
+    assert exact[-1] >= 0.95 * exact[0]
+    assert team.policies["writer"].scores == pytest.approx(began, abs=0.5)
+
+
+def test_a_policy_that_was_slowed_stays_slow_when_the_run_goes_on(tmp_path: Path) -> None:
+    team, run = Team(0), opened(tmp_path, rollback=True)
+    CliffGuard(run, team, State(step=9, identity={}, slowed={"writer": 0.1}))  # type: ignore[arg-type]
+    assert team.rates == {"writer": 0.1, "checker": 1.0}

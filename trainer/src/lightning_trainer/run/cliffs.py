@@ -1,0 +1,116 @@
+"""The best weights of each policy, and the way back to them: `--rollback-on-cliff`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.policies import parse
+from lightning_trainer.report.teams.cliffs import Fall, best_step_of, fall_of, rewarded_names
+from lightning_trainer.rl.scores import BY_TASK
+
+if TYPE_CHECKING:
+    from lightning_trainer.backend_protocol import Learner, OpenRun
+    from lightning_trainer.run.state import State
+
+BEST_WEIGHTS: Final = "best"  # in a run's folder: the best weights of each policy
+SLOWER: Final = 0.1  # what the learning rate of a policy that fell is multiplied by
+ROLLBACK: Final = "rollback"  # kind of a line in the log
+
+
+@runtime_checkable
+class PolicyKeeper(Protocol):
+    """A learner that writes and reads the weights of one policy."""
+
+    def save_policy(self, policy: str, folder: Path) -> None:
+        """Write the weights of a policy, without its optimiser."""
+
+    def restore_policy(self, policy: str, folder: Path) -> None:
+        """Return a policy to what `save_policy` wrote, with moments of 0, and publish it."""
+
+    def slow_policy(self, policy: str, factor: float) -> None:
+        """Multiply the learning rate that the schedule gives by this factor, from now on."""
+
+
+class CliffGuard:
+    """Keeps the best weights of each policy, and returns one that fell to them.
+
+    Args:
+        run: whose log and folder.
+        learner: has the policies.
+        state: of the run that goes on; policies that were slowed stay slow.
+    """
+
+    def __init__(self, run: OpenRun, learner: Learner, state: State) -> None:
+        self._run = run
+        self._only = learner.engine.model
+        self._keeper = learner if isinstance(learner, PolicyKeeper) and run.val else None
+        if self._keeper is not None:
+            for policy, factor in state.slowed.items():
+                self._keeper.slow_policy(policy, factor)
+
+    def watch(self, state: State) -> State:
+        """Look at the newest validation: keep what is best, and return what fell.
+
+        Returns:
+            The state, with the policies that learn more slowly now.
+
+        Raises:
+            ConfigError: the weights can't be written.
+        """
+        config, keeper = self._run.config, self._keeper
+        if keeper is None or not (config.rollback_on_cliff or config.policies):
+            return state
+        validations, slowed = self._run.log.validations(), dict(state.slowed)
+        for policy, names in self._names(validations[-1].get(BY_TASK, {})).items():
+            folder = self._run.folder / BEST_WEIGHTS / policy
+            if best_step_of(validations, names) == state.step and (state.step or config.rollback_on_cliff):
+                _replace_weights(keeper, policy, folder)
+            fall = fall_of(validations, policy, names) if config.rollback_on_cliff else None
+            if fall is not None and folder.is_dir():
+                slowed[policy] = slowed.get(policy, 1.0) * SLOWER
+                keeper.restore_policy(policy, folder)
+                keeper.slow_policy(policy, slowed[policy])
+                self._record(fall, state.step, slowed[policy])
+        return replace(state, slowed=slowed)
+
+    def _names(self, by_task: Mapping[str, object]) -> dict[str, list[str]]:
+        """Return for each trained policy the names whose rewards are its own."""
+        if not self._run.config.policies:
+            return {self._only: [""]}
+        own = parse(self._run.config.policies)
+        trained = [policy for policy in own.adapters if policy not in own.fixed]
+        policy_of = {agent: policy for agent in by_task if agent and (policy := own.of(agent)) in trained and policy}
+        return {policy: [""] for policy in trained} | rewarded_names([{BY_TASK: by_task}], policy_of)
+
+    def _record(self, fall: Fall, step: int, factor: float) -> None:
+        facts = {"policy": fall.policy, "to_step": fall.best_step, "best": fall.best, "reward": fall.now}
+        self._run.log.add_event(ROLLBACK, step, {**facts, "learning_rate_factor": factor})
+        self._run.progress.note(
+            f"{fall.policy} fell: its held-out reward is {fall.now:.2f}, and was {fall.best:.2f} after"
+            f" {fall.best_step} steps. It returns to those weights, at {factor:g} times the learning rate"
+        )
+
+
+def _replace_weights(keeper: PolicyKeeper, policy: str, folder: Path) -> None:
+    """Write the weights of a policy to a folder, whole or not at all.
+
+    Raises:
+        ConfigError: they can't be written.
+    """
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        keeper.save_policy(policy, draft)
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+    except OSError as error:
+        raise ConfigError(f"the best weights of {policy} can't be written to {folder}: {error.strerror}.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
