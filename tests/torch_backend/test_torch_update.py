@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchLearner
+from lightning_trainer.backends.torch.learn import head
+from lightning_trainer.backends.torch.learn.activations import exceeds
 from lightning_trainer.backends.torch.learn.tree import micro_batches
 from lightning_trainer.gateway.engine import Sampling
 from lightning_trainer.rl.rows import Row
@@ -60,6 +63,41 @@ def test_micro_batching_does_not_change_the_gradient(tiny_model: Path, tokens: i
     for name in ("loss", "clip_fraction", "entropy", "logprob_gap", "tokens", "ratio_max"):
         assert split_metrics[name] == pytest.approx(metrics[name], abs=1e-5), name
     assert split_metrics["packed_tokens"] > metrics["packed_tokens"]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_less_kept_for_the_backward_pass_changes_no_gradient(
+    tiny_model: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = make_batch(count=60)
+    with kept_bytes() as plain:
+        whole, _ = gradients(tiny_model, rows, lora_rank=rank, micro_batch_tokens=4096)
+    monkeypatch.setattr(head, "_PLACES", 16)
+    monkeypatch.setattr(head, "_KEPT", 0)
+    with kept_bytes() as saved:
+        less, _ = gradients(tiny_model, rows, lora_rank=rank, micro_batch_tokens=4096, activation_checkpointing="on")
+    assert distance(whole, less) < 1e-5
+    assert sum(saved) < sum(plain) / 3
+
+
+@contextmanager
+def kept_bytes() -> Iterator[list[int]]:
+    """Sizes of the tensors that are kept for the backward pass: each once, and no weights."""
+    sizes: list[int] = []
+    seen: set[int] = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in seen and not tensor.is_leaf:
+            seen.add(tensor.data_ptr())
+            sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield sizes
+
+
+def test_activations_are_computed_again_only_where_they_do_not_fit() -> None:
+    assert [exceeds(8 * 2**30, free) for free in (None, 12 * 2**30, 9 * 2**30)] == [False, False, True]
 
 
 def test_merged_rows_give_the_gradient_of_unmerged_ones(tiny_model: Path) -> None:

@@ -89,14 +89,14 @@ def check_engine_and_update(folder: Path, seed: int, gap: float = 2e-4) -> dict[
     return counts
 
 
-def check_gradients(folder: Path) -> Gradients:
+def check_gradients(folder: Path, **options: object) -> Gradients:
     """Take the gradients of packed rows and of rows forwarded one by one; return ours."""
     random = np.random.default_rng(5)
     rows = []
     for n, prompt in enumerate([*prompts_of(0), prompts_of(0)[3]]):
         answer = tuple(random.integers(3, 259, 20 + 3 * n).tolist())
         rows.append(row_of(prompt, answer, (-5.0,) * len(answer), float(random.normal())))
-    learner = TorchLearner(folder, threads=1, dtype="float32")
+    learner = TorchLearner(folder, threads=1, dtype="float32", **options)
     policy = learner._trained()
     ours: Gradients = {}
 

@@ -95,3 +95,15 @@ def lora_parameters(folder: Path, rank: int) -> int | None:
     inner = int(values["intermediate_size"])
     sides = 2 * (shape.hidden + queries) + 2 * (shape.hidden + shape.kv_width) + 3 * (shape.hidden + inner)
     return shape.layers * rank * sides
+
+
+def activation_bytes(layers: int, hidden: int, *, width: int, tokens: int) -> int:
+    """Estimate the bytes that a forward pass keeps for its backward pass: 34 numbers a token, layer and width.
+
+    Args:
+        layers: of the model.
+        hidden: its width.
+        width: bytes of each number.
+        tokens: of the forward pass.
+    """
+    return 34 * layers * hidden * width * tokens

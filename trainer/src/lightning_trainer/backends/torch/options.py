@@ -74,6 +74,8 @@ class TorchOptions:
         importance_mask: factor of the two beyond which a token is left out of the loss; None: none is.
         importance_moment: most that the mean of their squared log-ratios may be, for which tokens are left out; the
             others weigh the ratio. None: any.
+        activation_checkpointing: keep only the inputs of each layer for the backward pass, and compute the rest again:
+            slower by about a third, with much less memory. ``auto``: on a GPU, if the activations would not fit.
         micro_batch_tokens: most tokens in one forward pass of the update, shared prefixes counted once; a longer row
             goes alone.
 
@@ -126,6 +128,7 @@ class TorchOptions:
     importance_cap: float | None = None
     importance_mask: float | None = None
     importance_moment: float | None = None
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     micro_batch_tokens: int = 2048
 
     def __post_init__(self) -> None:
@@ -183,6 +186,7 @@ class TorchOptions:
             "importance_cap, importance_mask and importance_moment need old_logprobs = recompute": self.old_logprobs
             == "recompute"
             or (self.importance_cap, self.importance_mask, self.importance_moment) == (None, None, None),
+            "activation_checkpointing must be auto, on or off": self.activation_checkpointing in ("auto", "on", "off"),
             "micro_batch_tokens must be at least 1": self.micro_batch_tokens >= 1,
         }
         for message, fine in checks.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.models.shape import Shape
+from lightning_trainer.models.shape import Shape, activation_bytes
 
 OVERHEAD: Final = 2 * 2**30
 _SPARE: Final = 0.04  # of the GPU, which nobody plans with
@@ -89,9 +89,10 @@ def learner_memory(shape: Shape, *, width: int, trained: int, tokens: int) -> in
         shape: of the model.
         width: bytes of each frozen weight.
         trained: weights of the adapters: each has a float32 master, gradient and two moments, and its working copy.
-        tokens: of a forward pass; for each, 34 numbers of the model's width a layer, and its logits twice in float32.
+        tokens: of a forward pass; besides its activations, its logits twice in float32.
     """
-    activations = tokens * (34 * shape.layers * shape.hidden * width + 2 * 4 * shape.vocabulary)
+    activations = activation_bytes(shape.layers, shape.hidden, width=width, tokens=tokens)
+    activations += 2 * 4 * shape.vocabulary * tokens
     return width * shape.parameters + (16 + width) * trained + activations + OVERHEAD // 2
 
 

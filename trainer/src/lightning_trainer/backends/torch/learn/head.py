@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 _PLACES = 256  # logits of so many places are worked on at once: 50 MB of float32 for a vocabulary of 50,000
+_KEPT = 2**28  # bytes of logits that the backward pass may keep; if it needs more, it computes them again
 
 
 def chosen_logprobs(
@@ -38,19 +40,30 @@ def chosen_logprobs(
     order_P = np.argsort(place_P, kind="stable")
     sorted_P = place_P[order_P]
     logprobs, entropies = [], []
+    again = False
     for start in range(0, len(hidden_UH), _PLACES):
         end = min(start + _PLACES, len(hidden_UH))
         low, high = np.searchsorted(sorted_P, (start, end))
         place = torch.from_numpy(sorted_P[low:high] - start).to(device)
         target = torch.from_numpy(target_P[order_P[low:high]]).to(device)
-        logits = head(hidden_UH[start:end])
-        chosen, entropy = _Chosen.apply(  # type: ignore[no-untyped-call]
-            logits, temperature_U[start:end], place, target
-        )
+        inputs = (head, hidden_UH[start:end], temperature_U[start:end], place, target)
+        chosen, entropy = checkpoint(_choose, *inputs, use_reentrant=False) if again else _choose(*inputs)
+        again = torch.is_grad_enabled() and _logit_bytes(head, hidden_UH) > _KEPT
         logprobs.append(chosen)
         entropies.append(entropy)
     back_P = torch.from_numpy(np.argsort(order_P)).to(device)
     return torch.cat(logprobs)[back_P], torch.cat(entropies)
+
+
+def _logit_bytes(head: nn.Module, hidden_UH: Tensor) -> int:
+    vocabulary = max((len(parameter) for parameter in head.parameters()), default=0)
+    return len(hidden_UH) * vocabulary * hidden_UH.element_size()
+
+
+def _choose(
+    head: nn.Module, hidden_UH: Tensor, temperature_U: Tensor, place_P: Tensor, target_P: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _Chosen.apply(head(hidden_UH), temperature_U, place_P, target_P)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Chosen(torch.autograd.Function):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_trainer.backends.torch.learn.activations import save_memory
 from lightning_trainer.backends.torch.learn.candidates import Lesson, lesson
 from lightning_trainer.backends.torch.learn.head import chosen_logprobs
 from lightning_trainer.backends.torch.learn.policy import Policy
@@ -206,7 +207,10 @@ def token_logprobs(model: LoadedModel, packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def forward(
-    model: LoadedModel, packed: Packed, asked: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    model: LoadedModel,
+    packed: Packed,
+    asked: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
+    options: TorchOptions | None = None,
 ) -> Forwarded:
     """Forward a micro-batch.
 
@@ -214,12 +218,13 @@ def forward(
         model: forwards it.
         packed: the micro-batch.
         asked: places (indices into `predicts_U`) and tokens whose log-probabilities are wanted besides.
+        options: say how a pass with gradient saves memory.
     """
     device = model.shape.device
     plan = TreePlan(packed, model.shape.dtype, device)
-    hidden = model.hidden(
-        torch.from_numpy(packed.tokens_N).to(device), torch.from_numpy(packed.positions_N).to(device), plan
-    )
+    tokens_N, positions_N = (torch.from_numpy(each).to(device) for each in (packed.tokens_N, packed.positions_N))
+    with nullcontext() if options is None else save_memory(model, options, plan, len(tokens_N)):
+        hidden = model.hidden(tokens_N, positions_N, plan)
     hidden_UH = hidden[torch.from_numpy(packed.predicts_U).to(device)]
     places, targets = (
         (packed.place_P, packed.target_P)
@@ -311,7 +316,7 @@ def _backward(
     kept: dict[Row, SeenTokens] | None,
 ) -> dict[str, float]:
     """Forward and backward one micro-batch; give sums of what is watched."""
-    found = forward(model, part.packed, None if part.lesson is None else part.lesson.asked)
+    found = forward(model, part.packed, None if part.lesson is None else part.lesson.asked, options)
     result = _policy_loss(found.logprobs_P, old_P, part, options)
     loss = result.loss
     in_loss = reference_P is not None and options.kl_in == "loss"
