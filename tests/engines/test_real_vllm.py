@@ -94,6 +94,19 @@ def test_adapters_loaded_stay_constant_over_many_updates_and_none_is_stale(model
         learner.close()
 
 
+def test_all_weights_learn_and_a_staleness_of_one_is_recorded(folder):  # noqa: F811
+    model = make_tiny_model(folder / "untied", head_dim=32, max_position_embeddings=2048, tie_word_embeddings=False)
+    options = {"engine": "vllm", "steps": 4, "max_model_len": 512, "timeout_s": 900, "max_attempts": 4, "staleness": 1}
+    train(config(model, dtype="float32", policies={}, lora_rank=0, **options))
+    steps = lines(folder / "out")
+    assert [line["step"] for line in steps] == [0, 1, 2, 3]
+    assert max(line["staleness_max"] for line in steps) == 1
+    gaps = [line["engine_gap/untied"] for line in steps if "engine_gap/untied" in line]
+    assert gaps
+    assert max(gaps) < 2e-3
+    assert not servers()
+
+
 def test_an_answer_follows_its_grammar_and_has_the_policys_log_probabilities(model, folder):  # noqa: F811
     chosen = config(model, engine="vllm", dtype="float32", max_model_len=512)
     answer = answer_under_grammar(model, engine_of(chosen), 12, 'start: "ab" /[0-9]{3}/ "z"')

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
 
 from lightning_spans.errors import ConfigError, LightningError
 
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.torch
 from lightning_trainer import train
 from lightning_trainer.backends.torch.sampler import engine_name, engine_of
 from lightning_trainer.engines.vllm import process
+from lightning_trainer.engines.vllm.guard import KeyGuard
 from lightning_trainer.engines.vllm.process import VllmProcess, environment_of, last_error
+from support.models.tiny import make_tiny_model
 from support.training.engines import answer_under_grammar
 from support.training.policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
 
@@ -80,6 +83,32 @@ def test_a_vllm_that_crashes_is_started_again_with_the_newest_adapters(tiny_mode
     assert trained == [12, 12, 12], "each call is trained once"
 
 
+@pytest.mark.parametrize("fault", ["", "crash"])
+def test_all_weights_learn_and_vllm_forgets_what_earlier_ones_computed(folder, scripted, monkeypatch, fault):  # noqa: F811
+    monkeypatch.setenv("SCRIPTED_FAULT", fault)
+    model = make_tiny_model(folder / "untied", tie_word_embeddings=False)
+    train(config(model, engine="vllm", policies={}, lora_rank=0, steps=3, max_attempts=4))
+    events, metrics = scripted(), lines(folder / "out")
+    assert [line["policy_version"] for line in metrics] == [1, 2, 3]
+    assert all(line["failed"] == 0 for line in metrics)
+    for line in metrics:
+        assert line["engine_gap/untied"] < 1e-3
+        assert line["engine_correlation/untied"] > 0.999
+    assert {call.policy_version for call in calls(folder / "out")} == {0, 1, 2}
+    kinds = [kind for event in events for kind in event if kind in ("replace", "forget")]
+    assert kinds == ["replace", "forget"] * (4 + (fault == "crash")), "at first, after each step, after a crash"
+
+
+async def test_without_its_key_vllm_does_nothing(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    app = KeyGuard(PlainTextResponse("done"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://vllm") as client:
+        given = [None, {"authorization": "Bearer other"}, {"authorization": "Bearer secret"}]
+        replies = [await client.post("/collective_rpc", headers=headers) for headers in given]
+        assert [reply.status_code for reply in replies] == [401, 401, 200]
+        assert (await client.get("/health")).status_code == 200
+
+
 def test_an_answer_follows_its_grammar_and_has_the_policys_log_probabilities(tiny_model, folder, scripted):  # noqa: F811
     answers = answer_under_grammar(
         tiny_model, engine_of(config(tiny_model, engine="vllm")), 12, 'start: "ab" /[0-9]{3}/ "z"'
@@ -126,7 +155,8 @@ def test_vllm_ends_with_a_trainer_that_is_killed(tmp_path):
 def test_options_that_contradict_each_other_are_refused(tiny_model, folder, tmp_path):  # noqa: F811
     for options, words in (
         ({"engine": "nosuch"}, "unknown engine 'nosuch'. Use one of: embedded, vllm"),
-        ({"engine": "vllm", "policies": {}, "lora_rank": 0}, "serves LoRA adapters"),
+        ({"engine": "vllm", "policies": {}, "lora_rank": 0}, "keeps the old output layer if it is tied"),
+        ({"engine_url": "http://127.0.0.1:9/v1", "policies": {}, "lora_rank": 0}, "take LoRA adapters only"),
         ({"engine": "vllm", "lora_rank": 600}, "rank 512 at most"),
         ({"engine": "embedded", "engine_gpus": "1"}, "are of engine = vllm"),
         ({"engine": "vllm"}, "vLLM is not installed here"),

@@ -25,9 +25,9 @@ from lightning_trainer.backends.tinker.bill import (
     unmerged_tokens,
 )
 from lightning_trainer.backends.tinker.errors import TinkerError
-from lightning_trainer.backends.tinker.sampler import Gate
 from lightning_trainer.backends.tinker.service import Patience, Service
 from lightning_trainer.cli import cli
+from lightning_trainer.engines.gate import Gate
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.http.errors import Refusal
 from support.tinker import Server, StatusError

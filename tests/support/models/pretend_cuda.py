@@ -138,8 +138,14 @@ def installed() -> Iterator[None]:
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch, "tensor", _tensor),
         mock.patch.object(torch.cuda, "_lazy_init", return_value=None),
-        mock.patch.object(torch.cuda, "max_memory_allocated", return_value=2**30),
-        mock.patch.object(torch.cuda, "reset_peak_memory_stats", return_value=None),
+        mock.patch.multiple(
+            torch.cuda,
+            max_memory_allocated=lambda _: 2**30,
+            reset_peak_memory_stats=lambda _: None,
+            mem_get_info=lambda _: (2**36, 2**36),
+            memory_reserved=lambda _: 0,
+            memory_allocated=lambda _: 0,
+        ),
         mock.patch.object(threading.Thread, "run", in_mode(threading.Thread.run)),
         _Mode(),
     ):

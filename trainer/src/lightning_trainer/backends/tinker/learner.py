@@ -34,13 +34,14 @@ from lightning_trainer.backends.tinker.gradient import (
 )
 from lightning_trainer.backends.tinker.options import TinkerOptions
 from lightning_trainer.backends.tinker.probe import Findings, examine, prove_sampling
-from lightning_trainer.backends.tinker.sampler import Gate, TinkerEngine
+from lightning_trainer.backends.tinker.sampler import TinkerEngine
 from lightning_trainer.backends.tinker.service import Service
 from lightning_trainer.backends.tinker.text import load_text
 from lightning_trainer.backends.torch.learn.agreement import engine_gaps
 from lightning_trainer.backends.torch.learn.schedule import schedule
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
 from lightning_trainer.backends.torch.learn.update import minibatches
+from lightning_trainer.engines.gate import Gate
 from lightning_trainer.gateway.engine import Engine
 from lightning_trainer.models import look
 from lightning_trainer.policies import BASE

@@ -7,67 +7,18 @@ behind it are paid for.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
-import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Final
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from lightning_trainer.backends.tinker.bill import Bill, TokenCount
 from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.service import Service, sdk
+from lightning_trainer.engines.gate import Gate
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 from lightning_trainer.gateway.upstream.errors import failed
-
-_LOOK_S: Final = 0.05
-_ENDS_S: Final = 3600.0  # that answers under way are waited for before weights change
-
-
-class Gate:
-    """Lets answers through, or holds them back while a server's weights change under them."""
-
-    def __init__(self) -> None:
-        self._state = threading.Condition()
-        self._inside, self._shut = 0, False
-
-    @asynccontextmanager
-    async def passed(self) -> AsyncIterator[None]:
-        """Count an answer that is under way; it waits before while the gate is shut."""
-        while not self._enter():  # noqa: ASYNC110 - callers are on several event loops
-            await asyncio.sleep(_LOOK_S)
-        try:
-            yield
-        finally:
-            with self._state:
-                self._inside -= 1
-                self._state.notify_all()
-
-    def _enter(self) -> bool:
-        with self._state:
-            if not self._shut:
-                self._inside += 1
-            return not self._shut
-
-    @contextmanager
-    def shut(self) -> Iterator[None]:
-        """Wait until no answer is under way, and hold the next ones back inside the block.
-
-        Raises:
-            TinkerError: answers do not end.
-        """
-        with self._state:
-            self._shut = True
-        try:
-            with self._state:
-                if not self._state.wait_for(lambda: not self._inside, _ENDS_S):
-                    raise TinkerError(f"answers are under way for {_ENDS_S:g} s. Lower timeout_s.")
-            yield
-        finally:
-            with self._state:
-                self._shut = False
 
 
 class TinkerEngine:

@@ -75,7 +75,7 @@ class TorchOptions:
         importance_moment: most that the mean of their squared log-ratios may be, for which tokens are left out; the
             others weigh the ratio. None: any.
         activation_checkpointing: keep only the inputs of each layer for the backward pass, and compute the rest again:
-            slower by about a third, with much less memory. ``auto``: on a GPU, if the activations would not fit.
+            one more forward pass, with much less memory. ``auto``: on a GPU, if the activations would not fit.
         micro_batch_tokens: most tokens in one forward pass of the update, shared prefixes counted once; a longer row
             goes alone.
 

@@ -20,10 +20,12 @@ from urllib.parse import urlsplit
 import httpx
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldModel
 from lightning_trainer.engines.vllm.memory import MemoryPlan, plan_memory
 from lightning_trainer.engines.vllm.policies import BASE_NAME, VllmPolicies
 from lightning_trainer.engines.vllm.process import Environment, VllmProcess, command_of, environment_of, look
+from lightning_trainer.engines.vllm.weights import development_mode
 from lightning_trainer.gateway.upstream.adapters import vllm_rank
 from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
 
@@ -45,12 +47,10 @@ class VllmKind:
         Raises:
             ConfigError: says what to change.
         """
-        if not request.lora_rank:
-            raise ConfigError(
-                "engine = vllm serves LoRA adapters: vLLM has no stable interface that replaces all weights. Set"
-                " lora_rank or policies, or use engine = embedded."
-            )
-        vllm_rank(request.lora_rank)
+        if request.lora_rank:
+            vllm_rank(request.lora_rank)
+        else:
+            _check_all_weights(request)
         if ours := sorted(_OURS & request.options.keys()):
             raise ConfigError(f"engine_options: the run sets {', '.join(ours)} itself. Leave it out.")
         if request.urls:
@@ -80,6 +80,8 @@ class VllmKind:
             return [f"engine: vLLM at {', '.join(request.urls)}, with {_places(request)} places for adapters"]
         memory = _gpu_plan(request)
         where = memory.line if memory else "on the processor, with a cache of " + f"{_cpu_cache(request)} GiB"
+        if not request.lora_rank:
+            return [f"engine: vLLM, all weights replaced after each update, {where}"]
         return [f"engine: vLLM, --max-loras {_places(request)} --max-lora-rank {vllm_rank(request.lora_rank)}, {where}"]
 
     def open(self, request: EngineRequest, held: HeldModel) -> VllmPolicies:
@@ -107,10 +109,13 @@ class OwnServer:
     """A server that the run starts: `Servers`."""
 
     def __init__(self, request: EngineRequest, held: HeldModel, found: Environment) -> None:
-        memory = _gpu_plan(request)
-        command = command_of(request.python, request.model, _options(request, held, memory))
-        env = environment_of(os.environ, found, gpus=request.gpus, cpu_cache=_cpu_cache(request))
         log = Path(tempfile.mkdtemp(prefix="lightning-vllm-")) / "vllm.log"
+        env = environment_of(os.environ, found, gpus=request.gpus, cpu_cache=_cpu_cache(request))
+        more: Mapping[str, Any] = _adapter_options(request)
+        if not request.lora_rank:
+            mode, more = development_mode(log.parent, env.get("PYTHONPATH"))
+            env |= mode
+        command = command_of(request.python, request.model, {**more, **_options(request, held, _gpu_plan(request))})
         self._process = VllmProcess(command, env, log, self._again)
         self._policies: VllmPolicies | None = None
         self._started = False
@@ -240,14 +245,28 @@ def _options(request: EngineRequest, held: HeldModel, memory: MemoryPlan | None)
         "generation_config": "vllm",
         "structured_outputs_config": json.dumps({"backend": "guidance"}),  # which reads our grammars
         "seed": request.seed,
-        "enable_lora": True,
-        "max_loras": _places(request),
-        "max_cpu_loras": _places(request),
-        "max_lora_rank": vllm_rank(request.lora_rank),
         "enforce_eager": on_cpu,
         "gpu_memory_utilization": None if memory is None else memory.share,
         **request.options,
     }
+
+
+def _adapter_options(request: EngineRequest) -> dict[str, Any]:
+    places, rank = _places(request), vllm_rank(request.lora_rank) if request.lora_rank else 0
+    return {"enable_lora": True, "max_loras": places, "max_cpu_loras": places, "max_lora_rank": rank}
+
+
+def _check_all_weights(request: EngineRequest) -> None:
+    shape = read_shape(str(request.model))
+    tied_on_cpu = shape is not None and shape.tied and (request.device == "cpu" or not _gpus())
+    refuse(
+        {
+            "engine_url: servers that are already running take LoRA adapters only. Set lora_rank or policies, or leave"
+            " engine_url out.": bool(request.urls),
+            "engine = vllm on a processor keeps the old output layer if it is tied to the embeddings, as in this model."
+            " Set lora_rank or policies, or use engine = embedded.": tied_on_cpu,
+        }
+    )
 
 
 def _gpu_plan(request: EngineRequest) -> MemoryPlan | None:

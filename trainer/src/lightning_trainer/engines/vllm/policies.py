@@ -12,9 +12,10 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -24,7 +25,9 @@ from lightning_spans.chat.stream import EventReader
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldModel, WriteWeights
+from lightning_trainer.engines.gate import Gate
 from lightning_trainer.engines.vllm.constrained import mark_steered, marks, read_scores, scoring_request
+from lightning_trainer.engines.vllm.weights import replace_weights
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
 from lightning_trainer.gateway.upstream.connection import Connection
@@ -137,11 +140,12 @@ class ServedPolicy:
             await self._owner.servers.ready()
             begun = False
             try:
-                with self.names.call() as served:
-                    stream = self._owner.constrained if marks(sampling) else self._owner.stream
-                    async for piece in stream(served, prompt, most, sampling):
-                        begun = True
-                        yield piece
+                async with self._owner.gate.passed():
+                    with self.names.call() as served:
+                        stream = self._owner.constrained if marks(sampling) else self._owner.stream
+                        async for piece in stream(served, prompt, most, sampling):
+                            begun = True
+                            yield piece
                 return
             except BrokenError as error:
                 self._owner.servers.suspect()
@@ -166,6 +170,8 @@ class VllmPolicies:
         self._folder = Path(tempfile.mkdtemp(prefix=f"lightning-engine-{os.getpid()}-", dir=folder or ram_folder()))
         self._folder.chmod(0o755)  # servers may run as another user
         self._tag = secrets.token_hex(3)  # servers of somebody else's may serve other runs, too
+        self.gate = Gate()  # shut while all weights are replaced; adapters get a name of their own instead
+        self._weights: Path | None = None  # the newest of a policy whose weights all learn
         self._lock = threading.Lock()
         self._unloader = ThreadPoolExecutor(1, "vllm-unload")
         self._connections: dict[asyncio.AbstractEventLoop, Connection] = {}
@@ -195,6 +201,9 @@ class VllmPolicies:
         Raises:
             EngineError: the servers do not take one, or calls of old versions do not end.
         """
+        if not self.request.lora_rank:
+            self._replace(versions, write)
+            return
         for name, version in versions.items():
             policy = self._policies[name]
             with waiting("engine", f"calls of earlier versions of {name} to end"):
@@ -205,13 +214,27 @@ class VllmPolicies:
             shutil.rmtree(folder, ignore_errors=True)
             with waiting("engine", f"vLLM to load {name} {version}"):
                 write(name, folder)
-                self._load(served, folder)
+                self._send(partial(self._load, served, folder))
             before = policy.names.newest.name
 
             def unused(old: str = before) -> None:
                 self._unloader.submit(self._unload, old)
 
             policy.names.switch(served, version, unused)
+        self.servers.settled()
+
+    def _replace(self, versions: Mapping[str, int], write: WriteWeights) -> None:
+        """Replace all weights of the only policy between two answers."""
+        for name, version in versions.items():
+            before, folder = self._weights, self._folder / f"weights.{secrets.token_hex(3)}"
+            with waiting("engine", f"answers of {name} to end, and vLLM to take its weights {version}"):
+                write(name, folder)
+                with self.gate.shut():
+                    self._weights = folder  # also what a server gets that is started again meanwhile
+                    self._send(partial(self._load_weights, folder))
+                    self._policies[name].names.switch(BASE_NAME, version)
+            if before is not None:
+                shutil.rmtree(before, ignore_errors=True)
         self.servers.settled()
 
     def logprobs(self, policy: str, tokens: Sequence[int]) -> list[float]:
@@ -235,6 +258,9 @@ class VllmPolicies:
 
     def reload(self, url: str) -> None:
         """Load what is in use into a server that was started again."""
+        if self._weights is not None:
+            replace_weights([url], self.servers.key, self._weights)
+            return
         with self._lock, AdapterServers([url], self.servers.key) as servers:
             for served in self.resident:
                 servers.load(served, self._folder / served, self.request.lora_rank)
@@ -318,12 +344,18 @@ class VllmPolicies:
         return min(known, key=lambda replica: replica.in_flight)
 
     def _load(self, served: str, folder: Path) -> None:
-        """Load an adapter; a server that crashes meanwhile is waited for."""
+        with self._lock, AdapterServers(self.servers.urls, self.servers.key) as servers:
+            servers.load(served, folder, self.request.lora_rank)
+
+    def _load_weights(self, folder: Path) -> None:
+        replace_weights(self.servers.urls, self.servers.key, folder)
+
+    def _send(self, send: Callable[[], None]) -> None:
+        """Send new weights, again if a server crashes meanwhile."""
         for left in reversed(range(_TRIES)):
             self.servers.wait()
             try:
-                with self._lock, AdapterServers(self.servers.urls, self.servers.key) as servers:
-                    servers.load(served, folder, self.request.lora_rank)
+                send()
                 return
             except ConfigError as error:
                 self.servers.suspect()

@@ -1,4 +1,4 @@
-"""A server with the interface of vLLM's: token ids in and out, adapters that are loaded and unloaded while it runs.
+"""A server with the interface of vLLM's: token ids in and out, adapters and weights that change while it runs.
 
 It notes what it is asked in the file SCRIPTED_LOG. SCRIPTED_FAULT makes it fail: `frozen` accepts adapters and does not
 use them after each one's first version, `crash` ends it once, while it answers, and `start` ends it before it answers.
@@ -7,6 +7,7 @@ use them after each one's first version, `crash` ends it once, while it answers,
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -62,6 +63,25 @@ class Server:
         self.note(load=name)
         return PlainTextResponse("Success")
 
+    async def replace(self, request):
+        asked = await request.json()
+        assert asked["method"] == "reload_weights"
+        with self.lock:
+            self.base = AutoModelForCausalLM.from_pretrained(
+                asked["kwargs"]["weights_path"], dtype=torch.float32
+            ).eval()
+        self.note(replace=True)
+        return PlainTextResponse("")
+
+    async def forget(self, request):
+        self.note(forget=True)
+        return PlainTextResponse("")
+
+    def crash(self):
+        LOG.with_suffix(".crashed").touch()
+        print("RuntimeError: CUDA error: an illegal memory access", file=sys.stderr, flush=True)
+        os._exit(1)
+
     async def unload(self, request):
         name = (await request.json())["lora_name"]
         self.note(unload=name)
@@ -102,7 +122,6 @@ class Server:
 
     async def sample(self, body):
         self.answers += 1
-        marker = LOG.with_suffix(".crashed")
         ids, random = list(body["prompt"]), torch.Generator().manual_seed(body["seed"])
         grammar = self.grammars.make(body["structured_outputs"]["grammar"]) if "structured_outputs" in body else None
         for number in range(body["max_tokens"]):
@@ -120,10 +139,8 @@ class Server:
             chosen = {"token_logprobs": [float(scores[token])], "tokens": [text]}
             choice = {"index": 0, "text": text, "token_ids": [token], "logprobs": chosen, "finish_reason": reason}
             yield f"data: {json.dumps({'choices': [choice]})}\n\n"
-            if FAULT == "crash" and self.answers > CRASH_AT and not marker.exists():
-                marker.touch()
-                print("RuntimeError: CUDA error: an illegal memory access", file=sys.stderr, flush=True)
-                os._exit(1)
+            if FAULT == "crash" and self.answers > CRASH_AT and not LOG.with_suffix(".crashed").exists():
+                self.crash()
             if reason:
                 break
         yield "data: [DONE]\n\n"
@@ -135,7 +152,7 @@ def policy(name):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name in ("host", "model", "served-model-name"):
+    for name in ("host", "model", "served-model-name", "middleware"):
         parser.add_argument(f"--{name}")
     for name in ("port", "max-model-len", "max-lora-rank", "max-loras"):
         parser.add_argument(f"--{name}", type=int)
@@ -147,8 +164,14 @@ def main():
     server.note(start=[*others, "--max-loras", str(options.max_loras), "--max-lora-rank", str(options.max_lora_rank)])
     paths = {"load_lora_adapter": server.load, "unload_lora_adapter": server.unload, "completions": server.complete}
     routes = [Route(f"/v1/{path}", called, methods=["POST"]) for path, called in paths.items()]
+    routes += [Route("/collective_rpc", server.replace, methods=["POST"])]
+    routes += [Route("/reset_prefix_cache", server.forget, methods=["POST"])]
     routes += [Route("/v1/models", server.models), Route("/health", lambda request: PlainTextResponse("ok"))]
-    uvicorn.run(Starlette(routes=routes), host=options.host, port=options.port, log_level="warning")
+    app = Starlette(routes=routes)
+    if options.middleware:
+        module, _, kind = options.middleware.rpartition(".")
+        app.add_middleware(getattr(importlib.import_module(module), kind))
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
 
 
 if __name__ == "__main__":
