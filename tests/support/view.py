@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ class Asked:
         key = self.keys.issue(scope)
         answer = self.client.get(
             f"/api/view/{what}", params={"run": self.name, **params}, headers={"Authorization": f"Bearer {key}"}
+        )
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def post(self, what: str, status: int = 200, *, scope: Any = "viewer", **body: Any) -> Any:
+        answer = self.client.post(
+            f"/api/view/{what}",
+            content=json.dumps({"run": self.name, **body}),
+            headers={"Authorization": f"Bearer {self.keys.issue(scope)}"},
         )
         assert answer.status_code == status, answer.text
         return answer.json()

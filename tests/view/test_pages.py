@@ -253,7 +253,6 @@ def test_a_rollout_is_walked_by_keys(look: Looking, runs: Path, picture: Any) ->
     look.page.keyboard.press("j")
     assert "solver" in look.text(".event.chosen")
     picture(look, "rollout")
-    look.page.keyboard.press("m")
     look.page.keyboard.press("Enter")
     look.page.wait_for_selector(".token")
     look.page.keyboard.press("u")
@@ -261,8 +260,29 @@ def test_a_rollout_is_walked_by_keys(look: Looking, runs: Path, picture: Any) ->
     assert "solver" in look.text(".event.chosen")
     look.page.keyboard.press("n")
     look.until("location.hash.includes('t1-0-2')")
-    look.open("run", "calculator", "marks")
-    assert look.page.locator(".links li").count() == 1
+
+
+def test_a_mark_is_seen_in_another_browser_and_saved(browser: Any, runs: Path) -> None:
+    with looking(browser, runs) as mine, looking(browser, runs) as other:
+        other.open("run", "calculator", "marks")
+        other.page.wait_for_selector("text=Nothing is marked")
+        mine.open("run", "calculator", "marks")
+        mine.page.fill("input >> nth=0", "ana")
+        mine.open("run", "calculator", "rollout", "calculator-0a1b2c3d:t1-0-1")
+        mine.page.wait_for_selector(".event.chosen")
+        mine.page.keyboard.press("m")
+        mine.page.fill("input[aria-label=comment]", "wrong plan")
+        mine.page.keyboard.press("Tab")
+        other.page.wait_for_selector("text=by ana")
+        other.until("document.querySelector('input[aria-label=comment]').value === 'wrong plan'")
+        with other.page.expect_download() as saved:
+            other.page.click("text=Save the marks")
+        (line,) = Path(saved.value.path()).read_text().splitlines()
+        assert json.loads(line)["comment"] == "wrong plan"
+        other.page.click("text=remove")
+        mine.page.wait_for_selector("text=☆ mark")
+        mine.well()
+        other.well()
 
 
 def test_a_call_is_shown_as_the_tokens_that_were_drawn(look: Looking, runs: Path, picture: Any) -> None:

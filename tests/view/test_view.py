@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 from starlette.testclient import TestClient
 
 from lightning_spans.errors import ConfigError, StoreError
@@ -33,6 +34,7 @@ from lightning_trainer.kits.judging.asking import JudgeAnswer, JudgeScore
 from lightning_trainer.kits.judging.judge import GroupJudge
 from lightning_trainer.kits.judging.options import JudgeOptions
 from lightning_trainer.kits.view import command as view_command
+from lightning_trainer.kits.view import marks as view_marks
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.reading import transcripts
 from lightning_trainer.kits.view.reading.pieces import pieces_of
@@ -475,12 +477,57 @@ def test_only_keys_for_looking_open_it(ask: Asked, scope: str) -> None:
     ask("runs", scope="admin")
 
 
-def test_every_route_of_the_interface_only_reads_and_needs_a_key(ask: Asked) -> None:
+def test_every_route_but_that_of_marks_only_reads_and_each_needs_a_key(ask: Asked) -> None:
     paths = {path: set(about) for path, about in ask.app.openapi()["paths"].items()}
     assert len(paths) >= 14
-    assert all(methods == {"get"} for methods in paths.values())
-    for path in paths:
-        assert ask.client.get(path).status_code == 401, path
+    assert {path: methods for path, methods in paths.items() if methods != {"get"}} == {
+        "/api/view/marks": {"get", "post"}
+    }
+    for path, methods in paths.items():
+        for method in methods:
+            assert ask.client.request(method, path).status_code == 401, path
+
+
+def test_a_mark_is_seen_by_others_changed_removed_and_saved_to_a_file(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", steps=1, groups=1, size=2)
+    mine, others = Asked(run), Asked(run)
+    before = Runs(run).all()[0].changed
+    [first, second] = rollouts_of(mine)
+    assert mine("marks")["marks"] == []
+    mine.post("marks", rollout_id=first, comment="look: half a letter \ud83d", author="ana")
+    mine.post("marks", rollout_id=second, span_id="1" * 16, attempt_id=f"{second}.1", comment="odd", author="ana")
+    others.post("marks", rollout_id=first, comment="I looked", author="ben")
+    assert Runs(run).all()[0].changed != before
+    call, whole = sorted(others("marks")["marks"], key=lambda mark: mark["rollout_id"], reverse=True)
+    assert (whole["comment"], whole["author"], whole["span_id"]) == ("I looked", "ben", "")
+    assert (call["comment"], call["attempt_id"]) == ("odd", f"{second}.1")
+    assert whole["task"].startswith("What is")
+    out = tmp_path / "marks.jsonl"
+    done = CliRunner().invoke(view_command.command, [str(run), "--save-marks", str(out)])
+    assert json.loads(done.stdout) == {"marks": 2, "file": str(out)}
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {(line["run"], line["rollout_id"], line["comment"]) for line in lines} == {
+        ("r", first, "I looked"), ("r", second, "odd"),
+    }  # fmt: skip
+    assert all(line["task"]["question"].startswith("What is") for line in lines)
+    mine.post("marks", rollout_id=first, marked=False)
+    assert [mark["rollout_id"] for mark in others("marks")["marks"]] == [second]
+
+
+def test_a_mark_that_can_not_be_kept_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Asked(make_run(tmp_path / "r", steps=1, groups=1, size=2))
+    [first, second] = rollouts_of(ask)
+    assert "no rollout 'none'" in ask.post("marks", 400, rollout_id="none")["error"]["message"]
+    assert "rollout_id or trace_id" in ask.post("marks", 400)["error"]["message"]
+    assert "may have 4000" in ask.post("marks", 400, rollout_id=first, comment="x" * 4001)["error"]["message"]
+    monkeypatch.setattr(view_marks, "_MOST", 1)
+    ask.post("marks", rollout_id=first)
+    ask.post("marks", rollout_id=first, comment="again")
+    assert "Remove some" in ask.post("marks", 400, rollout_id=second)["error"]["message"]
+    assert [mark["comment"] for mark in ask("marks")["marks"]] == ["again"]
+    runner = ask.keys.issue("runner")
+    refused = ask.client.post("/api/view/marks", json={"run": "r"}, headers={"Authorization": f"Bearer {runner}"})
+    assert refused.status_code == 403
 
 
 @pytest.mark.parametrize("place", ["loose?before=", "search?text=a&after=", "group?group=x&after=", "tries?after="])

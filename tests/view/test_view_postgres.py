@@ -79,6 +79,20 @@ def test_the_viewer_can_not_write_there(both: tuple[Asked, Asked, str]) -> None:
     store.close()
 
 
+def test_marks_are_kept_there_and_whoever_looks_is_told(both: tuple[Asked, Asked, str]) -> None:
+    _, on_server, _ = both
+    run = Runs(store=both[2]).all()[0]
+    rollout = on_server("step", step=1)["groups"][0]["rollouts"][0]["rollout_id"]
+    before = run.changed
+    on_server.post("marks", rollout_id=rollout, comment="first")
+    first = run.changed
+    on_server.post("marks", rollout_id=rollout, comment="second")
+    assert len({before, first, run.changed}) == 3
+    assert [mark["comment"] for mark in on_server("marks")["marks"]] == ["second"]
+    on_server.post("marks", rollout_id=rollout, marked=False)
+    assert on_server("marks")["marks"] == []
+
+
 def test_what_is_written_to_a_store_without_a_folder_is_told(both: tuple[Asked, Asked, str]) -> None:
     run = Runs(store=both[2]).all()[0]
     seen = [run.changed, run.changed]

@@ -30,6 +30,8 @@ export type SearchPage = Schemas["SearchPage"];
 export type TriedGroup = Schemas["TriedGroup"];
 export type TriesPage = Schemas["TriesPage"];
 export type ScalePage = Schemas["ScalePage"];
+export type MarkRow = Schemas["MarkRow"];
+export type MarksPage = Schemas["MarksPage"];
 export type HeldOut = Schemas["HeldOut"];
 export type UsageRow = Schemas["UsageRow"];
 export type ToolRow = Schemas["ToolRow"];
@@ -70,10 +72,17 @@ export async function get<T>(path: string, params: Params = {}, signal?: AbortSi
     if (Array.isArray(value)) value.forEach((each) => query.append(name, each));
     else if (value !== null && value !== undefined && value !== "") query.set(name, String(value));
   }
-  const answer = await fetch(`../api/view/${path}?${query}`, { headers: headers(), signal: signal ?? null });
+  return read<T>(await fetch(`../api/view/${path}?${query}`, { headers: headers(), signal: signal ?? null }));
+}
+
+async function read<T>(answer: Response): Promise<T> {
   const body = await answer.json();
   if (!answer.ok) throw new RefusedError(answer.status, body?.error?.message ?? `the server answered ${answer.status}`);
   return body as T;
+}
+
+export async function post<T>(path: string, body: object): Promise<T> {
+  return read<T>(await fetch(`../api/view/${path}`, { method: "POST", headers: { ...headers(), "Content-Type": "application/json" }, body: JSON.stringify(body) }));
 }
 
 export interface Loaded<T> {

@@ -2,6 +2,7 @@
 import { render, type JSX } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { takeKey, useChanges, useGet, type ScalePage, type State } from "./api";
+import { marksChanged } from "./marks";
 import { Account } from "./screens/account";
 import { Call } from "./screens/call";
 import { Credit } from "./screens/credit";
@@ -77,6 +78,7 @@ function App(): JSX.Element {
   const scale = useGet<ScalePage>(shown === null ? null : "scale", { run: shown }, tick);
   useMemo(() => scale.data && setScale(scale.data), [scale.data]);
   const ready = shown === null || scale.data !== null || scale.error !== null; // or colours would change
+  useEffect(() => void (tick > 0 && marksChanged()), [tick]);
   const [dark, setDark] = useTheme();
   useKeys({
     "?": () => setHelp(!help),

@@ -1,56 +1,70 @@
-// What somebody marked, with a comment: kept in this browser, written nowhere else until it is saved as a file.
+// What people marked, with a comment: kept in the run's store, so that everybody who may look sees it.
 import { useEffect, useState } from "preact/hooks";
+import { get, post, type MarkRow, type MarksPage } from "./api";
 
-export interface Mark {
-  run: string;
-  rollout: string;
-  attempt: string | null;
-  span: string | null;
-  comment: string;
-  task: string;
-  at: number;
+const NAME = "lightning-rl-name";
+
+/** What this person is called in marks; kept in this browser. */
+export const author = (): string => localStorage.getItem(NAME) ?? "";
+export const setAuthor = (name: string): void => localStorage.setItem(NAME, name.trim());
+
+/** The rollout or trace that is marked, and the call in it. */
+export interface Place {
+  rollout_id: string;
+  trace_id: string;
+  attempt_id: string;
+  span_id: string;
 }
 
-const NAME = "lightning-rl-marks";
+export const placeOf = (page: { rollout_id?: string | null; attempt_id?: string | null }, trace: string | undefined, span = ""): Place => ({
+  rollout_id: trace ? "" : (page.rollout_id ?? ""),
+  trace_id: trace ?? "",
+  attempt_id: page.attempt_id ?? "",
+  span_id: span,
+});
 
-export function marks(): Mark[] {
-  try {
-    const found: unknown = JSON.parse(localStorage.getItem(NAME) ?? "[]");
-    return Array.isArray(found) ? (found as Mark[]) : [];
-  } catch {
-    return [];
-  }
+export interface Marks {
+  list: MarkRow[];
+  error: string;
+  save: (place: Place, comment: string) => void;
+  remove: (place: Place) => void;
 }
 
-const same = (one: Mark, run: string, rollout: string, span: string | null): boolean => one.run === run && one.rollout === rollout && one.span === span;
+const CHANGED = "marks";
 
-export function keep(list: Mark[]): void {
-  localStorage.setItem(NAME, JSON.stringify(list));
-  dispatchEvent(new Event("marks"));
-}
-
-export function useMarks(): Mark[] {
-  const [list, setList] = useState(marks);
+/** The marks of a run. They are read again when somebody saved one. */
+export function useMarks(run: string): Marks {
+  const [list, setList] = useState<MarkRow[]>([]);
+  const [error, setError] = useState("");
+  const fail = (problem: Error): void => setError(problem.message);
   useEffect(() => {
-    const read = (): void => setList(marks());
-    addEventListener("marks", read);
-    addEventListener("storage", read);
-    return () => {
-      removeEventListener("marks", read);
-      removeEventListener("storage", read);
+    const stop = new AbortController();
+    const read = (): void => {
+      get<MarksPage>("marks", { run }, stop.signal)
+        .then((page) => setList(page.marks))
+        .catch((problem: Error) => !stop.signal.aborted && fail(problem));
     };
-  }, []);
-  return list;
+    read();
+    addEventListener(CHANGED, read);
+    return () => {
+      stop.abort();
+      removeEventListener(CHANGED, read);
+    };
+  }, [run]);
+  const change = (place: Place, more: { comment?: string; marked: boolean }): void => {
+    const { rollout_id, trace_id, attempt_id, span_id } = place;
+    post<MarksPage>("marks", { run, rollout_id, trace_id, attempt_id, span_id, author: author(), ...more })
+      .then((page) => {
+        setList(page.marks);
+        setError("");
+        marksChanged();
+      })
+      .catch(fail);
+  };
+  return { list, error, save: (place, comment) => change(place, { comment, marked: true }), remove: (place) => change(place, { marked: false }) };
 }
 
-export const find = (list: Mark[], run: string, rollout: string, span: string | null): Mark | undefined => list.find((each) => same(each, run, rollout, span));
+export const marksChanged = (): boolean => dispatchEvent(new Event(CHANGED));
 
-export function flip(mark: Mark): void {
-  const list = marks();
-  const rest = list.filter((each) => !same(each, mark.run, mark.rollout, mark.span));
-  keep(rest.length < list.length ? rest : [...list, mark]);
-}
-
-export function comment(mark: Mark, text: string): void {
-  keep(marks().map((each) => (same(each, mark.run, mark.rollout, mark.span) ? { ...each, comment: text } : each)));
-}
+export const find = (list: MarkRow[], place: Place): MarkRow | undefined =>
+  list.find((each) => each.rollout_id === place.rollout_id && each.trace_id === place.trace_id && each.span_id === place.span_id);

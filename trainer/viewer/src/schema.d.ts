@@ -344,6 +344,30 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/view/marks": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Marks
+         * @description Return the marks of a run, the newest first.
+         */
+        get: operations["marks_api_view_marks_get"];
+        put?: never;
+        /**
+         * Mark
+         * @description Save or remove a mark, which everybody who may look then sees; return all of them.
+         */
+        post: operations["mark_api_view_marks_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/view/events": {
         parameters: {
             query?: never;
@@ -920,6 +944,95 @@ export interface components {
             calls: number;
             /** Links */
             links: components["schemas"]["CallLink"][];
+        };
+        /**
+         * MarkChange
+         * @description A mark to save, in place of the one that is on the same rollout, call or trace; or to remove.
+         */
+        MarkChange: {
+            /** Run */
+            run: string;
+            /**
+             * Rollout Id
+             * @default
+             */
+            rollout_id: string;
+            /**
+             * Trace Id
+             * @default
+             */
+            trace_id: string;
+            /**
+             * Attempt Id
+             * @default
+             */
+            attempt_id: string;
+            /**
+             * Span Id
+             * @default
+             */
+            span_id: string;
+            /**
+             * Comment
+             * @default
+             */
+            comment: string;
+            /**
+             * Author
+             * @default
+             */
+            author: string;
+            /**
+             * Marked
+             * @default true
+             */
+            marked: boolean;
+        };
+        /**
+         * MarkRow
+         * @description A mark, with the task and the reward of its rollout.
+         *
+         *     Attributes:
+         *         rollout_id: of the marked rollout; "" for a trace that belongs to no rollout.
+         *         trace_id: of such a trace; "" for a rollout.
+         *         attempt_id: of the marked call; "" where it is not known.
+         *         span_id: of the marked call; "" for the whole rollout or trace.
+         *         comment: in the person's words.
+         *         author: who marked it, as they call themselves.
+         *         marked_s: Unix time at which it was last changed.
+         *         task: of the rollout, shortened.
+         *         reward: of the rollout.
+         */
+        MarkRow: {
+            /** Rollout Id */
+            rollout_id: string;
+            /** Trace Id */
+            trace_id: string;
+            /** Attempt Id */
+            attempt_id: string;
+            /** Span Id */
+            span_id: string;
+            /** Comment */
+            comment: string;
+            /** Author */
+            author: string;
+            /** Marked S */
+            marked_s: number;
+            /**
+             * Task
+             * @default
+             */
+            task: string;
+            /** Reward */
+            reward?: number | null;
+        };
+        /**
+         * MarksPage
+         * @description The marks of a run, the newest first.
+         */
+        MarksPage: {
+            /** Marks */
+            marks: components["schemas"]["MarkRow"][];
         };
         /**
          * Member
@@ -2062,6 +2175,71 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["SearchPage"];
+                };
+            };
+            /** @description Validation Error */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HTTPValidationError"];
+                };
+            };
+        };
+    };
+    marks_api_view_marks_get: {
+        parameters: {
+            query: {
+                /** @description name of the run */
+                run: string;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MarksPage"];
+                };
+            };
+            /** @description Validation Error */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HTTPValidationError"];
+                };
+            };
+        };
+    };
+    mark_api_view_marks_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["MarkChange"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MarksPage"];
                 };
             };
             /** @description Validation Error */

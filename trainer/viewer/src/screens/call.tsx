@@ -2,9 +2,10 @@
 import type { JSX } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { useGet, type CallPage, type Token } from "../api";
-import { find, flip, useMarks } from "../marks";
+import { placeOf } from "../marks";
 import { useParam } from "../params";
 import { Agent, Chip, count, duration, extent, go, href, Message, number, Rewards, Show, Signed, Toggle, useKeys } from "../ui";
+import { MarkButton } from "./marks";
 import { callAddress } from "./rollout";
 
 type Overlay = "logprob" | "entropy" | "gap" | "mask" | "advantage" | "none";
@@ -34,16 +35,12 @@ export function Call({ run, rollout, attempt, trace, span }: Props): JSX.Element
 function One({ run, page, trace, onWhole }: { run: string; page: CallPage; trace: string | undefined; onWhole: () => void }): JSX.Element {
   const [overlay, setOverlay] = useParam("overlay", "logprob") as [Overlay, (name: Overlay) => void];
   const [view, setView] = useParam("view", page.choices.some((choice) => choice.tokens.length) ? "tokens" : "messages");
-  const marks = useMarks();
-  const rollout = page.rollout_id ?? trace ?? "";
-  const marked = find(marks, run, rollout, page.span_id);
-  const mark = (): void => flip({ run, rollout, attempt: page.attempt_id ?? null, span: page.span_id, comment: "", task: "", at: Date.now() });
   const up = trace ? href("run", run, "trace", trace, page.span_id) : href("run", run, "rollout", page.rollout_id ?? "", page.attempt_id ?? "", page.span_id);
   const near = (by: number): void => {
     const next = page.turns[page.turn + by];
     if (next) go(callAddress(run, page, trace, next));
   };
-  useKeys({ n: () => near(1), j: () => near(1), p: () => near(-1), k: () => near(-1), u: () => go(up), m: mark });
+  useKeys({ n: () => near(1), j: () => near(1), p: () => near(-1), k: () => near(-1), u: () => go(up) });
   const mates = (page.row?.calls ?? []).filter((each) => each !== page.span_id);
   return (
     <>
@@ -63,9 +60,7 @@ function One({ run, page, trace, onWhole }: { run: string; page: CallPage; trace
             ›
           </button>
         </span>
-        <Toggle on={marked !== undefined} onClick={mark} title="m">
-          {marked ? "★ marked" : "☆ mark"}
-        </Toggle>
+        <MarkButton run={run} place={placeOf(page, trace, page.span_id)} />
       </div>
       {page.error && <p class="note bad">{page.error}</p>}
       <p class="facts">

@@ -1,10 +1,36 @@
-// What was marked, with comments, and the files that others work on with: marks, and tasks to run again.
+// Marks: how one is set, what it says, all of a run's in a list, and the files that others work on with.
 import type { JSX } from "preact";
-import { get, type RolloutPage } from "../api";
-import { comment, keep, marks as all, useMarks, type Mark } from "../marks";
-import { count, href } from "../ui";
+import { useState } from "preact/hooks";
+import { get, type MarkRow, type RolloutPage } from "../api";
+import { author, find, setAuthor, useMarks, type Place } from "../marks";
+import { count, href, Toggle, useKeys } from "../ui";
+import { TaskLine } from "./account";
 
-function save(name: string, lines: unknown[]): void {
+/** The button that marks what a screen shows, the key for it, and what was noted there. */
+export function MarkButton({ run, place }: { run: string; place: Place }): JSX.Element {
+  const { list, error, save, remove } = useMarks(run);
+  const mark = find(list, place);
+  const flip = (): void => (mark ? remove(place) : save(place, ""));
+  useKeys({ m: flip });
+  return (
+    <>
+      <Toggle on={mark !== undefined} onClick={flip} title="m: mark this for everybody who looks at the run">
+        {mark ? "★ marked" : "☆ mark"}
+      </Toggle>
+      {mark && <Comment mark={mark} onSave={(text) => save(place, text)} />}
+      {error && <span class="bad">{error}</span>}
+    </>
+  );
+}
+
+const Comment = ({ mark, onSave }: { mark: MarkRow; onSave: (text: string) => void }): JSX.Element => (
+  <span class="comment">
+    <input aria-label="comment" placeholder="comment" value={mark.comment} maxLength={4000} onChange={(e) => onSave(e.currentTarget.value)} />
+    {mark.author && <small class="dim">by {mark.author}</small>}
+  </span>
+);
+
+function saveFile(name: string, lines: unknown[]): void {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob(lines.map((line) => `${JSON.stringify(line)}\n`), { type: "application/jsonl" }));
   link.download = name;
@@ -12,54 +38,67 @@ function save(name: string, lines: unknown[]): void {
   URL.revokeObjectURL(link.href);
 }
 
-async function tasks(run: string, marked: Mark[]): Promise<unknown[]> {
+async function tasks(run: string, marks: MarkRow[]): Promise<unknown[]> {
   const found: unknown[] = [];
-  for (const id of new Set(marked.map((mark) => mark.rollout))) {
-    const page = await get<RolloutPage>("rollout", { run, rollout: id }).catch(() => null);
+  for (const rollout of new Set(marks.map((mark) => mark.rollout_id).filter(Boolean))) {
+    const page = await get<RolloutPage>("rollout", { run, rollout }).catch(() => null);
     if (page?.task_json) found.push(JSON.parse(page.task_json));
   }
   return found;
 }
 
+const address = (run: string, mark: MarkRow): string =>
+  mark.trace_id
+    ? mark.span_id
+      ? href("run", run, "tracecall", mark.trace_id, mark.span_id)
+      : href("run", run, "trace", mark.trace_id)
+    : mark.span_id
+      ? href("run", run, "call", mark.rollout_id, mark.attempt_id, mark.span_id)
+      : href("run", run, "rollout", mark.rollout_id);
+
 export function Marks({ run }: { run: string }): JSX.Element {
-  const marked = useMarks().filter((mark) => mark.run === run);
-  const ids = [...new Set(marked.map((mark) => mark.rollout))];
+  const { list, error, save, remove } = useMarks(run);
+  const [name, setName] = useState(author());
   return (
     <>
       <h1>Marked</h1>
-      {marked.length === 0 && (
-        <p class="note">
-          Nothing is marked in this run. Press <kbd>m</kbd> at a rollout or a call.
-        </p>
-      )}
-      {marked.length > 0 && (
-        <>
-          <p class="bar">
-            <button type="button" onClick={() => save("marks.jsonl", marked.map(({ rollout, attempt, span, comment }) => ({ rollout_id: rollout, attempt_id: attempt, span_id: span, comment })))}>
-              Save the marks as JSON lines
+      {error && <p class="note bad">{error}</p>}
+      <p class="bar">
+        <label>
+          your name <input value={name} maxLength={100} placeholder="shown next to your marks" onInput={(e) => (setName(e.currentTarget.value), setAuthor(e.currentTarget.value))} />
+        </label>
+        <button type="button" disabled={list.length === 0} onClick={() => saveFile("marks.jsonl", list)}>
+          Save the marks as JSON lines
+        </button>
+        <button type="button" disabled={list.length === 0} onClick={() => void tasks(run, list).then((lines) => saveFile("tasks.jsonl", lines))}>
+          Save their tasks as a data file
+        </button>
+      </p>
+      <p class="dim">
+        {list.length === 0 ? (
+          <>
+            Nothing is marked in this run. Press <kbd>m</kbd> at a rollout or a call.
+          </>
+        ) : (
+          <>
+            {count(list.length, "mark")}, kept in the run’s store and visible to everybody who may look at it.
+          </>
+        )}
+      </p>
+      <ul class="links wide">
+        {list.map((mark) => (
+          <li key={`${mark.rollout_id}/${mark.trace_id}/${mark.span_id}`}>
+            <a href={address(run, mark)}>{mark.span_id ? "call" : mark.trace_id ? "trace" : "rollout"}</a>
+            <span class="said-to">
+              <TaskLine task={mark.task || mark.rollout_id || mark.trace_id} reward={mark.reward} />
+            </span>
+            <Comment mark={mark} onSave={(text) => save(mark, text)} />
+            <button type="button" onClick={() => remove(mark)}>
+              remove
             </button>
-            <button type="button" onClick={() => void tasks(run, marked).then((lines) => save("tasks.jsonl", lines))}>
-              Save their tasks, to train or evaluate on
-            </button>
-            <button type="button" onClick={() => keep(all().filter((mark) => mark.run !== run))}>
-              Unmark all
-            </button>
-          </p>
-          <p class="dim">
-            Marks are kept in this browser alone. In a terminal: <code>lightning-rl traces {ids.slice(0, 3).map((id) => `--rollout ${id} `)}…</code>
-          </p>
-          <p>{count(marked.length, "mark")}</p>
-          <ul class="links wide">
-            {marked.map((mark) => (
-              <li key={`${mark.rollout}${mark.span}`}>
-                <a href={mark.span ? href("run", run, "call", mark.rollout, mark.attempt ?? "", mark.span) : href("run", run, "rollout", mark.rollout)}>{mark.span ? "call" : "rollout"}</a>
-                <span class="snippet">{mark.task || mark.rollout}</span>
-                <input aria-label="comment" placeholder="comment" value={mark.comment} onChange={(e) => comment(mark, e.currentTarget.value)} />
-              </li>
-            ))}
-          </ul>
-        </>
-      )}
+          </li>
+        ))}
+      </ul>
     </>
   );
 }

@@ -2,10 +2,11 @@
 import type { JSX } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useUntil, type Event, type RolloutPage } from "../api";
-import { find, flip, useMarks } from "../marks";
+import { placeOf } from "../marks";
 import { useParam } from "../params";
+import { MarkButton } from "./marks";
 import { stepName } from "./picker";
-import { Agent, Chip, Clipped, count, duration, go, href, hue, isOpen, Message, number, Rewards, Show, Signed, Toggle, useKeys } from "../ui";
+import { Agent, Chip, Clipped, count, duration, go, href, hue, isOpen, Message, number, Rewards, Show, Signed, useKeys } from "../ui";
 
 interface Props {
   run: string;
@@ -33,10 +34,7 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
   const [chosen, setChosen] = useState<string | null>(span ?? walked[0]?.span_id ?? null);
   const [find_, setFind] = useParam("find");
   const list = useRef<HTMLOListElement>(null);
-  const marks = useMarks();
   const name = page.rollout_id ?? trace ?? "";
-  const marked = find(marks, run, name, null);
-  const mark = (): void => flip({ run, rollout: name, attempt: page.attempt_id ?? null, span: null, comment: "", task: page.task, at: Date.now() });
   const at = walked.findIndex((event) => event.span_id === chosen);
   const walk = (by: number): void => setChosen(walked[Math.max(0, Math.min(walked.length - 1, at + by))]?.span_id ?? null);
   const place = page.members.indexOf(page.rollout_id ?? "");
@@ -52,7 +50,6 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
     ArrowUp: () => walk(-1),
     n: () => member(1),
     p: () => member(-1),
-    m: mark,
     Enter: () => current?.turn !== null && current !== undefined && go(callAddress(run, page, trace, current.span_id)),
     u: () => go(page.group_id ? href("run", run, "group", page.group_id) : href("run", run, "loose")),
   });
@@ -86,9 +83,7 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
             </button>
           </span>
         )}
-        <Toggle on={marked !== undefined} onClick={mark} title="m">
-          {marked ? "★ marked" : "☆ mark"}
-        </Toggle>
+        <MarkButton run={run} place={placeOf(page, trace)} />
       </div>
       <p class="facts">
         {page.reward !== null && (

@@ -46,6 +46,12 @@ _KEY_S: Final = 10 * 86_400.0  # that the key of a page is good
     is_flag=True,
     help="Serve other machines without encryption. The key can then be read on the network.",
 )
+@click.option(
+    "--save-marks",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the marks to this file, one JSON object per line, and exit.",
+)
 @click.option("--open/--no-open", "opened", default=True, help="Open the page in a browser.")
 def command(
     *,
@@ -58,12 +64,14 @@ def command(
     host: str,
     port: int,
     plain_http: bool,
+    save_marks: Path | None,
     opened: bool,
 ) -> None:
     """Show a run in a web page: groups, rollouts, calls, tokens, credit.
 
-    RUN is the folder of a run, or a folder that contains several. Default: runs/. The viewer only reads, so it can show
-    a run that is training. One line of JSON on stdout has the address of the page, which contains its key.
+    RUN is the folder of a run, or a folder that contains several. Default: runs/. The viewer writes nothing but marks,
+    so it can show a run that is training. One line of JSON on stdout has the address of the page, which contains its
+    key.
     """
     from lightning_spans.errors import ConfigError
     from lightning_trainer.kits.view.runs import Runs
@@ -81,7 +89,27 @@ def command(
         if each.is_elsewhere:
             told = f"{each.name} names a store outside of its folder, which is not opened. If it is yours: --trust."
             click.echo(printable(told), err=True)
+    if save_marks is not None:
+        _save_marks(runs, save_marks)
+        return
     _serve(runs, tokenizers, host, port, plain=plain_http, opened=opened)
+
+
+def _save_marks(runs: Runs, file: Path) -> None:
+    """Write the marks of all runs, each with its run and its whole task."""
+    from contextlib import closing
+
+    from lightning_trainer.kits.view.marks import exported_marks
+    from lightning_trainer.kits.view.reader import StoreReader
+    from lightning_trainer.report.metrics import write_atomically
+
+    lines: list[str] = []
+    for run in runs.all():
+        if run.folder is None or run.has_store:
+            with closing(StoreReader(run.store)) as reader:
+                lines += [json.dumps({"run": run.name, **mark}) for mark in exported_marks(reader, run)]
+    write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
+    print_json({"marks": len(lines), "file": str(file)})
 
 
 def _serve(runs: Runs, tokenizers: tuple[Path, ...], host: str, port: int, *, plain: bool, opened: bool) -> None:

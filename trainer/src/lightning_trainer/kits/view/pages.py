@@ -13,6 +13,9 @@ from lightning_trainer.gateway.app import answer_errors
 from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.auth.ended_attempts import EndedAttempts
 from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.gateway.auth.quotas import Quotas
+from lightning_trainer.gateway.intake.intake import Intake
+from lightning_trainer.gateway.settings import Limits
 from lightning_trainer.kits.view.routes import Views, router
 
 PATH: Final = "/view/"
@@ -74,6 +77,8 @@ def create_view(views: Views, keys: Keys) -> FastAPI:
     """Make an app that is the viewer and nothing else."""
     app = FastAPI(title="Lightning-RL viewer", docs_url=None, redoc_url=None)
     app.state.access = Access(keys, EndedAttempts(NullStore()))
+    limits = Limits()
+    app.state.intake = Intake(limits, Quotas(limits))
     answer_errors(app)
     add_view(app, views)
     return app

@@ -8,6 +8,7 @@ from sqlalchemy import func, select
 
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.reader import SqlReader
+from lightning_trainer.kits.view.mark_table import marks_version
 
 _COUNT_UP: Final = (
     *(each.c.seq for each in (schema.spans, schema.calls, schema.rewards, schema.rollouts)),
@@ -18,13 +19,14 @@ _COUNT_UP: Final = (
 class StoreReader(SqlReader):
     """The viewer's store."""
 
-    def mark(self) -> tuple[int, ...]:
-        """Return what is another value once a record came, or an attempt began or ended. Only indexes are read."""
+    def state_mark(self) -> tuple[int, ...]:
+        """Return a value that changes with each record, mark, and start or end of an attempt. Only indexes are read."""
         newest = [select(func.max(column)).scalar_subquery() for column in _COUNT_UP]
         states = [(schema.rollouts, schema.QUEUED), (schema.attempts, schema.RUNNING)]
         counts = [select(func.count()).select_from(table).where(state).scalar_subquery() for table, state in states]
         with self.reading() as connection:
-            return tuple(number or 0 for number in connection.execute(select(*newest, *counts)).one())
+            found = connection.execute(select(*newest, *counts)).one()
+            return (*(number or 0 for number in found), *marks_version(connection))
 
     def at_work(self) -> bool:
         """Whether any attempt runs whose runner still says so: its lease, by the store's own clock, has not ended."""

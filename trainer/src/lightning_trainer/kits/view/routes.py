@@ -1,4 +1,4 @@
-"""``/api/view``: what pages ask for. Nothing is written; each answer is made of store and folder anew."""
+"""``/api/view``: what pages request. Only marks are written; each answer is read from store and folder anew."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from lightning_trainer.gateway.intake.route import KeyedRoute
 from lightning_trainer.kits.view.answers.calls import CallPage
 from lightning_trainer.kits.view.answers.groups import Facts, GroupPage, StepPage, TriesPage
 from lightning_trainer.kits.view.answers.learning import AccountPage, CreditPage, RewardsPage
+from lightning_trainer.kits.view.answers.marks import MarkChange, MarksPage
 from lightning_trainer.kits.view.answers.rollouts import RolloutPage
 from lightning_trainer.kits.view.answers.runs import RunPage, RunRow, ScalePage, StepRow
 from lightning_trainer.kits.view.answers.store import FleetPage, LoosePage, SearchPage, ToolsPage
+from lightning_trainer.kits.view.marks import change_mark, marks_of
 from lightning_trainer.kits.view.names import chosen_by
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.reading import others
@@ -281,6 +283,21 @@ def search(views: _Views, name: _Run, text: _Text, *, after: _After = 0, calls: 
     """Look for a text in all that the store holds of spans, then of other calls; a page looks for a second at most."""
     with views.opened(name) as (run, reader):
         return search_page(reader, run, text, after=after, calls=calls)
+
+
+@router.get("/marks")
+def marks(views: _Views, name: _Run) -> MarksPage:
+    """Return the marks of a run, the newest first."""
+    with views.opened(name) as (run, reader):
+        return MarksPage(marks=marks_of(reader, run))
+
+
+@router.post("/marks")
+def mark(views: _Views, change: MarkChange) -> MarksPage:
+    """Save or remove a mark, which everybody who may look then sees; return all of them."""
+    with views.opened(change.run) as (run, reader):
+        change_mark(reader, run, change)
+        return MarksPage(marks=marks_of(reader, run))
 
 
 @router.get("/events", response_class=StreamingResponse)

@@ -105,7 +105,7 @@ class Run:
         mark: tuple[int, ...] = ()
         if "://" in file:
             with closing(StoreReader(self.store)) as reader:
-                mark = reader.mark()
+                mark = reader.state_mark()
         else:
             paths += [Path(file), Path(f"{file}-wal")]
         return (*(part for path in paths for part in _stamp(path)), *mark)
