@@ -264,6 +264,21 @@ def test_a_rollback_under_load_loses_no_request(tmp_path: Path) -> None:
         assert {one.result() for one in streams} == {("new" * 40, "old")}
 
 
+def test_an_evaluator_rewards_a_conversation_that_has_been(here: Deployed) -> None:
+    here.change(name_candidate, Policy("new"), stable="old")
+    here.say("known")
+    headers = {"authorization": f"Bearer {here.server.keys.issue('evaluator', holder='shop')}"}
+
+    def reward(name: str) -> int:
+        given = {"rollout_id": name, "attempt_id": name, "value": 1.0, "source": "feedback", "reward_id": name}
+        body = {"rewards": [given]}
+        return httpx.post(f"{here.server.url}/api/rewards", json=body, headers=headers).status_code
+
+    assert (reward("conversation:known"), reward("conversation:other")) == (200, 400)
+    (kept,) = here.server.store.rewards(attempt_ids=["conversation:known"])
+    assert kept.source == "evaluator:shop/feedback"
+
+
 def test_a_callers_key_calls_models_and_sends_spans_and_nothing_else(here: Deployed) -> None:
     assert here.say("c") == "old"
     with httpx.Client(base_url=here.server.url, headers={"authorization": f"Bearer {here.key}"}) as client:

@@ -33,7 +33,7 @@ STEPS = {
     "candidate": ["candidate", "--agent", "writer", "--model", "new", "--stable", "old"],
     "canary": ["canary", "--agent", "writer", "--share", "20%"],
     "wider": ["canary", "--agent", "writer", "--share", "0.5"],
-    "promote": ["promote", "--agent", "writer", "--reason", "better", "--by", "ada"],
+    "promote": ["promote", "--agent", "writer", "--override", "--reason", "better", "--by", "ada"],
     "rollback": ["rollback", "--agent", "writer"],
 }
 

@@ -10,6 +10,8 @@ from typing import Final
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store
+from lightning_spans.store.deployments import Assignment
+from lightning_spans.store.protocol import Where, each
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.http.errors import bad_request, forbidden
 
@@ -20,8 +22,9 @@ def given_by(grant: Grant, rewards: Sequence[Reward], store: Store) -> list[Rewa
     """Return rewards with who gave them.
 
     An evaluator's rewards have the source ``evaluator:HOLDER`` and, after a slash, the source that it named. Only
-    attempts that are there can be rewarded, under their own rollout. Nobody else may use sources of that form, except
-    an admin, who copies them.
+    attempts that are there can be rewarded, under their own rollout, and conversations outside of attempts that a
+    deployed agent has had, under their own name (``conversation:NAME``). Nobody else may use sources of that form,
+    except an admin, who copies them.
 
     Raises:
         Refusal: a source pretends to be an evaluator's, or an attempt is not there.
@@ -32,6 +35,8 @@ def given_by(grant: Grant, rewards: Sequence[Reward], store: Store) -> list[Rewa
         return list(rewards)
     wanted = sorted({reward.attempt_id for reward in rewards})
     known = {record.attempt_id: record.rollout.rollout_id for record in store.attempts(attempt_ids=wanted)}
+    talks = [attempt_id for attempt_id in wanted if attempt_id not in known]
+    known |= {one.attempt_id: one.attempt_id for one in each(store, Assignment, Where(attempt_ids=talks))}
     for reward in rewards:
         if known.get(reward.attempt_id) != reward.rollout_id:
             raise bad_request(f"there is no attempt {reward.attempt_id!r} of rollout {reward.rollout_id!r}")

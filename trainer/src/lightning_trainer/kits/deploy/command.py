@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -15,6 +16,7 @@ from lightning_trainer.flags.common import key_file_option, print_json, reading,
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lightning_spans.store import Store
     from lightning_spans.store.deployments import Deployment
     from lightning_trainer.kits.deploy.transitions import Note, Policy
 
@@ -68,14 +70,15 @@ def status(*, agent: str | None, store: str, key_file: Path | None, as_json: boo
 
     with reading(store, key_file) as opened:
         histories = read_histories(opened)
+        gates = _gates(opened, histories)
     if agent is not None and agent not in histories:
         known = ", ".join(histories) or "none"
         raise ConfigError(f"{agent} has no deployment. Agents that have one: {known}.")
     chosen = {agent: histories[agent]} if agent is not None else histories
     if as_json:
-        print_json(_status_json(chosen, with_history=agent is not None))
+        print_json(_status_json(chosen, gates, with_history=agent is not None))
         return
-    _show(chosen)
+    _show(chosen, gates)
     if agent is not None:
         _show_history(histories[agent])
 
@@ -101,31 +104,74 @@ def candidate(
     from lightning_trainer.kits.deploy.transitions import name_candidate
 
     chosen = _policy(agent, checkpoint, policy, base, model)
-    _change(agent, options, lambda history, note: name_candidate(_last(history), agent, chosen, note, stable=stable))
+    _change(agent, options, lambda history, note, _: name_candidate(_last(history), agent, chosen, note, stable=stable))
 
 
 @command.command(name="canary")
 @click.option(
     "--share", default="5%", show_default=True, callback=_share, metavar="SHARE", help="Share of the conversations."
 )
+@click.option(
+    "--outcome", "sources", multiple=True, metavar="SOURCE", help="Rewards that count. Default: all. May be repeated."
+)
+@click.option(
+    "--wait-days", default=0.0, show_default=True, help="Age of a conversation from which its outcome counts."
+)
+@click.option("--worse", default=0.02, show_default=True, help="Outcome lost by a candidate that must not be promoted.")
+@click.option("--better", default=0.03, show_default=True, help="Outcome gained by a candidate to be promoted.")
+@click.option(
+    "--false-promotion", default=0.01, show_default=True, help="Largest probability that the worse one is promoted."
+)
+@click.option("--power", default=0.9, show_default=True, help="Smallest probability that the better one is promoted.")
 @_transition_options
-def canary(*, share: float, agent: str, **options: Any) -> None:
+def canary(
+    *,
+    share: float,
+    sources: tuple[str, ...],
+    wait_days: float,
+    agent: str,
+    worse: float,
+    better: float,
+    false_promotion: float,
+    power: float,
+    **options: Any,
+) -> None:
     """Let the candidate answer a share of the agent's conversations.
 
-    A conversation stays with the policy that answered its first call.
+    A conversation stays with the policy that answered its first call. The bounds of the gate are fixed when the
+    candidate's first canary begins.
     """
+    from lightning_trainer.kits.deploy.gate import Bounds
+    from lightning_trainer.kits.deploy.outcomes import GateRules
     from lightning_trainer.kits.deploy.transitions import begin_canary
 
-    _change(agent, options, lambda history, note: begin_canary(_last(history), agent, share, note))
+    bounds = Bounds(worse=worse, better=better, false_promotion=false_promotion, power=power)
+    rules = GateRules(bounds=bounds, sources=sources, wait_s=wait_days * 86_400.0)
+
+    def begin(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
+        begun = begin_canary(_last(history), agent, share, note)
+        return begun if history[-1].stage == "canary" else replace(begun, details=rules.to_details())
+
+    _change(agent, options, begin)
 
 
 @command.command(name="promote")
+@click.option("--override", is_flag=True, help="Promote without the gate; needs --reason.")
 @_transition_options
-def promote(*, agent: str, **options: Any) -> None:
-    """Make the candidate the stable policy."""
+def promote(*, override: bool, agent: str, **options: Any) -> None:
+    """Make the candidate the stable policy, if the gate has decided so."""
+    from lightning_spans.errors import ConfigError
     from lightning_trainer.kits.deploy import transitions
+    from lightning_trainer.kits.deploy.outcomes import check_promotion
 
-    _change(agent, options, lambda history, note: transitions.promote(_last(history), agent, note))
+    if override and not options["reason"]:
+        raise ConfigError("deploy promote: --override needs --reason, for the history.")
+
+    def make(history: Sequence[Deployment], note: Note, store: Store) -> Deployment:
+        made = transitions.promote(_last(history), agent, note)
+        return replace(made, details=check_promotion(store, history, override=override))
+
+    _change(agent, options, make)
 
 
 @command.command(name="rollback")
@@ -137,11 +183,11 @@ def rollback(*, agent: str, **options: Any) -> None:
     """
     from lightning_trainer.kits.deploy.transitions import roll_back
 
-    _change(agent, options, lambda history, note: roll_back(history, agent, note))
+    _change(agent, options, lambda history, note, _: roll_back(history, agent, note))
 
 
 def _change(
-    agent: str, options: Mapping[str, Any], transition: Callable[[Sequence[Deployment], Note], Deployment]
+    agent: str, options: Mapping[str, Any], transition: Callable[[Sequence[Deployment], Note, Store], Deployment]
 ) -> None:
     """Read an agent's history, write the transition that follows, and show it."""
     from lightning_trainer.kits.deploy.table import keep, read_histories
@@ -149,13 +195,14 @@ def _change(
 
     with reading(options["store"], options["key_file"]) as opened:
         history = read_histories(opened).get(agent, [])
-        made = transition(history, Note(options["reason"], options["actor"] or getpass.getuser()))
+        made = transition(history, Note(options["reason"], options["actor"] or getpass.getuser()), opened)
         keep(opened, made)
-    after = {agent: [*history, made]}
+        after = {agent: [*history, made]}
+        gates = _gates(opened, after)
     if options["as_json"]:
-        print_json(_status_json(after))
+        print_json(_status_json(after, gates))
     else:
-        _show(after)
+        _show(after, gates)
 
 
 def _last(history: Sequence[Deployment]) -> Deployment | None:
@@ -187,29 +234,56 @@ def _policy(agent: str, checkpoint: Path | None, name: str | None, base: str | N
     return Policy(saved[wanted].served, str(saved[wanted].folder), base)
 
 
-def _status_json(histories: Mapping[str, Sequence[Deployment]], *, with_history: bool = False) -> dict[str, Any]:
+def _gates(store: Store, histories: Mapping[str, Sequence[Deployment]]) -> dict[str, dict[str, Any] | None]:
+    """Return what the gate of each agent says; None of one that is in no canary."""
+    from lightning_trainer.kits.deploy.outcomes import describe_gate
+
+    return {agent: describe_gate(store, history) for agent, history in histories.items()}
+
+
+def _status_json(
+    histories: Mapping[str, Sequence[Deployment]],
+    gates: Mapping[str, dict[str, Any] | None],
+    *,
+    with_history: bool = False,
+) -> dict[str, Any]:
     from lightning_spans.schema.json import to_json
 
     agents = {}
     for agent, history in histories.items():
         newest = history[-1]
         agents[agent] = {name: getattr(newest, name) for name in ("stable", "candidate", "stage", "share", "previous")}
+        agents[agent]["gate"] = gates[agent]
         if with_history:
             agents[agent]["history"] = [to_json(one) for one in history]
     return {"agents": agents}
 
 
-def _show(histories: Mapping[str, Sequence[Deployment]]) -> None:
+def _show(histories: Mapping[str, Sequence[Deployment]], gates: Mapping[str, dict[str, Any] | None]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("agent", "stage", "stable", "candidate", "share")
+    table = Table("agent", "stage", "stable", "candidate", "share", "outcomes", "difference", "gate")
     for agent, history in sorted(histories.items()):
         newest = history[-1]
         share = f"{newest.share:.3g}" if newest.stage != "canary" else f"{100 * newest.share:.3g} %"
-        cells = (agent, newest.stage.replace("_", " "), newest.stable, newest.candidate or "", share)
+        cells = (
+            agent,
+            newest.stage.replace("_", " "),
+            newest.stable,
+            newest.candidate or "",
+            share,
+            *_gate_cells(gates[agent]),
+        )
         table.add_row(*(escape(cell) for cell in cells))
     screen().print(table)
+
+
+def _gate_cells(gate: dict[str, Any] | None) -> tuple[str, str, str]:
+    if gate is None:
+        return "", "", ""
+    found = "" if gate["difference"] is None else f"{gate['difference']:+.3f} [{gate['low']:+.3f}, {gate['high']:+.3f}]"
+    return f"{gate['n']} of about {gate['needed']}", found, gate["decision"]
 
 
 def _show_history(history: Sequence[Deployment]) -> None:

@@ -25,13 +25,11 @@ class Note:
         reason: why it is made.
         actor: who makes it.
         at_ns: Unix time in nanoseconds.
-        details: what it rests on.
     """
 
     reason: str
     actor: str
     at_ns: int = field(default_factory=time.time_ns)
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,6 @@ def name_candidate(
         reason=note.reason,
         actor=note.actor,
         at_ns=note.at_ns,
-        details=note.details,
     )
 
 
@@ -169,4 +166,4 @@ def _tried(current: Deployment | None, agent: str) -> Deployment:
 
 def _next(current: Deployment, note: Note, **changes: Any) -> Deployment:
     following = replace(current, number=current.number + 1, reason=note.reason, actor=note.actor, at_ns=note.at_ns)
-    return replace(following, details=note.details, **changes)
+    return replace(following, details={}, **changes)

@@ -1,0 +1,139 @@
+"""Outcomes of a canary, from the rewards in the store: one number for each conversation of both policies."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.agents import selects
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.store import Store
+from lightning_spans.store.deployments import Assignment, Deployment
+from lightning_spans.store.protocol import Where, each
+from lightning_trainer.kits.deploy.gate import Bounds, Evidence, weigh
+
+GATE = "gate"  # in the details of a canary: what its gate promises, written before the first outcome
+_AT_ONCE = 2000  # conversations whose rewards are read at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateRules:
+    """How a canary is judged.
+
+    Attributes:
+        bounds: the error bounds.
+        sources: whose rewards count; empty: all.
+        wait_s: age of a conversation from which it counts, so that outcomes that come late count like others.
+    """
+
+    bounds: Bounds
+    sources: tuple[str, ...] = ()
+    wait_s: float = 0.0
+
+    def to_details(self) -> dict[str, Any]:
+        """Return what is written into the canary's details."""
+        return {GATE: {**asdict(self.bounds), "sources": list(self.sources), "wait_s": self.wait_s}}
+
+
+def rules_of(history: Sequence[Deployment]) -> GateRules | None:
+    """Return the rules that the candidate's first canary stated; None where it is in none."""
+    found = next((one.details[GATE] for one in _canaries(history) if GATE in one.details), None)
+    if found is None:
+        return None
+    names = ("worse", "better", "false_promotion", "power")
+    bounds = Bounds(**{name: float(found[name]) for name in names})
+    return GateRules(bounds=bounds, sources=tuple(found["sources"]), wait_s=float(found["wait_s"]))
+
+
+def _canaries(history: Sequence[Deployment]) -> list[Deployment]:
+    """Return the transitions of the candidate that is in a canary now, oldest first."""
+    if not history or history[-1].stage != "canary":
+        return []
+    since = max(place for place, one in enumerate(history) if one.stage == "candidate")
+    return [one for one in history[since:] if one.stage == "canary"]
+
+
+def read_evidence(store: Store, history: Sequence[Deployment]) -> Evidence | None:
+    """Read the outcomes of a canary, and return what they say; None where the agent is in none.
+
+    A conversation counts for the policy that it was given to, also where the other answered for it: else failing would
+    make a candidate look better.
+
+    Raises:
+        ConfigError: a reward is not between 0 and 1.
+    """
+    rules = rules_of(history)
+    if rules is None:
+        return None
+    numbers = {one.number for one in _canaries(history)}
+    current, until_ns = history[-1], time.time_ns() - int(rules.wait_s * 1e9)
+    given = [
+        one
+        for one in each(store, Assignment)
+        if one.agent == current.agent and one.number in numbers and one.at_ns <= until_ns
+    ]
+    outcomes = _outcomes(store, current.agent, [one.attempt_id for one in given], rules)
+    strata: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for one in given:
+        if one.attempt_id in outcomes and one.policy in (current.candidate, current.stable):
+            strata[one.number][one.policy == current.stable].append(outcomes[one.attempt_id])
+    return weigh(list(strata.values()), rules.bounds)
+
+
+def _outcomes(store: Store, agent: str, conversations: Sequence[str], rules: GateRules) -> dict[str, float]:
+    """Return the mean reward of each conversation that has one, for the agent or for all of it."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for first in range(0, len(conversations), _AT_ONCE):
+        for reward in each(store, Reward, Where(attempt_ids=conversations[first : first + _AT_ONCE])):
+            if _counts(reward, agent, rules):
+                rewards[reward.attempt_id].append(reward.value)
+    return {conversation: sum(values) / len(values) for conversation, values in rewards.items()}
+
+
+def _counts(reward: Reward, agent: str, rules: GateRules) -> bool:
+    if reward.agent is not None and not selects((agent,), reward.agent):
+        return False
+    if rules.sources and reward.source not in rules.sources:
+        return False
+    if not 0.0 <= reward.value <= 1.0:
+        raise ConfigError(
+            f"the reward {reward.value:g} of {reward.source} for {reward.attempt_id} is not between 0 and 1, so the"
+            " gate can't judge by it. Begin the canary with --outcome SOURCE for rewards that are."
+        )
+    return True
+
+
+def describe_gate(store: Store, history: Sequence[Deployment]) -> dict[str, Any] | None:
+    """Return what the gate says, as JSON; None where the agent is in no canary."""
+    rules, evidence = rules_of(history), read_evidence(store, history)
+    if rules is None or evidence is None:
+        return None
+    share = min(history[-1].share, 0.99)  # where nobody is left for the stable policy, nothing can be compared
+    return {"n": evidence.candidate + evidence.stable, **asdict(evidence), "needed": rules.bounds.needed(share)}
+
+
+def check_promotion(store: Store, history: Sequence[Deployment], *, override: bool) -> dict[str, Any]:
+    """Return the details of a promotion that the gate, or a person in its place, lets through.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    evidence, found = read_evidence(store, history), describe_gate(store, history)
+    if evidence is None or found is None:
+        raise ConfigError("the candidate's canary stated no gate. Begin it again: lightning-rl deploy canary.")
+    if evidence.decision == "promote":
+        return {"evidence": found}
+    if override:
+        return {"evidence": found, "override": True}
+    current = history[-1]
+    counted = f"{evidence.candidate} outcomes of {current.candidate} and {evidence.stable} of {current.stable}"
+    advice = (
+        f"The gate says {evidence.decision}: lightning-rl deploy rollback --agent {current.agent}"
+        if evidence.decision == "reject"
+        else f"About {found['needed']} are needed in all at this share"
+    )
+    raise ConfigError(f"not promoted: {counted}. {advice}. To promote nevertheless: --override --reason TEXT.")
