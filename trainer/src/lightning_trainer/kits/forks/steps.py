@@ -13,7 +13,7 @@ from lightning_spans.errors import AgentFailedError, ConfigError
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.replays import Replay
 from lightning_trainer.gateway.replay.sessions import why_ended
-from lightning_trainer.kits.forks import Recorded, plan, recorded
+from lightning_trainer.kits.forks.planning import Recorded, plan, recorded
 from lightning_trainer.policies import BASE
 from lightning_trainer.rl.batch.attempts import transitions_by_attempt
 from lightning_trainer.rl.credit.shapley import added, coalitions, orders, shares
