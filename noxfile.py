@@ -186,8 +186,10 @@ COMMANDS = ["@anthropic-ai/claude-code", "@openai/codex", "opencode-ai"]  # of n
 
 @nox.session
 def commands(session: nox.Session) -> None:
-    """Let agents that are commands mend a file, with a scripted model: aider, Claude Code, codex and opencode."""
-    session.install("-e", str(ROOT / "core"), "-e", str(ROOT / "trainer"), *TEST)
+    """Let agents that are commands mend a file, with a scripted model: aider, Claude Code, its SDK, codex, opencode."""
+    folders = ("core", "trainer", "plugins/openai", "plugins/claude-agent-sdk")
+    own = [part for folder in folders for part in ("-e", str(ROOT / folder))]
+    session.install(*own, *TEST)
     folder = session.cache_dir.resolve() / "commands"
     session.run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *COMMANDS, external=True)
     aider = folder / "aider"  # in an environment of its own: it pins what it needs

@@ -54,32 +54,32 @@ class Commands:
     """Runs commands on the project, and says what is on record of them."""
 
     def __init__(self, server, project, name):
-        self._server, self._project, self.name = server, project, name
+        self.server, self._project, self.name = server, project, name
 
     def rules(self, *texts):
         """Name agents by these rules."""
         routing = Routing(agents=("*",), model="policy", name_by=parse_rules(texts))
-        self._server.app.state.routing = routing
+        self.server.app.state.routing = routing
 
     async def run(self, command, script, **task):
         """Run a command; return its reward. The engine answers as `script` says to a prompt."""
-        self._server.engine.play(script)
-        key = self._server.key(self.name, agent="agent")
+        self.server.engine.play(script)
+        key = self.server.key(self.name, agent="agent")
         rollout = f"rollout of {self.name}"
         attempt = Attempt(
-            rollout_id=rollout, attempt_id=self.name, endpoint=self._server.url, key=key, agents=("*",), model="policy"
+            rollout_id=rollout, attempt_id=self.name, endpoint=self.server.url, key=key, agents=("*",), model="policy"
         )
         work = Work(workdir=str(self._project), reward_command=f"sh -c '{TEST}'")
         return await command_agent(Job(command=command, work=work))({**TASK, **task}, attempt)
 
     @property
     def calls(self):
-        return self._server.calls(self.name)
+        return self.server.calls(self.name)
 
     @property
     def diff(self):
         """What the newest run changed."""
-        spans = self._server.store.spans(attempt_ids=[self.name])
+        spans = self.server.store.spans(attempt_ids=[self.name])
         return [span for span in spans if span.operation == "workdir"][-1].attributes[DIFF]
 
     def answered(self, agent="agent"):

@@ -6,7 +6,7 @@ from contextvars import copy_context
 import pytest
 from opentelemetry import context as otel_context
 
-from lightning_spans import Attempt
+from lightning_spans import Attempt, agent
 from lightning_spans.record import context as contexts
 from lightning_spans.record.context import (
     current_agent,
@@ -99,13 +99,13 @@ def test_a_generator_that_is_closed_closes_the_one_inside():
 
 
 def test_a_runtime_of_the_users_own_keeps_the_context(monkeypatch):
-    get, attach = contexts._direct()
+    get, attach, _ = contexts._direct()
     before = get()
     attach(with_agent("reader"))
     assert current_agent() == "reader"
     attach(before)
     monkeypatch.setattr(otel_context, "_RUNTIME_CONTEXT", object())
-    assert contexts._direct() == (otel_context.get_current, otel_context.attach)
+    assert contexts._direct() == (otel_context.get_current, otel_context.attach, otel_context.detach)
 
 
 def ended_in_a_copy(scope):
@@ -166,3 +166,17 @@ def test_scopes_that_are_over_hold_none_before_them(top):
             assert scope.outer is outer
 
     copy_context().run(work)
+
+
+def test_a_block_that_the_event_loop_closes_logs_nothing(caplog):
+    async def pieces():
+        with agent("writer"):
+            yield 1
+            yield 2
+
+    async def leave():
+        async for _ in pieces():
+            break
+
+    asyncio.run(leave())
+    assert not caplog.records

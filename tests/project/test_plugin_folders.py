@@ -46,7 +46,10 @@ def conformance(tree, folder):
 
 
 def check_conformance(tree, folder):
-    entry_points = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"]["lightning_spans"]
+    written = tomllib.loads((folder / "pyproject.toml").read_text())
+    if written.get("tool", {}).get("lightning", {}).get("unfit"):  # the reason why the suite does not fit
+        return
+    entry_points = written["project"]["entry-points"]["lightning_spans"]
     assert conformance(tree, folder) == list(entry_points), f"{folder.name} has no conformance class of its name"
 
 

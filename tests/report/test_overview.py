@@ -196,12 +196,15 @@ def test_an_agent_whose_calls_no_policy_can_be_asked_is_told_what_they_name() ->
         ("/chat/completions", {"provider": {"sort": "price"}, "usage": {"include": True}, "models": ["a"]}, None),
         ("/chat/completions", {"prompt_cache_options": {"ttl": "24h"}, "trace": {"a": 1}, "fallbacks": ["a"]}, None),
         ("/chat/completions", {"enable_search": False, "transforms": [], "include_reasoning": True}, None),
+        ("/messages", {"speed": "fast", "diagnostics": {}, "workspace_id": "w", "fallbacks": "default"}, None),
+        ("/messages", {"mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]}, "mcp_servers"),
         ("/chat/completions", {"enable_thinking": False}, "Use chat_template_kwargs.enable_thinking"),
         ("/chat/completions", {"enable_search": True}, "enable_search"),
     ],
 )
 def test_what_the_gateway_would_refuse_is_known_in_advance(endpoint, field, told) -> None:
     asked = {"model": "m", "input": "hello"} if endpoint == "/responses" else {"model": "m", "messages": [HELLO]}
+    asked |= {"max_tokens": 10} if endpoint == "/messages" else {}
     facts = {FRAMEWORK: "openai", ENDPOINT: endpoint, REQUEST: json.dumps(asked | field)}
     [row] = overview([trace((CHAT, "writer", {"attributes": facts}), rewards={None: 1.0})], None)
     assert row.trained is (told is None), row.why

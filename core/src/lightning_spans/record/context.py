@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -30,15 +30,19 @@ _ATTEMPT = "lightning-attempt"
 T = TypeVar("T")
 
 
-def _direct() -> tuple[Callable[[], Context], Callable[[Any], object]]:
-    """Return what OTel's `get_current` and `attach` come to; each is two calls, and a stream makes four for an item."""
+def _direct() -> tuple[Callable[[], Context], Callable[[Any], Any], Callable[[Any], object]]:
+    """Return what OTel's `get_current`, `attach` and `detach` come to.
+
+    Each is two calls, and a stream makes four for an item; and OTel logs a traceback where a context is left in another
+    execution context than it was entered in.
+    """
     variable = getattr(getattr(otel_context, "_RUNTIME_CONTEXT", None), "_current_context", None)
     if type(variable) is ContextVar:
-        return variable.get, variable.set
-    return otel_context.get_current, otel_context.attach  # the user has set OTEL_PYTHON_CONTEXT
+        return variable.get, variable.set, variable.reset
+    return otel_context.get_current, otel_context.attach, otel_context.detach  # the user has set OTEL_PYTHON_CONTEXT
 
 
-current, attach = _direct()
+current, attach, _detach = _direct()
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Attempt | None:
@@ -139,11 +143,12 @@ def at_work(agent: str | None, attempt: Attempt | None, values: Mapping[str, obj
 @contextmanager
 def entered(context: Context) -> Iterator[Context]:
     """Make `context` the current one inside the block."""
-    token = otel_context.attach(context)
+    token = attach(context)
     try:
         yield context
     finally:
-        otel_context.detach(token)
+        with suppress(ValueError):  # an async generator that is closed by its event loop: there is nothing to leave
+            _detach(token)
 
 
 def overlaid(ours: Context, onto: Context | None = None) -> Context:

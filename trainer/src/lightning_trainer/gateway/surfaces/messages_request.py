@@ -14,6 +14,7 @@ from lightning_trainer.gateway.request.fields import flag, listed, wrong
 _TRANSLATED: Final = frozenset({
     "system", "messages", "tools", "tool_choice", "stop_sequences", "max_tokens", "metadata", "thinking",
     "output_config", "output_format", "service_tier", "cache_control", "inference_geo", "stream", "context_management",
+    "speed", "diagnostics", "user_profile_id", "workspace_id", "billing_policy", "fallback_credit_token", "fallbacks",
 })  # fmt: skip
 _HOSTED: Final = (  # tools that run at Anthropic; dated names begin like this
     "web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "mcp_toolset", "advisor_",

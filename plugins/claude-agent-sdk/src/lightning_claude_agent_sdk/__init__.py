@@ -1,0 +1,17 @@
+"""Train the Claude Agent SDK agents you already have, by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import lightning_spans
+from lightning_spans import agent, emit_reward
+
+__all__ = ["agent", "attach", "emit_reward"]
+
+FRAMEWORK: Final = "claude-agent-sdk"
+UNNAMED: Final = "claude"  # whose calls they are where `agent()` names nobody: the SDK's agent has no name
+
+attach = partial(lightning_spans.attach, FRAMEWORK)
+"""Record what the SDK's command does, and lead its calls to the gateway; options as of `lightning_spans.attach`."""
