@@ -28,7 +28,9 @@ async def test_its_command_is_led_to_the_gateway_and_what_it_reports_joins(comma
     server = commands.server
     server.engine.play(mending)
     key = server.key(commands.name)
-    attempt = Attempt(f"rollout of {commands.name}", commands.name, endpoint=server.url, key=key, agents=("coder",), model="policy")
+    attempt = Attempt(
+        f"rollout of {commands.name}", commands.name, endpoint=server.url, key=key, agents=("coder",), model="policy"
+    )
     options = sdk.ClaudeAgentOptions(cwd=str(project), permission_mode="acceptEdits")
     with plugin.attach(store=str(tmp_path / "own.db")) as live, use_attempt(attempt), agent("coder"):
         messages = [message async for message in sdk.query(prompt="Fix add in calc.py", options=options)]
