@@ -235,4 +235,32 @@ def test_agents_of_a_workflow_are_one_trace(spans_of):
     found = spans_of(work)
     assert sorted(span.agent for span in found if span.operation == "chat") == ["checker", "writer"]
     assert len({span.trace_id for span in found}) == 1
-    assert [span.operation for span in found if span.parent_id is None] == ["invoke_workflow"]
+    [run] = [span for span in found if span.parent_id is None]
+    assert (run.operation, run.name) == ("invoke_workflow", "WorkflowBuilder")
+
+
+def test_an_approved_tool_call_is_one_span(spans_of):
+    async def work(url):
+        client = OpenAIChatCompletionClient(model=MODEL, async_client=openai.AsyncOpenAI(base_url=url))
+        caller = Agent(client, instructions("caller"), name="caller", tools=[tool(add, approval_mode="always_require")])
+        waiting = await caller.run(PROMPTS["tool_call"])
+        [asked] = [one for message in waiting.messages for one in message.contents if "approval" in one.type]
+        said = framework.Message("user", [PROMPTS["tool_call"]]), *waiting.messages
+        for approved in (True, False):
+            await caller.run([*said, framework.Message("user", [asked.to_function_approval_response(approved)])])
+
+    [ran] = [span for span in spans_of(work) if span.operation == "execute_tool"]
+    assert (ran.agent, ran.status) == ("caller", "ok")
+
+
+def test_agents_that_hand_over_are_one_trace(spans_of):
+    async def work(url):
+        boss, writer = make("boss", url), make("writer", url)
+        team = orchestrations.HandoffBuilder(participants=[boss, writer]).with_start_agent(boss)
+        async for _ in team.add_handoff(boss, [writer]).build().run("call handoff_to_writer {}", stream=True):
+            pass
+
+    found = spans_of(work)
+    assert [span.agent for span in found if span.operation == "chat"] == ["boss", "writer"]
+    assert [span.name for span in found if span.operation == "execute_tool"] == ["handoff_to_writer"]
+    assert len({span.trace_id for span in found}) == 1

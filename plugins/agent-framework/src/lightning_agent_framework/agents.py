@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from agent_framework import Agent, RawAgent, ResponseStream, Workflow
 
@@ -17,6 +18,8 @@ from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
+
+_RANDOM: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")  # at the end of a name that nobody gave
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
@@ -52,7 +55,7 @@ class AgentFrameworkAgents(Tracker):
         """A workflow runs: agents in sequence, at the same time, or handing over to each other."""
 
         def run(workflow: Any, *args: Any, **kwargs: Any) -> Any:
-            name = getattr(workflow, "name", None) or type(workflow).__name__
+            name = _RANDOM.sub("", getattr(workflow, "name", None) or type(workflow).__name__)
             return self._follow(lambda: self.begin(names.INVOKE_WORKFLOW, name), original(workflow, *args, **kwargs))
 
         return run
