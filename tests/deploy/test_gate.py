@@ -146,6 +146,28 @@ def test_a_candidate_that_is_worse_is_not_promoted_by_itself(path: Path) -> None
         assert read_histories(store)["writer"][-1].details["override"] is True
 
 
+def test_check_rolls_back_what_the_gate_rejects_and_nothing_else(path: Path) -> None:
+    def check() -> str:
+        found = call("deploy", "check", "--store", path, "--json")
+        assert found.exit_code == 0, found.output
+        return json.loads(found.stdout)["agents"]["writer"]["stage"]
+
+    assert check() == "canary"
+    fill(path, 0.3, candidate=400, stable=1200)
+    assert check() == check() == "rolled_back"
+    with closing(open_store(str(path))) as store:
+        newest = read_histories(store)["writer"][-1]
+    assert (newest.number, newest.actor, newest.stable) == (3, "gate", "old")
+    assert newest.reason.startswith("the gate rejects it: -0.200 [-0.")
+    assert newest.details["evidence"]["candidate"] == 400
+
+
+def test_at_a_share_of_all_there_is_nothing_to_compare_with(path: Path) -> None:
+    assert call("deploy", "canary", "--share", "100%", "--agent", "writer", "--store", path).exit_code == 0
+    assert gate(path)["needed"] is None
+    told(call("deploy", "promote", "--agent", "writer", "--store", path), "nothing to compare with")
+
+
 def test_only_the_rewards_that_were_named_count_and_they_must_fit(path: Path) -> None:
     fill(path, 0.9, candidate=400, stable=1200, source="latency", most=7.0)
     assert gate(path)["n"] == 0

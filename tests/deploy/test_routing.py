@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import openai
@@ -17,9 +18,10 @@ import pytest
 
 from lightning_spans.errors import StoreError
 from lightning_spans.store import open_store
-from lightning_spans.store.deployments import Assignment
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.testing import MemoryStore
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from lightning_trainer.kits.deploy import serving
 from lightning_trainer.kits.deploy.routing import CONVERSATION_HEADER, MARK, DeploymentRouter, draw
 from lightning_trainer.kits.deploy.serving import AdapterLoader, DeploymentTableReader, deploying
 from lightning_trainer.kits.deploy.table import keep, read_histories
@@ -205,6 +207,20 @@ def test_a_table_that_can_not_be_read_leaves_the_policies_as_they_are(here: Depl
     with pytest.raises(StoreError):
         here.table.read()
     assert here.say("c") == "new"
+
+
+def test_a_row_that_becomes_visible_late_is_seen(here: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On PostgreSQL a transaction may end after one whose rows come behind its own."""
+    here.change(name_candidate, Policy("new"), stable="old")
+    newest = here.server.store.page(Deployment, newest_first=True, limit=1)
+    real = here.table._store.page
+    seen = SimpleNamespace(page=lambda *given, **more: newest if more.get("newest_first") else real(*given, **more))
+    here.table._store = cast(Any, seen)
+    here.change(begin_canary, 1.0)
+    assert here.say("c") == "old"
+    monkeypatch.setattr(serving, "_WHOLE_S", 0.0)
+    here.follow()
+    assert here.say("d") == "new"
 
 
 def test_an_adapter_is_loaded_next_to_a_vendors_model_and_unloaded_after_its_last_versions(tmp_path: Path) -> None:

@@ -174,6 +174,29 @@ def promote(*, override: bool, agent: str, **options: Any) -> None:
     _change(agent, options, make)
 
 
+@command.command(
+    name="check", epilog="From cron, every minute: lightning-rl deploy check --store http://server:8000 ..."
+)
+@store_option
+@key_file_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check(*, store: str, key_file: Path | None, as_json: bool) -> None:
+    """Roll back every candidate that its gate rejects, with the reason, and show the status of all agents."""
+    from lightning_trainer.kits.deploy.outcomes import reject
+    from lightning_trainer.kits.deploy.table import keep, read_histories
+
+    with reading(store, key_file) as opened:
+        for history in read_histories(opened).values():
+            if (rejected := reject(opened, history)) is not None:
+                keep(opened, rejected)
+        histories = read_histories(opened)
+        gates = _gates(opened, histories)
+    if as_json:
+        print_json(_status_json(histories, gates))
+    else:
+        _show(histories, gates)
+
+
 @command.command(name="rollback")
 @_transition_options
 def rollback(*, agent: str, **options: Any) -> None:
@@ -283,7 +306,8 @@ def _gate_cells(gate: dict[str, Any] | None) -> tuple[str, str, str]:
     if gate is None:
         return "", "", ""
     found = "" if gate["difference"] is None else f"{gate['difference']:+.3f} [{gate['low']:+.3f}, {gate['high']:+.3f}]"
-    return f"{gate['n']} of about {gate['needed']}", found, gate["decision"]
+    of = "" if gate["needed"] is None else f" of about {gate['needed']}"
+    return f"{gate['n']}{of}", found, gate["decision"]
 
 
 def _show_history(history: Sequence[Deployment]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_spans.errors import ConfigError
@@ -15,6 +15,7 @@ from lightning_spans.store import Store
 from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import Where, each
 from lightning_trainer.kits.deploy.gate import Bounds, Evidence, weigh
+from lightning_trainer.kits.deploy.transitions import Note, roll_back
 
 GATE = "gate"  # in the details of a canary: what its gate promises, written before the first outcome
 _AT_ONCE = 2000  # conversations whose rewards are read at once
@@ -112,8 +113,9 @@ def describe_gate(store: Store, history: Sequence[Deployment]) -> dict[str, Any]
     rules, evidence = rules_of(history), read_evidence(store, history)
     if rules is None or evidence is None:
         return None
-    share = min(history[-1].share, 0.99)  # where nobody is left for the stable policy, nothing can be compared
-    return {"n": evidence.candidate + evidence.stable, **asdict(evidence), "needed": rules.bounds.needed(share)}
+    share = history[-1].share
+    needed = rules.bounds.needed(share) if share < 1.0 else None  # at 100 % nothing is left to compare with
+    return {"n": evidence.candidate + evidence.stable, **asdict(evidence), "needed": needed}
 
 
 def check_promotion(store: Store, history: Sequence[Deployment], *, override: bool) -> dict[str, Any]:
@@ -131,9 +133,20 @@ def check_promotion(store: Store, history: Sequence[Deployment], *, override: bo
         return {"evidence": found, "override": True}
     current = history[-1]
     counted = f"{evidence.candidate} outcomes of {current.candidate} and {evidence.stable} of {current.stable}"
-    advice = (
-        f"The gate says {evidence.decision}: lightning-rl deploy rollback --agent {current.agent}"
-        if evidence.decision == "reject"
-        else f"About {found['needed']} are needed in all at this share"
-    )
+    if evidence.decision == "reject":
+        advice = f"The gate says reject: lightning-rl deploy rollback --agent {current.agent}"
+    elif found["needed"] is None:
+        advice = "At a share of 100 % there is nothing to compare with: begin a canary with a smaller share"
+    else:
+        advice = f"About {found['needed']} are needed in all at this share"
     raise ConfigError(f"not promoted: {counted}. {advice}. To promote nevertheless: --override --reason TEXT.")
+
+
+def reject(store: Store, history: Sequence[Deployment]) -> Deployment | None:
+    """Return the rollback of a candidate that the gate rejects; None where it does not."""
+    found = describe_gate(store, history)
+    if found is None or found["decision"] != "reject":
+        return None
+    said = f"the gate rejects it: {found['difference']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+    note = Note(f"{said}, {found['candidate']} and {found['stable']} outcomes", "gate")
+    return replace(roll_back(history, history[-1].agent, note), details={"evidence": found})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from lightning_trainer.kits.deploy.transitions import Policy
 
 logger = masking_logger(__name__)
 EVERY_S: Final = 0.5  # between looks at the table; a rollback is in force after at most this and a read
+_WHOLE_S: Final = 3.0
 _CHECK_S: Final = 10.0  # between looks at servers, which lose their adapters when they start again
 _FIRST_S: Final = 30.0  # a server waits so long for its adapters before it says that it is ready
 KEPT: Final = 3  # earlier stable policies of an agent that stay loaded
@@ -39,20 +42,28 @@ class DeploymentTableReader:
         self._store = store
         self._router = router
         self._newest: list[Deployment] = []
+        self._read_s = -math.inf
         self.histories: Mapping[str, Sequence[Deployment]] = {}
 
     def read(self) -> bool:
         """Read the table where it has changed. Returns whether it has.
 
+        The newest row tells. On PostgreSQL a row may become visible after one that arrived later, so all of it is read
+        again every `_WHOLE_S`, too.
+
         Raises:
             StoreError: it can't be read; what was read before stays in force.
         """
         newest = self._store.page(Deployment, newest_first=True, limit=1).records
-        if newest == self._newest:
+        now_s = time.monotonic()
+        if newest == self._newest and now_s - self._read_s < _WHOLE_S:
             return False
-        self.histories = read_histories(self._store)
-        self._router.update({agent: policies_of(history) for agent, history in self.histories.items()})
-        self._newest = newest
+        histories = read_histories(self._store)
+        self._newest, self._read_s = newest, now_s
+        if histories == self.histories:
+            return False
+        self.histories = histories
+        self._router.update({agent: policies_of(history) for agent, history in histories.items()})
         return True
 
 
