@@ -68,10 +68,12 @@ def steps(count: int, part: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("part", "options", "apart", "advice"),
     [
-        ("sampling", {}, False, "--engine vllm --lora-rank 16;"),
+        ("sampling", {}, False, "--engine vllm;"),
         ("sampling", {"lora_rank": 8}, True, "--staleness 1"),
         ("sampling", {"lora_rank": 8, "staleness": 1}, True, "--engine-gpus"),
         ("program", {"concurrency": 4}, False, "--concurrency (4)"),
+        ("program", {"concurrency": 4, "resample": 1}, False, "s. Raise --concurrency (4)."),
+        ("sampling", {"backend": "tinker"}, True, "s. Lower --max-tokens or --group-size."),
         ("learner", {}, False, "--lora-rank 16"),
         ("learner", {"lora_rank": 8}, True, "--staleness 1"),
         ("weights", {"lora_rank": 8}, True, "--lora-rank"),

@@ -78,8 +78,8 @@ class TrainFields(BaseModel):
     prices: Path | None = None
     """JSON file with token prices by model, which replaces the built-in table (tinker)."""
     engine: str | None = None
-    """Engine that samples: `embedded` (in the learner's process), `vllm` (in a separate process, for adapters), or one
-    that a plugin registers. Default: vllm for adapters on CUDA if it is installed, otherwise embedded (torch)."""
+    """Engine that samples: `embedded` (in the learner's process), `vllm` (in a separate process), or one that a
+    plugin registers. Default: vllm for adapters on CUDA if it is installed, otherwise embedded (torch)."""
     engine_python: Path | None = None
     """Python interpreter of the environment in which vLLM is installed. Default: this one (torch)."""
     engine_url: str | None = None

@@ -136,20 +136,26 @@ def name_bottleneck(steps: Sequence[Mapping[str, Any]], config: TrainConfig, *, 
 
 
 def _advice(part: str, config: TrainConfig, *, samples_apart: bool) -> str:
+    ours, at_once, adapters = config.backend == "torch", config.concurrency, config.lora_rank > 0
+    newest = config.forked or config.by_coalitions or config.teacher is not None or config.resample > 0
+    early = ours and not newest  # the others are refused with staleness
     overlap = f"--staleness {config.staleness + 1}"
-    overlaps = samples_apart and not config.staleness  # that much would be gained
-    adapters, at_once = config.lora_rank > 0, config.concurrency
-    vllm = "--engine vllm" if adapters else "--engine vllm --lora-rank 16"
+    overlaps = early and samples_apart and not config.staleness  # that much would be gained
+    vllm = ours and samples_apart and config.engine_url is None
     table = (
-        ("sampling", overlaps, f"Sample during the update with {overlap}, or give vLLM a GPU with --engine-gpus."),
-        ("sampling", samples_apart, "Give vLLM a GPU with --engine-gpus, or lower --max-tokens or --group-size."),
-        ("sampling", True, f"On a GPU, use {vllm}; otherwise lower --max-tokens or --group-size."),
-        ("program", True, f"Start the next step's rollouts early with {overlap}, or raise --concurrency ({at_once})."),
+        ("sampling", overlaps and vllm, f"Sample during the update with {overlap}, or use --engine-gpus for vLLM."),
+        ("sampling", overlaps, f"Sample during the update with {overlap}."),
+        ("sampling", vllm, "Give vLLM a GPU with --engine-gpus, or lower --max-tokens or --group-size."),
+        ("sampling", ours and not samples_apart, "On a GPU, use --engine vllm; otherwise lower --max-tokens."),
+        ("sampling", True, "Lower --max-tokens or --group-size."),
+        ("program", early, f"Start the next step's rollouts early with {overlap}, or raise --concurrency ({at_once})."),
+        ("program", True, f"Raise --concurrency ({at_once})."),
         ("learner", overlaps, f"Sample during the update with {overlap}."),
-        ("learner", not adapters, "Train adapters with --lora-rank 16, or use a GPU."),
-        ("learner", True, "Use a GPU, fewer rollouts (--group-size), or longer forward passes (micro_batch_tokens)."),
+        ("learner", ours and not adapters, "Train adapters with --lora-rank 16, or use a GPU."),
+        ("learner", ours, "Use a GPU, or lower --group-size."),
+        ("learner", True, "Lower --group-size."),
         ("weights", not adapters, "Train adapters with --lora-rank 16: they are a few megabytes."),
-        ("weights", True, "Lower --lora-rank, or set the folder in engine_options to one in memory."),
+        ("weights", True, "Lower --lora-rank."),
         ("other", True, "Compare adapt_seconds, teacher_seconds and fork_seconds in metrics.jsonl."),
     )
     return next(text for name, fits, text in table if name == part and fits)
