@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import os
 import re
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -107,25 +105,22 @@ def _option(option: click.Option, name: str, context: click.Context) -> tuple[st
 
 
 def configuration() -> str:
-    """Describe every option of a run, in the order and under the headings of the class that holds them."""
+    """Describe every option of a run, in the order and under the headings of the help."""
     from pydantic_core import PydanticUndefined
 
     from lightning_trainer import TrainConfig
-    from lightning_trainer.config.fields import TrainFields
+    from lightning_trainer.flags.common import headings
 
-    parts, rows = [], []
+    sections: dict[str, list[tuple[str, ...]]] = {}
+    for name, title in headings(TrainConfig.model_fields).items():
+        field = TrainConfig.model_fields[name]
+        if not field.description:
+            raise UndocumentedError(f"TrainConfig.{name} has no description.")
+        default = "*required*" if field.is_required() else f"`{_default(field, PydanticUndefined)}`"
+        kind = f"`{_type(field.annotation)}`".replace("|", "\\|")
+        sections.setdefault(title, []).append((f"`{name}`", kind, default, _cell(field.description)))
     head = ("key", "type", "default", "does")
-    for title, names in _sections(TrainFields).items():
-        rows = []
-        for name in names:
-            field = TrainConfig.model_fields[name]
-            if not field.description:
-                raise UndocumentedError(f"TrainConfig.{name} has no description.")
-            default = "*required*" if field.is_required() else f"`{_default(field, PydanticUndefined)}`"
-            kind = f"`{_type(field.annotation)}`".replace("|", "\\|")
-            rows.append((f"`{name}`", kind, default, _cell(field.description)))
-        parts += [f"## {title}\n", _table(head, rows)]
-    return "\n".join(parts)
+    return "\n".join(f"## {title}\n\n{_table(head, rows)}" for title, rows in sections.items())
 
 
 def _default(field: Any, undefined: object) -> str:
@@ -143,25 +138,6 @@ def _type(annotation: object) -> str:
     text = re.sub(r"tuple\[str, \.\.\.\]", "list of text", text)
     text = re.sub(r"dict\[str, \w+\]", "table", text)
     return text.replace("Path", "path").replace("str", "text")
-
-
-def _sections(model: type) -> dict[str, list[str]]:
-    """Return the fields of a class by the comments that stand above them in its source."""
-    source = textwrap.dedent(inspect.getsource(model))
-    lines = source.splitlines()
-    (cls,) = ast.parse(source).body
-    assert isinstance(cls, ast.ClassDef)
-    found: dict[str, list[str]] = {}
-    title = "Options"
-    last = 0
-    for node in cls.body:
-        for line in lines[last : node.lineno - 1]:
-            if re.match(r"    # [A-Z]", line):
-                title = line.strip("# .")
-        last = node.end_lineno or node.lineno
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.setdefault(title, []).append(node.target.id)
-    return {title: names for title, names in found.items() if names != ["model_config"]}
 
 
 def attributes(path: str) -> str:

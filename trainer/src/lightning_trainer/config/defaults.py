@@ -79,7 +79,7 @@ def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[st
         filled["lora_rank"] = filled.get("lora_rank") or policies.DEFAULT_RANK
     if filled.get("lora_rank") and filled.get("learning_rate") is None:
         filled["learning_rate"] = learning_rate
-    for name in ("agents", "trackers", "restore", "sandbox_read", "sandbox_env"):
+    for name in ("agents", "trackers"):
         if isinstance(filled.get(name), str):
             filled[name] = tuple(part.strip() for part in filled[name].split(",") if part.strip())
     if isinstance(filled.get("agent_weight"), str) and filled["agent_weight"] != "equal":

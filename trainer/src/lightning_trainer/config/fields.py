@@ -1,7 +1,7 @@
 """The options of a training run. `TrainConfig` adds the checks of one against another.
 
-This is the one home of every option: the command line makes its flags from these fields, and a TOML file has the same
-names as keys. Paths are relative to the current folder, in a file too.
+The command line makes its flags from these fields, and a TOML file has the same names as keys. Options that other
+commands have too are in `lightning_trainer.options`. Paths are relative to the current folder, in a file too.
 """
 
 from __future__ import annotations
@@ -10,32 +10,21 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer.choices import Aggregation, KlEstimator, Schedule, Timeouts
+from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
 from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
 from lightning_trainer.config.workers import worker_count
-from lightning_trainer.work import SandboxProgram, Work
+from lightning_trainer.options.limits import FailureOptions, LimitOptions
+from lightning_trainer.options.program import ProgramOptions
+from lightning_trainer.options.record import OptionRecord
+from lightning_trainer.options.work import WorkOptions
 
 
-class TrainFields(BaseModel):
-    """The options, each with its type, default and help. Make a `TrainConfig`, which checks them."""
+class LearningFields(OptionRecord):
+    """What is learned from, what is trained, how long and how."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-    # What runs, and on what.
-    target: str | None = None
-    """The agent, `module:function`. It is imported with the current folder on the path and called as run(task)."""
-    command: str | None = None
-    """The agent as a command, for programs in other languages. It gets the task as JSON on stdin and in
-    LIGHTNING_TASK."""
-    reward: str | None = None
-    """Reward function `module:function`, called as score(task, result); or `judge`, a model that compares the rollouts
-    of a group (see judge). Default: the agent returns the reward."""
-    judge: dict[str, Any] = Field(default_factory=dict)
-    """Options of the judge: endpoint, model, rubric, weight (1) and others. With reward = judge, the judge gives the
-    reward. With another reward, the judge's score times the weight is added (torch backend)."""
     data: Path
     """Training tasks: a JSON Lines, JSON, CSV or Parquet file, or the folder of a Hugging Face data set."""
     val: Path | None = None
@@ -230,16 +219,11 @@ class TrainFields(BaseModel):
     other tasks."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum gradient norm; larger gradients are scaled down to it."""
-    failed: Literal["exclude", "lowest"] | float = "lowest"
-    """Reward of a rollout whose program failed after a model had answered: 0 or the lowest reward of the batch,
-    whichever is less (lowest); this number; or no reward (exclude), which teaches policies to crash. Rollouts lost to
-    dead workers or unreachable servers are left out and retried."""
-    timeouts: Timeouts = "count"
-    """How to count rollouts that exceed `timeout_s`, or whose program gives up on a model call, after a model has
-    answered: as failures (count), or not at all (exclude). Exclude them only if slow infrastructure is to blame,
-    because it teaches policies to hang and to write answers that take too long."""
 
-    # How it samples.
+
+class SamplingFields(OptionRecord):
+    """How a run samples."""
+
     temperature: float | None = Field(default=None, gt=0)
     """Sampling temperature, set on all calls of the trained agents. Default: the temperature in the agent's request,
     otherwise 1."""
@@ -253,47 +237,12 @@ class TrainFields(BaseModel):
     seed: int = Field(default=0, ge=0)
     """Seed of task order, sampling and initialisation."""
 
-    # How the agent runs.
-    workers: int | None = Field(default=None, ge=0)
-    """Worker processes. Default: one per core, but no more than a batch can use. With backend = "verl", 0 leaves the
-    rollouts to runners on other machines."""
-    concurrency: int = Field(default=16, ge=1)
-    """Concurrent rollouts per worker."""
-    isolate: bool = False
-    """Run each attempt in its own process, which is ended together with every process that it started. Its run and
-    score functions get the main thread, which signals need. One attempt at once per worker."""
-    timeout_s: float = Field(default=300.0, gt=0)
-    """Time limit of an attempt, in seconds."""
-    max_attempts: int = Field(default=2, ge=1)
-    """Attempts before a rollout counts as failed."""
 
-    workdir: str | None = None
-    """Folder that is copied for each attempt of a command, or cloned if it is a git repository. Add `@REVISION` to
-    start from another commit; `{field}` is replaced by that field of the task. Changes to the files are recorded as a
-    span."""
-    workdir_size: str = "2GiB"
-    """Maximum size of an attempt's copy of workdir; an attempt that exceeds it fails."""
-    restore: tuple[str, ...] = ()
-    """Globs of files in workdir that are restored before reward_command runs, such as `tests/**`."""
-    reward_command: str | None = None
-    """Command that gives the reward, run in the attempt's work folder after the agent has ended. The reward is 0 unless
-    the exit status is 0; then it is x if the last line is {"reward": x}, otherwise 1."""
-    reward_timeout_s: float = Field(default=120.0, gt=0)
-    """Time limit of reward_command, in seconds. When it is exceeded, the reward is 0."""
-    reward_from: str | None = None
-    """Where a command writes its reward instead of its last line, so that a printed answer cannot be read as one: `fd`
-    (the descriptor whose number is in LIGHTNING_REWARD_FD), or a file in its work folder."""
-    reward_range: str = "0,1"
-    """Minimum and maximum reward of a command, as LOW,HIGH. An attempt with a reward outside this range has failed."""
-    sandbox: SandboxProgram | None = None
-    """Run command and reward_command in a sandbox that sees only the work folder and the system's programs, and reaches
-    only the gateway. Opened by bubblewrap (`bwrap`), `docker` or `podman`; Linux only."""
-    sandbox_image: str | None = None
-    """Container image for a docker or podman sandbox. It must be on the machine and have python3."""
-    sandbox_read: tuple[str, ...] = ()
-    """Files and folders of this machine that the sandbox may also read."""
-    sandbox_env: tuple[str, ...] = ()
-    """Environment variables that the sandbox also gets: names, or globs such as `MYAPP_*`."""
+class TrainFields(WorkOptions, LimitOptions, SamplingFields, FailureOptions, LearningFields, ProgramOptions):
+    """The options, each with its type, default and help. Make a `TrainConfig`, which checks them.
+
+    In the help they are in the order of these records from the last to the first.
+    """
 
     # What is kept.
     out: Path | None = None
@@ -356,11 +305,6 @@ class TrainFields(BaseModel):
         """Most runs that the orders of one rollout come to; 0 where a glob leaves open who is in the team."""
         team = len(self.agents or ())
         return 0 if any(map(is_glob, self.agents or ())) else min(1 + self.orders * (team - 1), 2**team - 1)
-
-    @property
-    def work(self) -> Work:
-        """Where a command works, and what gives its reward."""
-        return Work.of(dict(self))
 
     def worker_count(self) -> int:
         """Worker processes to start: as asked, else one a core, and no more than a batch fills."""

@@ -7,7 +7,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
@@ -90,50 +90,31 @@ isolate_option = click.option(
     help="Run each attempt in its own process, which is ended together with every process that it started. Its run and"
     " score functions get the main thread, which signals need. One attempt at once per worker.",
 )
-_WORK: Final = (
-    click.option(
-        "--workdir",
-        metavar="PATH[@REVISION]",
-        help="Folder that is copied (or cloned, if it is a git repository) for each attempt.",
-    ),
-    click.option("--workdir-size", metavar="SIZE", help="Maximum size of this copy. [default: 2GiB]"),
-    click.option("--restore", metavar="GLOB,...", help="Files that are restored before --reward-command runs."),
-    click.option("--reward-command", help="Command that gives the reward, run in the attempt's work folder."),
-    click.option("--reward-from", metavar="fd|PATH", help="Where a command writes its reward. Default: its last line."),
-    click.option("--reward-range", metavar="LOW,HIGH", help="Minimum and maximum reward of a command. [default: 0,1]"),
-    click.option(
-        "--reward-timeout-s",
-        type=click.FloatRange(0, min_open=True),
-        help="Time limit of --reward-command, in seconds. [default: 120]",
-    ),
-    click.option(
-        "--sandbox",
-        type=click.Choice(("bwrap", "docker", "podman")),
-        help="Run the commands in a sandbox that sees only the work folder and reaches only the gateway.",
-    ),
-    click.option("--sandbox-image", metavar="IMAGE", help="Container image of a docker or podman sandbox."),
-    click.option("--sandbox-read", metavar="PATH,...", help="Files and folders that the sandbox may also read."),
-    click.option("--sandbox-env", metavar="NAME,...", help="Environment variables that the sandbox also gets."),
-)
-_LISTS: Final = ("restore", "sandbox_read", "sandbox_env")  # with commas between
 
 
 def work_options(function: F) -> F:
     """Add the options of a command's work to a command of ours."""
-    for option in reversed(_WORK):
-        function = option(function)
-    return function
+    from lightning_trainer.options.work import WorkOptions
+
+    return config_options(WorkOptions)(function)
 
 
 def take_work(flags: dict[str, Any]) -> Work:
-    """Take the options of a command's work out of the flags."""
-    from lightning_trainer.work import Work
+    """Take the options of a command's work out of the flags.
 
-    given = {name: flags.pop(name, None) for name in Work.__dataclass_fields__}
-    for name in _LISTS:
-        if given[name] is not None:
-            given[name] = tuple(each.strip() for each in given[name].split(",") if each.strip())
-    return Work(**{name: value for name, value in given.items() if value is not None})
+    Raises:
+        ConfigError: one has a wrong value.
+    """
+    from pydantic import ValidationError
+
+    from lightning_trainer.config.mistakes import explain
+    from lightning_trainer.options.work import WorkOptions
+
+    values = {name: flags.pop(name, None) for name in WorkOptions.model_fields}
+    try:
+        return WorkOptions(**{name: value for name, value in values.items() if value is not None}).work
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
 
 
 @contextmanager
@@ -223,7 +204,20 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def config_options(kind: type[BaseModel] | None = None, *, leave_out: frozenset[str] = frozenset()) -> Callable[[F], F]:
+def headings(names: Iterable[str]) -> dict[str, str]:
+    """Return the heading under which each option of a configuration is, in the order of its fields."""
+    found, title = {}, "Other"
+    for name in names:
+        title = found[name] = _GROUPS.get(name, title)
+    return found
+
+
+def config_options(
+    kind: type[BaseModel] | None = None,
+    *,
+    leave_out: frozenset[str] = frozenset(),
+    notes: Callable[[str], str] = lambda _name: "",
+) -> Callable[[F], F]:
     """Make a command-line option of every field of a configuration: the field is the one home of name, help, default.
 
     Values arrive as text; the configuration checks them, so that a flag and a file fail with the same words.
@@ -231,17 +225,15 @@ def config_options(kind: type[BaseModel] | None = None, *, leave_out: frozenset[
     Args:
         kind: the configuration; None: `TrainConfig`.
         leave_out: fields that get none.
+        notes: of a field, what is added to its help.
     """
-    from lightning_trainer.config.train import TrainConfig
 
     def decorate(function: F) -> F:
-        fields = (kind or TrainConfig).model_fields
-        groups, title = {}, "Other"
-        for name in fields:
-            title = groups[name] = _GROUPS.get(name, title)
+        fields = (kind or _train_config()).model_fields
+        groups = headings(fields)
         for name, field in reversed(fields.items()):
             if name not in leave_out:
-                function = _option(name, field)(function)
+                function = _option(name, field, notes(name))(function)
                 params = function.__click_params__  # type: ignore[attr-defined]
                 params[-1].group = groups[name]
         return function
@@ -249,9 +241,16 @@ def config_options(kind: type[BaseModel] | None = None, *, leave_out: frozenset[
     return decorate
 
 
-def _option(name: str, field: FieldInfo) -> Callable[[F], F]:
+def _train_config() -> type[BaseModel]:
+    from lightning_trainer.config.train import TrainConfig
+
+    return TrainConfig
+
+
+def _option(name: str, field: FieldInfo, note: str) -> Callable[[F], F]:
     flag = f"--{name.replace('_', '-')}"
     text = " ".join((field.description or "").split()).replace("`", "")
+    text = f"{text.removesuffix('.')} {note}." if note else text
     if field.default not in (None, "", ()) and not field.is_required() and field.default_factory is None:
         shown = str(field.default).lower() if isinstance(field.default, bool) else field.default
         text += f" [default: {shown}]"
@@ -278,7 +277,11 @@ def _option(name: str, field: FieldInfo) -> Callable[[F], F]:
 
 
 def _metavar(annotation: Any) -> str:
-    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    parts = (
+        typing.get_args(annotation)
+        if typing.get_origin(annotation) in (types.UnionType, typing.Union)
+        else (annotation,)
+    )
     names = []
     for part in (part for part in parts if part is not type(None)):
         if typing.get_origin(part) is Literal:

@@ -12,6 +12,10 @@ from lightning_trainer.flags.common import config_options, given, print_json
 from lightning_trainer.kits.sft.config import RoundsConfig, SftConfig
 
 
+def _note(name: str) -> str:
+    return "" if name in SftConfig.model_fields else "(rounds)"
+
+
 @click.command(name="sft")
 @click.argument("data", nargs=-1, metavar="[DATA... | TARGET]")
 @click.option("--data", "tasks", type=click.Path(path_type=Path), help="Tasks to sample on (rounds).")
@@ -20,7 +24,7 @@ from lightning_trainer.kits.sft.config import RoundsConfig, SftConfig
     type=click.Path(path_type=Path),
     help="Resume the interrupted run in this folder, after its last complete round or from its saved state.",
 )
-@config_options(RoundsConfig, leave_out=frozenset({"data", "target", "tasks"}))
+@config_options(RoundsConfig, leave_out=frozenset({"data", "target", "tasks"}), notes=_note)
 def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, **flags: Any) -> None:
     """Fine-tune on conversations from files (.jsonl, .json, .parquet; from `export`, or a public data set) and stores.
 

@@ -6,27 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import registry
-from lightning_trainer.choices import Timeouts
 from lightning_trainer.config.defaults import with_adapters
 from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
 from lightning_trainer.naming import parse_rules
-from lightning_trainer.work import SandboxProgram, Work
+from lightning_trainer.options.limits import FailureOptions, LimitOptions
+from lightning_trainer.options.program import ProgramOptions
+from lightning_trainer.options.record import OptionRecord
+from lightning_trainer.options.work import WorkOptions
 
 OF_FILES: Final = frozenset({"data", "eval_every", "held_out", "loss", "origin", "patience"})  # and not of rounds
 
 
-class SftConfig(BaseModel):
+class SftConfig(OptionRecord):
     """What to learn, from what, and how.
 
     Raises:
         ConfigError: an option is unknown, has a wrong value, or contradicts another one.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     # What is learned from.
     data: tuple[str, ...] = ()
@@ -155,77 +155,34 @@ class SftConfig(BaseModel):
         return {**options, **self.backend_options}
 
 
-class RoundsConfig(SftConfig):
+class RoundFields(SftConfig):
+    """The options that only rounds have."""
+
+    rounds: int = Field(ge=1)
+    """Rejection sampling: number of rounds. In each, TARGET runs on the tasks of --data with the current weights, and
+    the best rollouts of each group are learned. val then names held-out tasks."""
+    tasks: Path
+    """Tasks to sample on."""
+    columns: tuple[str, ...] = ()
+    """Columns of tasks and val to read. Default: all."""
+    samples: int = Field(default=8, ge=2)
+    """Rollouts per task and round."""
+    val_samples: int = Field(default=1, ge=1)
+    """Rollouts per held-out task, before and after each round."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature, set on all calls of the agents."""
+    answer_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of an answer if the request sets no limit."""
+    name_by: tuple[str, ...] = ()
+    """Rule that names the agents of calls without an agent header, as in train: [NAME=]WHERE[:REGEX]."""
+
+
+class RoundsConfig(WorkOptions, LimitOptions, FailureOptions, ProgramOptions, RoundFields):
     """What to sample and learn, in rounds. Of `SftConfig`, what is about files and their held-out loss is not used.
 
     Raises:
         ConfigError: an option is unknown, has a wrong value, or contradicts another one.
     """
-
-    rounds: int = Field(ge=1)
-    """Rejection sampling: number of rounds. In each, TARGET runs on the tasks of --data with the current weights, and
-    the best rollouts of each group are learned. val then names held-out tasks."""
-    target: str | None = None
-    """The agent: `module:function`."""
-    command: str | None = None
-    """The agent as a command, instead of TARGET (rounds)."""
-    tasks: Path
-    """Tasks to sample on."""
-    columns: tuple[str, ...] = ()
-    """Columns of tasks and val to read (rounds). Default: all."""
-    reward: str | None = None
-    """Reward function `module:function`, called as score(task, result), or `judge` (rounds)."""
-    judge: dict[str, Any] = Field(default_factory=dict)
-    """Options of the judge: endpoint, model, rubric and others (rounds)."""
-    samples: int = Field(default=8, ge=2)
-    """Rollouts per task and round (rounds)."""
-    val_samples: int = Field(default=1, ge=1)
-    """Rollouts per held-out task, before and after each round (rounds)."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature, set on all calls of the agents (rounds)."""
-    answer_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens of an answer if the request sets no limit (rounds)."""
-    workers: int | None = Field(default=None, ge=1)
-    """Worker processes. Default: one per core (rounds)."""
-    concurrency: int = Field(default=16, ge=1)
-    """Concurrent rollouts per worker (rounds)."""
-    isolate: bool = False
-    """Run each attempt in its own process, as in train (rounds)."""
-    timeout_s: float = Field(default=300.0, gt=0)
-    """Time limit of one attempt, in seconds (rounds)."""
-    max_attempts: int = Field(default=2, ge=1)
-    """Attempts before a rollout counts as failed (rounds)."""
-    failed: Literal["exclude", "lowest"] | float = "lowest"
-    """Reward of a rollout whose program failed after a model had answered, as in train: 0 or the lowest reward of the
-    round, whichever is less (lowest); this number; or no reward (exclude) (rounds)."""
-    timeouts: Timeouts = "count"
-    """How to count rollouts that timed out after a model had answered, as in train: as failures (count), or not at all
-    (exclude) (rounds)."""
-    name_by: tuple[str, ...] = ()
-    """Rule that names the agents of calls without an agent header, as in train: [NAME=]WHERE[:REGEX] (rounds)."""
-    workdir: str | None = None
-    """Folder that is copied for each attempt of a command, as in train (rounds)."""
-    workdir_size: str = "2GiB"
-    """Maximum size of an attempt's copy of workdir (rounds)."""
-    restore: tuple[str, ...] = ()
-    """Globs of files in workdir that are restored before reward_command runs (rounds)."""
-    reward_command: str | None = None
-    """Command that gives the reward, run in the attempt's work folder after the agent has ended, as in train
-    (rounds)."""
-    reward_timeout_s: float = Field(default=120.0, gt=0)
-    """Time limit of reward_command, in seconds. When it is exceeded, the reward is 0 (rounds)."""
-    reward_from: str | None = None
-    """Where a command writes its reward instead of its last line: `fd` or a file, as in train (rounds)."""
-    reward_range: str = "0,1"
-    """Minimum and maximum reward of a command, as LOW,HIGH, as in train (rounds)."""
-    sandbox: SandboxProgram | None = None
-    """Run the commands in a sandbox: bwrap, docker or podman, as in train (rounds)."""
-    sandbox_image: str | None = None
-    """Container image for a docker or podman sandbox (rounds)."""
-    sandbox_read: tuple[str, ...] = ()
-    """Files and folders of this machine that the sandbox may also read (rounds)."""
-    sandbox_env: tuple[str, ...] = ()
-    """Environment variables that the sandbox also gets: names or globs (rounds)."""
 
     @model_validator(mode="after")
     def _whole(self) -> RoundsConfig:
@@ -237,16 +194,12 @@ class RoundsConfig(SftConfig):
                 ),
                 "Name the agent: a target module:function, or a command.": self.target is None and self.command is None,
                 "target and command are two agents. Give one of them.": None not in (self.target, self.command),
+                "workers = 0: rounds sample on this machine. Give 1 or more, or leave workers out.": self.workers == 0,
             }
         )
         parse_rules(self.name_by)  # or refuse
         self.work.check(command=self.command, reward=self.reward)
         return self
-
-    @property
-    def work(self) -> Work:
-        """Where a command works, and what gives its reward."""
-        return Work.of(dict(self))
 
     @property
     def kept(self) -> int:

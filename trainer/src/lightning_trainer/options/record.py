@@ -1,0 +1,22 @@
+"""What every record of options is, and values that may be written as one text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+
+class OptionRecord(BaseModel):
+    """Options that belong together. The docstring below a field is its help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def split_names(value: Any) -> Any:
+    """Return the names of a text with commas between them; another value as it is."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(split_names)]
+"""Names, also written as one text with commas."""
