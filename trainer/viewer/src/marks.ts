@@ -25,6 +25,7 @@ export const placeOf = (page: { rollout_id?: string | null; attempt_id?: string 
 
 export interface Marks {
   list: MarkRow[];
+  loading: boolean;
   error: string;
   save: (place: Place, comment: string) => void;
   remove: (place: Place) => void;
@@ -34,7 +35,7 @@ const CHANGED = "marks";
 
 /** The marks of a run. They are read again when somebody saved one. */
 export function useMarks(run: string): Marks {
-  const [list, setList] = useState<MarkRow[]>([]);
+  const [known, setList] = useState<MarkRow[] | null>(null);
   const [error, setError] = useState("");
   const fail = (problem: Error): void => setError(problem.message);
   useEffect(() => {
@@ -61,7 +62,7 @@ export function useMarks(run: string): Marks {
       })
       .catch(fail);
   };
-  return { list, error, save: (place, comment) => change(place, { comment, marked: true }), remove: (place) => change(place, { marked: false }) };
+  return { list: known ?? [], loading: known === null && error === "", error, save: (place, comment) => change(place, { comment, marked: true }), remove: (place) => change(place, { marked: false }) };
 }
 
 export const marksChanged = (): boolean => dispatchEvent(new Event(CHANGED));

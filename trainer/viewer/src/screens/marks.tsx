@@ -57,7 +57,7 @@ const address = (run: string, mark: MarkRow): string =>
       : href("run", run, "rollout", mark.rollout_id);
 
 export function Marks({ run }: { run: string }): JSX.Element {
-  const { list, error, save, remove } = useMarks(run);
+  const { list, loading, error, save, remove } = useMarks(run);
   const [name, setName] = useState(author());
   return (
     <>
@@ -74,8 +74,10 @@ export function Marks({ run }: { run: string }): JSX.Element {
           Save their tasks as a data file
         </button>
       </p>
-      <p class="dim">
-        {list.length === 0 ? (
+      <p class="dim" aria-busy={loading ? "true" : undefined}>
+        {loading ? (
+          "Reading the store …"
+        ) : list.length === 0 ? (
           <>
             Nothing is marked in this run. Press <kbd>m</kbd> at a rollout or a call.
           </>
