@@ -58,7 +58,9 @@ def picture(request: pytest.FixtureRequest) -> Any:
             PICTURES.mkdir(parents=True, exist_ok=True)
             look.page.wait_for_load_state("load")
             look.page.screenshot(path=str(PICTURES / f"{name}.png"))
-            Image.open(PICTURES / f"{name}.png").quantize(96).save(PICTURES / f"{name}.png", optimize=True)
+            Image.open(PICTURES / f"{name}.png").quantize(256, Image.Quantize.MAXCOVERAGE).save(
+                PICTURES / f"{name}.png", optimize=True
+            )
 
     return take
 
