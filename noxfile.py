@@ -128,7 +128,7 @@ def matrix(session: nox.Session, plugin: str, leg: str) -> None:
     files = [f"tests/plugins/test_{plugin.replace('-', '_')}.py"]
     if leg == "latest":
         session.install("--no-deps", "-e", str(ROOT / "trainer"))  # for the program that `lightning-rl init` writes
-        files.append("tests/plugins/test_starter.py")
+        files.append("tests/plugins/test_created_programs.py")
     session.run("pytest", *files, *(session.posargs or ["-n", "2"]))
 
 

@@ -454,7 +454,24 @@ def test_a_search_that_is_out_of_tokens_says_so(folder, monkeypatch):
         assert result.exit_code == 0, result.output
         assert "it ended before its 60 rollouts" in result.output
         result = rl(*args, "--resume", "--json")
-        assert json.loads(result.stdout.splitlines()[-1])["ended"] == "rollouts"
+        assert json.loads(result.stdout.splitlines()[-1])["ended"] == "ceiling"
+
+
+def test_a_search_ends_at_the_full_reward_and_says_when_nothing_is_left_to_improve(folder, monkeypatch):
+    pytest.importorskip("gepa")
+
+    def perfect(body: dict[str, Any], seen: int) -> Reply:
+        system, text = (message["content"] for message in body["messages"])
+        return Reply(text="OK" if "check" in system else text.upper())
+
+    with ScriptedServer(perfect) as server, ScriptedServer(reflector) as teacher:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        result = rl("--agents", "writer,checker", "--reflect", teacher.url, "--out", "best.json", "--budget", "60")
+        assert result.exit_code == 0, result.output
+        assert not teacher.requests
+    assert "every task to choose by has the full reward of 1" in result.output
+    assert "no better prompt was found, so there is nothing to apply" in result.output
+    assert "attach(" not in result.output
 
 
 def traces(*systems: str | None) -> list[Trace]:

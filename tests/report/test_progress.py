@@ -39,6 +39,17 @@ def test_without_a_terminal_a_long_wait_is_told_once_until_a_step_is_done(
     assert capsys.readouterr().err.splitlines()[:-1] == said
 
 
+def test_without_a_terminal_a_long_wait_is_told_again_with_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_trainer.report.progress._LINE_S", -1.0)
+    with Shown("running agent:run") as progress:
+        for done in range(3):
+            progress.phase("tasks", done, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert (lines[1], lines[2].split(" (")[0], len(lines)) == ("tasks: 2 ...", "tasks: 1 of 2", 3)
+
+
 def test_a_program_that_is_refused_without_a_terminal_is_told_in_the_error_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -342,9 +343,13 @@ def test_command_in_a_folder_of_its_own_is_trained_by_a_reward_command(folder: P
     assert not (folder / "work" / "answer").exists()
 
 
-def test_dry_run_says_what_a_run_would_take_and_leaves_nothing(folder: Path, model: Path) -> None:
+def test_dry_run_says_what_a_run_would_take_and_leaves_nothing(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_trainer.run import embedded
     from lightning_trainer.run.train import describe
 
+    monkeypatch.setattr(embedded, "TRIAL_S", math.inf)
     before = sorted(path.name for path in folder.iterdir())
     described = describe(config(model, steps=3, val="tasks.jsonl"))
     facts = described.facts
@@ -355,6 +360,22 @@ def test_dry_run_says_what_a_run_would_take_and_leaves_nothing(folder: Path, mod
     assert set(facts["gpu"]) == {"1.5B", "7B", "32B"}
     assert facts["verdict"] in described.text
     assert [name for name in sorted(path.name for path in folder.iterdir()) if name != "__pycache__"] == before
+
+    monkeypatch.setattr(embedded, "TRIAL_S", 0.0)  # the first task is tried in any case, and the step is extrapolated
+    brief = describe(config(model, steps=3, val="tasks.jsonl")).facts
+    assert (brief["tasks_tried"], brief["rollouts_tried"], brief["agents"]["writer"]["calls"]) == (1, 4, 4)
+    assert brief["tokens_generated_step"] > 4
+
+
+def test_a_trial_goes_on_only_while_its_limit_lets_more_tasks_fit() -> None:
+    from lightning_trainer.run.probe import more_tasks
+
+    assert more_tasks(0, 8, 0.0, 10.0) == 1
+    assert more_tasks(1, 7, 2.0, 10.0) == 4
+    assert more_tasks(1, 7, 0.0, 10.0) == 7
+    assert more_tasks(1, 7, 480.0, 10.0) == 0
+    assert more_tasks(8, 0, 1.0, 10.0) == 0
+    assert more_tasks(0, 8, 0.0, math.inf) == 8
 
 
 def test_a_dry_run_of_a_run_that_goes_on_tries_what_it_has_learned_and_counts_the_rest(
@@ -367,7 +388,9 @@ def test_a_dry_run_of_a_run_that_goes_on_tries_what_it_has_learned_and_counts_th
 
     tried = []
 
-    def probe(_config: TrainConfig, _tasks: Any, places: list[int], make: Any, *_: Any, update: bool) -> Probe:
+    def probe(
+        _config: TrainConfig, _tasks: Any, places: list[int], make: Any, *_: Any, update: bool, **__: Any
+    ) -> Probe:
         assert update
         tried.append((places, make(_config).loaded))
         return Probe(tried=[], rollouts=1, rollout_seconds=1.0, update_seconds=0.0, **tokens)

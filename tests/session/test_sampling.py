@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_spans.store import open_store
 from lightning_trainer import TrainConfig, registry, train
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.engine import Sampling
+from lightning_trainer.run import embedded
 from lightning_trainer.run.embedded import Embedded
 from lightning_trainer.run.train import describe
 from lightning_trainer.session.answers import LocalModel
@@ -75,7 +77,9 @@ def by_train() -> None:
 
 
 def by_dry_run() -> None:
-    describe(run_options())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "TRIAL_S", math.inf)  # both tasks are tried, however slow this machine is
+        describe(run_options())
 
 
 def command(name: str, *more: str) -> None:
@@ -86,7 +90,7 @@ def command(name: str, *more: str) -> None:
 
 
 def by_tasks() -> None:
-    command("tasks", "--samples", "2", "--seed", "3", "--workers", "1")
+    command("tasks", "--first", "2", "--samples", "2", "--seed", "3", "--workers", "1")
 
 
 def by_agents() -> None:

@@ -192,7 +192,7 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     if facts["reward"] is not None:
         found.append(
             f"reward {decimal(facts['reward'])} on the mean, {decimal(facts['reward_best_of_k'])} for the best of "
-            f"{facts['samples']} ({facts['tasks_tried']} tasks tried)"
+            f"{facts['samples']} ({facts['tasks_tried']} task{'s' * (facts['tasks_tried'] != 1)} tried)"
         )
     for name, agent in facts["agents"].items():
         earned = "" if agent["reward"] is None else f"reward {decimal(agent['reward'])}, "

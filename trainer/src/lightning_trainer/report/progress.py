@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 IMPORTING: Final = "importing the agent"  # may still refuse the program: the error is then the one line that is told
 _CUT = ("rollouts", "validation", "asking the teacher's server")  # phases that need not end
+_LINE_S: Final = 30.0  # between lines of a long wait, where there is no terminal
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -75,7 +76,7 @@ class Shown:
     """Shows progress on stderr while its ``with`` block runs, from the first thing that it is told on.
 
     Nothing is shown before: options are still checked then, and a refused run never began. Without a terminal each
-    long wait is a line of its own, once, until there are lines of steps.
+    long wait is a line of its own, once, until there are lines of steps, and one more each half minute.
 
     Args:
         title: the first line: what is trained on what.
@@ -87,7 +88,7 @@ class Shown:
         self._console: Console = Console(stderr=True)
         self._step = self._steps = 0
         self._title = title
-        self._began = time.monotonic()
+        self._began = self._last = time.monotonic()
         self._rewards: list[float] = []
         self._metrics: Mapping[str, float] = {}
         self._phase = ("starting", 0, 0)
@@ -128,6 +129,8 @@ class Shown:
         elif name not in self._told and name != IMPORTING and not self._rewards:
             self._told.add(name)
             self.note(f"{name}{f': {total}' if total else ''} ...")
+        elif 0 < done < total and time.monotonic() - self._last > _LINE_S:
+            self.note(f"{name}: {done} of {total} ({duration(time.monotonic() - self._began)})")
 
     def begin(self, step: int, steps: int) -> None:
         """Say which of how many steps comes first, once that is known."""
@@ -145,6 +148,7 @@ class Shown:
     def note(self, text: str) -> None:
         """Tell something worth keeping on the screen."""
         self._show()
+        self._last = time.monotonic()
         self._console.print(printable(text, lines=True), highlight=False, markup=False, soft_wrap=True)
 
     def alarms(self, texts: Sequence[str]) -> None:

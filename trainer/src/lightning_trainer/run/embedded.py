@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -28,6 +29,7 @@ from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import serve
 
 TRIED: Final = 8  # tasks that a dry run tries at most
+TRIAL_S: Final = 10.0  # seconds for a dry run's rollouts; on two cores the update then takes about three times as long
 
 
 class Embedded:
@@ -129,7 +131,7 @@ class Embedded:
             checkpoint=sizes[0] if sizes else None,
             disk=sizes[1] if sizes else None,
         )
-        found = probe(config, tasks, places, partial(self._begun, start), progress, update=True)
+        found = probe(config, tasks, places, partial(self._begun, start), progress, update=True, limit_s=TRIAL_S)
         facts = {**forecast(found, asked), "engine": list(self._plan(config))}
         billed, told = self._priced(config, facts) if self._priced is not None else ({}, ())
         return Described("\n".join([*lines(facts), *facts["engine"], *told]), {**facts, **billed})
@@ -142,7 +144,14 @@ class Embedded:
         return learner
 
     def probe(
-        self, config: TrainConfig, tasks: Sequence[Task], places: Sequence[int], progress: Progress, *, update: bool
+        self,
+        config: TrainConfig,
+        tasks: Sequence[Task],
+        places: Sequence[int],
+        progress: Progress,
+        *,
+        update: bool,
+        limit_s: float = math.inf,
     ) -> Probe:
         """Try some tasks with the policy that a run would start from: `probe.probe`.
 
@@ -150,7 +159,7 @@ class Embedded:
             LightningError: an option or a file is wrong, or the agent failed.
         """
         self._check(config)
-        return probe(config, tasks, places, self._opened, progress, update=update)
+        return probe(config, tasks, places, self._opened, progress, update=update, limit_s=limit_s)
 
 
 def _check_all(check: Callable[[], None], engines: Sequence[Engine]) -> None:

@@ -1,7 +1,12 @@
-"""A few rollouts with the policy that a run would start from, and one update that nobody keeps: what a run would be."""
+"""A few rollouts with the policy that a run would start from, and one update that nobody keeps: what a run would be.
+
+One task comes first, and as many more as its duration lets fit into a limit: a slow program is not run for minutes
+before anybody sees a number.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import Counter
@@ -33,6 +38,7 @@ from lightning_trainer.session.session import STORE_NAME, open_database, open_ru
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
+    from lightning_spans.schema.attempts import Rollout
     from lightning_trainer.backend_protocol import Learner
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.rows import Row
@@ -65,6 +71,7 @@ def probe(
     progress: Progress,
     *,
     update: bool,
+    limit_s: float = math.inf,
 ) -> Probe:
     """Run some tasks, as a step would, in a folder that goes again.
 
@@ -75,6 +82,7 @@ def probe(
         make: loads the policy.
         progress: told what happens.
         update: whether one update is measured, too.
+        limit_s: seconds for rollouts; the first task is run in any case.
 
     Raises:
         AgentFailedError: no rollout succeeded, or no model call was seen.
@@ -104,13 +112,44 @@ def probe(
             serve(store, runner, answers, sampling_of(config), timeouts=config.timeouts, failed=config.failed)
         )
         loaded = time.monotonic() - began
-        ran = _run(config, [tasks[place] for place in places], session, judge, progress)
+        ran = _run(config, [tasks[place] for place in places], session, judge, progress, limit_s=limit_s)
         learned = _learn(learner, ran.rows, progress) if update else {}
-        return _found(config, places, ran, load_seconds=loaded, learned=learned)
+        return _found(
+            config, places[: len(ran.outcomes) // config.group_size], ran, load_seconds=loaded, learned=learned
+        )
+
+
+def more_tasks(done: int, left: int, seconds: float, limit_s: float) -> int:
+    """Return how many more tasks fit into a limit, after `done` tasks took `seconds`."""
+    if limit_s == math.inf:
+        return left
+    if done == 0:
+        return min(1, left)
+    return max(0, min(left, math.floor((limit_s - seconds) * done / max(seconds, 1e-9))))
+
+
+def _outcomes(
+    rollouts: Sequence[Rollout], size: int, session: Session, progress: Progress, limit_s: float
+) -> list[Outcome]:
+    """Run groups until the limit, and return the outcomes of those that ran."""
+    began, outcomes = time.monotonic(), list[Outcome]()
+    while True:
+        done, whole = len(outcomes), len(rollouts)
+        count = size * more_tasks(done // size, (whole - done) // size, time.monotonic() - began, limit_s)
+        if not count:
+            return outcomes
+        what = "rollouts" if count == whole else "more rollouts" if done else "rollouts of the first task"
+        outcomes += session.run(rollouts[done : done + count], progress, what)
 
 
 def _run(
-    config: TrainConfig, tasks: Sequence[Task], session: Session, judge: RolloutJudge | None, progress: Progress
+    config: TrainConfig,
+    tasks: Sequence[Task],
+    session: Session,
+    judge: RolloutJudge | None,
+    progress: Progress,
+    *,
+    limit_s: float,
 ) -> _Ran:
     rollouts = plan(
         tasks,
@@ -121,10 +160,10 @@ def _run(
         timeout_s=config.timeout_s,
     )
     store, began = session.store, time.monotonic()
-    outcomes = session.run(rollouts, progress, "rollouts")
+    outcomes = _outcomes(rollouts, config.group_size, session, progress, limit_s)
     seconds = time.monotonic() - began
     _refuse(outcomes, session.runner)
-    traces = traces_of(store, rollout_ids=[rollout.rollout_id for rollout in rollouts])
+    traces = traces_of(store, rollout_ids=[outcome.rollout.rollout_id for outcome in outcomes])
     if not any(trace.chats for trace in traces):
         raise AgentFailedError(nothing_captured(len(outcomes), session.runner.attached, config.command))
     if judge is not None:

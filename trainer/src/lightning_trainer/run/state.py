@@ -258,7 +258,9 @@ def _unwritten(run: Path, final: Path, error: OSError) -> str:
     what = f"the checkpoint {final} can't be written: {error.strerror}{free}."
     if not (run / NEWEST).exists():
         return f"{what} There is none before it. --checkpoint weights writes smaller ones."
-    return f"{what} {(run / NEWEST).resolve().name} is whole; make room, then go on with --resume {run}."
+    newest = (run / NEWEST).resolve()
+    then = f"then go on with --resume {run}" if read_state(newest).resumable else f"then start from --model {newest}"
+    return f"{what} {newest.name} is whole; make room, {then}."
 
 
 def _sync(path: Path) -> None:

@@ -28,7 +28,7 @@ from lightning_trainer.run.data import Task, digest, load_tasks, shared
 from lightning_trainer.run.folders import run_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.result import Result, result_of
-from lightning_trainer.run.state import identity_of
+from lightning_trainer.run.state import identity_of, read_state
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.session import STORE_NAME, cancel_left_over, open_database, open_runner
 
@@ -162,4 +162,7 @@ def _stopped(run: OpenRun) -> str:
     steps = "1 step" if count == 1 else f"{count} steps"
     if not (run.folder / NEWEST).exists():
         return f"stopped after {steps}, before anything was learned"
+    newest = (run.folder / NEWEST).resolve()
+    if not read_state(newest).resumable:
+        return f"stopped after {steps}. The weights are in {newest}, without what --resume needs (--checkpoint weights)"
     return f"stopped after {steps}. Go on with: lightning-rl train --resume {run.folder}"

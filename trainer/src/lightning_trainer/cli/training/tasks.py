@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_trainer.run.data import Task
 
 
+TRIAL_S = 30.0  # for rollouts, by default
 LEFT_OUT = frozenset(
     {
         "target",
@@ -47,7 +49,11 @@ LEFT_OUT = frozenset(
 @click.argument("target", required=False)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with these options as keys.")
 @click.option("--samples", default=4, show_default=True, type=click.IntRange(2), help="Rollouts per task.")
-@click.option("--first", type=click.IntRange(1), help="Try only the first N tasks.")
+@click.option(
+    "--first",
+    type=click.IntRange(1),
+    help="Try the first N tasks. Default: as many as fit into 30 seconds; with --keep, all.",
+)
 @click.option("--keep", type=click.Path(path_type=Path), help="Write the tasks that have a signal to this .jsonl file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per task.")
 @config_options(leave_out=LEFT_OUT)
@@ -81,8 +87,11 @@ def command(
     tasks = load_tasks(config.data, config.columns)[:first]
     with ExitStack() as stack:  # a trial may take hours: whether its tasks can be kept is known before
         kept = stack.enter_context(closing(_draft(keep, config.data))) if keep is not None else None
-        with Shown(f"trying {len(tasks)} tasks, {samples} times each") as progress:
-            tried = backend.probe(config, tasks, range(len(tasks)), progress, update=False).tried
+        limit_s = TRIAL_S if first is None and keep is None else math.inf
+        with Shown(f"trying up to {len(tasks)} tasks, {samples} times each") as progress:
+            tried = backend.probe(config, tasks, range(len(tasks)), progress, update=False, limit_s=limit_s).tried
+        if len(tried) < len(tasks):
+            click.echo(f"{len(tried)} of {len(tasks)} tasks tried in {limit_s:.0f} s. More: --first N", err=True)
         if as_json:
             for one in tried:
                 print_json(_facts(one, tasks[one.place]))

@@ -48,7 +48,7 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
     from lightning_spans.store.traces import traces_of
     from lightning_trainer.config.workers import worker_count
     from lightning_trainer.report.agents import no_gateway_saw, nothing_captured
-    from lightning_trainer.report.progress import Silent
+    from lightning_trainer.report.progress import Shown
     from lightning_trainer.rl.rollouts import plan
     from lightning_trainer.runner.logs import temporary_folder
     from lightning_trainer.session.answers import open_answers
@@ -58,6 +58,7 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
     name = f"agents-{uuid.uuid4().hex[:8]}:a"
     rollouts = plan(tasks, name=name, size=1, mode="agents", max_attempts=1, timeout_s=trial.timeout_s)
     with ExitStack() as stack:
+        progress = stack.enter_context(Shown(f"running {job.target or job.command} on {len(tasks)} tasks"))
         logs = stack.enter_context(temporary_folder("lightning-logs-"))
         session = stack.enter_context(
             open_session(
@@ -67,14 +68,14 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
                 trial.sampling,
                 workers=worker_count(None, len(tasks), 1),
                 concurrency=_AT_ONCE,
-                progress=Silent(),
+                progress=progress,
                 logs=logs,
             )
         )
         at_home, runner = session.answers.model is None, session.runner
         reward_error = None
         try:
-            _tell(session.run(rollouts, Silent(), "tasks"), logs, at_home=at_home)
+            _tell(session.run(rollouts, progress, "tasks"), logs, at_home=at_home)
         except RewardError as error:  # told after what was seen
             reward_error = str(error)
         traces = traces_of(session.store, rollout_ids=[rollout.rollout_id for rollout in rollouts])

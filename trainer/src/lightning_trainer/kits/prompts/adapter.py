@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node
 
 ROLLOUTS: Final = "rollouts"
+CEILING: Final = 1.0  # the full reward: GEPA, too, proposes nothing for tasks that have it
 _MOST: Final = 2000  # characters of a message that the reflecting model reads
 
 
@@ -40,7 +42,15 @@ class SpansAdapter:
         self._before = before
         self._journal = journal
         self._lowest = 0.0  # of all scores so far: what a failure has, so that no prompt gains by failing
+        self._highest = -math.inf
         self.tokens = 0
+        self.reached_ceiling = False
+
+    def at_ceiling(self, state: Any) -> bool:
+        """Whether a candidate has the full reward of 1 on every task to choose by, and no rollout ever had more."""
+        best = max(state.program_full_scores_val_set, default=-math.inf)
+        self.reached_ceiling = self._highest <= CEILING <= best
+        return self.reached_ceiling
 
     def evaluate(self, batch: Sequence[dict[str, Any]], candidate: dict[str, str], capture_traces: bool = False) -> Any:
         """Run tasks under a candidate.
@@ -66,6 +76,7 @@ class SpansAdapter:
         self.tokens += came_to["tokens"]
         scores = came_to["scores"]
         self._lowest = min([self._lowest, *scores])
+        self._highest = max([self._highest, *scores])
         return EvaluationBatch(outputs=list(scores), scores=scores, trajectories=came_to["records"])
 
     def _run(

@@ -126,9 +126,15 @@ def command(
     if as_json:
         print_json(found.to_json())
         return
-    click.echo(printable(found.diff, lines=True) or "no proposal was better: the prompts stay as they are")
-    rewards = f"{decimal(found.before)} to {decimal(found.after)}"
+    if found.diff:
+        click.echo(printable(found.diff, lines=True))
+    rewards = f"{decimal(found.before)} to {decimal(found.after)}" if found.diff else decimal(found.before)
     click.echo(f"reward {rewards} on the tasks to choose by, {found.rollouts} rollouts")
     if found.ended == "tokens":
         click.echo(f"it ended before its {config.budget} rollouts: {found.tokens} tokens were used (--tokens)")
-    click.echo(f'apply it: attach(prompts="{found.file}")')
+    if found.ended == "ceiling":
+        click.echo(f"it ended before its {config.budget} rollouts: every task to choose by has the full reward of 1")
+    if found.diff:
+        click.echo(f'apply it: attach(prompts="{found.file}")')
+    else:
+        click.echo("no better prompt was found, so there is nothing to apply: keep the current prompts")

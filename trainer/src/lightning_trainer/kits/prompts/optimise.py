@@ -116,7 +116,7 @@ class Optimised:
         rollouts: that were run, those of an earlier part included.
         tokens: of rollouts and of the reflecting model, those of an earlier part included.
         candidates: that were tried on all tasks to choose by.
-        ended: what was spent, so that the search ended: ``rollouts`` or ``tokens``.
+        ended: why the search ended: ``rollouts`` or ``tokens`` were spent, or ``ceiling``: nothing is left to improve.
     """
 
     before: float
@@ -173,6 +173,8 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
                 _keep(folder, state)
             return _search(config, opened, train, val, before=state["prompts"], folder=folder, progress=progress)
     except Interrupted:
+        if not _has_journal(folder):
+            raise Interrupted("stopped before any prompt was tried, so nothing is kept") from None
         raise Interrupted("stopped. Go on with the same command and --resume") from None
 
 
@@ -221,7 +223,9 @@ def _begin(
             )
         return state
     if folder.exists() or config.out.exists():
-        raise ConfigError(f"{config.out} or {folder} is there already. Choose another --out, or go on with --resume.")
+        onward = ", or go on with --resume" if path.exists() and _has_journal(folder) else ""
+        there = folder if folder.exists() else config.out
+        raise ConfigError(f"{there} exists already. Choose another --out{onward}.")
     need = 2 * len(val) + 2 * config.minibatch + _LOOK
     if config.budget < need:
         raise ConfigError(
@@ -300,8 +304,8 @@ def _search(
     def out_of_tokens() -> bool:
         return config.tokens is not None and adapter.tokens + reflection.tokens >= config.tokens
 
-    def spent(_: object) -> bool:
-        if reflection.failed is not None:
+    def spent(state: Any) -> bool:
+        if reflection.failed is not None or adapter.at_ceiling(state):
             return True
         return not paid.waits and (opened.rollouts + opened.again >= config.budget or out_of_tokens())
 
@@ -338,8 +342,14 @@ def _search(
         rollouts=rollouts,
         tokens=adapter.tokens + reflection.tokens,
         candidates=len(scores),
-        ended="tokens" if out_of_tokens() and rollouts < config.budget else "rollouts",
+        ended=_ended(config, rollouts, ceiling=adapter.reached_ceiling, tokens=out_of_tokens()),
     )
+
+
+def _ended(config: PromptsConfig, rollouts: int, *, ceiling: bool, tokens: bool) -> str:
+    if ceiling:
+        return "ceiling"
+    return "tokens" if tokens and rollouts < config.budget else "rollouts"
 
 
 class _Quiet:
