@@ -100,6 +100,8 @@ def main() -> None:
         sys.exit(f"{len(problems)} problems")
     if args.serve:
         serve(args.out)
+    else:
+        print("The site's search needs a server: nox -s docs -- --serve")
 
 
 if __name__ == "__main__":

@@ -142,3 +142,15 @@ def test_what_was_noted_on_an_error_comes_before_it() -> None:
     assert told[0] == "During task with name 'checker'"
     assert told[-1] == "ValueError: no such table"
     assert error.__notes__ == ["During task with name 'checker'"]
+
+
+def test_a_script_without_an_interpreter_is_refused_with_what_to_add(tmp_path: Path) -> None:
+    script = tmp_path / "agent.sh"
+    script.write_text("echo 1\n")
+    script.chmod(0o700)
+    with pytest.raises(ConfigError, match=r"first line such as #!/bin/sh") as error:
+        split_command(f"{script} --fast")
+    assert "\n" not in str(error.value)
+    script.write_text("#!/bin/sh\necho 1\n")
+    assert split_command(f"{script} --fast") == [str(script), "--fast"]
+    assert split_command(sys.executable) == [sys.executable]

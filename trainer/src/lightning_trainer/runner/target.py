@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import shlex
 import shutil
 import sys
@@ -116,7 +117,7 @@ def split_command(command: str, *, folder: str | None = None, image: str | None 
         image: of the container in which it will run: its program is there.
 
     Raises:
-        ConfigError: it can't be split, is empty, or its program is not found.
+        ConfigError: it can't be split, is empty, or its program is not found or is a script without an interpreter.
     """
     try:
         words = shlex.split(command)
@@ -126,9 +127,26 @@ def split_command(command: str, *, folder: str | None = None, image: str | None 
         raise ConfigError("command is empty. Give the program and its arguments, such as 'node agent.js'.")
     if image is not None or (folder is not None and not words[0].startswith(("/", "~")) and "/" in words[0]):
         return words  # a program of the folder's own
-    if shutil.which(words[0]) is None:
+    program = shutil.which(words[0])
+    if program is None:
         raise ConfigError(f"command {command!r}: no program {words[0]!r} is found. Check the path, or install it.")
+    if _lacks_interpreter(Path(program)):
+        raise ConfigError(
+            f"command {command!r}: {words[0]} is a script whose first line does not name its interpreter. Add a first"
+            f" line such as #!/bin/sh, or give the interpreter: 'sh {words[0]}'."
+        )
     return words
+
+
+def _lacks_interpreter(program: Path) -> bool:
+    """Whether a file is plain text without ``#!``: a shell would run it, and the system does not."""
+    try:
+        with program.open("rb") as file:
+            start = file.read(256)
+    except OSError:  # it may be run and not be read
+        return False
+    text = all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
+    return os.name == "posix" and bool(start) and text and not start.startswith(b"#!")
 
 
 def _check_module_name(module_name: str, function: str, spec: str, option: str) -> None:
