@@ -460,7 +460,7 @@ def test_what_no_data_file_holds_becomes_no_task(tmp_path: Path, monkeypatch: py
     store.close()
     result = call("traces", "--to-tasks", "tasks.jsonl", "--task-field", "q")
     assert [task["q"] for task in load_tasks(tmp_path / "tasks.jsonl")] == ["whole"]
-    assert "1 tasks in tasks.jsonl" in result.stderr
+    assert "1 task in tasks.jsonl" in result.stderr
     assert "1 can't be stored" in result.stderr
 
 

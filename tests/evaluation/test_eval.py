@@ -47,6 +47,12 @@ def run(task):
         raise ValueError("the oven is cold")
     return {"writer": float(text == "good"), "checker": float(say("checker", text) == "good")}
 
+def answers(task):
+    return say("writer", task["q"])
+
+def no_score(task, result):
+    raise ConnectionError("the judge is away")
+
 def crashes(task):
     say("writer", task["q"])
     raise ValueError("the pan is cold, too" if task["q"] == "q2" else "the oven is cold")
@@ -260,7 +266,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_repeats_nothing(folder):
         asked = [r.body["messages"][-1]["content"] for r in server.requests[before:]]
     assert asked.count("q2") == 2
     assert not {"q0", "q1"} & set(asked)
-    assert "4 samples are there already; 2 are missing" in again.stderr
+    assert "4 samples found in the folder, 2 missing" in again.stderr
     found = json.loads(again.stdout.splitlines()[-1])
     assert (found["tasks"], found["counted"]) == (3, 6)
     lines = [json.loads(line) for line in (folder / "e/samples.jsonl").read_text().splitlines()]
@@ -294,6 +300,7 @@ def test_an_agent_that_is_selected_by_its_path_earns_what_its_name_was_given(fol
         monkeypatch.setenv("TEST_MODEL_URL", server.url)  # of whoever is not selected
         args = ["app:nested", "--data", "tasks.jsonl", "--workers", "1", "--endpoint", server.url]
         found = last(rl(*args, "--agents", agents, "--json", "--out", "a"))
+        assert "rewards name 'nobody', which made no model call" in rl(*args, "--agents", agents, "--out", "b").stderr
     by_agent = {name: agent["mean"] for name, agent in found["by_agent"].items()}
     assert by_agent == {name: pytest.approx(mean) for name, mean in earned.items()}
     assert sum(found["by_agent"][name]["calls"] for name in ("billing/extract", "extract") if name in by_agent) == 5
@@ -320,6 +327,15 @@ def test_a_mistake_is_told_and_leaves_no_folder(folder, args, said):
     assert result.exit_code == 2
     assert said in result.output
     assert not (folder / "evals").exists()
+
+
+def test_where_only_the_reward_function_fails_it_is_what_to_look_at(folder):
+    with ScriptedServer(reply_to) as server:
+        args = ["app:answers", "--data", "tasks.jsonl", "--tasks", "1", "--workers", "1", "--endpoint", server.url]
+        result = rl(*args, "--reward", "app:no_score", "--max-attempts", "1")
+    assert result.exit_code == 3
+    assert "the judge is away" in result.output
+    assert "Call the reward function by itself on one answer" in result.output
 
 
 def test_where_no_sample_reached_a_model_the_status_is_the_agents_and_the_endpoint_is_told(folder, monkeypatch):

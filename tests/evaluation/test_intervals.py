@@ -111,6 +111,16 @@ def test_rewards_beyond_0_and_1_have_the_same_interval_on_their_own_scale():
     assert estimate_mean([]).mean is None
 
 
+def test_a_declared_range_bounds_the_interval_and_a_failure_below_it_widens_it():
+    rewards = [-0.5, 0.25, 1.0, 0.5]
+    own = estimate_mean(rewards, reward_bounds(rewards, (-1.0, 1.0)))
+    unit = estimate_mean([(r + 1) / 2 for r in rewards])
+    assert (own.low, own.high) == (pytest.approx(2 * unit.low - 1), pytest.approx(2 * unit.high - 1))
+    assert estimate_mean([0.5] * 5, reward_bounds([0.5] * 5, (0.0, 10.0))).high > 1.0
+    assert reward_bounds([0.0], (1.0, 5.0))[:2] == (0.0, 5.0)
+    assert estimate_difference([0.5] * 4, [0.5] * 4, (0.0, 10.0)).high > 1.0
+
+
 def test_a_paired_difference_has_the_t_interval():
     values = [0.1, 0.3, -0.1, 0.2, 0.0, 0.4, 0.1, 0.2, 0.1, 0.1]
     found, error = estimate_difference(values, [0.0] * 10), 2.262157 * statistics.stdev(values) / math.sqrt(10)

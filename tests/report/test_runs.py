@@ -52,6 +52,21 @@ def test_runs_are_listed_with_what_they_cost_and_how_they_differ(tmp_path: Path,
     assert "inner" not in CliRunner().invoke(cli, ["runs", "runs/c"]).stdout  # a run that is named stands for itself
 
 
+def test_difference_of_the_held_out_reward_has_its_interval(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "runs" / "a", 1e-5, [0.25, 0.75])
+    log = tmp_path / "runs" / "a" / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line, rewards in ((lines[0], [0.0, 0.0, 0.5, 0.5]), (lines[-1], [1.0, 0.5, 1.0, 0.5])):
+        by_task = {"": {f"task{number}": reward for number, reward in enumerate(rewards)}}
+        line |= {"rollouts": 4.0, "failed": 0.0, "by_task": by_task}
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row = json.loads(CliRunner().invoke(cli, ["runs", "--json"]).stdout.splitlines()[0])
+    assert row["difference"] == 0.5
+    assert row["difference_low"] < 0 < row["difference_high"] <= 1
+    assert "+0.500 (" in CliRunner().invoke(cli, ["runs"]).stdout
+
+
 def test_options_of_another_command_are_no_difference(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "runs" / "a", 1e-5, [0.1, 0.5])

@@ -129,6 +129,11 @@ def test_the_exit_status_of_a_reward_command_comes_first_and_a_bare_number_is_no
     assert reward_of(RewardChannel(Work(), None, {}), ProcessEnd(status, output, "")) == reward
 
 
+def test_a_bare_number_of_a_reward_command_is_told_in_the_log(capfd):
+    reward_of(RewardChannel(Work(), None, {}), ProcessEnd(0, "0.25", ""))
+    assert 'Print {"reward": 0.25}' in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("reward", ["1000000", "-0.1", "NaN", "true", '"1"', "9" * 400, '{"a": 2}', "{}", "null"])
 async def test_a_reward_outside_the_range_fails_the_attempt_by_name(attempt, reward):
     job = Job(command=f"""echo '{{"reward": {reward}}}'""")
@@ -141,6 +146,8 @@ async def test_the_range_is_the_users(attempt):
     assert await run(job, attempt) == -3
     with pytest.raises(ConfigError, match="LOW,HIGH"):
         Job(command="true", work=Work(reward_range="5"))
+    with pytest.raises(ConfigError, match="minimum 10 is not below the maximum 0"):
+        Job(command="true", work=Work(reward_range="10,0"))
 
 
 @pytest.mark.parametrize("where", ["fd", "out/reward.json"])

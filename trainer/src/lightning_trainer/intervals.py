@@ -8,15 +8,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 METHOD: Final = "95 %, one value per task, exact for 0/1 rewards (Clopper-Pearson; Gaffke for graded ones)"
-UNIT: Final = (0.0, 1.0)
 _TAIL: Final = 0.025  # probability outside each end
 _GRID: Final = 4001
 _EQUAL: Final = 1e-12  # share of the range of rewards below which a spread is rounding
+
+
+Declared: TypeAlias = tuple[float, float] | None  # range of rewards that the user named; None: nobody did
+
+
+class RewardBounds(NamedTuple):
+    """Least and greatest reward that a task may earn, and whether that is known or only what was seen."""
+
+    low: float
+    high: float
+    known: bool = True
+
+
+UNIT: Final = RewardBounds(0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +51,20 @@ class Estimate:
         return {"mean": self.mean, "low": self.low, "high": self.high}
 
 
-def reward_bounds(rewards: Iterable[float]) -> tuple[float, float]:
-    """Return the least and the greatest reward that a task may earn, as far as rewards tell.
+def reward_bounds(rewards: Iterable[float], declared: Declared = None) -> RewardBounds:
+    """Return the least and the greatest reward that a task may earn.
 
-    That is 0 to 1 where all lie there; otherwise it reaches from the lowest to the highest, and 0 is within it.
+    That is the declared range, and what a failure counts as if that is outside of it. Without one it is 0 to 1 if all
+    rewards are in there; otherwise it reaches from the lowest to the highest, and 0 is within it.
     """
-    values = [0.0, *rewards]
+    values = [*(declared or (0.0,)), *rewards]
     low, high = min(values), max(values)
-    return UNIT if low >= 0 and high <= 1 else (low, high)
+    if declared is None and low >= 0 and high <= 1:
+        return UNIT
+    return RewardBounds(low, high, known=declared is not None)
 
 
-def estimate_mean(values_N: Sequence[float], bounds: tuple[float, float] = UNIT) -> Estimate:  # noqa: N803
+def estimate_mean(values_N: Sequence[float], bounds: RewardBounds = UNIT) -> Estimate:  # noqa: N803
     """Return the mean over tasks with its 95 % interval.
 
     Each end allows for one more task that nobody has seen, at the worst (or best) reward there may be, and takes a
@@ -57,8 +73,7 @@ def estimate_mean(values_N: Sequence[float], bounds: tuple[float, float] = UNIT)
     arXiv 1905.06208). Of 0/1 rewards that is the interval of Clopper and Pearson. Rewards of any other distribution
     in the bounds are covered, too: a t interval fails where a few tasks earn far less than the rest, such as crashes.
 
-    Outside of 0..1 the bounds are only those of the rewards that were seen, so the interval is no narrower than
-    Student's there.
+    Where the bounds are only those of the rewards that were seen, the interval is no narrower than Student's.
 
     Args:
         values_N: (N,) one number a task: the mean of its samples.
@@ -68,13 +83,17 @@ def estimate_mean(values_N: Sequence[float], bounds: tuple[float, float] = UNIT)
         return Estimate(None)
     values = np.asarray(values_N, dtype=np.float64)
     mean, (low, high) = float(values.mean()), _ends(values, bounds)
-    if bounds != UNIT:
+    if not bounds.known:
         error = _t_error(values)
         low, high = min(low, mean - error), max(high, mean + error)
     return Estimate(mean, low, high)
 
 
-def estimate_difference(this_N: Sequence[float], other_N: Sequence[float]) -> Estimate:  # noqa: N803
+def estimate_difference(
+    this_N: Sequence[float],  # noqa: N803
+    other_N: Sequence[float],  # noqa: N803
+    declared: Declared = None,
+) -> Estimate:
     """Return by how much one mean over tasks is above another, paired by task, with its 95 % interval, by Student's t.
 
     With 0/1 rewards a difference is -1, 0 or 1, and Student's interval holds the truth in as few as 88 % at 10 tasks.
@@ -86,11 +105,12 @@ def estimate_difference(this_N: Sequence[float], other_N: Sequence[float]) -> Es
     Args:
         this_N: (N,) one number a task: the mean of its samples.
         other_N: (N,) the same of what it is compared with.
+        declared: range of the rewards.
     """
     if len(this_N) == 0:
         return Estimate(None)
     values = np.subtract(this_N, other_N, dtype=np.float64)
-    lowest, highest = reward_bounds([*this_N, *other_N])
+    lowest, highest, _ = reward_bounds([*this_N, *other_N], declared)
     width = highest - lowest
     mean, error = float(values.mean()), _t_error(values)
     if error <= _EQUAL * width:
@@ -103,7 +123,7 @@ def estimate_difference(this_N: Sequence[float], other_N: Sequence[float]) -> Es
     return Estimate(mean, low, high)
 
 
-def _ends(values: np.ndarray, bounds: tuple[float, float]) -> tuple[float, float]:
+def _ends(values: np.ndarray, bounds: Sequence[float]) -> tuple[float, float]:
     low, width = bounds[0], bounds[1] - bounds[0]
     shares = np.clip((values - low) / width, 0.0, 1.0)
     return low + width * _lower_share(shares), low + width * (1.0 - _lower_share(1.0 - shares))

@@ -56,9 +56,20 @@ class Work:
             low, high = map(float, self.reward_range.split(","))
         except ValueError:
             low, high = math.nan, math.nan
-        if not low < high:
+        if low >= high:
+            raise ConfigError(
+                f"reward_range {self.reward_range!r}: the minimum {low:g} is not below the maximum {high:g}. Give the"
+                " minimum first, as in 0,10."
+            )
+        if math.isnan(low) or math.isnan(high):
             raise ConfigError(f"reward_range {self.reward_range!r}: write it as LOW,HIGH, such as 0,1 or -1,1.")
         return low, high
+
+    def declared(self, *, command: str | None, reward: str | None) -> tuple[float, float] | None:
+        """Return the range of all rewards; None where no command gives them, because others are not held to one."""
+        if command is None or reward is not None or not all(map(math.isfinite, self.bounds)):
+            return None
+        return self.bounds
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Work:

@@ -306,6 +306,11 @@ class TrainFields(WorkOptions, LimitOptions, SamplingFields, FailureOptions, Lea
         team = len(self.agents or ())
         return 0 if any(map(is_glob, self.agents or ())) else min(1 + self.orders * (team - 1), 2**team - 1)
 
+    @property
+    def declared(self) -> tuple[float, float] | None:
+        """The range of all rewards, where that is known."""
+        return self.work.declared(command=self.command, reward=self.reward)
+
     def worker_count(self) -> int:
         """Worker processes to start: as asked, else one a core, and no more than a batch fills."""
         return worker_count(self.workers, self.batch_size * self.group_size, 1 if self.isolate else self.concurrency)

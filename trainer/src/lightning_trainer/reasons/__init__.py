@@ -1,1 +1,1 @@
-"""Why calls ended and how their prompts were made, as text that is recorded and counted."""
+"""Text that several layers share: why calls ended, how their prompts were made, and numbers of things."""

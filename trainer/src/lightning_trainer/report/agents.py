@@ -14,6 +14,7 @@ from lightning_spans.schema.calls import LEFT_OUT
 from lightning_spans.schema.json import loads
 from lightning_spans.schema.spans import ENDPOINT, FRAMEWORK, REQUEST, REROUTABLE, UNASKABLE
 from lightning_trainer.gateway.surfaces.refusals import refusal_of
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import some
 from lightning_trainer.rl.usage import tokens_of
 
@@ -134,11 +135,18 @@ def misspelt_rewards(traces: Iterable[Trace]) -> str | None:
     for trace in traces:
         spoke |= set(trace.agent_paths)
         rewarded |= {reward.agent for reward in trace.rewards if reward.agent}
+    return rewarded_but_silent(rewarded, spoke)
+
+
+def rewarded_but_silent(rewarded: Iterable[str], spoke: Iterable[str]) -> str | None:
+    """Warn of names in rewards that are of no agent that made a model call; None where there are none."""
+    spoke = set(spoke)
     lost = unheard(sorted(rewarded), spoke)
     if not lost:
         return None
     known = sorted({name_of(path) for path in spoke})
-    return f"WARNING: rewards name {nearest(lost, known)}, which made no model call. Agents seen: {', '.join(known)}."
+    seen = ", ".join(known) or "none"
+    return f"WARNING: rewards name {nearest(lost, known)}, which made no model call. Agents seen: {seen}."
 
 
 def nearest(lost: Sequence[str], known: Sequence[str]) -> str:
@@ -321,7 +329,7 @@ def not_heard(chosen: Sequence[str], seen: Iterable[str], steps: int) -> str | N
     silent = unheard(chosen, names)
     if not silent:
         return None
-    taken = "1 step" if steps == 1 else f"{steps} steps"
+    taken = amount(steps, "step")
     return (
         f"WARNING: {', '.join(silent)} not seen in {taken}, and so not trained. Agents seen: {', '.join(names)}."
         " Training continues and includes an agent as soon as it makes a call. Is the name right?"
@@ -336,8 +344,9 @@ def no_gateway_saw(program: str, rollouts: int) -> str:
         rollouts: how many ran.
     """
     return (
-        f"the command {program!r} ran {rollouts} times, and its calls went to its own endpoint, where nobody sees"
-        " them.\nThey are recorded when a model answers them here, or on their way to an OpenAI-compatible server:\n"
+        f"the command {program!r} ran {amount(rollouts, 'time')}, and its calls went to its own endpoint, where nobody"
+        " sees them.\nThey are recorded when a model answers them here, or on their way to an OpenAI-compatible"
+        " server:\n"
         "  lightning-rl agents --command ... --data FILE --model MODEL\n"
         "  lightning-rl agents --command ... --data FILE --endpoint URL --model NAME\n"
         "or attach() in it, if it is written in Python."
@@ -354,18 +363,19 @@ def nothing_captured(rollouts: int, attached: Sequence[str], program: str | None
     """
     if program is not None:
         return (
-            f"the command {program!r} made no model call that the gateway saw, in {rollouts} rollouts.\n"
+            f"the command {program!r} made no model call that the gateway saw, in {amount(rollouts, 'rollout')}.\n"
             "Its calls have to go where OPENAI_BASE_URL says, with the key in OPENAI_API_KEY (for Anthropic's clients\n"
             "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY): both are set for it. A call without that key is refused."
         )
     if not attached:
         return (
-            f"no model call was captured in {rollouts} rollouts, and nothing is attached in the agent's process.\n"
+            f"no model call was captured in {amount(rollouts, 'rollout')}, and nothing is attached in the agent's"
+            " process.\n"
             "Add one line to the module of your agent: import lightning_langchain; lightning_langchain.attach()\n"
             "(or lightning_openai, for a program that uses the openai client)."
         )
     return (
-        f"no model call was captured in {rollouts} rollouts, although {', '.join(attached)} is attached.\n"
+        f"no model call was captured in {amount(rollouts, 'rollout')}, although {', '.join(attached)} is attached.\n"
         "Does the agent call its model through the openai client, and does it get as far as that? "
         "See what it did with: lightning-rl traces"
     )

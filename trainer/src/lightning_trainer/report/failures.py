@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
+from lightning_trainer.reasons.call_errors import SCORER_FAILED
+
 _GONE: Final = re.compile(
     r"^(?:\w+\.)*(?:(?:API|OpenAI)ConnectionError|ConnectError|ConnectionRefusedError)\b.*$", re.MULTILINE
 )
@@ -30,6 +32,13 @@ def most_frequent_error(errors: Sequence[str]) -> str:
         return ""
     same = max(by_line.values(), key=len)
     return f"The most frequent error ({len(same)} of {len(errors)}):\n{last_error(same[0])}"
+
+
+def advice(errors: Sequence[str]) -> str:
+    """Return what to do where every rollout failed: look at the agent, or at the reward function of its answers."""
+    if all(error.startswith(SCORER_FAILED) for error in errors):
+        return "The agent answered each time. Call the reward function by itself on one answer, to see what is wrong."
+    return "Run the agent by itself on one task, to see what is wrong."
 
 
 def where_calls_go(text: str, environment: Mapping[str, str] = os.environ) -> str:

@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal
 
 _FLOPS: Final = 989e12
@@ -192,18 +193,18 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     if facts["reward"] is not None:
         found.append(
             f"reward {decimal(facts['reward'])} on the mean, {decimal(facts['reward_best_of_k'])} for the best of "
-            f"{facts['samples']} ({facts['tasks_tried']} task{'s' * (facts['tasks_tried'] != 1)} tried)"
+            f"{facts['samples']} ({amount(facts['tasks_tried'], 'task')} tried)"
         )
     for name, agent in facts["agents"].items():
         earned = "" if agent["reward"] is None else f"reward {decimal(agent['reward'])}, "
         trained = "would be trained" if agent["trained"] else "not trained"
-        found.append(f"{name}: {agent['calls']} calls, {earned}{trained}")
+        found.append(f"{name}: {amount(agent['calls'], 'call')}, {earned}{trained}")
     times = f"{facts['seconds_rollouts']:.1f} s of rollouts, {facts['seconds_update']:.1f} s of learning"
     read, written = facts["tokens_prompt_step"], facts["tokens_generated_step"]
     found += [
         f"a step: {facts['seconds_step']:.1f} s ({times})",
         f"  {read:,} prompt tokens, {written:,} generated, {facts['rows_tokens_step']:,} in training rows",
-        f"the run: {facts['steps']} steps, {_duration(facts['seconds_run'])} here",
+        f"the run: {amount(facts['steps'], 'step')}, {_duration(facts['seconds_run'])} here",
         f"memory: {facts['memory_bytes'] / 1e9:.1f} GB of this process, measured; the agent's workers come to it",
     ]
     if facts["gpu_memory_bytes"]:

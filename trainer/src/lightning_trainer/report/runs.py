@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
+from lightning_trainer.intervals import Estimate
 from lightning_trainer.report.metrics import LOG_NAME, newest_validations, read
+from lightning_trainer.rl.scores import BY_TASK, Score, difference
 
 _WHERE: Final = ("out", "resume", "port", "store")  # options that say where, and nothing of what
 
@@ -22,6 +24,8 @@ class RunSummary:
         folder: of the run.
         steps: taken.
         before, after: held-out reward before training and of the last validation; None without.
+        difference, difference_low, difference_high: how far the held-out reward rose, paired by task, and its interval;
+            None where it was not measured twice.
         curve: mean training reward of each step.
         seconds: that its steps took.
         tokens: generated in all steps.
@@ -33,6 +37,9 @@ class RunSummary:
     steps: int
     before: float | None
     after: float | None
+    difference: float | None
+    difference_low: float | None
+    difference_high: float | None
     curve: tuple[float, ...]
     seconds: float
     tokens: int
@@ -63,7 +70,9 @@ def row_of(folder: Path) -> RunSummary:
     """Read a run from its own files."""
     lines = read(folder / LOG_NAME)
     steps = [line for line in lines if line["kind"] == "train"]
-    held = [(line["step"], line["reward"]) for line in newest_validations(lines) if "reward" in line]
+    validations = newest_validations(lines)
+    held = [(line["step"], line["reward"]) for line in validations if "reward" in line]
+    rise = _rise(validations)
     try:
         options = read_kept(folder, "")
     except ConfigError:
@@ -73,12 +82,22 @@ def row_of(folder: Path) -> RunSummary:
         steps=len(steps),
         before=held[0][1] if held and held[0][0] == 0 else None,
         after=held[-1][1] if len(held) > 1 or any(step for step, _ in held) else None,
+        difference=rise.mean,
+        difference_low=rise.low,
+        difference_high=rise.high,
         curve=tuple(line["reward"] for line in steps if "reward" in line),
         seconds=round(sum(line.get("seconds", 0.0) for line in lines if line["kind"] != "alarm"), 1),
         tokens=round(sum(line.get("tokens_generated", 0.0) for line in steps)),
         trainable=(folder / "checkpoint").exists(),
         options=options,
     )
+
+
+def _rise(validations: Sequence[Mapping[str, Any]]) -> Estimate:
+    ends = [Score.from_metrics(line) for line in (*validations[:1], *validations[1:][-1:]) if BY_TASK in line]
+    if len(ends) <= 1 or validations[0]["step"]:
+        return Estimate(None)
+    return difference(ends[1], ends[0])[0]
 
 
 def differences(rows: Sequence[RunSummary]) -> dict[str, list[Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.intervals import Estimate
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import nearest
 from lightning_trainer.report.terminal import decimal
 from lightning_trainer.rl.account import WHOLE
@@ -19,9 +20,13 @@ def score_line(result: Score) -> str:
     """Say a score in a line."""
     reward = "no rollout succeeded" if result.reward is None else f"reward {decimal(result.reward)}"
     if result.low is not None and result.high is not None:
-        reward += f" ({decimal(result.low)} to {decimal(result.high)}, 95 %, {result.tasks} tasks)"
+        reward += f" ({decimal(result.low)} to {decimal(result.high)}, 95 %, {amount(result.tasks, 'task')})"
     agents = "".join(f", {name} {decimal(value)}" for name, value in result.by_agent.items())
-    failed = f", {result.failed} of {result.rollouts} failed" if result.failed else f" ({result.rollouts} rollouts)"
+    failed = (
+        f", {result.failed} of {result.rollouts} failed"
+        if result.failed
+        else f" ({amount(result.rollouts, 'rollout')})"
+    )
     return f"{reward}{agents}{failed}"
 
 
@@ -41,7 +46,9 @@ def held_out_sentence(before: Score, after: Score, rise: Estimate, tasks: int) -
         return f"The held-out reward went {ends}; the two can't be compared."
     how = "rose" if rise.mean > 0 else "fell" if rise.mean < 0 else "stayed"
     sure = "" if rise.low > 0 or rise.high < 0 else "; that may be chance, because the interval contains 0"
-    difference = f"{rise.mean:+.3f} ({decimal(rise.low)} to {decimal(rise.high)}, 95 %), paired over {tasks} tasks"
+    difference = (
+        f"{rise.mean:+.3f} ({decimal(rise.low)} to {decimal(rise.high)}, 95 %), paired over {amount(tasks, 'task')}"
+    )
     return f"The held-out reward {how} {ends}: difference {difference}{sure}."
 
 
@@ -74,7 +81,7 @@ def all_flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -
 
 def no_rows(batch: Batch) -> str:
     """Say that nothing of a batch can be trained on, and why."""
-    agents = ", ".join(f"{name or 'without a name'}: {count} calls" for name, count in batch.agents.items())
+    agents = ", ".join(f"{name or 'without a name'}: {amount(count, 'call')}" for name, count in batch.agents.items())
     facts = "\n".join(f"  {line}" for line in batch.account.lines())
     lost = sorted(set(batch.account.unclaimed) - {WHOLE})
     advice = (

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.reasons.continuation import BEGINS, FORKED, JOINED, continued_share, slug
 
 if TYPE_CHECKING:
@@ -141,14 +142,18 @@ class Account:
 
     def lines(self) -> list[str]:
         """Say it to people, one fact a line."""
-        found = [f"{self.seen} calls seen, {self.trained} trained on"]
+        found = [f"{amount(self.seen, 'call')} seen, {self.trained} trained on"]
         found += [f"{count} left out: {reason}" for reason, count in sorted(self.dropped.items())]
         if self.trained:
             saved = f" ({self.tokens_in_calls / self.tokens_in_rows:.1f}x fewer tokens)" if self.merged else ""
-            found.append(f"{self.rows} rows, {self.merged} calls merged onto an earlier one's{saved}")
-            found.append(f"{self.tokens} trained tokens of {self.tokens_in_rows}")
+            found.append(
+                f"{amount(self.rows, 'row')}, {amount(self.merged, 'call')} merged onto an earlier one's{saved}"
+            )
+            found.append(f"{amount(self.tokens, 'trained token')} of {self.tokens_in_rows}")
         if self.tokens_steered:
-            found.append(f"{self.tokens_steered} tokens left out of the loss: a grammar or the like steered them")
+            found.append(
+                f"{amount(self.tokens_steered, 'token')} left out of the loss: a grammar or the like steered them"
+            )
         if self.begun:
             found.append(f"{self.begun} calls begin a conversation")
         if self.continued_share is not None:

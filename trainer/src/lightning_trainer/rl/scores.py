@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lightning_spans.schema.agents import earns, selects
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer.intervals import Estimate, estimate_difference, estimate_mean, reward_bounds
+from lightning_trainer.intervals import Declared, Estimate, estimate_difference, estimate_mean, reward_bounds
 from lightning_trainer.rl.rollouts import Failed, Outcome
 
 _AGENT: Final = "reward/"
@@ -33,6 +33,7 @@ class Score:
         low, high: 95 % interval of `reward`, see `intervals`; None when nothing counts.
         reward_all: `reward` if the rollouts that do not count had earned 0; None without rollouts.
         by_task: the mean of each task's rollouts by a digest of the task, of `reward` under "" and of each agent.
+        declared: range of the rewards.
     """
 
     reward: float | None
@@ -44,6 +45,7 @@ class Score:
     high: float | None = None
     reward_all: float | None = None
     by_task: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
+    declared: Declared = field(default=None, compare=False)
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, Any]) -> Score:
@@ -71,13 +73,16 @@ class Score:
         return {**known, **agents, **{name: float(count) for name, count in counts.items()}}
 
 
-def score(outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | None = None) -> Score:
+def score(
+    outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | None = None, declared: Declared = None
+) -> Score:
     """Average over tasks.
 
     Args:
         outcomes: of the rollouts.
         failed: the reward of one that failed by the policy's doing. Others that never succeeded are left out.
         agents: names and globs of the agents that are trained: `reward` is theirs, see `earned`. None: of all.
+        declared: range of the rewards, see `Work.declared`.
     """
     named = {reward.agent for outcome in outcomes for reward in outcome.rewards if reward.agent is not None}
     chosen = trained_names(named, agents)
@@ -100,7 +105,7 @@ def score(outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | N
         if (reward := values[""]) is not None:
             all_given.setdefault(task, []).append(reward)
     by_task = {name: {task: sum(its) / len(its) for task, its in tasks.items()} for name, tasks in given.items()}
-    bounds = reward_bounds(value for values in given[""].values() for value in values)
+    bounds = reward_bounds((value for values in given[""].values() for value in values), declared)
     found = estimate_mean(list(by_task[""].values()), bounds)
     return Score(
         reward=found.mean,
@@ -112,6 +117,7 @@ def score(outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | N
         rollouts=len(outcomes),
         failed=sum(o.attempt is None or o.crash is not None or o.unjudged is not None for o in outcomes),
         by_task=by_task,
+        declared=declared,
     )
 
 
@@ -125,7 +131,8 @@ def difference(this: Score, other: Score, agent: str = "") -> tuple[Estimate, in
     """
     mine, its = this.by_task.get(agent, {}), other.by_task.get(agent, {})
     both = [task for task in mine if task in its]
-    return estimate_difference([mine[task] for task in both], [its[task] for task in both]), len(both)
+    pairs = [mine[task] for task in both], [its[task] for task in both]
+    return estimate_difference(*pairs, this.declared), len(both)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ from lightning_trainer.backend_protocol import Learner, OpenRun
 from lightning_trainer.callbacks import Callback, Extra, StepRollouts
 from lightning_trainer.choices import SELF
 from lightning_trainer.engines.contract import samples_apart
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report import learned_tokens, step_metrics
 from lightning_trainer.report.agents import not_heard
 from lightning_trainer.report.answers import MOST_FREQUENT, of_answers
@@ -93,7 +94,7 @@ class Loop:
         unmark_best(self._run.folder, best_step(self._run.log.validations()))
         self._run.progress.begin(self.state.step, steps)
         if self.state.step >= steps:
-            self._run.progress.note(f"this run has taken its {steps} steps: it goes further with --steps N")
+            self._run.progress.note(f"this run has taken its {amount(steps, 'step')}: it goes further with --steps N")
         elif self._goal_reached():
             self._run.progress.note(f"this run has reached its goal of {self._run.config.until}: see --until")
         while self.state.step < steps and not self._goal_reached():
@@ -139,7 +140,7 @@ class Loop:
             return
         outcomes = self._collection.held_out(step)
         self._hear()
-        result = score(outcomes, config.failed, config.agents)
+        result = score(outcomes, config.failed, config.agents, config.declared)
         traces = self._collection.traces([a.attempt_id for o in outcomes for a in o.attempts])
         alike, frequent = of_answers(traces, config.agents)
         # a judge compares the rollouts of one task and one time: two validations of its say nothing of each other
@@ -149,7 +150,7 @@ class Loop:
         numbers = {**result.metrics(), **alike, **cliffs.new_prompts(prompts, earlier), **change}
         numbers["seconds"] = time.monotonic() - began
         self._log("val", step, numbers, {BY_TASK: by_task, MOST_FREQUENT: frequent, cliffs.PROMPTS: prompts})
-        self._run.progress.note(f"held out after {step} steps: {score_line(result)}")
+        self._run.progress.note(f"held out after {amount(step, 'step')}: {score_line(result)}")
         if step and best_step(self._run.log.validations()) == step:
             self._save()
             mark_best(self._run.folder, step)
@@ -199,7 +200,7 @@ class Loop:
         self._run.progress.phase(f"learning from {len(batch.rows)} rows")
         self._whole = False
         learned = self._learn(batch)
-        result = score(outcomes, config.failed, config.agents)
+        result = score(outcomes, config.failed, config.agents, config.declared)
         given = given_to(outcomes, batch.automatic, config.failed)
         own = _without(traces.found, extra.outcomes)
         alike, frequent = of_answers(own, config.agents)
@@ -278,7 +279,7 @@ class Loop:
         if errors:
             crashed = sum(outcome.crash is not None for outcome in outcomes)
             how = how_they_count(crashed, reward_of_failures(outcomes, self._run.config.failed), self._run.config)
-            text = f"{len(errors)} of {len(outcomes)} rollouts failed{how}: {_end(errors[-1], 1)}"
+            text = f"{len(errors)} of {amount(len(outcomes), 'rollout')} failed{how}: {_end(errors[-1], 1)}"
             self._run.progress.note(f"{text}\n{where_calls_go(errors[-1])}".rstrip())
 
     def _tell_unheard(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import not_heard
 from lightning_trainer.report.metrics import Kind, MetricLog
 from lightning_trainer.report.progress import Progress
@@ -62,7 +63,7 @@ class Reporter:
         if kind == "val":
             self._log.add("val", step, values, {BY_TASK: by_task or {}})
             self._progress.alarms([alarm.text for alarm in self._log.alarms])
-            self._progress.note(f"held out after {step} steps: {score_line(Score.from_metrics(values))}")
+            self._progress.note(f"held out after {amount(step, 'step')}: {score_line(Score.from_metrics(values))}")
             return
         numbers = ours(values)
         self._log.add("train", step - 1, numbers)

@@ -42,6 +42,12 @@ def command(*, folders: Sequence[Path], as_json: bool) -> None:
         click.echo(f"{name}: {', '.join(map(str, values))}")
 
 
+def _interval(mean: float | None, low: float | None, high: float | None) -> str:
+    from lightning_trainer.report.terminal import decimal
+
+    return "-" if mean is None or low is None or high is None else f"{mean:+.3f} ({decimal(low)} to {decimal(high)})"
+
+
 def _print(rows: Sequence[RunSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -49,7 +55,9 @@ def _print(rows: Sequence[RunSummary]) -> None:
     from lightning_trainer.report.progress import duration, sparkline
     from lightning_trainer.report.terminal import decimal, printable
 
-    table = Table("run", "steps", "before", "after", "training reward", "", "time", "tokens", "checkpoint")
+    table = Table(
+        "run", "steps", "before", "after", "difference", "training reward", "", "time", "tokens", "checkpoint"
+    )
     for row in rows:
         ends = row.curve[:1] + row.curve[1:][-1:]  # of a single step one number
         table.add_row(
@@ -57,6 +65,7 @@ def _print(rows: Sequence[RunSummary]) -> None:
             f"{row.steps}",
             "-" if row.before is None else decimal(row.before),
             "-" if row.after is None else decimal(row.after),
+            _interval(row.difference, row.difference_low, row.difference_high),
             " to ".join(decimal(reward) for reward in ends) or "-",
             sparkline(row.curve, 16) if row.curve else "",
             duration(row.seconds),

@@ -24,6 +24,7 @@ from lightning_trainer.flags.common import (
     screen,
     store_option,
 )
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import printable, some
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def _write_tasks(path: Path, traces: Iterable[Trace], field: str) -> None:
         raise ConfigError(f"there is no task to write: all {refused} traces that asked a model {why}")
     if not written:
         raise ConfigError("no trace here holds what a model was asked: there is no task to write.")
-    click.echo(f"{written} tasks in {path}; {read - written - refused} traces asked no model.", err=True)
+    click.echo(f"{amount(written, 'task')} in {path}; {read - written - refused} traces asked no model.", err=True)
     if refused:
         click.echo(f"{refused} {why}", err=True)
 

@@ -11,6 +11,7 @@ import click
 from lightning_trainer.config.files import merge
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.terminal import decimal
 
@@ -77,8 +78,8 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
         else:
             mean, low, high = (decimal(told[key]) for key in ("mean", "low", "high"))
             click.echo(
-                f"{name}: {mean} ({low} to {high}, 95 %) on {told['tasks']} tasks,"
-                f" {told['rollouts']} rollouts: {told['of']}",
+                f"{name}: {mean} ({low} to {high}, 95 %) on {amount(told['tasks'], 'task')},"
+                f" {amount(told['rollouts'], 'rollout')}: {told['of']}",
                 err=True,
             )
     agents_before, agents_after = result.by_agent()
@@ -89,7 +90,7 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
         if name and rise.mean is not None and rise.low is not None and rise.high is not None:
             ends = f"{decimal(rise.low)} to {decimal(rise.high)}, 95 %"
             click.echo(
-                f"difference of {name}: {rise.mean:+.3f} ({ends}), paired over {tasks} tasks",
+                f"difference of {name}: {rise.mean:+.3f} ({ends}), paired over {amount(tasks, 'task')}",
                 err=True,
             )
     rise, tasks = found.pop("", (Estimate(None), 0))

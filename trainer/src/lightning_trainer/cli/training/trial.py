@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from lightning_spans.errors import AgentFailedError, RewardError
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.terminal import printable
 
@@ -99,7 +100,7 @@ def _tell(outcomes: Sequence[Outcome], logs: Path, *, at_home: bool) -> None:
         if where and at_home:
             where += "Without one, let a model that is loaded here answer: --model smollm2-135m, or your own.\n"
         raise AgentFailedError(
-            f"all {len(outcomes)} tasks failed. The last error:\n{last_error(errors[-1])}\n"
+            f"all {amount(len(outcomes), 'task')} failed. The last error:\n{last_error(errors[-1])}\n"
             f"{where}{_said(logs)}".rstrip()
         )
     tell_errors(errors, len(outcomes), "tasks")

@@ -216,7 +216,7 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
 
 def _counting(config: CompareConfig) -> Counting:
     train = config.train
-    return Counting(failed=train.failed, timeouts=train.timeouts, agents=train.agents)
+    return Counting(failed=train.failed, timeouts=train.timeouts, agents=train.agents, declared=train.declared)
 
 
 def _val(config: CompareConfig) -> Path:

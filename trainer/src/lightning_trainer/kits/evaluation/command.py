@@ -23,6 +23,7 @@ from lightning_trainer.flags.common import (
     work_options,
 )
 from lightning_trainer.flags.environment import environment_options, with_environment
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal, printable, tokens
 
 if TYPE_CHECKING:
@@ -234,6 +235,8 @@ def _show(result: Evaluation) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from lightning_trainer.report.agents import rewarded_but_silent
+
     table = Table("", "reward", "95 %", "calls", "tokens in", "out", "tools", "errors")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -252,6 +255,11 @@ def _show(result: Evaluation) -> None:
         click.echo(printable(f"{title}: {_in_words(summary)}"))
         for name, (text, share) in summary.most_frequent.items():
             click.echo(printable(f"  {name or '(no name)'}: {share:.0%} of its answers are {text!r}"))
+    agents = result.summary.by_agent
+    rewarded = {name for name, agent in agents.items() if agent.by_task and not agent.usage.calls}
+    warning = rewarded_but_silent(rewarded, {name for name, agent in agents.items() if agent.usage.calls})
+    if warning is not None:
+        click.echo(printable(warning), err=True)
     if result.against is not None:
         from lightning_trainer.kits.evaluation.summary import difference, differences_by_agent
 
@@ -259,7 +267,7 @@ def _show(result: Evaluation) -> None:
         for name, (found, tasks) in {"": difference(result.summary, result.against), **by_agent}.items():
             mean, interval = _numbers(found)
             of = f" of {name}" if name else ""
-            click.echo(printable(f"difference{of}, paired over {tasks} tasks: {mean} ({interval})"))
+            click.echo(printable(f"difference{of}, paired over {amount(tasks, 'task')}: {mean} ({interval})"))
     click.echo(f"{result.seconds:.1f} s; samples and traces: {result.folder}")
 
 
@@ -277,7 +285,7 @@ def _numbers(found: Estimate) -> tuple[str, str]:
 
 def _in_words(summary: Summary) -> str:
     k = summary.samples
-    text = f"{summary.tasks} tasks, {k} samples of each"
+    text = f"{amount(summary.tasks, 'task')}, {amount(k, 'sample')} of each"
     if k in summary.pass_at:
         text += f"; pass@{k} {summary.pass_at[k]:.3f}, pass^{k} {summary.pass_all[k]:.3f}"
     if k > 1 and 1 in summary.pass_at:

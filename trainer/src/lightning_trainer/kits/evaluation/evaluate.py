@@ -114,7 +114,9 @@ def evaluate(
     sides = [side for side in (subject, other) if isinstance(side, LocalModel)]
     agents = config.agents or next(filter(None, map(chosen_agents, sides)), None)
     rules = config.name_by or next(filter(None, map(name_rules, sides)), ())
-    config = replace(config, agents=agents, name_by=rules, counting=replace(config.counting, agents=agents))
+    declared = config.work.declared(command=config.command, reward=config.reward)
+    counting = replace(config.counting, agents=agents, declared=declared)
+    config = replace(config, agents=agents, name_by=rules, counting=counting)
     with open_folder(
         config.out, resume, base=files.EVALS, begun=files.has_samples, resumable=files.is_evaluation
     ) as folder:

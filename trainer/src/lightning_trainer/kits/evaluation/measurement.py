@@ -18,8 +18,9 @@ from lightning_trainer.judges import RolloutJudge, silent
 from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import EvalConfig
 from lightning_trainer.kits.evaluation.samples import Sample, read_samples
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import nothing_captured
-from lightning_trainer.report.failures import most_frequent_error, where_calls_go
+from lightning_trainer.report.failures import advice, most_frequent_error, where_calls_go
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.endings import LATE_LEFT_OUT_OF_FIGURES
 from lightning_trainer.rl.rollouts import Outcome, outcomes
@@ -77,17 +78,19 @@ class Measurement:
             if (task, sample) not in self.samples
         ]
         if self.samples:
-            self.progress.note(f"{len(self.samples)} samples are there already; {len(missing)} are missing")
+            self.progress.note(f"{amount(len(self.samples), 'sample')} found in the folder, {len(missing)} missing")
         if missing:
             self._draw(missing, generation)
         samples = list(self.samples.values())
         if all(sample.status == "failed" for sample in samples):
             error = most_frequent_error([sample.error or "" for sample in samples])
             where = where_calls_go(error)
-            todo = "Run the agent by itself on one task, to see what is wrong."
+            todo = advice([sample.error or "" for sample in samples])
             if where and self.config.model is None:
                 todo = "To let a model that is loaded here answer, add --model."
-            raise AgentFailedError(f"all {len(samples)} samples of {self.subject.name} failed. {error}\n{where}{todo}")
+            raise AgentFailedError(
+                f"all {amount(len(samples), 'sample')} of {self.subject.name} failed. {error}\n{where}{todo}"
+            )
         return samples
 
     def _draw(self, missing: Sequence[tuple[int, int]], generation: int) -> None:
@@ -159,14 +162,14 @@ class Measurement:
         made = sum(usage.calls for usage in calls)
         if made and elsewhere == made:
             raise LightningError(
-                f"not one of {made} model calls reached {self.subject.name}: calls without an agent's name stay at"
-                " their own endpoint. Make them inside `with lightning_spans.agent(...)`, or leave out --model and"
-                " --endpoint to evaluate the program as it is."
+                f"not one of {amount(made, 'model call')} reached {self.subject.name}: calls without an agent's"
+                " name stay at their own endpoint. Make them inside `with lightning_spans.agent(...)`, or leave out"
+                " --model and --endpoint to evaluate the program as it is."
             )
         if elsewhere:
             self.progress.note(
-                f"{elsewhere} of {made} model calls went to their own endpoint, and not to {self.subject.name}:"
-                " those of agents that are not named, or have no name"
+                f"{elsewhere} of {amount(made, 'model call')} went to their own endpoint, and not to"
+                f" {self.subject.name}: those of agents that are not named, or have no name"
             )
 
     def _take_up(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from lightning_trainer.choices import Timeouts
-from lightning_trainer.intervals import METHOD, Estimate, estimate_difference, estimate_mean, reward_bounds
+from lightning_trainer.intervals import METHOD, Declared, Estimate, estimate_difference, estimate_mean, reward_bounds
 from lightning_trainer.kits.evaluation.passes import pass_all, pass_at
 from lightning_trainer.kits.evaluation.samples import Sample, Usage
 from lightning_trainer.report.answers import most_frequent
@@ -28,12 +28,14 @@ class Counting:
         success: the least reward that is a success.
         timeouts: whether samples that were too slow count as failed by what the model said, or are left out.
         agents: names and globs of the agents whose rewards count, where rewards were given by agent; None: all.
+        declared: range of the rewards.
     """
 
     failed: Failed = "lowest"
     success: float = 1.0
     timeouts: Timeouts = "count"
     agents: tuple[str, ...] | None = None
+    declared: Declared = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +47,13 @@ class AgentSummary:
             attempt's, of the samples in which it spoke.
         usage: what it did, in all samples.
         by_task: mean of each task's samples, by the task's place.
+        declared: range of the rewards.
     """
 
     reward: Estimate
     usage: Usage
     by_task: Mapping[int, float]
+    declared: Declared = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,7 @@ class Summary:
         sample_seconds: mean time of a sample.
         failed_reward: what a crash counted as; None where it was left out.
         by_task: mean of each task's samples, by the task's place.
+        declared: range of the rewards.
     """
 
     reward: Estimate
@@ -89,6 +94,7 @@ class Summary:
     sample_seconds: float
     failed_reward: float | None
     by_task: Mapping[int, float]
+    declared: Declared = None
 
     @property
     def usage(self) -> Usage:
@@ -138,7 +144,7 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
     }
     means = {task: sum(values) / len(values) for task, values in sorted(by_task.items())}
     return Summary(
-        reward=_estimate(by_task),
+        reward=_estimate(by_task, counting.declared),
         tasks=len(means),
         samples=drawn,
         counted=sum(map(len, by_task.values())),
@@ -149,10 +155,11 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
         pass_at={k: _mean([pass_at(n, c, k) for n, c in its]) for k, its in each.items() if its},
         pass_all={k: _mean([pass_all(n, c, k) for n, c in its]) for k, its in each.items() if its},
         most_frequent=_most_frequent(samples),
-        by_agent=_by_agent(samples, crash),
+        by_agent=_by_agent(samples, crash, counting.declared),
         sample_seconds=_mean([sample.seconds for sample in samples]) if samples else 0.0,
         failed_reward=crash,
         by_task=means,
+        declared=counting.declared,
     )
 
 
@@ -172,7 +179,7 @@ def difference(this: Summary | AgentSummary, other: Summary | AgentSummary) -> t
     """
     both = [task for task in this.by_task if task in other.by_task]
     pairs = [this.by_task[task] for task in both], [other.by_task[task] for task in both]
-    return estimate_difference(*pairs), len(both)
+    return estimate_difference(*pairs, this.declared), len(both)
 
 
 def differences_by_agent(this: Summary, other: Summary) -> dict[str, tuple[Estimate, int]]:
@@ -216,7 +223,7 @@ def _places(drawn: int) -> list[int]:
     return sorted({*(2**power for power in range(drawn.bit_length())), drawn})
 
 
-def _by_agent(samples: Sequence[Sample], crash: float | None) -> dict[str, AgentSummary]:
+def _by_agent(samples: Sequence[Sample], crash: float | None, declared: Declared) -> dict[str, AgentSummary]:
     own = {name for sample in samples for name in sample.rewards}
     names = {*own, *(name for sample in samples for name in sample.usage)}
     earned: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -229,7 +236,8 @@ def _by_agent(samples: Sequence[Sample], crash: float | None) -> dict[str, Agent
                 earned[name][sample.task].append(value)
     return {
         name: AgentSummary(
-            reward=_estimate(earned[name]),
+            reward=_estimate(earned[name], declared),
+            declared=declared,
             usage=usage[name],
             by_task={task: _mean(values) for task, values in sorted(earned[name].items())},
         )
@@ -248,8 +256,8 @@ def _most_frequent(samples: Sequence[Sample]) -> dict[str, tuple[str, float]]:
     return most_frequent(texts, answers)
 
 
-def _estimate(by_task: Mapping[int, Sequence[float]]) -> Estimate:
-    bounds = reward_bounds(value for values in by_task.values() for value in values)
+def _estimate(by_task: Mapping[int, Sequence[float]], declared: Declared) -> Estimate:
+    bounds = reward_bounds((value for values in by_task.values() for value in values), declared)
     return estimate_mean([_mean(values) for _, values in sorted(by_task.items())], bounds)
 
 

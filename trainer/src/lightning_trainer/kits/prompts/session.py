@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spans.errors import AgentFailedError
 from lightning_spans.store.traces import traces_of
+from lightning_trainer.report.failures import advice
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
 
@@ -76,7 +77,7 @@ class CandidateRunner:
         if all(outcome.attempt is None and outcome.crash is None for outcome in found):
             raise AgentFailedError(
                 f"all {len(found)} rollouts failed. The last error:\n{(found[-1].error or '')[-1500:]}\n"
-                "Run the agent by itself on one task."
+                f"{advice([outcome.error or '' for outcome in found])}"
             )
         counted = [outcome.crash or outcome.attempt for outcome in found]
         ids = [attempt.attempt_id for attempt in counted if attempt is not None]

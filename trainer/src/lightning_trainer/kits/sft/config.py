@@ -202,6 +202,11 @@ class RoundsConfig(WorkOptions, LimitOptions, FailureOptions, ProgramOptions, Ro
         return self
 
     @property
+    def declared(self) -> tuple[float, float] | None:
+        """The range of all rewards, where that is known."""
+        return self.work.declared(command=self.command, reward=self.reward)
+
+    @property
     def kept(self) -> int:
         """Attempts of each group and agent that are learned."""
         return self.best or 1

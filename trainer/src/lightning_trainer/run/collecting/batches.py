@@ -15,8 +15,9 @@ from lightning_spans.errors import AgentFailedError, UnknownAgentError
 from lightning_spans.schema.agents import check_known, label, selects
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.config.mistakes import refuse
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import nothing_captured
-from lightning_trainer.report.failures import last_error, most_frequent_error, where_calls_go
+from lightning_trainer.report.failures import advice, last_error, most_frequent_error, where_calls_go
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.run.collecting.capture import FirstTask
 from lightning_trainer.run.data import batch_at
@@ -167,11 +168,11 @@ class Collection:
         if not step:
             self._refuse_unknown(outcomes)
         if all(o.attempt is None and (o.crash is None or not step) for o in outcomes):
-            error = most_frequent_error([outcome.error or "" for outcome in outcomes])
+            errors = [outcome.error or "" for outcome in outcomes]
+            error = most_frequent_error(errors)
             raise AgentFailedError(
-                f"all {len(outcomes)} rollouts failed ({what} after {step} steps). {error}\n"
-                f"{where_calls_go(error)}"
-                "Run the agent by itself on one task, and see the workers' logs in the run's folder."
+                f"all {amount(len(outcomes), 'rollout')} failed ({what} after {step} steps). {error}\n"
+                f"{where_calls_go(error)}{advice(errors)} The workers' logs are in the run's folder."
             )
         return outcomes
 

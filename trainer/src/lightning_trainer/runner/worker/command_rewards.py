@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,6 +132,12 @@ def reward_of(channel: RewardChannel, ended: ProcessEnd) -> Any:
     if ended.status != 0:
         return 0.0
     reward = channel.read(ended)
+    if reward is None and _is_number(result_of(ended.output)):
+        last = str(result_of(ended.output))[:40]
+        sys.stderr.write(
+            f"the reward command's last line is the number {last}, which is not a reward: its exit status 0 earned 1."
+            f' Print {{"reward": {last}}} if it is meant to be the reward.\n'
+        )
     return 1.0 if reward is None else reward
 
 

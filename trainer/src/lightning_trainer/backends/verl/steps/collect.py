@@ -72,7 +72,7 @@ class RolloutCollector:
         )
         # Of this start: rollouts of a run that was killed are not taken again.
         self._name = name_start(Path(lightning.config).parent)
-        self._gathered = Gathered(self._run.failed, self._run.agents)
+        self._gathered = Gathered(self._run.failed, self._run.agents, self._run.declared)
         self._agents: set[str] = set()
         self._times: Counter[int] = Counter()
         self._barren = 0  # groups without a row, since the last one with
@@ -124,7 +124,7 @@ class RolloutCollector:
                 self.check()
         if ended and all(outcome.unjudged is not None for outcome in ended):
             raise LightningError(f"held out after {step} steps: {ended[-1].unjudged}")
-        return score(ended, self._run.failed, self._run.agents)
+        return score(ended, self._run.failed, self._run.agents, self._run.declared)
 
     def taken(self) -> dict[str, float]:
         """Return the numbers of the training rollouts that ended since the last time, by their names in logs."""

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.rewards import Reward
+from lightning_trainer.intervals import Declared
 from lightning_trainer.report import step_metrics
+from lightning_trainer.report.answers import of_answers
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rewards.judge import take_failures
@@ -21,11 +23,13 @@ class Gathered:
     Args:
         failed: the reward of a rollout that failed by the policy's doing; ``exclude`` leaves it out.
         agents: names and globs of the agents that are trained; None: all are.
+        declared: range of the rewards.
     """
 
-    def __init__(self, failed: Failed, agents: Sequence[str] | None = None) -> None:
+    def __init__(self, failed: Failed, agents: Sequence[str] | None = None, declared: Declared = None) -> None:
         self._failed = failed
         self._agents = agents
+        self._declared = declared
         self._lock = threading.Lock()
         self._clear()
 
@@ -43,7 +47,7 @@ class Gathered:
     def take(self) -> dict[str, float]:
         """Return the numbers of what came since the last time."""
         with self._lock:
-            result = score(self._outcomes, self._failed, self._agents)
+            result = score(self._outcomes, self._failed, self._agents, self._declared)
             given = given_to(self._outcomes, self._automatic, self._failed)
             numbers = {
                 **result.metrics(),
@@ -52,6 +56,7 @@ class Gathered:
                 **take_failures(),
                 **step_metrics.of_groups(self._compared, self._flat),
                 **step_metrics.of_traces(self._traces),
+                **of_answers(self._traces, self._agents)[0],
             }
             self._clear()
         return numbers

@@ -29,6 +29,7 @@ from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME, Rou
 from lightning_trainer.kits.sft.sft import steps_of
 from lightning_trainer.policies import parse
 from lightning_trainer.report.agents import nothing_captured
+from lightning_trainer.report.failures import advice
 from lightning_trainer.report.metrics import MetricLog, write_atomically
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.terminal import decimal
@@ -99,7 +100,7 @@ class RoundLoop:
     def _round(self, number: int) -> Round:
         name, size = f"{self.name}:t{number}", self.config.samples
         outcomes = self._sample(self.tasks, name, size, f"samples of round {number}")
-        found = score(outcomes, self.config.failed, self.config.agents)
+        found = score(outcomes, self.config.failed, self.config.agents, self.config.declared)
         self.log.add("train", self.steps, {**found.metrics(), "round": float(number)})
         self.progress.note(f"round {number}: {_told(found)}")
         rows, left_out = self._best(outcomes)
@@ -123,7 +124,7 @@ class RoundLoop:
             error = "\n".join((outcomes[-1].error or "").splitlines()[-12:])
             raise AgentFailedError(
                 f"all {len(outcomes)} {what} failed. The last error:\n{error}\n"
-                "Run the agent by itself on one task, to see what is wrong."
+                f"{advice([outcome.error or '' for outcome in outcomes])}"
             )
         return outcomes
 
@@ -133,7 +134,7 @@ class RoundLoop:
             return None
         name = f"{self.name}.{number}:v"  # seeds follow from what stands after the colon
         outcomes = self._sample(self.val, name, self.config.val_samples, "held-out tasks", "val")
-        found = score(outcomes, self.config.failed, self.config.agents)
+        found = score(outcomes, self.config.failed, self.config.agents, self.config.declared)
         self.log.add("val", self.steps, found.metrics(), {BY_TASK: found.by_task if self.judge is None else {}})
         self.progress.note(f"held out after {number} rounds: {_told(found)}")
         return found.reward
