@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from lightning_spans.errors import UnknownAgentError
+from lightning_spans.store import open_store
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.torch
 from lightning_trainer import train
 from lightning_trainer.report.alarms import Alarm
 from lightning_trainer.report.progress import Silent
+from lightning_trainer.run.state import read_state
 from support.training.policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
 
 
@@ -145,3 +147,21 @@ def test_alarms_reach_the_screen_the_log_and_the_result(
     assert progress.seen == {"Look at this."}
     assert result.alarms == (alarm,)
     assert '"kind": "alarm"' in (folder / "out" / "metrics.jsonl").read_text()
+
+
+def test_a_curriculum_goes_on_exactly_where_it_stopped(tiny_model: Path, folder: Path) -> None:
+    def run(**options: object) -> list[object]:
+        train(config(tiny_model, save_every=1, keep=5, task_order="curriculum", **options))
+        out = folder / str(options.get("out") or options.get("resume"))
+        store = open_store(str(out / "lightning.db"))
+        try:
+            tasks = {each.rollout_id.rpartition(":")[2]: each.task for each in store.rollouts()}
+        finally:
+            store.close()
+        successes = read_state((out / "checkpoint").resolve()).successes
+        return [tasks, {policy: sorted(known) for policy, known in successes.items()}]
+
+    whole = run(steps=4, out="whole")  # two tasks of four in each: the second half is a second pass
+    run(steps=3, out="halves")
+    assert run(steps=4, out=None, resume="halves") == whole
+    assert set(whole[1]) == {"writer", "rewriter"}  # type: ignore[call-overload]

@@ -55,6 +55,10 @@ def cross_check(config: TrainFields) -> None:
         ),
         "rollback_on_cliff compares validations, and a judge scores each by itself. Use a reward function, or leave it"
         " out.": config.rollback_on_cliff and (config.reward == "judge" or bool(config.judge)),
+        "until compares the training reward, and task_order = curriculum prefers tasks that are not solved yet. Leave"
+        " one of them out.": config.until is not None and config.task_order == "curriculum",
+        f"staleness = {config.staleness} chooses tasks before earlier ones are known, on which task_order = curriculum"
+        " depends. Leave one of them out.": config.staleness > 0 and config.task_order == "curriculum",
         "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,
     }
     refuse(problems)

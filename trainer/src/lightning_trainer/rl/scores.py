@@ -91,7 +91,7 @@ def score(
     all_given: dict[str, list[float]] = {}
     for outcome in outcomes:
         counted = outcome.counts(failed)
-        task = _digest(outcome.rollout.task)  # a step may take one several times
+        task = task_digest(outcome.rollout.task)  # a step may take one several times
         if counted is None:
             all_given.setdefault(task, []).append(0.0)
             continue
@@ -139,7 +139,8 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _digest(task: Mapping[str, Any]) -> str:
+def task_digest(task: Mapping[str, Any]) -> str:
+    """Return 12 hex digits by which a task is known in `by_task`."""
     text = json.dumps(task, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
 

@@ -36,7 +36,7 @@ from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.attempts import Traces
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.comparison import Penalty
-from lightning_trainer.rl.resampling import other_tasks, with_contrast
+from lightning_trainer.rl.resampling import with_contrast
 from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import BY_TASK, Score, by_source, given_to, reward_of_failures, score
@@ -68,7 +68,7 @@ class Loop:
         self._learner = learner
         self._callbacks = callbacks
         self._algorithm = algorithm_by_name(run.config.algorithm)
-        self._collection = Collection(run, local)
+        self._collection = Collection(run, local, state.successes)
         self._guard = CliffGuard(run, learner, state)
         self.state = state
         self._saved = state.step if state.step else None
@@ -167,7 +167,7 @@ class Loop:
         config, step, began = self._run.config, self.state.step, time.monotonic()
         self._fresh = set()
         collection = self._collection
-        places, from_ns = collection.places(step), time.time_ns()
+        places, from_ns = collection.order.places(step), time.time_ns()
         outcomes = collection.of_step(step)
         self._hear()
         rolled_s, windows = time.monotonic() - began, [(from_ns, time.time_ns())]
@@ -182,7 +182,7 @@ class Loop:
         def roll(count: int, number: int) -> list[Outcome]:
             nonlocal rolled_s
             again, from_ns = time.monotonic(), time.time_ns()
-            more = other_tasks(count, places, len(self._run.tasks), f"{config.seed}/{step}/{number}")
+            more = collection.order.others(count, places, f"{config.seed}/{step}/{number}")
             places.extend(more)
             what = f"rollouts for {count} groups without contrast"
             found = collection.roll_out(collection.plan(more, f"t{step}r{number}"), what, step)
@@ -331,6 +331,7 @@ class Loop:
             agents=tuple(sorted({*self.state.agents, *names})),
             flat_steps=count,
             rewards=(*self.state.rewards, result.reward),
+            successes=self._collection.order.learn(result, batch.rows),
         )
         self._whole = True
         if flat:

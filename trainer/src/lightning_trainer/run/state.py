@@ -36,6 +36,7 @@ class State:
         flat_steps: steps so far in which no reward differed within its group, if there was no other kind; else None.
         spread: by agent, the deviation of what came of alternatives to its calls in the last step that drew any.
         rewards: mean training reward of each step taken.
+        successes: estimates of each task's success by policy: `curriculum.Estimates`.
         slowed: what the learning rate of policies that fell is multiplied by: `cliffs.CliffGuard`.
         seconds: time that the run has taken.
         resumable: whether the backend's files are all there, so that the run can go on from here.
@@ -47,6 +48,7 @@ class State:
     flat_steps: int | None = 0
     spread: dict[str, float] = field(default_factory=dict)
     rewards: tuple[float | None, ...] = field(default=())
+    successes: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     slowed: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     resumable: bool = True

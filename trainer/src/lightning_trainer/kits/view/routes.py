@@ -42,6 +42,7 @@ from lightning_trainer.kits.view.reading.tries import tries_of, tries_page
 from lightning_trainer.kits.view.runs import Run, Runs
 from lightning_trainer.report.answers import MOST_FREQUENT
 from lightning_trainer.report.metrics import newest_validations
+from lightning_trainer.report.teams.cliffs import PROMPTS
 from lightning_trainer.rl.scores import BY_TASK
 from lightning_trainer.run.group_ids import Step
 
@@ -131,7 +132,7 @@ def run_page(views: _Views, name: _Run) -> RunPage:
         name=run.name,
         options=run.shown_options,
         train=[line for line in lines if line["kind"] == "train"],
-        val=[{name: value for name, value in line.items() if name != BY_TASK} for line in held_out],
+        val=[{name: value for name, value in line.items() if name not in {BY_TASK, PROMPTS}} for line in held_out],
         alarms=[line for line in lines if line["kind"] == "alarm"],
         steps=steps,
         loose=loose,

@@ -20,7 +20,7 @@ from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import advice, last_error, most_frequent_error, where_calls_go
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.run.collecting.capture import FirstTask
-from lightning_trainer.run.data import batch_at
+from lightning_trainer.run.collecting.order import TaskOrder
 from lightning_trainer.run.group_ids import name_start
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
     from lightning_trainer.backend_protocol import OpenRun
     from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.run.collecting.curriculum import Estimates
     from lightning_trainer.session.session import Session
 
 
@@ -63,23 +64,21 @@ class Collection:
     Args:
         run: whose tasks they are of.
         local: runs them.
+        successes: estimates of the run that goes on.
 
     Attributes:
+        order: chooses the tasks of a step.
         name: what the ids of this start's rollouts begin with.
         agents: names of the agents that the first rollouts were heard of.
     """
 
-    def __init__(self, run: OpenRun, local: Session) -> None:
+    def __init__(self, run: OpenRun, local: Session, successes: Estimates) -> None:
         self._run = run
         self._local = local
         self._ahead: dict[int, list[Rollout]] = {}  # by step: queued, and not waited for yet
         self.name = name_start(run.folder)
         self.agents: set[str] = set()
-
-    def places(self, step: int) -> list[int]:
-        """Return the tasks of a step."""
-        config = self._run.config
-        return batch_at(step, len(self._run.tasks), config.batch_size, config.seed)
+        self.order = TaskOrder(run.config, run.tasks, successes)
 
     def of_step(self, step: int) -> list[Outcome]:
         """Queue the batches of a step and of those after it, as far as `staleness` says, and wait for the step's.
@@ -89,7 +88,7 @@ class Collection:
         """
         for number in range(step, min(step + 1 + self._run.config.staleness, self._run.steps)):
             if number not in self._ahead:
-                self._ahead[number] = self.plan(self.places(number), f"t{number}")
+                self._ahead[number] = self.plan(self.order.places(number), f"t{number}")
                 self._local.queue(self._ahead[number])
         return self._wait(self._ahead.pop(step), "rollouts", step)
 

@@ -96,6 +96,9 @@ def check(config: TrainConfig) -> None:
         "agent_weight is for backend = torch or tinker: verl's loss has no weight for an agent. Leave it out.": bool(
             config.agent_weight
         ),
+        "task_order = curriculum is for backend = torch or tinker: verl shuffles the tasks. Leave it out.": (
+            config.task_order != "shuffled"
+        ),
         "rollback_on_cliff is for backend = torch. Leave it out.": (config.rollback_on_cliff),
         "verl knows no lr_schedule = linear. Use cosine or constant.": config.lr_schedule == "linear",
         "verl's groups are compared as each ends, before there is a batch. Leave alone out, or train on backend ="

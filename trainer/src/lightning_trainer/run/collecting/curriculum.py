@@ -1,0 +1,60 @@
+"""The order of tasks by what the policies solve: those that they solve sometimes come more often.
+
+Each policy has a Beta estimate of every task's success. It forgets half of what it knows each time the task comes
+again, because policies change. A task is sampled in proportion to the mean of p(1-p) over the policies, which is half
+the probability that two rollouts differ. A floor keeps tasks coming that look hopeless or solved.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+FLOOR: Final = 0.03  # least weight of a task, where a task that is solved half the time has 0.25
+FORGET: Final = 0.5  # what earlier rollouts of a task count, each time it comes again
+
+# by policy and by digest of the task: successes and failures so far
+Estimates: TypeAlias = dict[str, dict[str, tuple[float, float]]]
+
+
+def weight(estimates: Estimates, task: str) -> float:
+    """Return the weight with which a task is sampled; of one that no policy has met, the greatest there is."""
+    each = []
+    for known in estimates.values():
+        successes, failures = known.get(task, (0.0, 0.0))
+        p = (successes + 1) / (successes + failures + 2)
+        each.append(p * (1 - p))
+    return max(FLOOR, sum(each) / len(each)) if each else 0.25
+
+
+def learn(estimates: Estimates, rewards: Mapping[str, Mapping[str, float]], rollouts: int) -> Estimates:
+    """Return the estimates after a step.
+
+    Args:
+        estimates: those before.
+        rewards: by policy and task, the mean reward of its rollouts as a share of what can be earned, 0 to 1.
+        rollouts: of each task.
+    """
+    found = {policy: dict(known) for policy, known in estimates.items()}
+    for policy, its in rewards.items():
+        known = found.setdefault(policy, {})
+        for task, reward in its.items():
+            successes, failures = known.get(task, (0.0, 0.0))
+            known[task] = (
+                FORGET * successes + rollouts * reward,
+                FORGET * failures + rollouts * (1 - reward),
+            )
+    return found
+
+
+def sample(weights: Mapping[int, float], count: int, name: str) -> list[int]:
+    """Sample different places in proportion to their weights, one after the other; the same for the same name.
+
+    Each place gets the key log(u) / w, and the greatest keys are taken (Efraimidis and Spirakis 2006).
+    """
+    numbers = random.Random(name)
+    keys = {place: math.log(1.0 - numbers.random()) / own for place, own in sorted(weights.items())}
+    return heapq.nlargest(count, keys, key=keys.__getitem__)
