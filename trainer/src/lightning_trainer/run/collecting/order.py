@@ -77,5 +77,5 @@ def _shares(by_task: Mapping[str, Mapping[str, float]], names: Sequence[str]) ->
         for task, value in by_task.get(name, {}).items():
             given[task].append(value)
     means = {task: sum(its) / len(its) for task, its in given.items()}
-    low, high = reward_bounds(means.values())
+    low, high, _ = reward_bounds(means.values())
     return {task: (mean - low) / (high - low) for task, mean in means.items()}
