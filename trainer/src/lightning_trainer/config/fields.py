@@ -17,7 +17,7 @@ from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
 from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.options.limits import FailureOptions, LimitOptions
-from lightning_trainer.options.program import ProgramOptions
+from lightning_trainer.options.program import AgentOptions
 from lightning_trainer.options.record import OptionRecord
 from lightning_trainer.options.work import WorkOptions
 
@@ -224,7 +224,7 @@ class LearningFields(OptionRecord):
     policies solve them, so that fewer groups have no signal (curriculum, torch and tinker)."""
 
 
-class SamplingFields(OptionRecord):
+class RunSamplingFields(OptionRecord):
     """How a run samples."""
 
     temperature: float | None = Field(default=None, gt=0)
@@ -241,7 +241,7 @@ class SamplingFields(OptionRecord):
     """Seed of task order, sampling and initialisation."""
 
 
-class TrainFields(WorkOptions, LimitOptions, SamplingFields, FailureOptions, LearningFields, ProgramOptions):
+class TrainFields(WorkOptions, LimitOptions, RunSamplingFields, FailureOptions, LearningFields, AgentOptions):
     """The options, each with its type, default and help. Make a `TrainConfig`, which checks them.
 
     In the help they are in the order of these records from the last to the first.

@@ -9,7 +9,7 @@ from pydantic import Field
 from lightning_trainer.options.record import OptionRecord
 
 
-class ProgramOptions(OptionRecord):
+class AgentOptions(OptionRecord):
     """The agent, and what gives its reward."""
 
     target: str | None = None

@@ -14,7 +14,7 @@ from lightning_trainer.config.defaults import with_adapters
 from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.options.limits import FailureOptions, LimitOptions
-from lightning_trainer.options.program import ProgramOptions
+from lightning_trainer.options.program import AgentOptions
 from lightning_trainer.options.record import OptionRecord
 from lightning_trainer.options.work import WorkOptions
 
@@ -177,7 +177,7 @@ class RoundFields(SftConfig):
     """Rule that names the agents of calls without an agent header, as in train: [NAME=]WHERE[:REGEX]."""
 
 
-class RoundsConfig(WorkOptions, LimitOptions, FailureOptions, ProgramOptions, RoundFields):
+class RoundsConfig(WorkOptions, LimitOptions, FailureOptions, AgentOptions, RoundFields):
     """What to sample and learn, in rounds. Of `SftConfig`, what is about files and their held-out loss is not used.
 
     Raises:
