@@ -420,7 +420,8 @@ def test_search_finds_what_was_said_however_it_is_kept(ask: Asked, text: str) ->
     assert all(text in hit["match"].replace("\\", "") for hit in hits)
 
 
-def test_search_finds_what_a_program_said_that_is_not_attached(tmp_path: Path) -> None:
+def test_search_finds_what_a_program_said_that_is_not_attached(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("lightning_trainer.kits.view.reading.search._LOOK_S", -1.0)  # slow: one part for each page
     store = open_store(str(tmp_path / "lightning.db"))
     own: dict[str, Any] = {"start_ns": 1, "end_ns": 2, "policy": "p", "policy_version": 0, "trace_id": "a" * 32}
     asked = {"messages": [{"role": "user", "content": "a needle"}]}

@@ -28,14 +28,14 @@ def search(reader: StoreReader, run: Run, text: str, *, after: int, calls: bool 
     """Look for a text in names, errors and attributes of spans (which hold requests, answers, arguments and results).
 
     Then in the requests and answers of calls that no span tells of: those of a program that is not attached. One page
-    looks for a second at most; `next` and `calls` go on from there. The newest come last.
+    looks for a second at most, and at one part at least; `next` and `calls` go on from there. The newest come last.
     """
     query = _in_calls(text) if calls else _in_spans(text)
     seq = schema.calls.c.seq if calls else schema.spans.c.seq
     until, hits, looked, start = time.monotonic() + _LOOK_S, list[Hit](), 0, after
     with reader.reading() as connection:
         last = connection.scalar(select(func.max(seq))) or 0
-        while after < last and len(hits) < _HITS and time.monotonic() < until:
+        while after < last and len(hits) < _HITS and (after == start or time.monotonic() < until):
             part = seq.between(after + 1, after + _AT_ONCE)
             hits += [_hit(row, text) for row in connection.execute(query.where(part).order_by(seq))]
             after += _AT_ONCE
