@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +131,17 @@ def test_what_a_module_imports_its_distribution_declares(package, module):
 def test_no_module_is_called_by_a_name_that_says_nothing(package, module):
     words = {word.strip("_").lower() for part in module.parts for word in part.removesuffix(".py").split("_")}
     assert words.isdisjoint({"util", "utils", "helper", "helpers", "misc", "manager"})
+
+
+def test_a_class_name_is_used_once():
+    """If it fails: name the less public class by what it is, not by a word that another one has."""
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for package in ("lightning_spans", "lightning_trainer"):
+        for path in sorted(SOURCES[package].rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    homes[node.name].append(f"{package}/{path.relative_to(SOURCES[package]).as_posix()}")
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
 def test_no_package_takes_the_name_of_another_project():

@@ -32,8 +32,8 @@ from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.prompts.adapter import SpansAdapter
-from lightning_trainer.kits.prompts.journal import Journal
-from lightning_trainer.kits.prompts.optimise import _Told
+from lightning_trainer.kits.prompts.journal import SearchJournal
+from lightning_trainer.kits.prompts.optimise import _StepReporter
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.reflection import Reflection
 from lightning_trainer.kits.prompts.result import diff, write
@@ -223,7 +223,7 @@ def asked(server: ScriptedServer) -> Counter[str]:
         ("lightning_trainer.kits.prompts.optimise:_look", 1),  # before anything was asked
         ("lightning_trainer.kits.prompts.session:traces_of", 1),  # after the rollouts that prompts are read from
         ("lightning_trainer.kits.prompts.reflection:Reflection._ask", 2),  # in the middle of a proposal
-        ("lightning_trainer.kits.prompts.journal:Journal.add", 5),  # after a batch, before it was kept
+        ("lightning_trainer.kits.prompts.journal:SearchJournal.add", 5),  # after a batch, before it was kept
     ],
 )
 def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(folder, monkeypatch, where, nth):
@@ -320,7 +320,7 @@ def test_what_candidates_earn_is_told_as_a_mean(tmp_path: Path) -> None:
         def note(self, text: str) -> None:
             notes.append(text)
 
-    told = _Told(Heard(), Journal(tmp_path / "j.jsonl"), 3)
+    told = _StepReporter(Heard(), SearchJournal(tmp_path / "j.jsonl"), 3)
     told.on_candidate_rejected({"old_score": 1.5, "new_score": 1.2})
     told.on_candidate_accepted({"new_candidate_idx": 2, "new_score": 2.4})
     assert notes == [
@@ -336,7 +336,7 @@ def test_a_proposal_with_half_a_character_is_none(tmp_path, monkeypatch):
         return httpx.Response(200, content=json.dumps({"choices": [{"message": {"content": said.pop(0)}}]}))
 
     monkeypatch.setattr("lightning_trainer.kits.prompts.reflection.post_json", answer)
-    reflection = Reflection(Endpoint("http://big/v1", "big", None), Journal(tmp_path / "j.jsonl"), lambda: None)
+    reflection = Reflection(Endpoint("http://big/v1", "big", None), SearchJournal(tmp_path / "j.jsonl"), lambda: None)
     assert reflection("How?") == "Shout."
     assert not said
 
@@ -437,10 +437,10 @@ def test_no_prompt_gains_by_failing_where_rewards_are_below_0(tmp_path):
         return found
 
     session = Scripted()
-    first = SpansAdapter(session, {"writer": "w"}, Journal(tmp_path / "journal.jsonl"))  # type: ignore[arg-type]
+    first = SpansAdapter(session, {"writer": "w"}, SearchJournal(tmp_path / "journal.jsonl"))  # type: ignore[arg-type]
     assert scores(first, -1.0, -3.0) == [-1.0, -3.0]
     assert scores(first, None, None) == [-3.0, -3.0]
-    again = SpansAdapter(session, {"writer": "w"}, Journal(tmp_path / "journal.jsonl"))  # type: ignore[arg-type]
+    again = SpansAdapter(session, {"writer": "w"}, SearchJournal(tmp_path / "journal.jsonl"))  # type: ignore[arg-type]
     assert [scores(again), scores(again)] == [[-1.0, -3.0], [-3.0, -3.0]]  # from the journal
     assert scores(again, None, 1.0) == [-3.0, 1.0]
 
@@ -586,7 +586,7 @@ def test_the_reflecting_model_is_told_which_tools_an_agent_called_before(tmp_pat
     )  # fmt: skip
     outcome = Outcome(rollout=Rollout(rollout_id="r", group_id="g", task={}), attempts=(), attempt=None)
     ran = Ran(outcome, Trace.build([span]))
-    adapter = SpansAdapter(OneRun(ran), {"writer": "You add."}, Journal(tmp_path / "journal.jsonl"))
+    adapter = SpansAdapter(OneRun(ran), {"writer": "You add."}, SearchJournal(tmp_path / "journal.jsonl"))
     batch = adapter.evaluate([{}], {"writer": "You add."}, capture_traces=True)
     (record,) = adapter.make_reflective_dataset({}, batch, ["writer"])["writer"]
     assert record["Inputs"] == 'user: 1+1?\nassistant:  calls add({"x": 1})\ntool: 2'
@@ -604,7 +604,7 @@ def test_the_reflecting_model_is_told_what_responses_answered(tmp_path):
     )  # fmt: skip
     outcome = Outcome(rollout=Rollout(rollout_id="r", group_id="g", task={}), attempts=(), attempt=None)
     ran = Ran(outcome, Trace.build([span]))
-    adapter = SpansAdapter(OneRun(ran), {"writer": "You add."}, Journal(tmp_path / "journal.jsonl"))
+    adapter = SpansAdapter(OneRun(ran), {"writer": "You add."}, SearchJournal(tmp_path / "journal.jsonl"))
     batch = adapter.evaluate([{}], {"writer": "You add."}, capture_traces=True)
     (record,) = adapter.make_reflective_dataset({}, batch, ["writer"])["writer"]
     assert record["Inputs"] == 'user: 1+1?\nassistant:  calls add({"x": 1})\ntool: 2'

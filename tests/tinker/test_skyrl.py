@@ -25,7 +25,7 @@ from lightning_trainer.backends.tinker.describe import describe
 from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.learner import TinkerLearner
 from lightning_trainer.backends.tinker.options import make
-from lightning_trainer.backends.torch.learn.policy import Policy
+from lightning_trainer.backends.torch.learn.policy import TrainedWeights
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.rl.rows import Row
 from support.models.tiny import make_tiny_model
@@ -119,13 +119,13 @@ def torch_gradient(folder: Path, rows: Sequence[Row], monkeypatch: Any, **option
     """The gradient of the torch backend at the weights of a checkpoint of one adapter."""
     found: dict[str, np.ndarray] = {}
 
-    def keep(policy: Policy) -> tuple[float, bool]:
+    def keep(policy: TrainedWeights) -> tuple[float, bool]:
         for name, master in policy.masters.items():
             if master.grad is not None:
                 found[name] = master.grad.numpy().copy()
         return 0.0, True
 
-    monkeypatch.setattr(Policy, "step", keep)
+    monkeypatch.setattr(TrainedWeights, "step", keep)
     learner = TorchLearner(folder, device="cpu", dtype="float32", **options)
     try:
         learner.update([replace(each, policy="writer") for each in rows])

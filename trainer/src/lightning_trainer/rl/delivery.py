@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 _SIGMAS: Final = 4.0  # a share that is so many standard errors from another one is not that one
 
 
-class Delivery(NamedTuple):
+class UpdateDelivery(NamedTuple):
     """How much of an update reached the engine.
 
     Attributes:
@@ -30,7 +30,9 @@ class Delivery(NamedTuple):
         return self.share < 0.5 and 1.0 - self.share > _SIGMAS * self.error
 
 
-def delivery(before_K: NDArray[np.floating], after_K: NDArray[np.floating], engine_K: NDArray[np.floating]) -> Delivery:
+def delivery(
+    before_K: NDArray[np.floating], after_K: NDArray[np.floating], engine_K: NDArray[np.floating]
+) -> UpdateDelivery:
     """Project what the engine says onto what the update changed, so that rounding, which is no part of it, drops out.
 
     Args:
@@ -42,10 +44,10 @@ def delivery(before_K: NDArray[np.floating], after_K: NDArray[np.floating], engi
     seen_K = engine_K.astype(np.float64) - before_K
     size = float(moved_K @ moved_K)
     if len(moved_K) < 2 or size <= 0.0:
-        return Delivery(0.0, float("inf"))
+        return UpdateDelivery(0.0, float("inf"))
     share = float(seen_K @ moved_K) / size
     rest_K = seen_K - share * moved_K
-    return Delivery(share, float(np.sqrt(rest_K @ rest_K / (len(moved_K) - 1) / size)))
+    return UpdateDelivery(share, float(np.sqrt(rest_K @ rest_K / (len(moved_K) - 1) / size)))
 
 
 def correlation(one_K: NDArray[np.floating], other_K: NDArray[np.floating]) -> float:

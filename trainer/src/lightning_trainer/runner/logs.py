@@ -18,7 +18,7 @@ _logger = logging.getLogger("lightning_trainer")
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """Make a folder that goes with the block, unless the error that ends it, or a warning in it, names the folder."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
-    told = _Told(str(folder))
+    told = _FolderMention(str(folder))
     _logger.addHandler(told)
     try:
         yield folder
@@ -31,7 +31,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Told(logging.Handler):
+class _FolderMention(logging.Handler):
     """Hears whether a warning named a folder."""
 
     def __init__(self, folder: str) -> None:

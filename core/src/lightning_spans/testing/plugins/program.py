@@ -161,7 +161,7 @@ def record(program: Callable[[str], Any], folder: Path, *, framework: str, trace
     with user_environment(folder), ScriptedServer() as server:
         if tracer is None:
             return Recording(run(program, server.url), server.requests, [], [])
-        path, heard = str(folder / "traces.db"), _Heard()
+        path, heard = str(folder / "traces.db"), _SpanListener()
         hooks.register(heard, "heard")
         try:
             with attach(framework, store=path, tracer=tracer) as attachment:
@@ -176,7 +176,7 @@ def record(program: Callable[[str], Any], folder: Path, *, framework: str, trace
             store.close()
 
 
-class _Heard:
+class _SpanListener:
     def __init__(self) -> None:
         self.spans: list[Span] = []
 

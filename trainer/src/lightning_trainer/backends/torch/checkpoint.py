@@ -27,7 +27,7 @@ from lightning_trainer.backends.torch.learn.adapters import (
     select,
     shape_of,
 )
-from lightning_trainer.backends.torch.learn.policy import Policy
+from lightning_trainer.backends.torch.learn.policy import TrainedWeights
 from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.engines.contract import PolicyEngines
 from lightning_trainer.policies import ADAPTERS_NAME
@@ -52,7 +52,7 @@ def fingerprint(model: LoadedModel) -> str:
 def save(
     folder: Path,
     model: LoadedModel,
-    policies: Mapping[str | None, Policy],
+    policies: Mapping[str | None, TrainedWeights],
     engine: PolicyEngines,
     base: str,
     *,
@@ -146,7 +146,7 @@ def saved_adapters(folder: Path) -> tuple[Path, tuple[str, ...]] | None:
 
 
 def restore(
-    folder: Path, model: LoadedModel, policies: Mapping[str | None, Policy], engine: PolicyEngines, base: str
+    folder: Path, model: LoadedModel, policies: Mapping[str | None, TrainedWeights], engine: PolicyEngines, base: str
 ) -> tuple[int, dict[str, int]]:
     """Read a checkpoint into policies and their engine, and give the version of the weights, and of each adapter.
 

@@ -17,7 +17,7 @@ from lightning_trainer.backends.torch.generate.engine import TorchEngine, served
 from lightning_trainer.backends.torch.learn.adapters import add_adapters, has_adapters, saved_shape, select
 from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, engine_gaps, without_older
 from lightning_trainer.backends.torch.learn.candidates import likeliest
-from lightning_trainer.backends.torch.learn.policy import Policy, reference
+from lightning_trainer.backends.torch.learn.policy import TrainedWeights, reference
 from lightning_trainer.backends.torch.learn.reading import penalties, row_logprobs
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
 from lightning_trainer.backends.torch.learn.shares import gradient_shares
@@ -67,7 +67,7 @@ class TorchLearner:
         self._model = load(self.options, None if saved is None else Path(model))
         self._fingerprint = checkpoint.fingerprint(self._model)
         add_adapters(self._model, self.options, None if saved is None else Path(model))
-        self._policies: dict[str | None, Policy] = {}
+        self._policies: dict[str | None, TrainedWeights] = {}
         self._seen: dict[Row, SeenTokens] = {}
         self._frozen: LoadedModel | None = None
         if self.options.kl_coef > 0 and not has_adapters(self._model):
@@ -296,12 +296,12 @@ class TorchLearner:
         policy, reference = self._trained(adapter), self._reference()
         return update(self._model, policy, rows, self.options, reference, kept=self._seen, squares=squares)
 
-    def _all(self) -> dict[str | None, Policy]:
+    def _all(self) -> dict[str | None, TrainedWeights]:
         return {adapter: self._trained(adapter) for adapter in self.options.adapters or (None,)}
 
-    def _trained(self, adapter: str | None = None) -> Policy:
+    def _trained(self, adapter: str | None = None) -> TrainedWeights:
         if adapter not in self._policies:
-            self._policies[adapter] = Policy(self._model, self.options, adapter)
+            self._policies[adapter] = TrainedWeights(self._model, self.options, adapter)
         return self._policies[adapter]
 
     def _reference(self) -> Any:

@@ -71,13 +71,13 @@ def command(
     from lightning_spans.store.null import NullStore
     from lightning_trainer import models
     from lightning_trainer.backends.torch.backend import need_torch, open_torch
-    from lightning_trainer.cli.servers.serving import Place, check_place, key_files, serve_until_stopped
+    from lightning_trainer.cli.servers.serving import ListenAddress, check_place, key_files, serve_until_stopped
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.session.answers import own_loading, read_subject
     from lightning_trainer.session.session import open_database
 
     need_torch()
-    place = Place(host, port, tls_cert, tls_key, plain_http)
+    place = ListenAddress(host, port, tls_cert, tls_key, plain_http)
     check_place(place)
     folder = models.resolve(checkpoint)
     own = own_loading(read_subject(checkpoint))

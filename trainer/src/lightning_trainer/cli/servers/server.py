@@ -155,7 +155,7 @@ def command(
     from lightning_spans.record.production import Live, parse_rate
     from lightning_spans.record.redaction import read_rules
     from lightning_trainer.cli.servers.serving import (
-        Place,
+        ListenAddress,
         check_place,
         key_files,
         opened_when_ready,
@@ -187,7 +187,7 @@ def command(
         remember_password(url)
     routing = _routing(names, model, [upstream.model for upstream in forwarded], endpoint, parse_rules(name_by))
     known_as = (urlsplit(endpoint).hostname or "",) if endpoint else ()
-    place = Place(host, port, tls_cert, tls_key, plain_http, known_as)
+    place = ListenAddress(host, port, tls_cert, tls_key, plain_http, known_as)
     check_place(place)
     bounds = parse_limits(limits)
     live = Live(rate=parse_rate(live_sample), redaction=read_rules(rules, os.environ))

@@ -104,7 +104,7 @@ def tls_options(command: F) -> F:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ListenAddress:
     """Where to listen, and how; the fields are those of `ServerThread`."""
 
     host: str
@@ -115,7 +115,7 @@ class Place:
     names: tuple[str, ...] = ()
 
 
-def check_place(place: Place) -> None:
+def check_place(place: ListenAddress) -> None:
     """Refuse a place where nothing can be served, before anything is made that a refusal would leave behind.
 
     Raises:
@@ -124,7 +124,7 @@ def check_place(place: Place) -> None:
     _server(None, place).check()
 
 
-def _server(app: Any, place: Place) -> ServerThread:
+def _server(app: Any, place: ListenAddress) -> ServerThread:
     from lightning_trainer.gateway.http.serving import ServerThread, Tls
 
     if (place.tls_cert is None) != (place.tls_key is None):
@@ -134,7 +134,7 @@ def _server(app: Any, place: Place) -> ServerThread:
 
 
 def serve_until_stopped(
-    app: Any, place: Place, files: KeyFiles, *, stopping: Callable[[], None] = lambda: None, **facts: Any
+    app: Any, place: ListenAddress, files: KeyFiles, *, stopping: Callable[[], None] = lambda: None, **facts: Any
 ) -> None:
     """Serve an app, say so in one line of JSON, and go on until Ctrl-C or SIGTERM. Its keys are renewed meanwhile.
 

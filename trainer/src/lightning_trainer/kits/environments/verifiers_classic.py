@@ -72,7 +72,7 @@ def _loaded(name: str, options: str) -> Any:
         return verifiers.load_environment(name, **json.loads(options))
 
 
-class _Signals:
+class _IgnoredSignals:
     """What verifiers 0.3 takes of `signal`, without effect."""
 
     SIGINT = signal.SIGINT
@@ -93,7 +93,7 @@ def _leaving_signals(module: Any) -> Iterator[None]:
     if kept is not signal:
         yield
         return
-    module.signal = _Signals
+    module.signal = _IgnoredSignals
     try:
         yield
     finally:

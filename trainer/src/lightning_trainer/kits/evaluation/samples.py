@@ -134,7 +134,7 @@ def _counted(outcome: Outcome) -> AttemptRecord | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _AgentFacts:
     """Who worked in an attempt: what each did, and what each is called by its path."""
 
     usage: Mapping[str, Usage] = field(default_factory=dict)
@@ -142,9 +142,9 @@ class _Heard:
     answers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def _sample(outcome: Outcome, place: tuple[int, int], by_attempt: Mapping[str, _Heard]) -> Sample:
+def _sample(outcome: Outcome, place: tuple[int, int], by_attempt: Mapping[str, _AgentFacts]) -> Sample:
     attempt = _counted(outcome)
-    heard = _Heard() if attempt is None else by_attempt.get(attempt.attempt_id, _Heard())
+    heard = _AgentFacts() if attempt is None else by_attempt.get(attempt.attempt_id, _AgentFacts())
     good = outcome.attempt is not None and outcome.crash is None and outcome.unjudged is None
     status: Status = "crashed" if outcome.crash is not None else "succeeded" if good else "failed"
     ended_ns = None if attempt is None else attempt.ended_ns
@@ -181,13 +181,13 @@ def _by_label(rewards: Sequence[Reward], labels: Mapping[str, str]) -> dict[str,
     return dict(totals)
 
 
-def _heard(store: Store, attempt_ids: Sequence[str], agents: Sequence[str] | None) -> Iterator[tuple[str, _Heard]]:
+def _heard(store: Store, attempt_ids: Sequence[str], agents: Sequence[str] | None) -> Iterator[tuple[str, _AgentFacts]]:
     for first in range(0, len(attempt_ids), _AT_ONCE):
         for trace in traces_of(store, attempt_ids=attempt_ids[first : first + _AT_ONCE]):
             if trace.attempt_id is not None:
                 paths = {node.path for node in (*trace.chats, *trace.tools) if node.path}
                 labels = {path: label(path, agents) for path in paths}
-                yield trace.attempt_id, _Heard(usage_of(trace, agents), labels, _short_answers(trace, agents))
+                yield trace.attempt_id, _AgentFacts(usage_of(trace, agents), labels, _short_answers(trace, agents))
 
 
 def _short_answers(trace: Trace, agents: Sequence[str] | None) -> dict[str, dict[str, int]]:

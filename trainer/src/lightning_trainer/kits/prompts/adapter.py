@@ -11,7 +11,7 @@ from lightning_spans.errors import LightningError
 from lightning_spans.record.prompts import system_text
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.spans import TOOL_ARGUMENTS, TOOL_RESULT
-from lightning_trainer.kits.prompts.journal import Journal
+from lightning_trainer.kits.prompts.journal import SearchJournal
 from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
 from lightning_trainer.rl.rewards.callers import request_of
 from lightning_trainer.rl.scores import agents_totals, total
@@ -37,7 +37,7 @@ class SpansAdapter:
 
     propose_new_texts = None  # GEPA's own way of asking
 
-    def __init__(self, runner: CandidateRunner, before: Mapping[str, str], journal: Journal) -> None:
+    def __init__(self, runner: CandidateRunner, before: Mapping[str, str], journal: SearchJournal) -> None:
         self._runner = runner
         self._before = before
         self._journal = journal

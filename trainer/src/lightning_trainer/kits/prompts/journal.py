@@ -18,7 +18,7 @@ from lightning_spans.errors import ConfigError
 FILE: Final = "journal.jsonl"
 
 
-class Journal:
+class SearchJournal:
     """A file of JSON lines, one for each batch of rollouts and for each proposal.
 
     Args:

@@ -291,7 +291,7 @@ def _search(
 ) -> Optimised:
     import gepa
 
-    paid = journal.Journal(folder / journal.FILE)
+    paid = journal.SearchJournal(folder / journal.FILE)
 
     def wait() -> None:
         progress.phase("a proposal of the model that reflects")
@@ -319,7 +319,7 @@ def _search(
         reflection_minibatch_size=minibatch,
         stop_callbacks=[spent],
         run_dir=str(folder),
-        callbacks=[_Told(progress, paid, minibatch)],
+        callbacks=[_StepReporter(progress, paid, minibatch)],
         logger=_Quiet(),
         seed=config.seed,
     )
@@ -353,16 +353,16 @@ def _ended(config: PromptsConfig, rollouts: int, *, ceiling: bool, tokens: bool)
 
 
 class _Quiet:
-    """GEPA's log, which nobody reads: `_Told` says what matters."""
+    """GEPA's log, which nobody reads: `_StepReporter` says what matters."""
 
     def log(self, message: str) -> None:
         """Say nothing."""
 
 
-class _Told:
+class _StepReporter:
     """Tells of GEPA's steps, of each once: the mean reward on a minibatch, of which GEPA tells the sum."""
 
-    def __init__(self, progress: Progress, paid: journal.Journal, minibatch: int) -> None:
+    def __init__(self, progress: Progress, paid: journal.SearchJournal, minibatch: int) -> None:
         self._progress = progress
         self._paid = paid
         self._minibatch = minibatch

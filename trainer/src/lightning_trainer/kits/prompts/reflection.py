@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError, LightningError
-from lightning_trainer.kits.prompts.journal import Journal
+from lightning_trainer.kits.prompts.journal import SearchJournal
 from lightning_trainer.outgoing import at_once, bearer, post_json
 from lightning_trainer.session.answers import Endpoint, endpoint, only_model
 
@@ -55,7 +55,7 @@ class Reflection:
     """
 
     at: Endpoint
-    journal: Journal
+    journal: SearchJournal
     check: Callable[[], None]
     tokens: int = field(default=0)
     failed: LightningError | None = field(default=None)

@@ -36,7 +36,7 @@ from lightning_trainer.kits.view.reading.scale import scale_of
 from lightning_trainer.kits.view.reading.search import search as search_page
 from lightning_trainer.kits.view.reading.steps import group_ids, groups_page, has_loose, overview, rollouts_in
 from lightning_trainer.kits.view.reading.summaries import run_row
-from lightning_trainer.kits.view.reading.tools import Usage
+from lightning_trainer.kits.view.reading.tools import UsageCounter
 from lightning_trainer.kits.view.reading.transcripts import facts_of
 from lightning_trainer.kits.view.reading.tries import tries_of, tries_page
 from lightning_trainer.kits.view.runs import Run, Runs
@@ -256,7 +256,7 @@ def rewards(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> Re
 def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> ToolsPage:
     """Return the tools and model calls of a step: errors, latency, tokens."""
     with views.opened(name) as (run, reader):
-        counted = Usage(chosen_by(run))
+        counted = UsageCounter(chosen_by(run))
         rollouts = rollouts_in(reader, group_ids(reader, run, Step(mode, step)))
         ids = [each.rollout_id for each in rollouts]
         for at in range(0, len(ids), _FACTS):

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from lightning_trainer.runner.worker.git import SEALED, read_blobs, run_git
-from lightning_trainer.runner.worker.trees import Entry, WorkFolderError, read_entry, remove_entry, walk, write_entry
+from lightning_trainer.runner.worker.trees import (
+    FolderEntry,
+    WorkFolderError,
+    read_entry,
+    remove_entry,
+    walk,
+    write_entry,
+)
 
 _IGNORE: Final = ".gitignore"
 _LARGEST_FILE: Final = 4 << 20  # bytes of a file that a diff reads; of a larger one it says that it differs
@@ -92,13 +99,13 @@ class Baseline:
         parts = [line.split(b"\t", 1) for line in lines if line]
         return {os.fsdecode(path): told.split()[2].decode() for told, path in parts}
 
-    def _keep_rules(self, folder: Path, entries: Sequence[Entry]) -> None:
+    def _keep_rules(self, folder: Path, entries: Sequence[FolderEntry]) -> None:
         """Keep what says which files git ignores: what an agent writes there later hides nothing."""
         for entry in entries:
             if entry.path.rpartition("/")[2] == _IGNORE and (content := read_entry(folder, entry)) is not None:
                 write_entry(self._rules, entry.path, stat.S_IFREG | 0o600, content)
 
-    def _file(self, folder: Path, entry: Entry, known: Mapping[str, str], newest: int) -> _File:
+    def _file(self, folder: Path, entry: FolderEntry, known: Mapping[str, str], newest: int) -> _File:
         if (content := read_entry(folder, entry)) is None:
             raise WorkFolderError(f"{folder.name}/{entry.path} can't be read.")
         blob = self._name_of(content)
@@ -140,7 +147,7 @@ class Baseline:
         words = ("diff-index", "--cached", "-p", "-M", "-l200", "--no-ext-diff", "--no-textconv", "--no-color")
         return self._git(*words, self._tree, most=most).decode(errors="replace")
 
-    def _changed(self, folder: Path, entry: Entry, room: int) -> tuple[_File, int]:
+    def _changed(self, folder: Path, entry: FolderEntry, room: int) -> tuple[_File, int]:
         """Store what a file holds that may have changed; returns it, and how much was read."""
         status, before = entry.status, self._files.get(entry.path)
         content = read_entry(folder, entry) if status.st_size <= min(_LARGEST_FILE, room) else None
@@ -181,7 +188,7 @@ class Baseline:
         except OSError as error:
             raise WorkFolderError(f"files of {folder.name} can't be put back: {error}.") from None
 
-    def _is_unchanged(self, folder: Path, entry: Entry) -> bool:
+    def _is_unchanged(self, folder: Path, entry: FolderEntry) -> bool:
         before = self._files[entry.path]
         if before.is_surely(entry.status) or before.is_surely_not(entry.status):
             return before.is_surely(entry.status)
@@ -201,7 +208,7 @@ class Baseline:
         return run_git(self._git_dir, *words, environment=sealed, given=given, most=most)
 
 
-def _outside_git(folder: Path, *, mend: bool = False) -> list[Entry]:
+def _outside_git(folder: Path, *, mend: bool = False) -> list[FolderEntry]:
     """Return files and the like in a folder; of a ``.git`` in it itself, and nothing of the folder's own."""
     entries = walk(folder, _is_git, mend=mend)
     return [entry for entry in entries if entry.path.lower() != ".git" and (not entry.is_folder or _is_git(entry.path))]
@@ -211,7 +218,7 @@ def _is_git(path: str) -> bool:
     return path.rpartition("/")[2].lower() == ".git"
 
 
-def _can_be_stored(entry: Entry) -> bool:
+def _can_be_stored(entry: FolderEntry) -> bool:
     """Whether git has a place for it: files and links, but for what it keeps for itself."""
     if _is_git(entry.path):
         return False

@@ -27,7 +27,7 @@ class WorkFolderError(Exception):
     """A folder can't be made, or has grown too large; the message says why."""
 
 
-class Entry(NamedTuple):
+class FolderEntry(NamedTuple):
     """What a folder holds.
 
     Attributes:
@@ -49,7 +49,7 @@ def nothing(_: str) -> bool:
     return False
 
 
-def walk(root: Path, pass_by: Callable[[str], bool] = nothing, *, mend: bool = False) -> Iterator[Entry]:
+def walk(root: Path, pass_by: Callable[[str], bool] = nothing, *, mend: bool = False) -> Iterator[FolderEntry]:
     """Yield all that a folder holds, each folder before what is in it.
 
     Args:
@@ -64,7 +64,7 @@ def walk(root: Path, pass_by: Callable[[str], bool] = nothing, *, mend: bool = F
     while waiting:
         folder = waiting.pop()
         for name, status in _entries(root, folder, mend, MOST_ENTRIES - seen + 1):
-            entry = Entry(f"{folder}/{name}" if folder else name, status)
+            entry = FolderEntry(f"{folder}/{name}" if folder else name, status)
             seen += 1
             _check_bounds(root, entry.path, seen)
             yield entry
@@ -125,7 +125,7 @@ def copy_tree(source: Path, target: Path, leave_out: Callable[[str], bool]) -> N
         os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def read_entry(root: Path, entry: Entry) -> bytes | None:
+def read_entry(root: Path, entry: FolderEntry) -> bytes | None:
     """Return what a file holds, or where a link leads; None for what can't be read or is neither."""
     folder, _, name = entry.path.rpartition("/")
     with suppress(OSError), _opened(root, folder) as within:

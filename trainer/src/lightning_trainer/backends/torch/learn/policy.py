@@ -21,7 +21,7 @@ from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
 
 
-class Policy:
+class TrainedWeights:
     """Masters, gradients and optimiser of the trained parameters: all, those of adapters, or those of one adapter."""
 
     def __init__(self, model: LoadedModel, options: TorchOptions, adapter: str | None = None) -> None:

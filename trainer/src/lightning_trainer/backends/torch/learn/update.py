@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_trainer.backends.torch.learn.activations import save_memory
 from lightning_trainer.backends.torch.learn.candidates import Lesson, lesson
 from lightning_trainer.backends.torch.learn.head import chosen_logprobs
-from lightning_trainer.backends.torch.learn.policy import Policy
+from lightning_trainer.backends.torch.learn.policy import TrainedWeights
 from lightning_trainer.backends.torch.learn.shares import AgentGradients, by_agent
 from lightning_trainer.backends.torch.learn.tree import Packed, micro_batches
 from lightning_trainer.backends.torch.learn.tree_plan import TreePlan
@@ -75,7 +75,7 @@ class Forwarded(NamedTuple):
 
 def update(
     model: LoadedModel,
-    policy: Policy,
+    policy: TrainedWeights,
     rows: Sequence[Row],
     options: TorchOptions,
     reference: AbstractContextManager[LoadedModel] | None = None,

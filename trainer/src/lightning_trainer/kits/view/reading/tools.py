@@ -35,7 +35,7 @@ class _Use:
     response_tokens: int = 0
 
 
-class Usage:
+class UsageCounter:
     """Counts calls of tools and models, trace by trace.
 
     Args:

@@ -46,7 +46,7 @@ def events_of(
     rewards, names = rewards_by_node(trace), names_in(trace, chosen)
     first = min((node.span.start_ns for node in trace), default=0)
     depths: dict[Node, int] = {}
-    earlier = _Heard()
+    earlier = _PromptTree()
     found: list[Event] = []
     size = 0
     for node in trace.nodes[:MOST_EVENTS]:
@@ -85,7 +85,7 @@ def _event(node: Node, depth: int, first_ns: int, rewards: Mapping[str | None, S
     return Event(**values)
 
 
-def _of_call(node: Node, turn: int, earlier: _Heard, limit: int) -> dict[str, Json]:
+def _of_call(node: Node, turn: int, earlier: _PromptTree, limit: int) -> dict[str, Json]:
     asked, answer = messages(node), node.answer
     heard = [_mark(message) for message in asked]
     known = earlier.known(heard)
@@ -121,7 +121,7 @@ def _of_judge(node: Node, limit: int) -> dict[str, Json]:
     }
 
 
-class _Heard:
+class _PromptTree:
     """The prompts of earlier calls, each with its answer: a tree of messages, as most begin like others."""
 
     def __init__(self) -> None:
