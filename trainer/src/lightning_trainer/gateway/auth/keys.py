@@ -12,12 +12,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer.gateway.auth.register import Issued, Register, register_of, write_private
 
-Scope: TypeAlias = Literal["attempt", "evaluator", "runner", "live", "caller", "viewer", "admin"]
+if TYPE_CHECKING:
+    from itsdangerous import URLSafeSerializer
+
+Scope: TypeAlias = Literal["attempt", "evaluator", "runner", "live", "caller", "viewer", "approver", "admin"]
 _PREFIX: Final = "lk-"
 _SECRET_BYTES: Final = 32
 _SECRETS_KEPT: Final = 2  # the newest signs; the one before it is still good, until the next is made
@@ -38,7 +41,7 @@ class Grant:
     Attributes:
         scope: ``attempt`` samples and sends its own spans; ``evaluator`` gives rewards; ``runner`` claims and finishes;
             ``live`` sends spans of production, and ``caller`` also calls models; ``viewer`` looks at what the viewer
-            shows; ``admin`` does all.
+            shows; ``approver`` approves candidates of deployments; ``admin`` does all but that.
         rollout_id: of an attempt's key; None otherwise.
         attempt_id: of an attempt's key; None otherwise.
         agent: the agent whose calls these are, where no header names one.
@@ -78,18 +81,21 @@ class Keys:
     """
 
     def __init__(self, secret: bytes, older: Sequence[bytes] = (), *, register: Register | None = None) -> None:
-        from itsdangerous import URLSafeSerializer
-
         short = min(map(len, (secret, *older)))
         if short < _SECRET_BYTES:
             raise ConfigError(f"the secret of the keys must have at least {_SECRET_BYTES} bytes, not {short}")
+        self._register = register
+        self._secrets = [*reversed(older), secret]  # the last one signs
+        self._signer = self.signer("key")
+
+    def signer(self, purpose: str) -> URLSafeSerializer:
+        """Return what signs and checks texts of one purpose; one that was signed for another is refused."""
         import hashlib
 
-        self._register = register
-        self._signer = URLSafeSerializer(
-            [*reversed(older), secret],  # the last one signs
-            salt="lightning-key",
-            signer_kwargs={"digest_method": hashlib.sha256},
+        from itsdangerous import URLSafeSerializer
+
+        return URLSafeSerializer(
+            self._secrets, salt=f"lightning-{purpose}", signer_kwargs={"digest_method": hashlib.sha256}
         )
 
     @classmethod

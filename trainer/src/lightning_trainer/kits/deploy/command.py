@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_trainer.kits.deploy.transitions import Note, Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_reason_option = click.option("--reason", default="", metavar="TEXT", help="Why, for the history.")
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
 
@@ -39,11 +41,11 @@ def _transition_options(function: F) -> F:
     for option in reversed(
         (
             click.option("--agent", required=True, metavar="NAME", help="Agent whose policy changes."),
-            click.option("--reason", default="", metavar="TEXT", help="Why, for the history."),
+            _reason_option,
             click.option("--by", "actor", metavar="NAME", help="Who, for the history. Default: your login name."),
             store_option,
             key_file_option,
-            click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+            _json_option,
         )
     ):
         function = option(function)
@@ -62,7 +64,7 @@ def _share(context: click.Context, option: click.Parameter, value: str) -> float
 @click.option("--agent", metavar="NAME", help="Only this agent, with its history.")
 @store_option
 @key_file_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_json_option
 def status(*, agent: str | None, store: str, key_file: Path | None, as_json: bool) -> None:
     """Show which policies answer each agent."""
     from lightning_spans.errors import ConfigError
@@ -89,6 +91,11 @@ def status(*, agent: str | None, store: str, key_file: Path | None, as_json: boo
 @click.option("--base", metavar="MODEL", help="--upstream of the server that loads the adapter.")
 @click.option("--model", metavar="MODEL", help="Model that the server has already, in place of --checkpoint.")
 @click.option("--stable", metavar="MODEL", help="Model that answers the agent today. Needed the first time.")
+@click.option(
+    "--needs-approval/--no-approval",
+    default=None,
+    help="Whether a person must approve its promotion. Default: as for the agent's last candidate, at first no.",
+)
 @_transition_options
 def candidate(
     *,
@@ -97,14 +104,22 @@ def candidate(
     base: str | None,
     model: str | None,
     stable: str | None,
+    needs_approval: bool | None,
     agent: str,
     **options: Any,
 ) -> None:
     """Name a candidate. Servers load it, and it answers nobody yet."""
+    from lightning_trainer.kits.deploy import approvals
     from lightning_trainer.kits.deploy.transitions import name_candidate
 
     chosen = _policy(agent, checkpoint, policy, base, model)
-    _change(agent, options, lambda history, note, _: name_candidate(_last(history), agent, chosen, note, stable=stable))
+
+    def name(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
+        named = name_candidate(_last(history), agent, chosen, note, stable=stable)
+        needed = approvals.needs_approval(history) if needs_approval is None else needs_approval
+        return replace(named, details={approvals.NEEDS_APPROVAL: True}) if needed else named
+
+    _change(agent, options, name)
 
 
 @command.command(name="canary")
@@ -155,13 +170,39 @@ def canary(
     _change(agent, options, begin)
 
 
+@command.command(name="approve")
+@click.argument("agent")
+@click.option("--candidate", metavar="NAME", help="Refuse if the agent's candidate is another. Default: approve any.")
+@_reason_option
+@store_option
+@key_file_option
+@_json_option
+def approve(
+    *, agent: str, candidate: str | None, reason: str, store: str, key_file: Path | None, as_json: bool
+) -> None:
+    """Approve the candidate of AGENT, with the key of an approver (`lightning-rl key approver`).
+
+    A candidate that was named with --needs-approval is promoted only after that. No other key can approve. --store must
+    be the URL of the server, which signs the approval.
+    """
+    from lightning_trainer.flags.common import read_key
+    from lightning_trainer.kits.deploy.approvals import request_approval
+
+    approved = request_approval(store, read_key(key_file), agent, candidate, reason)
+    if as_json:
+        print_json(approved)
+    else:
+        click.echo(f"{approved['actor']} approved {approved['candidate']} as the policy of {agent}")
+
+
 @command.command(name="promote")
 @click.option("--override", is_flag=True, help="Promote without the gate; needs --reason.")
 @_transition_options
 def promote(*, override: bool, agent: str, **options: Any) -> None:
-    """Make the candidate the stable policy, if the gate has decided so."""
+    """Make the candidate the stable policy, if the gate has decided so and a needed approval has been given."""
     from lightning_spans.errors import ConfigError
     from lightning_trainer.kits.deploy import transitions
+    from lightning_trainer.kits.deploy.approvals import Approvals, is_url, needs_approval
     from lightning_trainer.kits.deploy.outcomes import check_promotion
 
     if override and not options["reason"]:
@@ -169,6 +210,8 @@ def promote(*, override: bool, agent: str, **options: Any) -> None:
 
     def make(history: Sequence[Deployment], note: Note, store: Store) -> Deployment:
         made = transitions.promote(_last(history), agent, note)
+        if needs_approval(history) and not is_url(options["store"]):  # a server checks it itself
+            Approvals.beside(options["key_file"]).check(history, made.stable)
         return replace(made, details=check_promotion(store, history, override=override))
 
     _change(agent, options, make)
@@ -179,7 +222,7 @@ def promote(*, override: bool, agent: str, **options: Any) -> None:
 )
 @store_option
 @key_file_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_json_option
 def check(*, store: str, key_file: Path | None, as_json: bool) -> None:
     """Roll back every candidate that its gate rejects, with the reason, and show the status of all agents."""
     from lightning_trainer.kits.deploy.outcomes import reject

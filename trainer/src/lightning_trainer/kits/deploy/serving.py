@@ -18,6 +18,7 @@ from lightning_trainer.gateway.calls.models import ServedModels
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
 from lightning_trainer.gateway.upstream.upstream import UpstreamPolicy
+from lightning_trainer.kits.deploy.approvals import guard_promotions
 from lightning_trainer.kits.deploy.routing import DeploymentRouter
 from lightning_trainer.kits.deploy.table import adapters_to_load, policies_of, read_histories
 from lightning_trainer.kits.deploy.transitions import Policy
@@ -134,6 +135,7 @@ def deploying(app: Any) -> Iterator[None]:
     router = DeploymentRouter(app.state.store)
     table, loader = DeploymentTableReader(app.state.store, router), AdapterLoader(app.state.models)
     app.state.gateway.register(router)
+    guard_promotions(app)
     signals = _Signals()
     _read(table)  # before the first call
     for follow, whose in ((_follow, (table, signals)), (_keep_loaded, (loader, table, signals))):

@@ -52,6 +52,11 @@ def is_tried(deployment: Deployment | None) -> bool:
     return deployment is not None and deployment.stage in _TRIED
 
 
+def named_in(history: Sequence[Deployment]) -> Deployment | None:
+    """Return the row that named the newest candidate; None where there has been none."""
+    return next((one for one in reversed(history) if one.stage == "candidate"), None)
+
+
 def name_candidate(
     current: Deployment | None, agent: str, policy: Policy, note: Note, *, stable: str | None = None
 ) -> Deployment:
@@ -108,18 +113,22 @@ def begin_canary(current: Deployment | None, agent: str, share: float, note: Not
     return _next(tried, note, stage="canary", share=share)
 
 
+def approve(current: Deployment | None, agent: str, note: Note) -> Deployment:
+    """Return the transition with which a person approves the candidate; nothing else changes.
+
+    Raises:
+        ConfigError: the candidate is in no canary, so nothing is known of it yet.
+    """
+    return _next(_in_canary(current, agent), note)
+
+
 def promote(current: Deployment | None, agent: str, note: Note) -> Deployment:
     """Return the transition after which the candidate is the stable policy.
 
     Raises:
         ConfigError: the candidate has answered no user: it is in no canary.
     """
-    tried = _tried(current, agent)
-    if tried.stage != "canary":
-        raise ConfigError(
-            f"the candidate {tried.candidate} of {agent} is in the stage {tried.stage}. Begin a canary first:"
-            f" lightning-rl deploy canary --agent {agent} --share 5%."
-        )
+    tried = _in_canary(current, agent)
     stable = str(tried.candidate)
     return _next(tried, note, stage="stable", stable=stable, previous=tried.stable, candidate=None, share=0.0)
 
@@ -162,6 +171,16 @@ def _tried(current: Deployment | None, agent: str) -> Deployment:
     if current is None or not is_tried(current):
         raise ConfigError(f"{agent} has no candidate. Name one: lightning-rl deploy candidate --agent {agent} ...")
     return current
+
+
+def _in_canary(current: Deployment | None, agent: str) -> Deployment:
+    tried = _tried(current, agent)
+    if tried.stage != "canary":
+        raise ConfigError(
+            f"the candidate {tried.candidate} of {agent} is in the stage {tried.stage}. Begin a canary first:"
+            f" lightning-rl deploy canary --agent {agent} --share 5%."
+        )
+    return tried
 
 
 def _next(current: Deployment, note: Note, **changes: Any) -> Deployment:
