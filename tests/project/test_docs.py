@@ -93,6 +93,17 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
     assert dead_links(page) == ["gone.md", "other.md#gone", "gone.png"]
 
 
+def test_the_readme_has_at_most_120_lines() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/frameworks.md", "docs/how-to/install.md"])
+def test_a_list_of_frameworks_has_every_plugin(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    plugins = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
+    assert [name for name in plugins if not re.search(rf"plugins/{name}[/)`]", text)] == []
+
+
 # A page names a module by its path from its package or from the root, or by its import path.
 FILES = re.compile(r"`([\w./-]+\.(?:py|sh|yaml|yml))`")
 MODULES = re.compile(r"`(lightning_\w+(?:\.\w+)+)(?:\(\))?`")
