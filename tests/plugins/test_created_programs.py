@@ -25,7 +25,8 @@ MODULES = {
     "langgraph": "langgraph", "openai-agents": "agents", "autogen": "autogen_agentchat", "crewai": "crewai",
     "pydantic-ai": "pydantic_ai", "google-adk": "google.adk", "llama-index": "llama_index.llms.openai_like",
     "dspy": "dspy", "strands": "strands", "agno": "agno", "smolagents": "smolagents",
-    "haystack": "haystack.components.agents", "agent-framework": "agent_framework.openai", "openai": "openai",
+    "haystack": "haystack.components.agents", "agent-framework": "agent_framework.openai",
+    "semantic-kernel": "semantic_kernel.agents", "ag2": "ag2", "openai": "openai",
 }  # fmt: skip
 
 
@@ -43,15 +44,16 @@ def good_model(body: Mapping[str, Any], seen: int) -> Reply:
     text = json.dumps(body["messages"])
     if body.get("tools"):
         expression = re.findall(r"What is ([^?]+)\?", text)[-1]
-        return Reply(tool_calls=[ScriptedToolCall("calculator", json.dumps({"expression": expression}))])
+        tool = body["tools"][0]["function"]["name"]  # Semantic Kernel's has the name of its plugin in front
+        return Reply(tool_calls=[ScriptedToolCall(tool, json.dumps({"expression": expression}))])
     return Reply(f"Answer: {re.findall(r'-?[0-9]+', text)[-1]}")
 
 
 def test_every_plugin_has_a_program_to_begin_with() -> None:
     folders = {path.parent.name for path in PLUGINS.glob("*/pyproject.toml")}
     covered = {packages[0].removeprefix("lightning-") for packages in FRAMEWORKS.values()}
-    without = {"ag2", "claude-agent-sdk", "semantic-kernel"}  # new; this list may only get shorter
-    assert folders - covered <= without
+    # Its agent is a command, Claude Code, with a long prompt and many tools: too much for the small model of a project.
+    assert folders - covered == {"claude-agent-sdk"}
     assert covered <= folders
 
 

@@ -26,6 +26,8 @@ FRAMEWORKS: Final = {  # with the packages that a program needs
     "smolagents": ("lightning-smolagents", "smolagents[openai]"),
     "haystack": ("lightning-haystack", "haystack-ai"),
     "agent-framework": ("lightning-agent-framework", "agent-framework-core", "agent-framework-openai"),
+    "semantic-kernel": ("lightning-semantic-kernel", "semantic-kernel"),
+    "ag2": ("lightning-ag2", "ag2[openai]"),
     "openai": ("lightning-openai", "openai"),
 }
 _FILES: Final = ("prompts.py", "tools.py", "reward.py", "run.toml", "README.md")
