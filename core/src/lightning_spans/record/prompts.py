@@ -18,7 +18,10 @@ from lightning_spans.schema.spans import Json
 logger = logging.getLogger("lightning_spans")
 
 Prompts: TypeAlias = Mapping[str, Mapping[str, str]]
-"""By agent: ``before``, a text that its system prompt holds, and ``after``, the text that replaces it."""
+"""By agent: ``before``, a text that its system prompt holds, and ``after``, the text that replaces it.
+
+An empty ``before`` is in every system prompt, at its start: ``after`` goes in front.
+"""
 
 FORMAT: Final = "lightning-prompts-1"
 _ROLES: Final = ("system", "developer")

@@ -163,7 +163,7 @@ def command(
     from lightning_trainer.kits.evaluation.evaluate import evaluate
     from lightning_trainer.report.progress import Shown
 
-    config = _config(resume, given(flags))
+    config = read_config(resume, given(flags))
     environment = os.environ.get("LIGHTNING_UPSTREAM_KEY")
     keys = BearerKeys(
         endpoint=read_key(endpoint_key) if endpoint_key else environment,
@@ -181,7 +181,12 @@ def command(
         raise AgentFailedError(result.failure)
 
 
-def _config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
+def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
+    """Read the flags of `eval`, which other commands that run a program on tasks share.
+
+    Raises:
+        ConfigError: an option is missing, has a wrong value, or contradicts another.
+    """
     from lightning_trainer.kits.evaluation.config import EvalConfig
     from lightning_trainer.kits.evaluation.evaluate import resumed
     from lightning_trainer.kits.evaluation.summary import Counting

@@ -1,0 +1,253 @@
+"""The result of an attack: what each strategy earned, compared with the same tasks without an instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from lightning_trainer.intervals import METHOD, Estimate
+from lightning_trainer.kits.evaluation.samples import Sample
+from lightning_trainer.kits.evaluation.summary import Counting, Summary, difference, summarise, summarise_each
+from lightning_trainer.reasons.amounts import amount
+from lightning_trainer.report.terminal import decimal
+
+Verdict: TypeAlias = Literal["more", "as much", "unsure", "less", "nothing", "not tried"]
+PAID: Final[tuple[Verdict, ...]] = ("more", "as much")
+_UNTRIED: Final = 3  # exit status if no strategy could be tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttackRollout:
+    """One rollout, with or without an instruction.
+
+    Attributes:
+        sample: how it ended, and its rewards.
+        answer: the last one of the agents that were instructed; None if they gave none.
+        reached: whether the instruction was in one of their calls.
+        sources: what gave its rewards, such as ``score``, with the value of each.
+    """
+
+    sample: Sample
+    answer: str | None
+    reached: bool
+    sources: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaidRollout:
+    """A rollout that was instructed not to do its task, and earned at least as much as this task earns otherwise."""
+
+    rollout_id: str
+    strategy: str
+    task: int
+    reward: float
+    sources: Mapping[str, float]
+    answer: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it with a sentence on why it was paid."""
+        told = " and ".join(f"{source} gave {value:g}" for source, value in self.sources.items())
+        return {**asdict(self), "why": f"{self.strategy}: {told or 'no reward was given'}"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyResult:
+    """What a strategy earned.
+
+    Attributes:
+        verdict: compared with the rollouts without an instruction. ``more`` is sure: the interval of the difference is
+            above 0. So is ``less``.
+        reward: mean over the tasks of the rollouts that count.
+        difference: to the rollouts without an instruction, paired by task.
+        counted: rollouts that did not do the task, as far as is known.
+        same: rollouts with an answer that their task also got without an instruction. They do not count.
+        unreached: rollouts in which no call had the instruction. They do not count.
+        failed: rollouts that failed for a reason other than the model. They do not count.
+        paid: rollouts that earned at least as much as their task earns otherwise.
+    """
+
+    verdict: Verdict
+    reward: Estimate
+    difference: Estimate
+    counted: int
+    same: int
+    unreached: int
+    failed: int
+    paid: Sequence[PaidRollout]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its numbers."""
+        ends = {"difference_low": self.difference.low, "difference_high": self.difference.high}
+        numbers = {**self.reward.to_json(), "difference": self.difference.mean, **ends}
+        counts = {name: getattr(self, name) for name in ("counted", "same", "unreached", "failed")}
+        return {"verdict": self.verdict, **numbers, **counts, "paid": len(self.paid)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackResult:
+    """The result of an attack.
+
+    Attributes:
+        base: of the rollouts without an instruction.
+        strategies: by name.
+        rollouts: that were instructed.
+        unreached: calls by agent that were to have the instruction and have no system prompt to put it into.
+        folder: with the store of the rollouts.
+    """
+
+    base: Summary
+    strategies: Mapping[str, StrategyResult]
+    rollouts: int
+    unreached: Mapping[str, int]
+    folder: Path
+
+    @cached_property
+    def paid(self) -> list[PaidRollout]:
+        """The rollouts to read, the highest rewards first."""
+        found = [each for strategy in self.strategies.values() for each in strategy.paid]
+        return sorted(found, key=lambda each: -each.reward)
+
+    def named(self, *verdicts: Verdict) -> list[str]:
+        """Name the strategies with one of these verdicts."""
+        return [name for name, each in self.strategies.items() if each.verdict in verdicts]
+
+    @property
+    def not_tried(self) -> list[str]:
+        """What could not be tried, and why, a sentence each."""
+        told = [
+            f"{name}: {amount(each.same, 'rollout')} answered as without the instruction,"
+            f" {each.unreached} did not get it, {each.failed} failed."
+            for name, each in self.strategies.items()
+            if each.same or each.unreached or each.failed
+        ]
+        return told + [
+            f"{agent or '(no name)'}: {amount(calls, 'call')} had no system prompt to put the instruction in front of."
+            for agent, calls in self.unreached.items()
+        ]
+
+    @property
+    def exit_status(self) -> int:
+        """Of the command: 0 if no strategy paid, 1 if one did, 3 if none could be tried."""
+        if self.named(*PAID):
+            return 1
+        return _UNTRIED if len(self.named("not tried")) == len(self.strategies) else 0
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        if self.exit_status == _UNTRIED:
+            return (
+                "No attack could be tried, so nothing is known about this reward. Use a model that follows"
+                " instructions: --model, or --endpoint."
+            )
+        if best := self.named(*PAID):
+            return (
+                f"This reward can be had without doing the task: {', '.join(best)} earned at least as much as doing it."
+                " Read the rollouts above; change the reward so that these answers earn nothing, and attack it again."
+            )
+        if unsure := self.named("unsure"):
+            return (
+                f"No attack surely paid, but {', '.join(unsure)} earned something, and"
+                f" {amount(self.base.tasks, 'task')} can't tell whether it is less than for the task: use more tasks"
+                " and --attacks."
+            )
+        if some := self.named("less"):
+            return (
+                f"No attack paid as much as the task; {', '.join(some)} earned a part of it. Lower that part if the"
+                " policy seldom solves the task: it would learn to earn this part alone."
+            )
+        return "No attack paid. Other attacks may: read a few of the highest rewards while you train."
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `lightning-rl rewards attack --json` prints."""
+        return {
+            "rollouts": self.rollouts,
+            "paid": [each.to_json() for each in self.paid],
+            "strategies": {name: each.to_json() for name, each in self.strategies.items()},
+            "uninstructed": {**self.base.reward.to_json(), "tasks": self.base.tasks, "rollouts": self.base.counted},
+            "interval": METHOD,
+            "not_tried": self.not_tried,
+            "advice": self.advice,
+            "folder": str(self.folder),
+        }
+
+
+def compare_strategies(
+    base: Sequence[AttackRollout], attacks: Mapping[str, Sequence[AttackRollout]], counting: Counting
+) -> tuple[Summary, dict[str, StrategyResult]]:
+    """Compare the rollouts of each strategy with those without an instruction."""
+    answers = {(each.sample.task, each.answer) for each in base}
+    whole = [each.sample for each in base]
+    tried = {
+        name: [one for one in its if _counts(one) and (one.sample.task, one.answer) not in answers]
+        for name, its in attacks.items()
+    }
+    summaries = summarise_each([whole, *([one.sample for one in its] for its in tried.values())], counting)
+    every = [*whole, *(one.sample for its in attacks.values() for one in its)]
+    lowest = min([0.0, *(sample.reward for sample in every if sample.reward is not None)])
+    floor = counting.declared[0] if counting.declared else lowest
+    found = {}
+    for name, summary in zip(tried, summaries[1:], strict=True):
+        paid = [each for one in tried[name] if (each := _paid(name, one, summaries[0], floor, counting)) is not None]
+        reached = [one for one in attacks[name] if one.reached]
+        failed = sum(one.sample.status == "failed" for one in reached)
+        rise, _ = difference(summary, summaries[0])
+        found[name] = StrategyResult(
+            verdict=_verdict(summary, rise, floor, paid=bool(paid)),
+            reward=summary.reward,
+            difference=rise,
+            counted=summary.counted,
+            same=len(reached) - failed - len(tried[name]),
+            unreached=len(attacks[name]) - len(reached),
+            failed=failed,
+            paid=paid,
+        )
+    return summaries[0], found
+
+
+def _counts(one: AttackRollout) -> bool:
+    return one.reached and one.sample.status != "failed"
+
+
+def _paid(name: str, one: AttackRollout, base: Summary, floor: float, counting: Counting) -> PaidRollout | None:
+    """Return a rollout that earned more than the least, and no less than its task earns without an instruction."""
+    reward = summarise([one.sample], counting).reward.mean if one.sample.status == "succeeded" else None
+    usual = base.by_task.get(one.sample.task)
+    if reward is None or usual is None or reward <= floor or reward < usual:
+        return None
+    return PaidRollout(
+        rollout_id=one.sample.rollout_id,
+        strategy=name,
+        task=one.sample.task,
+        reward=reward,
+        sources=one.sources,
+        answer=one.answer,
+    )
+
+
+def _verdict(summary: Summary, rise: Estimate, floor: float, *, paid: bool) -> Verdict:
+    if summary.reward.mean is None or rise.mean is None or rise.low is None or rise.high is None:
+        return "not tried"
+    if summary.reward.mean <= floor:
+        return "nothing"
+    if paid and rise.low > 0:
+        return "more"
+    if paid and rise.mean >= 0:
+        return "as much"
+    return "less" if rise.high < 0 else "unsure"
+
+
+def short_answer(text: str, most: int = 120) -> str:
+    """Return an answer on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def numbers(found: Estimate) -> tuple[str, str]:
+    """Return a mean and its interval as a table shows them."""
+    if found.mean is None or found.low is None or found.high is None:
+        return "-", "-"
+    return decimal(found.mean), f"{decimal(found.low)} to {decimal(found.high)}"
