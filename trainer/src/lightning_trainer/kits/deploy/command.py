@@ -60,6 +60,12 @@ def _share(context: click.Context, option: click.Parameter, value: str) -> float
     return float(found[1]) / (100.0 if found[2] else 1.0)
 
 
+def _bounds(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
+    """Read bounds such as ``failed=2%``."""
+    pairs = [value.partition("=") for value in values]
+    return {name: _share(context, option, share) for name, _, share in pairs}
+
+
 @command.command(name="status")
 @click.option("--agent", metavar="NAME", help="Only this agent, with its history.")
 @store_option
@@ -138,6 +144,15 @@ def candidate(
     "--false-promotion", default=0.01, show_default=True, help="Largest probability that the worse one is promoted."
 )
 @click.option("--power", default=0.9, show_default=True, help="Smallest probability that the better one is promoted.")
+@click.option(
+    "--guard",
+    "guards",
+    multiple=True,
+    callback=_bounds,
+    metavar="NAME=SHARE",
+    help="Guardrail: how much larger the candidate's share of such calls may be. NAME is failed, refused, cut,"
+    " slower-than-SECONDS or longer-than-CHARACTERS. May be repeated.",
+)
 @_transition_options
 def canary(
     *,
@@ -149,6 +164,7 @@ def canary(
     better: float,
     false_promotion: float,
     power: float,
+    guards: dict[str, float],
     **options: Any,
 ) -> None:
     """Let the candidate answer a share of the agent's conversations.
@@ -161,7 +177,7 @@ def canary(
     from lightning_trainer.kits.deploy.transitions import begin_canary
 
     bounds = Bounds(worse=worse, better=better, false_promotion=false_promotion, power=power)
-    rules = GateRules(bounds=bounds, sources=sources, wait_s=wait_days * 86_400.0)
+    rules = GateRules(bounds=bounds, sources=sources, wait_s=wait_days * 86_400.0, guardrails=guards)
 
     def begin(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
         begun = begin_canary(_last(history), agent, share, note)
@@ -224,7 +240,7 @@ def promote(*, override: bool, agent: str, **options: Any) -> None:
 @key_file_option
 @_json_option
 def check(*, store: str, key_file: Path | None, as_json: bool) -> None:
-    """Roll back every candidate that its gate rejects, with the reason, and show the status of all agents."""
+    """Roll back what its gate or a guardrail rejects, with the reason, and show the status of all agents."""
     from lightning_trainer.kits.deploy.outcomes import reject
     from lightning_trainer.kits.deploy.table import keep, read_histories
 

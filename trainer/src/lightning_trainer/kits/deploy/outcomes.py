@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_spans.errors import ConfigError
@@ -15,6 +15,7 @@ from lightning_spans.store import Store
 from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import Where, each
 from lightning_trainer.kits.deploy.gate import Bounds, Evidence, weigh
+from lightning_trainer.kits.deploy.guardrails import check_bounds, raises_alarm, weigh_guardrails
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 
 GATE = "gate"  # in the details of a canary: what its gate promises, written before the first outcome
@@ -29,15 +30,24 @@ class GateRules:
         bounds: the error bounds.
         sources: whose rewards count; empty: all.
         wait_s: age of a conversation from which it counts, so that outcomes that come late count like others.
+        guardrails: by name, how much larger the candidate's share of bad calls may be.
+
+    Raises:
+        ConfigError: a guardrail is not known, or its bound is no share.
     """
 
     bounds: Bounds
     sources: tuple[str, ...] = ()
     wait_s: float = 0.0
+    guardrails: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_bounds(self.guardrails)
 
     def to_details(self) -> dict[str, Any]:
         """Return what is written into the canary's details."""
-        return {GATE: {**asdict(self.bounds), "sources": list(self.sources), "wait_s": self.wait_s}}
+        others = {"sources": list(self.sources), "wait_s": self.wait_s, "guardrails": dict(self.guardrails)}
+        return {GATE: {**asdict(self.bounds), **others}}
 
 
 def rules_of(history: Sequence[Deployment]) -> GateRules | None:
@@ -47,7 +57,12 @@ def rules_of(history: Sequence[Deployment]) -> GateRules | None:
         return None
     names = ("worse", "better", "false_promotion", "power")
     bounds = Bounds(**{name: float(found[name]) for name in names})
-    return GateRules(bounds=bounds, sources=tuple(found["sources"]), wait_s=float(found["wait_s"]))
+    return GateRules(
+        bounds=bounds,
+        sources=tuple(found["sources"]),
+        wait_s=float(found["wait_s"]),
+        guardrails=found.get("guardrails", {}),  # canaries of version 0.2.0 stated none
+    )
 
 
 def _canaries(history: Sequence[Deployment]) -> list[Deployment]:
@@ -143,10 +158,30 @@ def check_promotion(store: Store, history: Sequence[Deployment], *, override: bo
 
 
 def reject(store: Store, history: Sequence[Deployment]) -> Deployment | None:
-    """Return the rollback of a candidate that the gate rejects; None where it does not."""
+    """Return the rollback of a candidate that a guardrail or the gate rejects; None where neither does."""
     found = describe_gate(store, history)
-    if found is None or found["decision"] != "reject":
+    if found is None:
         return None
-    said = f"the gate rejects it: {found['difference']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
-    note = Note(f"{said}, {found['candidate']} and {found['stable']} outcomes", "gate")
-    return replace(roll_back(history, history[-1].agent, note), details={"evidence": found})
+    said, actor = _alarm(store, history), "guardrail"
+    if said is None and found["decision"] == "reject":
+        difference = f"{found['difference']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+        said = f"the gate rejects it: {difference}, {found['candidate']} and {found['stable']} outcomes"
+        actor = "gate"
+    if said is None:
+        return None
+    return replace(roll_back(history, history[-1].agent, Note(said, actor)), details={"evidence": found})
+
+
+def _alarm(store: Store, history: Sequence[Deployment]) -> str | None:
+    """Return what the guardrails that are passed say; None where there are none."""
+    rules = rules_of(history)
+    bounds = {} if rules is None else rules.guardrails
+    return (
+        "; ".join(
+            f"the guardrail {name} is passed: {seen.difference:+.3f} [{seen.low:+.3f}, {seen.high:+.3f}], at most"
+            f" {bound:+g} is allowed, {seen.candidate} and {seen.stable} conversations"
+            for name, (bound, seen) in weigh_guardrails(store, _canaries(history), bounds).items()
+            if raises_alarm(bound, seen)
+        )
+        or None
+    )

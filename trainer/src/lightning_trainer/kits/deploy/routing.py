@@ -128,10 +128,10 @@ def conversation_of(call: IncomingCall) -> str:
     named = call.headers.get(CONVERSATION_HEADER, b"").decode("latin-1").strip()
     if len(named) > _LONGEST:
         raise bad_request(f"x-lightning-conversation has {len(named)} characters; at most {_LONGEST} are taken")
-    return f"conversation:{named}" if named else f"messages:{_beginning(requested.request)}"
+    return f"conversation:{named}" if named else f"messages:{beginning_of(requested.request)}"
 
 
-def _beginning(request: Mapping[str, Any]) -> str:
+def beginning_of(request: Mapping[str, Any]) -> str:
     """Return a hash of the messages up to the user's first, which stay the same while a conversation goes on."""
     messages = request.get("messages")
     found = messages if isinstance(messages, list) else [request.get("prompt")]

@@ -1,0 +1,121 @@
+"""Guardrails: a candidate whose calls are worse than its bounds allow is rolled back, and an equal one is not."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_spans.schema.calls import Call, Choice
+from lightning_spans.store import open_store
+from lightning_spans.testing import MemoryStore
+from lightning_trainer.gateway.calls.incoming import FELL_BACK
+from lightning_trainer.kits.deploy.guardrails import raises_alarm, weigh_guardrails
+from lightning_trainer.kits.deploy.routing import MARK
+from lightning_trainer.kits.deploy.table import read_histories
+from lightning_trainer.kits.deploy.transitions import Note, Policy, begin_canary, name_candidate
+from support.cli import call, told
+
+GOOD: Mapping[str, Any] = {"reason": "stop", "text": "fine", "seconds": 1.0, "error": None, "fell_back": False}
+BAD: Mapping[str, Mapping[str, Any]] = {
+    "failed": {"error": "no answer"},
+    "refused": {"reason": "content_filter"},
+    "cut": {"reason": "length"},
+    "slower-than-2.5": {"seconds": 3.0},
+    "longer-than-100": {"text": "x" * 101},
+}
+
+
+def made(policy: str, place: int, *, number: int = 2, agent: str = "writer", talk: str = "", **how: Any) -> Call:
+    """A call of the canary; `how` says what is bad about it."""
+    how = {**GOOD, **how}
+    end_ns = time.time_ns()
+    mark = {FELL_BACK: {"from": policy, "error": "no"}} if how["fell_back"] else {}
+    return Call(
+        call_id=f"{policy}{place}{agent}{talk}",
+        response_id=f"{policy}{place}",
+        start_ns=end_ns - int(how["seconds"] * 1e9),
+        end_ns=end_ns,
+        policy="old" if how["fell_back"] else policy,
+        policy_version=0,
+        agent=agent,
+        choices=(Choice(0, None, None, how["reason"], {"role": "assistant", "content": how["text"]}),),
+        request={"messages": [{"role": "user", "content": talk or f"{policy} {place}"}]},
+        sampling={MARK: number, **mark},
+        error=how["error"],
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "lightning.db"
+    open_store(str(path)).close()
+    guards = [word for name in BAD for word in ("--guard", f"{name}=5%")]
+    for words in (["candidate", "--model", "new", "--stable", "old"], ["canary", *guards]):
+        result = call("deploy", *words, "--agent", "writer", "--store", path)
+        assert result.exit_code == 0, result.output
+    return path
+
+
+def check(path: Path, calls: list[Call]) -> Mapping[str, Any]:
+    with closing(open_store(str(path))) as store:
+        store.add_calls(calls)
+    found = call("deploy", "check", "--store", path, "--json")
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout)["agents"]["writer"]
+
+
+@pytest.mark.parametrize("name", [*BAD, "fell_back"])
+def test_check_rolls_back_a_candidate_that_passes_a_guardrail_and_says_which(path: Path, name: str) -> None:
+    bad = {"fell_back": True} if name == "fell_back" else BAD[name]
+    calls = [made("new", place, **(bad if place < 100 else {})) for place in range(200)]
+    assert check(path, [made("old", place) for place in range(400)])["stage"] == "canary"
+    assert check(path, calls)["stage"] == "rolled_back"
+    with closing(open_store(str(path))) as store:
+        newest = read_histories(store)["writer"][-1]
+    passed = "failed" if name == "fell_back" else name
+    assert newest.actor == "guardrail"
+    assert newest.reason.startswith(f"the guardrail {passed} is passed: +0.500 [+0.")
+    assert newest.reason.endswith("at most +0.05 is allowed, 200 and 400 conversations")
+
+
+def test_calls_that_are_not_of_the_canary_or_of_one_conversation_raise_no_alarm(path: Path) -> None:
+    stable = [made("old", place) for place in range(400)]
+    good = [made("new", place) for place in range(150)]
+    others = [made("new", place, agent="reader", **BAD["failed"]) for place in range(300)]
+    before = [made("new", place + 1000, number=1, **BAD["failed"]) for place in range(300)]
+    one = [made("new", place, talk="hi", **BAD["failed"]) for place in range(300)]
+    assert check(path, [*stable, *good, *others, *before, *one])["stage"] == "canary"
+
+
+def test_a_candidate_that_is_like_the_stable_policy_is_seldom_rolled_back() -> None:
+    note, rng, alarms = Note("because", "ada", at_ns=1), np.random.default_rng(0), 0
+    canary = begin_canary(name_candidate(None, "writer", Policy("new"), note, stable="old"), "writer", 0.2, note)
+    for _ in range(20):
+        store, looks = MemoryStore(), False
+        for start in range(0, 1000, 250):
+            for policy, times in (("new", 1), ("old", 2)):
+                failed = rng.random(250 * times) < 0.1
+                store.add_calls(
+                    [
+                        made(policy, start * times + place, **(BAD["failed"] if bad else {}))
+                        for place, bad in enumerate(failed)
+                    ]
+                )
+            looks |= any(raises_alarm(*one) for one in weigh_guardrails(store, [canary], {"failed": 0.0}).values())
+        alarms += looks
+    assert alarms <= 2  # at most 2.5 % are promised
+
+
+@pytest.mark.parametrize(
+    ("given", "say"),
+    [("rude=1%", "no guardrail 'rude'"), ("failed=100%", "from 0 to below 1"), ("failed", "such as 5%")],
+)
+def test_a_guardrail_that_can_not_be_judged_is_refused(path: Path, given: str, say: str) -> None:
+    told(call("deploy", "canary", "--agent", "writer", "--store", path, "--guard", given), say)

@@ -1,0 +1,129 @@
+"""Guardrails of a canary: the candidate's shares of bad calls, compared with those of the stable policy.
+
+Each bound is stated before the first call. An alarm is raised when the whole interval of the difference, which holds at
+all looks at once (`gate.half_width`), is above the bound.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.agents import selects
+from lightning_spans.schema.calls import Call
+from lightning_spans.store import Store
+from lightning_spans.store.deployments import Deployment
+from lightning_spans.store.protocol import PAGE, each
+from lightning_trainer.gateway.calls.incoming import FELL_BACK
+from lightning_trainer.kits.deploy.gate import Bounds, Evidence, weigh
+from lightning_trainer.kits.deploy.routing import MARK, beginning_of
+
+_NAME: Final = re.compile(r"(failed|refused|cut)|(slower|longer)-than-(\d+(?:\.\d+)?)")
+_REFUSED: Final = frozenset({"content_filter", "refusal", "safety"})
+
+IsBad = Callable[[Call], bool]
+
+
+def is_bad(name: str) -> IsBad:
+    """Return what a guardrail counts.
+
+    Raises:
+        ConfigError: there is no such guardrail.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ConfigError(
+            f"there is no guardrail {name!r}. There are: failed, refused, cut, slower-than-SECONDS,"
+            " longer-than-CHARACTERS."
+        )
+    if found[1]:
+        return {"failed": _failed, "refused": _refused, "cut": _cut}[found[1]]
+    return partial(_slow if found[2] == "slower" else _long, float(found[3]))
+
+
+def check_bounds(bounds: Mapping[str, float]) -> None:
+    """Refuse bounds that can't be judged.
+
+    Raises:
+        ConfigError: a guardrail is not known, or a bound is not at least 0 and below 1.
+    """
+    for name, bound in bounds.items():
+        is_bad(name)
+        if not 0.0 <= bound < 1.0:
+            raise ConfigError(f"the guardrail {name} has the bound {bound:g}. Give a share from 0 to below 1.")
+
+
+def weigh_guardrails(
+    store: Store, canaries: Sequence[Deployment], bounds: Mapping[str, float]
+) -> dict[str, tuple[float, Evidence]]:
+    """Read the calls of a canary, and return the bound of each guardrail and what the calls say.
+
+    Args:
+        store: has the calls.
+        canaries: the candidate's canaries, oldest first, not empty.
+        bounds: by guardrail, how much larger the candidate's share of bad calls may be.
+    """
+    if not bounds:
+        return {}
+    calls = list(_answered(store, canaries))
+    return {name: (bound, _weigh(calls, is_bad(name))) for name, bound in bounds.items()}
+
+
+def raises_alarm(bound: float, evidence: Evidence) -> bool:
+    """Whether the candidate's share is certainly larger than the bound allows."""
+    return evidence.low is not None and evidence.low > bound
+
+
+def _answered(store: Store, canaries: Sequence[Deployment]) -> Iterator[tuple[Call, int, bool]]:
+    """Return each call of the canary, the number of its deployment, and whether it was the candidate's."""
+    numbers, current, older = {one.number for one in canaries}, canaries[-1], 0
+    for call in each(store, Call, newest_first=True):
+        older = older + 1 if call.end_ns < canaries[0].at_ns else 0
+        if older > PAGE:  # not at the first one: old calls that were copied into the store may be among the new ones
+            return
+        number = call.sampling.get(MARK)
+        if number not in numbers or call.agent is None or not selects((current.agent,), call.agent):
+            continue
+        fell_back = call.sampling.get(FELL_BACK)
+        policy = fell_back.get("from") if isinstance(fell_back, Mapping) else call.policy
+        if policy in (current.candidate, current.stable):
+            yield call, number, policy == current.candidate
+
+
+def _weigh(calls: Sequence[tuple[Call, int, bool]], bad: IsBad) -> Evidence:
+    """Compare the shares, each conversation with the same weight: its calls are not independent."""
+    talks: defaultdict[tuple[int, bool, str], list[float]] = defaultdict(list)
+    for call, number, candidate in calls:
+        talks[number, candidate, call.attempt_id or beginning_of(call.request)].append(float(bad(call)))
+    strata: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for (number, candidate, _), values in talks.items():
+        strata[number][not candidate].append(sum(values) / len(values))
+    return weigh(list(strata.values()), Bounds())
+
+
+def _failed(call: Call) -> bool:
+    return call.error is not None or FELL_BACK in call.sampling
+
+
+def _refused(call: Call) -> bool:
+    return any(
+        (choice.finish_reason or "").lower() in _REFUSED or bool(choice.message.get("refusal"))
+        for choice in call.choices
+    )
+
+
+def _cut(call: Call) -> bool:
+    return any(choice.finish_reason == "length" for choice in call.choices)
+
+
+def _slow(seconds: float, call: Call) -> bool:
+    return (call.end_ns - call.start_ns) / 1e9 > seconds
+
+
+def _long(characters: float, call: Call) -> bool:
+    contents: list[Any] = [choice.message.get("content") for choice in call.choices]
+    return any(isinstance(content, str) and len(content) > characters for content in contents)
