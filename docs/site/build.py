@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import check
+import finish
 import llms
 import reference
 import stage
@@ -72,6 +73,7 @@ def build(site: Path = SITE) -> list[str]:
             problems.append(f"zensical (status {done.returncode}):\n{said[-6000:]}")
         if (folder / "built").is_dir():
             llms.write(folder / "pages", nav, folder / "built")
+            finish.finish_pages(folder / "built")
             problems += check.site(folder / "built")
             shutil.rmtree(site, ignore_errors=True)
             shutil.move(folder / "built", site)

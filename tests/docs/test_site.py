@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "site"))
 
 import check
+import finish
 import llms
 import reference
 import sizes
@@ -35,6 +36,21 @@ def test_dead_links_anchors_and_loads_from_elsewhere_are_found(tmp_path):
         "a.html: gone.html leads nowhere",
         "a.html: gone.png leads nowhere",
     ]
+
+
+def test_the_copy_button_takes_commands_alone_and_no_key_turns_a_page(tmp_path):
+    session = (
+        '<div class="highlight"><pre><span></span><code>'
+        '<span class="gp">$ </span>rl train<span class="w"> </span>&quot;a b&quot; \\\n'
+        '    --steps &lt;N&gt;\n<span class="go">step 1</span>\n<span class="gp">$ </span>rl eval\n</code></pre></div>'
+    )
+    program = '<div class="highlight"><pre><span></span><code>x = "$ y"\n</code></pre></div>'
+    page = tmp_path / "a.html"
+    page.write_text(f'<link rel="prev" href="b.html">\n<link rel="next" href="c.html">{session}{program}')
+    finish.finish_pages(tmp_path)
+    copied = "rl train &quot;a b&quot; \\\n    --steps &lt;N&gt;\nrl eval"
+    marked = session.replace(' class="highlight"', f' class="highlight" data-copy="{copied}"')
+    assert page.read_text() == marked + program
 
 
 def test_pages_that_nobody_lists_and_names_without_a_page_are_found(tmp_path):
