@@ -379,14 +379,21 @@ def step(scene: Scene, part: str) -> None:
             keep=1,
             learns_from_flat_groups=False,
             checkpoint="newest",
+            agents=None,
+            seed=0,
+            task_order="shuffled",
+            batch_size=1,
         ),
+        tasks=[{}],
         folder=scene.folder,
         progress=SimpleNamespace(phase=lambda _: None),
         log=SimpleNamespace(draw=lambda: None),
         check=lambda: None,
     )
     local: Any = SimpleNamespace(store=SimpleNamespace(consume_group=lambda *_: True))
-    learner: Any = SimpleNamespace(update=scene.held, save=lambda *_, **__: None, strip=None)
+    learner: Any = SimpleNamespace(
+        engine=SimpleNamespace(model="m"), update=scene.held, save=lambda *_, **__: None, strip=None
+    )
     state: Any = loop.State(step=0, identity={}, flat_steps=None)
     scene.patch.setattr(loop, "algorithm_by_name", lambda _: SimpleNamespace(batch=scene.held))
     whole = loop.Loop(run, local, learner, state)

@@ -166,7 +166,8 @@ def test_agents_and_results_are_found_in_both_formats():
 
 
 def programs(**replaced):
-    return {**{name: lambda self, url: None for name in SCENARIOS}, "framework": "openai", **replaced}
+    scenarios = dict.fromkeys([*SCENARIOS, "heard_by_callbacks"], lambda self, url: None)
+    return {**scenarios, "framework": "openai", **replaced}
 
 
 def test_every_scenario_says_what_it_does():

@@ -97,8 +97,9 @@ def test_an_attempt_stays_with_its_replica_and_attempts_are_spread(tmp_path):
     with gateway(tmp_path, *behind) as front:
         for turn in range(3):
             for attempt in range(6):
-                front.post({"messages": USER, "user": f"{attempt} {turn}"}, attempt=f"attempt {attempt}")
-        homes = [{body["user"].split()[0] for body in each.bodies()} for each in behind]
+                messages = [{"role": "user", "content": f"{attempt} {turn}"}]
+                front.post({"messages": messages}, attempt=f"attempt {attempt}")
+        homes = [{body["messages"][0]["content"].split()[0] for body in each.bodies()} for each in behind]
     assert [len(each.asked) for each in behind] == [6, 6, 6]
     assert sum(len(home) for home in homes) == 6
 

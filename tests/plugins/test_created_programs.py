@@ -60,7 +60,7 @@ def test_every_plugin_has_a_program_to_begin_with() -> None:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_projects_agents_and_tool_are_seen_and_each_agent_gets_its_reward(framework: str, tmp_path: Path) -> None:
     pytest.importorskip(MODULES[framework].partition(".")[0], reason=f"{framework} is not installed here")
-    if find_spec(MODULES[framework]) is None:
+    if MODULES[framework] not in sys.modules and find_spec(MODULES[framework]) is None:  # Haystack hides its spec
         pytest.skip(f"{framework} is not installed here")
     folder = tmp_path / "mine"
     write_project(folder, framework)

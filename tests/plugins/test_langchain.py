@@ -1494,9 +1494,10 @@ async def asked_in(way, model, config):
 def heard(make_model, ways=("invoke", "stream", "batch", "ainvoke", "astream", "abatch", "agenerate")):
     """Return what a user's own listeners hear of a model, by how it is prompted: how often they heard each."""
     found = {}
-    for way in ways:
-        listeners = [SyncListener(), AsyncListener()] if way.startswith("a") else [SyncListener()]
-        with agent("writer"):
-            asyncio.run(asked_in(way, make_model(), {"callbacks": listeners}))
-        found[way] = [sorted(listener.heard) for listener in listeners]
+    with asyncio.Runner() as loop:  # one, because models of one URL share their connections
+        for way in ways:
+            listeners = [SyncListener(), AsyncListener()] if way.startswith("a") else [SyncListener()]
+            with agent("writer"):
+                loop.run(asked_in(way, make_model(), {"callbacks": listeners}))
+            found[way] = [sorted(listener.heard) for listener in listeners]
     return found

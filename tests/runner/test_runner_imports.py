@@ -1,4 +1,4 @@
-"""A runner beside packages that conflict with the trainer's: it needs the core, click, rich and psutil."""
+"""A runner beside packages that conflict with the trainer's: it needs the core, click, pydantic, rich and psutil."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning_spans.schema.attempts import Rollout
 from support.fakes import served
 from support.runners import results
 
-# Of what the trainer depends on, all but those three: Python imports this first in every process.
+# Of what the trainer depends on, all but those four: Python imports this first in every process.
 BLOCKER = """
 import sys
 
 MISSING = {
     "aiohttp", "fastapi", "filelock", "httptools", "itsdangerous", "jinja2", "jsonschema", "matplotlib", "numpy",
-    "platformdirs", "prometheus_client", "pydantic", "referencing", "starlette", "tensorboardX", "uvicorn", "uvloop",
+    "platformdirs", "prometheus_client", "referencing", "starlette", "tensorboardX", "uvicorn", "uvloop",
 }
 
 class Blocker:

@@ -295,6 +295,9 @@ def _metavar(annotation: Any) -> str:
     return "|".join(names)
 
 
+_LISTS: Final = {"columns", "policies", "name_by"}  # options whose values are no pairs, or are read where they are used
+
+
 def given(flags: dict[str, Any]) -> dict[str, Any]:
     """Keep the flags that were given; NAME=VALUE pairs become a dictionary with JSON values, or text where it is none.
 
@@ -303,7 +306,7 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {name: value for name, value in flags.items() if value is not None and value != ()}
     for name, value in kept.items():
-        if isinstance(value, tuple) and name not in {"policies", "name_by"}:  # `TrainConfig` reads these
+        if isinstance(value, tuple) and name not in _LISTS:
             kept[name] = dict(_pair(name, item) for item in value)
     return kept
 
