@@ -34,6 +34,9 @@ class Log:
     def series(self, *_: Any) -> list[Any]:
         return []
 
+    def lines(self, *_: Any) -> list[Any]:
+        return []
+
     def validations(self) -> list[Any]:
         return []
 
