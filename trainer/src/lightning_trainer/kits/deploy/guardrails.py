@@ -41,8 +41,8 @@ def is_bad(name: str) -> IsBad:
             " longer-than-CHARACTERS."
         )
     if found[1]:
-        return {"failed": _failed, "refused": _refused, "cut": _cut}[found[1]]
-    return partial(_slow if found[2] == "slower" else _long, float(found[3]))
+        return {"failed": _has_failed, "refused": _is_refusal, "cut": _is_cut}[found[1]]
+    return partial(_is_slow if found[2] == "slower" else _is_long, float(found[3]))
 
 
 def check_bounds(bounds: Mapping[str, float]) -> None:
@@ -69,7 +69,7 @@ def weigh_guardrails(
     """
     if not bounds:
         return {}
-    calls = list(_answered(store, canaries))
+    calls = list(_read_calls(store, canaries))
     return {name: (bound, _weigh(calls, is_bad(name))) for name, bound in bounds.items()}
 
 
@@ -78,7 +78,7 @@ def raises_alarm(bound: float, evidence: Evidence) -> bool:
     return evidence.low is not None and evidence.low > bound
 
 
-def _answered(store: Store, canaries: Sequence[Deployment]) -> Iterator[tuple[Call, int, bool]]:
+def _read_calls(store: Store, canaries: Sequence[Deployment]) -> Iterator[tuple[Call, int, bool]]:
     """Return each call of the canary, the number of its deployment, and whether it was the candidate's."""
     numbers, current, older = {one.number for one in canaries}, canaries[-1], 0
     for call in each(store, Call, newest_first=True):
@@ -105,25 +105,25 @@ def _weigh(calls: Sequence[tuple[Call, int, bool]], bad: IsBad) -> Evidence:
     return weigh(list(strata.values()), Bounds())
 
 
-def _failed(call: Call) -> bool:
+def _has_failed(call: Call) -> bool:
     return call.error is not None or FELL_BACK in call.sampling
 
 
-def _refused(call: Call) -> bool:
+def _is_refusal(call: Call) -> bool:
     return any(
         (choice.finish_reason or "").lower() in _REFUSED or bool(choice.message.get("refusal"))
         for choice in call.choices
     )
 
 
-def _cut(call: Call) -> bool:
+def _is_cut(call: Call) -> bool:
     return any(choice.finish_reason == "length" for choice in call.choices)
 
 
-def _slow(seconds: float, call: Call) -> bool:
+def _is_slow(seconds: float, call: Call) -> bool:
     return (call.end_ns - call.start_ns) / 1e9 > seconds
 
 
-def _long(characters: float, call: Call) -> bool:
+def _is_long(characters: float, call: Call) -> bool:
     contents: list[Any] = [choice.message.get("content") for choice in call.choices]
     return any(isinstance(content, str) and len(content) > characters for content in contents)
