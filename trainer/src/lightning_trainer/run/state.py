@@ -207,8 +207,8 @@ def check_identity(state: State, identity: Mapping[str, Any], checkpoint: Path) 
         before = state.identity.get(name, now)  # older versions wrote fewer
         if before != now:
             raise ConfigError(
-                f"{checkpoint} is of a run with {name} = {before!r}, not {now!r}. "
-                f"Go on with the same, or start a new run without --resume. Only {', '.join(identity)}, the model and "
+                f"{checkpoint} belongs to a run with {name} = {before!r}, not {now!r}. "
+                f"Use the same value, or start a new run without --resume. Only {', '.join(identity)}, the model and "
                 "its adapters must stay; every other option may change, such as steps, until, learning_rate or val."
             )
 

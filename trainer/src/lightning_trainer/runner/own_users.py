@@ -161,8 +161,8 @@ def _check(numbers: range, workers: int) -> None:
         )
     if len(numbers) < 2 * workers:
         raise ConfigError(
-            f"{OPTION}: {workers} workers need {2 * workers} user ids, for one begins before another has quite ended;"
-            f" {numbers.start}-{numbers.stop - 1} are {len(numbers)}."
+            f"{OPTION}: {workers} workers need {2 * workers} user ids, because an attempt starts before the last one"
+            f" has fully ended; {numbers.start}-{numbers.stop - 1} has {len(numbers)}."
         )
     _check_unknown(numbers)
     for process, number in _processes_of(numbers):

@@ -188,7 +188,7 @@ def _load(subject: LocalModel, options: dict[str, Any]) -> Iterator[AnswerSource
     adapters = (Path(subject.model) / ADAPTERS_NAME).is_file()
     policies = parse(options_of(subject.run).get("policies") or {}) if adapters and subject.run else Policies()
     if adapters and not policies.by_agent:
-        raise ConfigError(f"{subject.model} holds adapters of agents, and not whose they are. Give the run's folder.")
+        raise ConfigError(f"{subject.model} has adapters, but not the names of their agents. Give the run's folder.")
     name = None if adapters else _POLICY
     load = registry.by_name("backend", "torch").learner
     with closing(load(subject.model, {"name": name, **own_loading(subject), **options})) as learner:

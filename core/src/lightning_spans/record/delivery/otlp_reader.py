@@ -230,7 +230,7 @@ def _span(
     if not ids_are_good or (parent_id and not _SPAN_ID.fullmatch(parent_id)):
         raise ValueError(f"span {name!r}: ids must be 32 and 16 hex digits, not {trace_id!r} and {span_id!r}")
     if not 0 <= start_ns < 2**63 or not 0 <= end_ns < 2**63:
-        raise ValueError(f"span {name!r}: its times, {start_ns} and {end_ns}, are no Unix times in nanoseconds")
+        raise ValueError(f"span {name!r}: its times, {start_ns} and {end_ns}, are not Unix times in nanoseconds")
     return Span(
         name=name,
         trace_id=trace_id,

@@ -203,10 +203,10 @@ def _write_tasks(path: Path, traces: Iterable[Trace], field: str) -> None:
         part.unlink(missing_ok=True)
     why = "can't be stored as tasks: half a character, NaN, or an integer beyond 64 bits."
     if not written and refused:
-        raise ConfigError(f"there is no task to write: all {refused} traces that asked a model {why}")
+        raise ConfigError(f"there is no task to write: all {refused} traces with a model call {why}")
     if not written:
-        raise ConfigError("no trace here holds what a model was asked: there is no task to write.")
-    click.echo(f"{amount(written, 'task')} in {path}; {read - written - refused} traces asked no model.", err=True)
+        raise ConfigError("no trace here has the input of a model call, so there is no task to write.")
+    click.echo(f"{amount(written, 'task')} in {path}; {read - written - refused} traces have no model call.", err=True)
     if refused:
         click.echo(f"{refused} {why}", err=True)
 

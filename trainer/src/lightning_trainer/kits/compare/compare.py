@@ -231,7 +231,7 @@ def _asked(folder: Path, config: CompareConfig, marks: Mapping[str, str], resume
         write_atomically(path, text.encode())
         return
     if json.loads(path.read_text(encoding="utf-8"))["tasks"] != marks:
-        raise ConfigError(f"the tasks have changed since {folder} began. Compare anew, into another folder.")
+        raise ConfigError(f"the tasks have changed since {folder} was started. Compare again, in another folder.")
 
 
 def _begun(folder: Path) -> bool:

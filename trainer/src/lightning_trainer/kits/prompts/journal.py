@@ -49,8 +49,8 @@ class SearchJournal:
         line = self._done.popleft()
         if (line["kind"], line["asked"]) != (kind, _digest(asked)):
             raise ConfigError(
-                f"{self._path} is of a search that took another way than this one does: with another version of gepa,"
-                " or of this program. Begin anew with another --out."
+                f"{self._path} belongs to a search with different calls, because it used another version of gepa or of"
+                " this program. Start a new search with another --out."
             )
         came_to: dict[str, Any] = line["came_to"]
         return came_to

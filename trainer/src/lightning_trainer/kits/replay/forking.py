@@ -89,9 +89,9 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
     """
     progress = progress or Silent()
     if (config.rollout is None) == (config.attempt is None):
-        raise ConfigError("name what is forked: --rollout ID or --attempt ID, and one of them.")
+        raise ConfigError("name the rollout or the attempt to fork: either --rollout ID or --attempt ID.")
     if config.call is None and not config.dry_run:
-        raise ConfigError("say which call is made anew: --call N, from 0, as `lightning-rl traces` lists them.")
+        raise ConfigError("name the call to sample again: --call N, from 0, as `lightning-rl traces` lists them.")
     if config.say is not None and config.instead is not None:
         raise ConfigError("the forked call is answered by --with or by --say, not by both.")
     if config.dry_run and (config.say is not None or config.instead is not None):

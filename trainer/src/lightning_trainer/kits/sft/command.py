@@ -62,7 +62,7 @@ def _go_on(folder: Path, given_too: list[str]) -> None:
 
     if given_too:
         raise ConfigError(
-            f"what was cut off goes on with the options that it began with: leave out {', '.join(given_too)}."
+            f"an interrupted run resumes with the options that it was started with. Leave out {', '.join(given_too)}."
         )
     if (folder / state.STATE_NAME).exists():
         _rounds(rejection.resumed(folder), folder)

@@ -158,9 +158,9 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
         messages, answers = _said(line)
         ids, labels = _tokens(line)
         if any(not 0 <= at < len(messages) or messages[at]["role"] != "assistant" for at in answers):
-            raise ValueError(f"answers are {answers}, which are no places of the assistant's messages")
+            raise ValueError(f"answers are {answers}, which are not indices of the assistant's messages")
         if answers != sorted(set(answers)):
-            raise ValueError(f"answers are {answers}, which are not in order, each once")
+            raise ValueError(f"answers are {answers}, which are not in ascending order without repetition")
         if ids is None and not answers:
             raise SilentError(f"{source}: {SILENT}: {_fields(line)}. Wanted: {WANTED}.")
         return Example(

@@ -110,7 +110,7 @@ def resumed(folder: Path) -> RoundsConfig:
 def _resumable(folder: Path, data: str) -> RoundsState:
     state = RoundsState.read(folder)
     if state.data != data:
-        raise ConfigError(f"the tasks have changed since {folder} began. Begin anew, in another folder.")
+        raise ConfigError(f"the tasks have changed since {folder} was started. Start a new run in another folder.")
     return state
 
 
