@@ -16,8 +16,8 @@ import httpx
 
 from lightning_spans.record.context import current_attempt
 from lightning_spans.record.delivery.deliver import Delivery, Destination
-from lightning_spans.record.delivery.outbox import Spool
-from lightning_spans.record.delivery.sink import BatchSink, default_spool
+from lightning_spans.record.delivery.outbox import Spool, default_spool
+from lightning_spans.record.delivery.sink import BatchSink
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import CHAT, RESPONSE_ID, Span
 from lightning_spans.store import open_store

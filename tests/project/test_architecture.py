@@ -199,6 +199,12 @@ def test_no_folder_of_the_core_and_the_trainer_is_a_hall():
     assert {room: count for room, count in rooms.items() if count > 16} == {}  # some fourteen, with room for two
 
 
+def test_no_module_has_more_than_400_lines():
+    """If it fails: look for the second idea in it, and give that one a module."""
+    lines = {f"{package}/{path}": (SOURCES[package] / path).read_bytes().count(b"\n") for package, path in modules()}
+    assert {path: count for path, count in lines.items() if count > 400} == {}
+
+
 HEAVY = FRAMEWORKS | TENSORS | {"openai", "sqlalchemy", "matplotlib", "tensorboardX", "fastapi", "uvicorn", "numpy"}
 
 

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 from lightning_spans.errors import DataError
 from lightning_trainer.kits.sft import sft as module
 from lightning_trainer.kits.sft.config import SftConfig
-from lightning_trainer.kits.sft.data import preferred
 from lightning_trainer.kits.sft.dpo import Dpo
+from lightning_trainer.kits.sft.pairs import preferred
 from lightning_trainer.kits.sft.sft import sft
 from support.training.stores import Said, make_store
 

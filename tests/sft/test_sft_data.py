@@ -16,7 +16,8 @@ import pytest
 from lightning_spans.errors import DataError
 from lightning_trainer.kits.export.wanted import SEEN_IN_TRAINING
 from lightning_trainer.kits.sft.batches import batches, held_out, named
-from lightning_trainer.kits.sft.data import conversation, preferred, read_file, read_pairs
+from lightning_trainer.kits.sft.data import conversation, read_file
+from lightning_trainer.kits.sft.pairs import preferred, read_pairs
 
 USER, DONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 

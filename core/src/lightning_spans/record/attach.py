@@ -217,8 +217,8 @@ def _open_pipeline(told: Options) -> Pipeline:
     if live is not None:
         return live
     from lightning_spans.record.delivery.deliver import Delivery
-    from lightning_spans.record.delivery.outbox import Spool
-    from lightning_spans.record.delivery.sink import BatchSink, default_spool
+    from lightning_spans.record.delivery.outbox import Spool, default_spool
+    from lightning_spans.record.delivery.sink import BatchSink
     from lightning_spans.record.instrument.patches import Undo
     from lightning_spans.record.instrument.processes import carry_attempts
     from lightning_spans.record.instrument.threads import carry_context

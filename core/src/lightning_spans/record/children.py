@@ -7,7 +7,7 @@ from typing import Final
 from urllib.parse import quote
 
 from lightning_spans.record.context import AGENT_VARIABLE, current_agent, current_attempt, given_attempt, settled
-from lightning_spans.record.delivery.sink import default_spool
+from lightning_spans.record.delivery.outbox import default_spool
 from lightning_spans.schema.attempts import Attempt
 
 # codex and Claude Code take a key of the environment from their own variables.

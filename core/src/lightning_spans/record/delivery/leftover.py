@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_spans.record.delivery.deliver import Delivery
-from lightning_spans.record.delivery.outbox import Spool
-from lightning_spans.record.delivery.sink import DETACH_S, BatchSink, default_spool
+from lightning_spans.record.delivery.outbox import Spool, default_spool
+from lightning_spans.record.delivery.sink import DETACH_S, BatchSink
 
 if TYPE_CHECKING:
     from lightning_spans.store import Store

@@ -332,3 +332,8 @@ def _read(path: Path) -> Batch | None:
         logger.exception("lightning: %s can't be read and is kept as %s", path, broken)
         path.rename(broken)
         return None
+
+
+def default_spool() -> Path:
+    """Folder for undelivered spans: ``LIGHTNING_SPOOL``, else ``./lightning-spool``; made when first needed."""
+    return Path(os.environ.get("LIGHTNING_SPOOL", "lightning-spool"))

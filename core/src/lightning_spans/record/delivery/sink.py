@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import os
 import threading
 import time
 import uuid
@@ -19,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize, register_after_fork
-from pathlib import Path
 from typing import Final, TypeAlias
 
 from lightning_spans.record.delivery.deliver import OWN_KEY, BatchRefusedError, BusyError, Destination
@@ -396,8 +394,3 @@ class BatchSink:
 def _close_with_worker(sink: BatchSink) -> None:
     """Deliver what waits at the end of a worker of multiprocessing, which ends without `atexit`."""
     Finalize(None, sink.close, exitpriority=-100)  # last
-
-
-def default_spool() -> Path:
-    """Folder for undelivered spans: ``LIGHTNING_SPOOL``, else ``./lightning-spool``; made when first needed."""
-    return Path(os.environ.get("LIGHTNING_SPOOL", "lightning-spool"))

@@ -8,11 +8,12 @@ import pytest
 
 from lightning_spans.store import Store
 from lightning_spans.testing.stores.claims import QueuePromises
+from lightning_spans.testing.stores.ends import EndPromises
 from lightning_spans.testing.stores.faults import FaultPromises
 from lightning_spans.testing.stores.records import RecordPromises
 
 
-class StoreConformance(RecordPromises, QueuePromises, FaultPromises):
+class StoreConformance(RecordPromises, QueuePromises, EndPromises, FaultPromises):
     """Subclass it as ``TestMyStore`` and override the two fixtures. Each test says what to do if it fails.
 
     Records get ids of their own, but the queue must be empty at the start of a test.

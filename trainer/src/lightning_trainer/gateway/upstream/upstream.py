@@ -7,7 +7,6 @@ out of its reply again. Other servers' calls are recorded without tokens and nev
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -16,21 +15,19 @@ from urllib.parse import urlsplit
 from lightning_spans.chat.body import messages_of
 from lightning_spans.chat.stream import EventReader
 from lightning_spans.errors import ConfigError
-from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.calls.answers import Ready, Record
 from lightning_trainer.gateway.calls.response import ResponseSender
-from lightning_trainer.gateway.calls.seeds import PromptCounter
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.masking import masked
-from lightning_trainer.gateway.request.chat_request import SHAPING
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.assembly import Assembly
 from lightning_trainer.gateway.upstream.connection import Connection
-from lightning_trainer.gateway.upstream.dialects import Dialect, asking, chunks_of
+from lightning_trainer.gateway.upstream.dialects import chunks_of
 from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, failed, object_of
-from lightning_trainer.gateway.upstream.parameters import refuse_unknown, without_bookkeeping
+from lightning_trainer.gateway.upstream.parameters import refuse_unknown
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
+from lightning_trainer.gateway.upstream.sampling import SamplingParameters
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.gateway.upstream.token_path import Route, TokenPath
 from lightning_trainer.outgoing import is_url
@@ -40,13 +37,6 @@ if TYPE_CHECKING:
     import aiohttp
 
 SILENCE_S: Final = 1800.0  # an upstream that sends nothing for so long has failed
-_SAMPLING: Final = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "max_tokens", "max_completion_tokens", "stop", "n", "seed", "response_format", "tool_choice",
-    "parallel_tool_calls",
-)  # fmt: skip
-# OpenAI's defaults. vLLM and SGLang would take those of the model's generation_config, which nobody put on record.
-_OPEN: Final = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _PROBE_S: Final = 2.0  # between looks at replicas that failed
 
 
@@ -118,7 +108,7 @@ class UpstreamPolicy:
         self.replicas = Replicas((upstream.url, *upstream.replicas))
         self.names = ServedNames(upstream.served or upstream.model)
         self.version: int | None = None  # told by `resume`; None: the routing's
-        self._counter = PromptCounter()
+        self._sampling = SamplingParameters(any_model=upstream.any_model)
         self._probing: asyncio.Task[None] | None = None
         self._waits_for = f"{masked(upstream.url)} to answer for {upstream.model}"
         self._http = Connection(
@@ -151,7 +141,7 @@ class UpstreamPolicy:
     def forget(self, attempt_id: str) -> None:
         """Let go of an attempt that has ended."""
         self.replicas.forget(attempt_id)
-        self._counter.forget(attempt_id)
+        self._sampling.forget(attempt_id)
         if self._tokens is not None:
             self._tokens.forget(attempt_id)
 
@@ -205,7 +195,7 @@ class UpstreamPolicy:
         self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing, why: str | None
     ) -> None:
         """Answer one request as it came; `why` says why it is not sent as token ids, where it could be expected."""
-        sampling = self._sampling(pending, routing)
+        sampling = self._sampling.in_force(pending, routing)
         if why is not None:
             sampling[CONTINUATION] = why if _goes_on(pending.requested.request) else BEGINS
         pending.sample(sampling=dict(sampling))
@@ -239,45 +229,6 @@ class UpstreamPolicy:
             await sender.last(last)
         else:
             await sender.whole(last)
-
-    def _sampling(self, pending: PendingCall, routing: Routing) -> dict[str, Any]:
-        """Return the parameters in force: those of the request, and the routing's."""
-        sampling = {
-            name: pending.requested.request[name]
-            for name in _SAMPLING
-            if pending.requested.request.get(name) is not None
-        }
-        if self.upstream.any_model:  # nobody trains on these: they are asked as they are
-            return sampling
-        if routing.temperature is not None:
-            sampling |= {
-                "temperature_asked": pending.requested.request.get("temperature"),
-                "temperature": routing.temperature,
-            }
-        if routing.plain and pending.requested.grant.attempt_id is not None:
-            free = {name: value for name, value in SHAPING.items() if sampling.get(name, value) not in (value, -1)}
-            sampling |= {f"{name}_asked": sampling[name] for name in free} | free
-        if routing.max_tokens is not None and not {"max_tokens", "max_completion_tokens"} & sampling.keys():
-            sampling["max_tokens"] = routing.max_tokens
-        grant = pending.requested.grant
-        if pending.routed.seed is not None:
-            named = {"seed_asked": sampling["seed"]} if "seed" in sampling else {}
-            return sampling | named | {"seed": pending.routed.seed % 2**31}
-        if routing.seed is not None and grant.rollout_id and grant.attempt_id:
-            said = dumps([messages_of(pending.requested.request), pending.requested.request.get("tools")])
-            asked = sampling.get("seed") if isinstance(sampling.get("seed"), int) else None
-            drawn = self._counter.seed(
-                routing.seed,
-                grant.rollout_id,
-                grant.attempt_id,
-                pending.requested.agent,
-                hashlib.sha256(said).digest(),
-                failures=grant.failures,
-                asked=asked,
-            )
-            sampling |= {} if asked is None else {"seed_asked": asked}
-            sampling["seed"] = drawn % 2**31  # all servers take so large a number
-        return sampling
 
     async def _asked(
         self,
@@ -321,7 +272,7 @@ class UpstreamPolicy:
         dialect = await self._http.dialect(replica)
         if pending.requested.grant.attempt_id is not None and not self.upstream.any_model:
             refuse_unknown(dialect, pending.requested.request)
-        body = self._body(dialect, served, pending, sampling)
+        body = self._sampling.body(dialect, served, pending, sampling)
         heated = dialect != "plain" and body.get("temperature") not in (None, 0, 1)
         if heated and await self._http.gives_raw_logprobs(replica, str(body["model"])):
             sampling["logprobs_temperature"] = 1.0
@@ -333,20 +284,6 @@ class UpstreamPolicy:
         if pending.requested.request.get("stream") is not True:
             return completion
         return chunks_of(completion, usage=pending.requested.wants_usage)
-
-    def _body(self, dialect: Dialect, served: str, pending: PendingCall, sampling: dict[str, Any]) -> dict[str, Any]:
-        asked = pending.requested.request
-        if dialect != "plain" and not self.upstream.any_model:
-            asked = without_bookkeeping(asked)
-        body = {**asked, **{name: value for name, value in sampling.items() if name in _SAMPLING}}
-        if "max_tokens" in pending.sampled.left_out:
-            del body["max_tokens"]
-        if dialect != "plain" and not self.upstream.any_model and pending.requested.grant.attempt_id is not None:
-            for name, value in _OPEN.items():
-                body[name] = sampling.setdefault(name, value)
-        if not self.upstream.any_model:
-            body["model"] = served
-        return asking(dialect, body)
 
     async def _stream(
         self,

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +23,6 @@ _ROLES: Final = {
     "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
     "function_response": "tool", "developer": "system",
 }  # fmt: skip
-_OF_BOTH: Final = ("agent", "agent_path", "group_id", "task_id", "tools", "system")  # answers of a pair
 _SHOWN: Final = 5  # files of a folder
 WANTED: Final = (
     "messages (role, content), conversations (from, value), prompt and completion, instruction and output, or input_ids"
@@ -97,7 +95,7 @@ def read_file(path: Path, left_out: Counter[str]) -> list[Example]:
             assistant says nothing in all of it.
     """
     found, silent = [], None
-    for row, faulty in _rows(path):
+    for row, faulty in read_rows(path):
         try:
             found.append(conversation(row.value, f"{path}, {row.where}"))
         except SilentError as error:
@@ -110,7 +108,7 @@ def read_file(path: Path, left_out: Counter[str]) -> list[Example]:
     return found
 
 
-def _rows(path: Path) -> Iterator[tuple[DataRow, FaultyRows]]:
+def read_rows(path: Path) -> Iterator[tuple[DataRow, FaultyRows]]:
     """Read the objects of a file, each with what counts those that are left out.
 
     Raises:
@@ -162,7 +160,7 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
         if answers != sorted(set(answers)):
             raise ValueError(f"answers are {answers}, which are not in ascending order without repetition")
         if ids is None and not answers:
-            raise SilentError(f"{source}: {SILENT}: {_fields(line)}. Wanted: {WANTED}.")
+            raise SilentError(f"{source}: {SILENT}: {list_fields(line)}. Wanted: {WANTED}.")
         return Example(
             messages=tuple(messages),
             answers=tuple(answers),
@@ -177,7 +175,7 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
             source=source,
         )
     except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{source}: {error}. It has {_fields(line)}. Wanted: {WANTED}.") from None
+        raise DataError(f"{source}: {error}. It has {list_fields(line)}. Wanted: {WANTED}.") from None
 
 
 def _name(value: Any) -> str | None:
@@ -193,7 +191,8 @@ def _reward(value: Any) -> float | None:
     return value
 
 
-def _fields(line: Mapping[str, Any]) -> str:
+def list_fields(line: Mapping[str, Any]) -> str:
+    """Name the fields of a line, for an error message."""
     return f"the fields {', '.join(sorted(map(str, line)))}" if line else "no fields"
 
 
@@ -203,7 +202,7 @@ def _said(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
     system = line.get("system")
     if not system or (messages and messages[0]["role"] == "system"):
         return messages, answers
-    return [*_messages(system, "system"), *messages], [place + 1 for place in answers]
+    return [*to_messages(system, "system"), *messages], [place + 1 for place in answers]
 
 
 def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
@@ -217,13 +216,13 @@ def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
         messages = [plain(turn) for turn in turns]
         return messages, _learned(messages, turns)
     if line.get("prompt") and line.get("completion"):
-        asked = _messages(line["prompt"], "user")
-        messages = [*asked, *_messages(line["completion"], "assistant")]
+        asked = to_messages(line["prompt"], "user")
+        messages = [*asked, *to_messages(line["completion"], "assistant")]
         return messages, [place for place in _learned(messages, messages) if place >= len(asked)]
     if line.get("output") and (line.get("instruction") or line.get("input")):
         asked_text = "\n\n".join(str(line[name]) for name in ("instruction", "input") if line.get(name))
         before = [said for turn in line.get("history") or () for said in _exchange(*turn)]
-        messages = [*before, *_messages(asked_text, "user"), *_messages(line["output"], "assistant")]
+        messages = [*before, *to_messages(asked_text, "user"), *to_messages(line["output"], "assistant")]
         return messages, [len(messages) - 1]
     if line.get("input_ids") is not None and line.get("labels") is not None:
         return [], []
@@ -239,12 +238,14 @@ def _learned(messages: Sequence[Message], given: Sequence[Mapping[str, Any]]) ->
         messages: as templates take them.
         given: the same as they stand in the line.
     """
-    said = (place for place in _answers(messages) if messages[place]["content"] or messages[place].get("tool_calls"))
+    said = (
+        place for place in answer_places(messages) if messages[place]["content"] or messages[place].get("tool_calls")
+    )
     return [place for place in said if given[place].get("weight") != 0]
 
 
 def _exchange(asked: str, answered: str) -> list[Message]:
-    return [*_messages(asked, "user"), *_messages(answered, "assistant")]
+    return [*to_messages(asked, "user"), *to_messages(answered, "assistant")]
 
 
 def _turn(turn: Mapping[str, Any]) -> Message:
@@ -275,7 +276,12 @@ def _object(value: Any) -> Any:
     return read_json(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
 
 
-def _messages(value: Any, role: str) -> list[Message]:
+def to_messages(value: Any, role: str) -> list[Message]:
+    """Return messages as they are, and a text as one message of this role.
+
+    Raises:
+        ValueError: it is neither.
+    """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, (list, tuple)):
@@ -283,7 +289,8 @@ def _messages(value: Any, role: str) -> list[Message]:
     return [plain(_object(message)) for message in value]
 
 
-def _answers(messages: Sequence[Message]) -> list[int]:
+def answer_places(messages: Sequence[Message]) -> list[int]:
+    """Return the places of the assistant's messages, empty ones among them."""
     return [place for place, message in enumerate(messages) if message["role"] == "assistant"]
 
 
@@ -313,97 +320,6 @@ def _tokens(line: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int,
     if any(label >= 0 and label != token for token, label in zip(ids, labels, strict=True)):
         raise ValueError("labels are neither below 0 nor the input_ids at their places")
     return tuple(ids), tuple(labels)
-
-
-@dataclass(frozen=True, slots=True)
-class Preferred:
-    """Two answers to one prompt."""
-
-    chosen: Example
-    rejected: Example
-
-    @property
-    def same(self) -> bool:
-        """Whether both answers are the same: neither is the better one."""
-        one, other = self.chosen, self.rejected
-        if one.ids is not None and other.ids is not None:
-            return one.ids == other.ids
-        return one.messages == other.messages
-
-
-def read_pairs(path: Path) -> list[Preferred]:
-    """Read a file of preference pairs.
-
-    Raises:
-        DataError: it is missing, empty, of another kind, or a line of it is no pair.
-    """
-    found = []
-    for row, faulty in _rows(path):
-        try:
-            found.append(preferred(row.value, f"{path}, {row.where}"))
-        except DataError as error:
-            faulty.reject(row, str(error).removeprefix(f"{path}, {row.where}: "))
-    if not found:
-        raise DataError(f"data file {path} is empty. It must hold at least one pair.")
-    return found
-
-
-def preferred(line: Mapping[str, Any], source: str) -> Preferred:
-    """Read one pair: ``prompt``, ``chosen`` and ``rejected``, or two conversations that begin alike.
-
-    Raises:
-        DataError: the fields are not there, or hold something else.
-    """
-    try:
-        asked = _messages(line["prompt"], "user") if line.get("prompt") else []
-        told = [_messages(line[name], "assistant") for name in ("chosen", "rejected")]
-        opening = _opening(told[0])
-        if asked and opening[-len(asked) :] == asked:  # whole conversations beside what was asked last in them
-            asked = opening
-        if asked and all(side[: len(asked)] == asked for side in told):  # whole conversations beside their prompt
-            told = [side[len(asked) :] for side in told]
-        sides = [[*asked, *side] for side in told]
-        differ = (place for place, (a, b) in enumerate(zip(*sides, strict=False)) if a != b)
-        shortest = min(map(len, sides))
-        first = len(asked) or next(differ, shortest - (len(sides[0]) == len(sides[1])))  # of equal ones the last
-        rewards = _rewards(line.get("rewards"))
-        made = []
-        for name, messages, reward in zip(("chosen", "rejected"), sides, rewards, strict=True):
-            own = {key: line[key] for key in _OF_BOTH if key in line}
-            answers = [place for place in _answers(messages) if place >= first]
-            own |= {"messages": messages, "answers": answers, "reward": reward}
-            if line.get("prompt_ids") and line.get(f"{name}_ids"):
-                prompt, answer = list(line["prompt_ids"]), list(line[f"{name}_ids"])
-                own |= {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
-            if not answers:
-                raise ValueError(f"{name} holds no answer of its own")
-            made.append(conversation(own, source))
-        if not first or _opening(sides[0]) != _opening(sides[1]):
-            raise ValueError("chosen and rejected do not answer one prompt")
-        return Preferred(*made)
-    except (UnreadableError, ValueError, TypeError, LookupError, AttributeError) as error:
-        said = f"there is no {error}" if isinstance(error, KeyError) else error
-        wanted = "prompt, chosen and rejected, as text or messages"
-        raise DataError(f"{source}: {said}. It has {_fields(line)}. Wanted: {wanted}.") from None
-
-
-def _opening(messages: Sequence[Message]) -> list[Message]:
-    return list(takewhile(lambda message: message["role"] != "assistant", messages))
-
-
-def _rewards(value: Any) -> tuple[Any, Any]:
-    """Return what the better and the worse answer earned, where it is said.
-
-    Raises:
-        ValueError: these are not two numbers, or the better answer earned less.
-    """
-    if not value:
-        return None, None
-    if not (isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(x, (int, float)) for x in value)):
-        raise ValueError(f"rewards are {value!r}, not those of chosen and rejected")
-    if value[0] < value[1]:
-        raise ValueError(f"chosen earned {value[0]:g} and rejected {value[1]:g}, so chosen is not the better one")
-    return value[0], value[1]
 
 
 def read_lines_of_store(lines: Iterable[Mapping[str, Any]], name: str) -> list[Example]:

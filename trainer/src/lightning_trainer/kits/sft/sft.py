@@ -22,17 +22,10 @@ from lightning_trainer.kits.export.files import Line
 from lightning_trainer.kits.export.wanted import Wanted
 from lightning_trainer.kits.sft.batches import RowsToLearn, check_agents, held_out, make_rows
 from lightning_trainer.kits.sft.config import SftConfig
-from lightning_trainer.kits.sft.data import (
-    Example,
-    Preferred,
-    is_store,
-    preferred,
-    read_file,
-    read_lines_of_store,
-    read_pairs,
-)
+from lightning_trainer.kits.sft.data import Example, is_store, read_file, read_lines_of_store
 from lightning_trainer.kits.sft.dpo import BETA, ONE_LEFT_OUT, SAME_ANSWERS, Dpo, matched
 from lightning_trainer.kits.sft.fit import Fit, Fitted, schedule
+from lightning_trainer.kits.sft.pairs import Preferred, preferred, read_pairs
 from lightning_trainer.kits.sft.render import Renderer
 from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, forget, learning_folder
 from lightning_trainer.kits.sft.resume import read as read_state
