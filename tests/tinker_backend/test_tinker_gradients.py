@@ -14,7 +14,7 @@ from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.learner import TinkerLearner
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
-from lightning_trainer.rl.losses import kl_divergence
+from lightning_trainer.rl.losses import importance_weights, kl_divergence
 from lightning_trainer.rl.rows import Row, token_weights
 from support.tinker import VOCABULARY, Server
 
@@ -32,8 +32,10 @@ LOSSES = {
 }
 
 
-def expected(server: Server, rows: Sequence[Row], name: str, kl_coef: float, options: dict) -> np.ndarray:
-    """The gradient of the whole loss by torch, at an adapter of zeros."""
+def expected(
+    server: Server, rows: Sequence[Row], name: str, kl_coef: float, options: dict, **importance: float
+) -> np.ndarray:
+    """The gradient of the whole loss by torch, at an adapter of zeros; with importance weights ratios are 1."""
     table = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64, requires_grad=True)
     scores = torch.log_softmax(torch.from_numpy(server.base) + table, -1)
     frozen = torch.log_softmax(torch.from_numpy(server.base), -1)
@@ -46,8 +48,11 @@ def expected(server: Server, rows: Sequence[Row], name: str, kl_coef: float, opt
     weights = torch.from_numpy(np.concatenate(token_weights(rows, options.get("loss_aggregation", "token-mean"))))
     lengths = torch.tensor([length for row in rows for length in row.lengths])
     now = scores[before, after].float()
+    old = joined(lambda row: row.logprobs[row.mask])
+    if importance:
+        weights, old = weights * importance_weights(now.detach() - old, **importance), now.detach()
     tokens = TrainedTokens(
-        now, joined(lambda row: row.logprobs[row.mask]), joined(lambda row: row.advantages[row.mask]), weights,
+        now, old, joined(lambda row: row.advantages[row.mask]), weights,
         torch.arange(len(lengths)).repeat_interleave(lengths),
     )  # fmt: skip
     clip = Clip(options.get("clip_low", 0.2), options.get("clip_high", 0.28), options.get("clip_dual"))
@@ -82,6 +87,17 @@ def test_divergence_is_part_of_the_gradient(server: Server, opened, rows) -> Non
     policy.adapter.client.table.weights[:] = 0.0
     found = gradient_of(server, learner, batch)
     assert np.allclose(found, expected(server, batch, "grpo", 0.5, {}), atol=1e-6)
+
+
+@pytest.mark.parametrize("importance", [{"cap": 1.5}, {"mask": 3.0}, {"moment": 0.3}])
+def test_rows_that_older_weights_sampled_weigh_as_on_torch(importance, server: Server, opened, rows) -> None:
+    batch = rows(9, 30, 14, 5)
+    chosen = {f"importance_{name}": value for name, value in importance.items()}
+    learner = opened(old_logprobs="recompute", **chosen)
+    found = gradient_of(server, learner, batch)
+    assert np.allclose(found, expected(server, batch, "grpo", 0.0, {}, **importance), atol=1e-6)
+    assert not np.allclose(found, expected(server, batch, "grpo", 0.0, {}), atol=1e-4)
+    assert "importance_masked" in learner.update(batch)
 
 
 def test_rows_without_gradient_count_in_the_denominators_and_are_not_sent(server: Server, opened, rows) -> None:

@@ -236,6 +236,39 @@ def test_run_ends_before_the_step_that_would_cost_too_much() -> None:
         bill.check()
 
 
+def test_answer_that_might_cost_more_than_is_left_waits_for_others_or_is_refused() -> None:
+    bill = Bill(PRICES, limit=10.0)
+    order = []
+
+    async def answer(name: str, most: int, sampled: int) -> None:
+        async with bill.reserved(TokenCount(sampled=most)):
+            order.append(f"{name} begins")
+            await asyncio.sleep(0)
+            bill.add(TokenCount(sampled=sampled))
+            order.append(f"{name} ends")
+
+    async def both() -> None:
+        await asyncio.gather(answer("one", 2, 1), answer("two", 2, 1))
+        await answer("three", 2, 1)
+
+    with pytest.raises(BudgetSpentError, match="an answer of up to 2 tokens"):
+        asyncio.run(both())
+    assert order == ["one begins", "one ends", "two begins", "two ends"]
+    assert bill.spent == 6.0
+    with pytest.raises(BudgetSpentError, match="max-tokens"):
+        bill.check()
+
+
+def test_update_that_costs_more_than_is_left_is_not_sent(server: Server, opened, rows, tmp_path: Path, model) -> None:
+    table = {"as_of": "2026-11-01", "models": {str(model): {"prefill": 1.0, "sample": 3.0, "train": 2.0}}}
+    (tmp_path / "prices.json").write_text(json.dumps(table))
+    learner = opened(prices=tmp_path / "prices.json", max_cost=50.0, update_epochs=2)
+    server.asked.clear()
+    with pytest.raises(BudgetSpentError, match="the update costs up to 56"):
+        learner.update(rows(9))
+    assert server.asked == []
+
+
 def test_price_table_of_the_user_replaces_ours(tmp_path: Path) -> None:
     table = tmp_path / "prices.json"
     table.write_text(
@@ -276,7 +309,6 @@ def test_backend_chooses_temperature_and_adapters(model: Path, server: Server) -
         ({"dtype": "float32"}, "dtype"),
         ({"backend_options": {"slots": 3}}, "slots"),
         ({"engine": "vllm"}, "engine"),
-        ({"staleness": 1}, "staleness"),
         ({"tinker_url": None}, "--tinker-url"),
         ({"max_cost": 5.0}, "--prices"),
         ({"workers": 0}, "workers"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lightning_spans.errors import LightningError
 from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.report.metrics import write_atomically
 
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from lightning_trainer.rl.rewards.judge import JudgeRule
     from lightning_trainer.rl.rows import Row
     from lightning_trainer.runner.runner import Runner
+
+
+class UpdateRefusedError(LightningError):
+    """A learner refused an update before it changed anything: the steps before can be saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,7 +199,7 @@ class LearningFields(OptionRecord):
     with old_logprobs = recompute."""
     importance_moment: float | None = Field(default=None, gt=0)
     """M2PO: leave out the tokens whose probabilities differ most, until the mean of the squared log-ratios is at most
-    this, such as 0.04. Without importance_cap, the other tokens are weighted by their ratio (torch)."""
+    this, such as 0.04. Without importance_cap, the other tokens are weighted by their ratio (torch and tinker)."""
     kl_coef: float = Field(default=0.0, ge=0)
     """KL penalty coefficient against the starting policy; 0 keeps no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"

@@ -160,8 +160,11 @@ class EngineKind(Protocol):
 
 
 def samples_apart(engine: Engine) -> bool:
-    """Return whether an engine samples during an update: one that can end by itself has weights of its own."""
-    return getattr(engine, "check", None) is not None
+    """Return whether an engine samples during an update: one that can end by itself has weights of its own.
+
+    One that holds answers back meanwhile says so by ``waits_for_updates``.
+    """
+    return getattr(engine, "check", None) is not None and not getattr(engine, "waits_for_updates", False)
 
 
 def check_engines(engines: Sequence[Engine]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import LightningError, NothingToLearnError
 from lightning_spans.record.stalls import waiting
-from lightning_trainer.backend_protocol import Learner, OpenRun
+from lightning_trainer.backend_protocol import Learner, OpenRun, UpdateRefusedError
 from lightning_trainer.callbacks import Callback, Extra, StepRollouts
 from lightning_trainer.choices import SELF
 from lightning_trainer.engines.contract import samples_apart
@@ -315,8 +315,12 @@ class Loop:
         if not any(row.has_gradient for row in batch.rows) and not self._run.config.learns_from_flat_groups:
             return {"update_seconds": 0.0}
         began = time.monotonic()
-        with waiting("update", f"the backend to learn from {len(batch.rows)} rows"):
-            learned = self._learner.update(batch.rows)
+        try:
+            with waiting("update", f"the backend to learn from {len(batch.rows)} rows"):
+                learned = self._learner.update(batch.rows)
+        except UpdateRefusedError:
+            self._whole = True
+            raise
         seen = {learned_tokens.row_name(row): tokens for row, tokens in self._learner.seen.items()}
         learned_tokens.write(self._run.folder, self.state.step, seen)
         return {**agent_entropies(self._learner.seen), **learned, "update_seconds": time.monotonic() - began}

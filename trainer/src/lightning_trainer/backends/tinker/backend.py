@@ -49,7 +49,7 @@ def _forecast_cost(config: TrainConfig, facts: Mapping[str, Any]) -> tuple[Mappi
         "rows": facts["rows_tokens_step"] * facts["learned_share"],
         "unmerged": facts["call_tokens_step"] * facts["learned_share"],
     }  # fmt: skip
-    bill = bill_lines(prices, step, steps=facts["steps"], validations=facts["validation_steps"])
+    bill = bill_lines(prices, step, config, steps=facts["steps"], validations=facts["validation_steps"])
     told = [
         (
             f"the bill: {bill['tokens_prompt']:,} prompt tokens, {bill['tokens_sampled']:,} sampled,"

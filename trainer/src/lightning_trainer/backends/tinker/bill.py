@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
 import numpy as np
 
-from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backend_protocol import UpdateRefusedError
 from lightning_trainer.rl.rows import Row
 
+_LOOK_S: Final = 0.05  # between two looks at whether answers in progress have ended
 
-class BudgetSpentError(LightningError):
-    """The next step would cost more than is left of `max_cost`."""
+
+class BudgetSpentError(UpdateRefusedError):
+    """What comes next would cost more than is left of `max_cost`."""
 
     exit_status = 5
+
+
+class Updates(Protocol):
+    """The options that say how often an update reads and trains its rows."""
+
+    @property
+    def update_epochs(self) -> int: ...  # noqa: D102
+
+    @property
+    def minibatches(self) -> int: ...  # noqa: D102
+
+    @property
+    def kl_coef(self) -> float: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +151,55 @@ class Bill:
         self._total = TokenCount()
         self._told = TokenCount()
         self._dearest = 0.0
+        self._reserved = 0.0  # what answers in progress may cost
+        self._ended: BudgetSpentError | None = None
+
+    @asynccontextmanager
+    async def reserved(self, tokens: TokenCount) -> AsyncIterator[None]:
+        """Reserve what an answer may cost; wait for those in progress where it might not fit beside them.
+
+        Raises:
+            BudgetSpentError: it might cost more than is left. `check` raises it from then on.
+        """
+        cost = 0.0 if self.limit is None or self.prices is None else tokens.cost(self.prices)
+        while not self._reserve(cost, tokens):  # noqa: ASYNC110 - callers are on several event loops
+            await asyncio.sleep(_LOOK_S)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reserved -= cost
+
+    def _reserve(self, cost: float, tokens: TokenCount) -> bool:
+        left = self._left()
+        if cost > left:
+            what = f"an answer of up to {tokens.sampled:,.0f} tokens"
+            self._ended = self._spent_error(what, cost, "a larger --max-cost or a smaller --max-tokens")
+            raise self._ended
+        with self._lock:
+            fits = cost + self._reserved <= left
+            self._reserved += cost if fits else 0.0
+        return fits
+
+    def check_update(self, tokens: float, options: Updates) -> None:
+        """Refuse an update on so many predicted tokens that would cost more than is left.
+
+        Raises:
+            BudgetSpentError: says what it would cost.
+        """
+        cost = 0.0 if self.prices is None else update_tokens(tokens, options).cost(self.prices)
+        if cost > self._left():
+            raise self._spent_error("the update", cost)
+
+    def _left(self) -> float:
+        return math.inf if self.limit is None or self.prices is None else self.limit - self.spent
+
+    def _spent_error(self, what: str, cost: float, remedy: str = "a larger --max-cost") -> BudgetSpentError:
+        as_of = "" if self.prices is None else f" (prices of {self.prices.as_of})"
+        return BudgetSpentError(
+            f"max_cost = {self.limit:g}: {self.spent:.4g} is spent{as_of}, and {what} costs up to {cost:.2g}. The"
+            f" run is saved: continue with --resume and {remedy}."
+        )
 
     def add(self, tokens: TokenCount) -> None:
         """Count tokens."""
@@ -173,16 +241,24 @@ class Bill:
         Raises:
             BudgetSpentError: says what was spent, and how to continue.
         """
+        if self._ended is not None:
+            raise self._ended
         if self.limit is None or self.prices is None:
             return
         with self._lock:
             open_step = (self._total - self._told).cost(self.prices)
-        needed = max(self._dearest - open_step, 0.0)
-        if self.spent + needed > self.limit:
-            raise BudgetSpentError(
-                f"max_cost = {self.limit:g}: {self.spent:.4g} is spent (prices of {self.prices.as_of}), and another"
-                f" step costs up to {self._dearest:.2g}. It is saved: continue with --resume and a larger --max-cost."
-            )
+        if max(self._dearest - open_step, 0.0) > self._left():
+            raise self._spent_error("another step", self._dearest)
+
+
+def update_tokens(tokens: float, options: Updates) -> TokenCount:
+    """Return what an update on so many predicted tokens sends: at most, if there are minibatches.
+
+    All rows are read before the first step, and those of each further step again.
+    """
+    epochs = options.update_epochs
+    again = 0 if (epochs, options.minibatches) == (1, 1) else epochs
+    return TokenCount(read=tokens * (1 + again), trained=tokens * epochs, prompt=tokens * (options.kl_coef > 0))
 
 
 def unmerged_tokens(rows: Iterable[Row]) -> int:
@@ -194,17 +270,26 @@ def unmerged_tokens(rows: Iterable[Row]) -> int:
     return total
 
 
-def bill_lines(prices: Prices | None, step: Mapping[str, Any], *, steps: float, validations: float) -> dict[str, Any]:
+def bill_lines(
+    prices: Prices | None,
+    step: Mapping[str, Any],
+    options: Updates,
+    *,
+    steps: float,
+    validations: float,
+) -> dict[str, Any]:
     """Forecast a bill.
 
     Args:
         prices: of the model; None: unknown.
         step: tokens of a step: `prompt`, `sampled`, `rows`, `unmerged`.
+        options: of updates.
         steps: of the run.
         validations: all of them together, in rollouts of a step.
     """
     sampling = TokenCount(prompt=step["prompt"], sampled=step["sampled"]).times(steps + validations)
-    learning = TokenCount(read=step["rows"], trained=step["rows"], unmerged=2 * step["unmerged"]).times(steps)
+    sent = update_tokens(step["rows"], options)
+    learning = replace(sent, unmerged=(sent.read + sent.trained) / (step["rows"] or 1) * step["unmerged"]).times(steps)
     tokens = sampling + learning
     found: dict[str, Any] = {
         "tokens_prompt": round(tokens.prompt), "tokens_sampled": round(tokens.sampled),

@@ -9,7 +9,7 @@ Axes: P trained tokens of several rows, K of one; N predicted tokens of a row, o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch.learn.update import token_factors
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
-from lightning_trainer.rl.losses import importance_weights, kl_divergence
+from lightning_trainer.rl.losses import kl_divergence
 from lightning_trainer.rl.rows import Row
 
 Floats = NDArray[np.float32]
@@ -59,9 +60,6 @@ def token_gradients(
         _concatenate([_own(part.row.logprobs, part) for part in parts]),
     )
     weights_P = _concatenate([part.weights for part in parts])
-    if options.old_logprobs == "recompute":
-        cap, mask = options.importance_cap, options.importance_mask
-        weights_P = weights_P * importance_weights(old_P - recorded_P, cap=cap, mask=mask)
     lengths = torch.tensor([length for part in parts for length in part.row.lengths])
     tokens = TrainedTokens(
         logprobs_P,
@@ -91,6 +89,17 @@ def token_gradients(
     }
     ends = np.cumsum([len(each) for each in now])[:-1]
     return np.split((-slope_P).numpy(), ends), watched
+
+
+def weigh_tokens(pieces: Sequence[Sequence[Read]], options: TorchOptions) -> tuple[list[list[Read]], dict[str, float]]:
+    """Weigh the tokens of a batch that older weights sampled, as on torch; also return the metrics of that."""
+    parts = [part for piece in pieces for part in piece]
+    if options.old_logprobs != "recompute" or not parts:
+        return [list(piece) for piece in pieces], {}
+    gap_T = _concatenate([part.old - _own(part.row.logprobs, part) for part in parts])
+    factor_T, told = token_factors(gap_T, options)
+    factors = iter(np.split(factor_T.numpy(), np.cumsum([len(part.old) for part in parts])[:-1]))
+    return [[replace(part, weights=part.weights * next(factors)) for part in piece] for piece in pieces], told
 
 
 def _own(values: NDArray[np.floating], part: Read) -> Floats:

@@ -31,6 +31,7 @@ from lightning_trainer.backends.tinker.gradient import (
     replace_trained,
     spread,
     token_gradients,
+    weigh_tokens,
 )
 from lightning_trainer.backends.tinker.options import TinkerOptions
 from lightning_trainer.backends.tinker.probe import Findings, examine, prove_sampling
@@ -93,6 +94,8 @@ class TinkerLearner:
         except BaseException:
             self.close()
             raise
+        for engine in self.engines:
+            engine.waits_for_updates = not self.findings.snapshots
         if not self.findings.clips:
             logger.warning("this server does not clip gradients: max_grad_norm has no effect")
 
@@ -138,7 +141,7 @@ class TinkerLearner:
         return self.service.base_sampler(self.options.served_base)
 
     @property
-    def engines(self) -> tuple[Engine, ...]:
+    def engines(self) -> tuple[TinkerEngine, ...]:
         """One for each policy; of several adapters the frozen model first."""
         own = [policy.engine for policy in self._policies.values()]
         return tuple(own if self._base is None else [self._base, *own])
@@ -170,10 +173,12 @@ class TinkerLearner:
 
         Raises:
             ConfigError: rows were sampled at another temperature than 1.
+            BudgetSpentError: it would cost more than is left. Nothing was sent.
             TinkerError: the server failed. Nothing counts then but what the last checkpoint has.
         """
         self._seen = {}
         check_temperature(rows)
+        self.bill.check_update(sum(len(row.tokens) - 1 for row in self._learned(rows)), self.learner_options)
         names = self.learner_options.adapters
         parts = by_adapter(rows, self.learner_options) if names else {next(iter(self._policies)): list(rows)}
         with self._still():
@@ -205,7 +210,7 @@ class TinkerLearner:
         every = [part.row for piece in pieces for part in piece]
         now = dict(zip(every, at_trained(every, first := self._forward(adapter, every)), strict=True))
         whole = dict(zip(every, first, strict=True))
-        pieces = [self._known(piece, now) for piece in pieces]
+        pieces, corrected = weigh_tokens([self._known(piece, now) for piece in pieces], options)
         self._seen |= {
             row: SeenTokens(its - row.logprobs[row.mask], np.full_like(its, np.nan)) for row, its in now.items()
         }
@@ -229,6 +234,7 @@ class TinkerLearner:
             "tokens": sums["tokens"] / options.update_epochs,
             "packed_tokens": float(sum(len(row.tokens) for row in every)),
             "skipped": 0.0,
+            **corrected,
             "seconds": time.monotonic() - began,
         }
 
@@ -275,10 +281,13 @@ class TinkerLearner:
 
     def _billed(self, adapter: Adapter, rows: Sequence[Row], read: int, trained: int) -> None:
         """Count what an update sent, and what it had sent unmerged."""
-        learned = [row for row in rows if row.has_gradient or self.learner_options.learns_from_flat_rows]
+        learned = self._learned(rows)
         sent = TokenCount(read=adapter.tokens_read - read, trained=adapter.tokens_trained - trained)
         once = sum(len(row.tokens) - 1 for row in learned) or 1
         self.bill.add(replace(sent, unmerged=(sent.read + sent.trained) * unmerged_tokens(learned) / once))
+
+    def _learned(self, rows: Sequence[Row]) -> list[Row]:
+        return [row for row in rows if row.has_gradient or self.learner_options.learns_from_flat_rows]
 
     def _reference(self, rows: Sequence[Row]) -> list[Floats]:
         """Return for each row (K,) log-probabilities under the model without adapter."""
@@ -325,11 +334,7 @@ class TinkerLearner:
         return [found[n] for n in range(len(rows))]
 
     def likeliest(self, rows: Sequence[Row], count: int) -> NoReturn:  # noqa: ARG002 - the protocol's
-        """Refuse: a server sends no such thing.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse: a server sends no such thing."""
         raise ConfigError("a Tinker server does not say which tokens are likeliest. Use backend = torch.")
 
     def save(self, folder: Path, *, resumable: bool = True) -> None:

@@ -146,16 +146,10 @@ def check(config: TrainConfig) -> None:
             "engine and its options are of backend = torch: a Tinker server samples itself. Leave them out.": (
                 any(each is not None for each in elsewhere) or bool(config.engine_options)
             ),
-            "importance_moment is of backend = torch. Leave it out, or use importance_cap and importance_mask.": (
-                config.importance_moment is not None
-            ),
             "gpus, nodes and verl are options of backend = verl. Leave them out.": (
                 (config.gpus, config.nodes, dict(config.verl)) != (1, 1, {})
             ),
             "rollback_on_cliff is of backend = torch. Leave it out.": (config.rollback_on_cliff),
-            "staleness is not supported by backend = tinker. Leave it out, or use backend = torch or verl.": (
-                config.staleness != 0
-            ),
         }
     )
     options_of(config).read_prices()

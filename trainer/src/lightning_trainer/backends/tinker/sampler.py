@@ -12,13 +12,13 @@ import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from lightning_trainer.backends.tinker.bill import Bill, TokenCount
+from lightning_trainer.backends.tinker.bill import Bill, BudgetSpentError, TokenCount
 from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.service import Service, sdk
 from lightning_trainer.engines.gate import Gate
 from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.text_stream import TextStream
-from lightning_trainer.gateway.upstream.errors import failed
 
 
 class TinkerEngine:
@@ -34,6 +34,7 @@ class TinkerEngine:
     """
 
     abilities: frozenset[str] = frozenset()
+    waits_for_updates = False  # whether answers are held back while a step learns
 
     def __init__(
         self, name: str, held: Mapping[str, Any], service: Service, bill: Bill, *, gate: Gate, seed: int
@@ -83,13 +84,13 @@ class TinkerEngine:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_model_len}")
         most = min(room, sampling.max_tokens or room)
         seed = self.random.getrandbits(31) if sampling.seed is None else sampling.seed % 2**31
-        async with self._gate.passed():
-            client, version = self._weights
-            try:
+        try:
+            async with self._bill.reserved(TokenCount(prompt=len(prompt), sampled=most)), self._gate.passed():
+                client, version = self._weights
                 tokens, logprobs, cached = await self._sample(client, prompt, sampling, most, seed)
-            except TinkerError as error:
-                raise failed(str(error)) from error
-        self._bill.add(TokenCount(prompt=len(prompt), cached=cached, sampled=len(tokens)))
+                self._bill.add(TokenCount(prompt=len(prompt), cached=cached, sampled=len(tokens)))
+        except (TinkerError, BudgetSpentError) as error:
+            raise Refusal(502, str(error), "server_error", "upstream_failed") from error
         yield self._answer(tokens, logprobs, sampling, version)
 
     async def _sample(

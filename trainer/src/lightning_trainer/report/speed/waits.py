@@ -138,7 +138,7 @@ def name_bottleneck(steps: Sequence[Mapping[str, Any]], config: TrainConfig, *, 
 def _advice(part: str, config: TrainConfig, *, samples_apart: bool) -> str:
     ours, at_once, adapters = config.backend == "torch", config.concurrency, config.lora_rank > 0
     newest = config.forked or config.by_coalitions or config.teacher is not None or config.resample > 0
-    early = ours and not newest  # the others are refused with staleness
+    early = config.backend in ("torch", "tinker") and not newest  # the others are refused with staleness
     overlap = f"--staleness {config.staleness + 1}"
     overlaps = early and samples_apart and not config.staleness  # that much would be gained
     vllm = ours and samples_apart and config.engine_url is None

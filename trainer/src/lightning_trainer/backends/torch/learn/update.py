@@ -187,16 +187,29 @@ def _weigh_tokens(
     parts: Sequence[_MicroBatch], old: Sequence[Tensor], options: TorchOptions
 ) -> tuple[list[_MicroBatch], dict[str, float]]:
     """Weigh tokens by the trainer's probability over the recorded one: `losses.importance_weights`."""
-    cap, mask, moment = options.importance_cap, options.importance_mask, options.importance_moment
-    if not parts or (cap, mask, moment) == (None, None, None):
-        return list(parts), {}
+    if not parts:
+        return [], {}
     gap_T = torch.cat([old_P - part.recorded_P for part, old_P in zip(parts, old, strict=True)])
+    factor_T, told = token_factors(gap_T, options)
+    factors = torch.split(factor_T, [len(part.recorded_P) for part in parts])
+    return [replace(p, weights_P=p.weights_P * own_P) for p, own_P in zip(parts, factors, strict=True)], told
+
+
+def token_factors(gap_T: Tensor, options: TorchOptions) -> tuple[Tensor, dict[str, float]]:
+    """Return the importance weights of a batch's tokens, and the shares of those masked and capped.
+
+    Args:
+        gap_T: (T,) log-probability under the weights before the update, less that recorded.
+        options: cap, mask and moment.
+    """
+    cap, mask, moment = options.importance_cap, options.importance_mask, options.importance_moment
+    if (cap, mask, moment) == (None, None, None):
+        return torch.ones_like(gap_T), {}
     factor_T = importance_weights(gap_T, cap=cap, mask=mask, moment=moment)
     told = {"importance_masked": float((factor_T == 0).float().mean())}
     if cap is not None:
         told["importance_capped"] = float((factor_T >= cap).float().mean())
-    factors = torch.split(factor_T, [len(part.recorded_P) for part in parts])
-    return [replace(p, weights_P=p.weights_P * own_P) for p, own_P in zip(parts, factors, strict=True)], told
+    return factor_T, told
 
 
 def token_logprobs(model: LoadedModel, packed: Packed) -> tuple[Tensor, Tensor]:
