@@ -438,12 +438,14 @@ def full(session: nox.Session) -> None:
     session.notify("tinker")
 
 
-@nox.session(python=False)
+@nox.session
 def table(session: nox.Session) -> None:
-    """Write what the docs take from the project: tested versions, the programs that pages show, sizes of packages."""
-    session.run("python3", "templates/versions_table.py")
-    session.run("python3", "docs/site/snippets.py")
-    session.run("python3", "docs/site/sizes.py")
+    """Write what the docs take from the project: versions, programs that pages show, signatures, sizes of packages."""
+    session.env.update(PINNED)
+    session.install(*SITE, "click")
+    session.run("python", "templates/versions_table.py")
+    for script in ("snippets", "signatures", "sizes"):
+        session.run("python", f"docs/site/{script}.py")
 
 
 @nox.session

@@ -22,6 +22,7 @@ import check
 import finish
 import llms
 import reference
+import signatures
 import stage
 import yaml
 
@@ -59,7 +60,10 @@ def build(site: Path = SITE) -> list[str]:
     """Build the site into a folder, and return what is wrong with it."""
     with tempfile.TemporaryDirectory(prefix="docs-") as name:
         folder = Path(name)
-        problems = stage.stage(folder / "pages")
+        problems = [
+            f"{page} has signatures that are not those of the code: nox -s table" for page in signatures.stale()
+        ]
+        problems += stage.stage(folder / "pages")
         nav = check.listed(settings(folder)["nav"])
         problems += check.unlisted(folder / "pages", nav)
         try:

@@ -16,6 +16,8 @@ import click
 from stage import ROOT
 
 MARK: Final = re.compile(r"^<!-- generate: ([a-z-]+)(?: ([^>]+?))? -->$", re.MULTILINE)
+WRITTEN: Final = "<!-- signatures: written by `nox -s table` -->"
+END: Final = "<!-- end of signatures -->"
 
 
 class UndocumentedError(Exception):
@@ -34,7 +36,12 @@ def fill(text: str) -> str:
             raise UndocumentedError(f"{match[0]}: there is {', '.join(GENERATORS)}.")
         return GENERATORS[match[1]](*(match[2] or "").split())
 
-    return MARK.sub(made, text)
+    return MARK.sub(made, without_signatures(text))
+
+
+def without_signatures(text: str) -> str:
+    """Return a page without what `signatures.py` wrote for readers of the repository."""
+    return re.sub(rf"\n+{WRITTEN}\n.*?{END}", "", text, flags=re.DOTALL)
 
 
 def _cell(text: str) -> str:
@@ -174,11 +181,9 @@ def api(*modules: str) -> str:
         module = _loaded(path)
         if not module.docstring:
             raise UndocumentedError(f"{path} has no docstring.")
-        names = _public(module)
         first = griffe.Docstring(module.docstring.value).parse()[0].value
         parts.append(f"## `{path}` {{ #module-{path.replace('.', '-')} }}\n\n{first}\n")
-        for name in names:
-            thing = _final(module.members[name])
+        for name, thing in public(path).items():
             _must_be_documented(thing)
             if thing.path.partition(".")[0] != path.partition(".")[0]:  # mkdocstrings loads one package at a time
                 there = f"lightning_spans.{name}"
@@ -193,25 +198,33 @@ def describe(path: str) -> str:
     """Return the signature and the docstring of a public name as Markdown, for readers of text: ``llms.txt``."""
     package, *names = path.split(".")
     thing = functools.reduce(lambda at, name: _final(at.members[name]), names, _loaded(package))
-    parts = [_signature(thing)]
+    parts = [signature(thing)]
     if thing.is_class:
-        parts += [_signature(member) for member in thing.members.values() if _is_method(member)]
+        parts += [signature(member) for member in thing.members.values() if is_method(member)]
     docstring = thing.docstring.value if thing.docstring else ""
     code = "\n\n".join(parts)
     return f"### `{path}`\n\n```python\n{code}\n```\n\n{docstring}\n"
 
 
-def _is_method(member: Any) -> bool:
+def is_method(member: Any) -> bool:
+    """Return whether a member of a class is a public method or its ``__init__``."""
     return not member.is_alias and member.is_function and (member.name == "__init__" or member.name[0] != "_")
 
 
-def _signature(thing: Any) -> str:
+def signature(thing: Any) -> str:
+    """Return a name as its source defines it, without its body."""
     if thing.is_function:
         start = "async def " if "async" in thing.labels else "def "
         return f"{start}{thing.signature(return_type=True)}"
     if thing.is_class:
         return f"class {thing.name}" + (f"({', '.join(map(str, thing.bases))})" if thing.bases else "")
     return f"{thing.name} = {thing.value}"
+
+
+def public(path: str) -> dict[str, Any]:
+    """Return what a module makes public, by name."""
+    module = _loaded(path)
+    return {name: _final(module.members[name]) for name in _public(module)}
 
 
 def _loaded(path: str) -> Any:
@@ -426,7 +439,7 @@ def _names() -> Iterator[tuple[str, str, str]]:
     for page in sorted((docs / "api").glob("*.md")):
         for mark in MARK.finditer(page.read_text(encoding="utf-8")):
             for module in (mark[2] or "").split():
-                for name in _public(_loaded(module)):
+                for name in public(module):
                     yield f"`{name}`", f"api/{page.name}#{module}.{name}", f"in `{module}`"
     for page, what in (("metrics", "metric"), ("environment", "variable"), ("glossary", "word"), ("hooks", "hook")):
         for cell in re.findall(

@@ -15,6 +15,7 @@ import check
 import finish
 import llms
 import reference
+import signatures
 import sizes
 import snippets
 import stage
@@ -159,3 +160,13 @@ def test_every_variable_that_is_read_is_on_its_page():
 def test_a_page_is_summed_up_by_its_first_sentence():
     text = "# A `title`\n\nDo [this](x.md) first: so. Then\nthat.\n"
     assert (llms.title(text), llms.summary(text)) == ("A title", ": Do this first")
+
+
+def test_signatures_in_the_repository_give_way_to_the_site():
+    text = "# A\n\n<!-- generate: attributes x.Y -->\n\nend\n"
+    written = f"{reference.WRITTEN}\n\n```python\ndef f() -> None\n```\n\n{reference.END}"
+    assert reference.without_signatures(text.replace("\n\nend", f"\n\n{written}\n\nend")) == text
+    parts = [f"name_{n}: dict[str, int] = {{}}" for n in range(4)]
+    long = signatures._wrap(f"def f({', '.join(parts)}) -> Callable[[int], str]")
+    assert long == "\n".join(["def f(", *(f"    {part}," for part in parts), ") -> Callable[[int], str]"])
+    assert signatures._wrap("def f(a: int) -> str") == "def f(a: int) -> str"
