@@ -44,7 +44,7 @@ class Call:
         rollout_id: from the attempt's key.
         attempt_id: from the attempt's key.
         agent: its path, from the ``x-lightning-agent`` header or the key; the span's name goes before it.
-        origin: what the call was made for: ``training``, ``live``, or a label of the user's own.
+        origin: what the call was made for: ``training``, ``live``, ``shadow``, or a label of the user's own.
         policy: the model or policy that answered.
         policy_version: the number of its weights when the call began.
         prompt_token_ids: (P,) ids given to the engine; None where it did not send them.

@@ -22,6 +22,7 @@ INVOKE_WORKFLOW: Final = "invoke_workflow"  # what is around several agents: a t
 
 TRAINING: Final = "training"  # origin of what a runner or a plain script records
 LIVE: Final = "live"  # origin of what an agent in production records
+SHADOW: Final = "shadow"  # origin of a candidate's answers to copies of live calls: no trace has them
 
 OPERATION: Final = "gen_ai.operation.name"
 AGENT_NAME: Final = "gen_ai.agent.name"

@@ -24,7 +24,8 @@ class Deployment:
             adapter ``NAME@HASH``.
         candidate: the policy that is tried or was rolled back; None where there is none.
         previous: the stable policy before the last promotion, to which a rollback returns; None: there was none.
-        share: of the conversations that the candidate answers, 0 to 1; 0 outside of a canary.
+        share: of the conversations that the candidate answers in a canary, or gets copies of in a shadow; 0 to 1,
+            0 outside of both.
         checkpoint: folder of the candidate's adapter; None: the server has the candidate under its name.
         base: the model on whose servers that adapter is loaded; None likewise.
         reason: why it was made.

@@ -14,7 +14,7 @@ from lightning_spans.adapter.tree import Key
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
-from lightning_spans.schema.spans import TRAINING, Span
+from lightning_spans.schema.spans import SHADOW, TRAINING, Span
 from lightning_spans.store.protocol import Ids, Store, Where, each, whole_list
 
 _AT_ONCE: Final = 64  # traces in memory
@@ -49,6 +49,7 @@ def each_trace(
 
     Those of attempts that the queue does not know come after those that it knows. Spans that belong to no attempt give
     one for each trace_id, last. Where no ids are given, a few traces at a time are in memory, and the ids of the rest.
+    A candidate's answers to copies of live calls are read only by their origin, ``shadow``: no user got them.
 
     Args:
         store: to read from.
@@ -73,7 +74,7 @@ def each_trace(
             unknown.setdefault(record.attempt_id)
         elif record.trace_id is not None:
             outside.setdefault(record.trace_id)
-        else:
+        elif _is_shown(record, origin):
             yield _Heap(calls=[record]).trace()
     if origin is None:
         unknown |= dict.fromkeys(reward.attempt_id for reward in each(store, Reward))
@@ -94,7 +95,7 @@ def newest_traces(store: Store, *, origin: str | None = None) -> Iterator[Trace]
         each(store, Span, where, limit=_AT_ONCE, newest_first=True),
         each(store, Call, where, limit=_AT_ONCE, newest_first=True),
     ]
-    started = heapq.merge(*lists, key=_start_ns, reverse=True)
+    started = (one for one in heapq.merge(*lists, key=_start_ns, reverse=True) if _is_shown(one, origin))
     rewards = each(store, Reward, newest_first=True) if origin is None else ()
     records: Iterator[AttemptRecord | Span | Call | Reward] = chain(started, rewards)
     seen: set[str] = set()
@@ -111,6 +112,10 @@ class _Place:
     key: str
     of_attempt: bool = False
     call: Call | None = None
+
+
+def _is_shown(record: AttemptRecord | Span | Call, origin: str | None) -> bool:
+    return origin == SHADOW or not isinstance(record, Call) or record.origin != SHADOW
 
 
 def _start_ns(record: AttemptRecord | Span | Call) -> int:

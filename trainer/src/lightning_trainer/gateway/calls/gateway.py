@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -46,6 +46,7 @@ class Gateway:
         self._intake = intake
         self._routing = routing
         self._deciders: list[Decider] = []
+        self._at_end: list[Callable[[], Awaitable[None]]] = []
         self._open: dict[asyncio.Task[None], str | None] = {}  # with the attempt of each
         self._cut: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -55,10 +56,16 @@ class Gateway:
         """Let something decide on calls before a policy answers them; of several that take a call the first does."""
         self._deciders.append(decider)
 
+    def end_with(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do this when the server stops, before the models' connections are closed."""
+        self._at_end.append(work)
+
     async def settle(self, timeout_s: float = 5.0) -> None:
         """Wait until every call that was begun has left its record; uvicorn only cancels them when it stops."""
         if self._open:
             await asyncio.wait(self._open, timeout=timeout_s)
+        for work in self._at_end:
+            await work()
 
     def cut(self, attempt_id: str) -> None:
         """End the calls of an attempt that are still being answered, and wait for their records. Not on the event loop.

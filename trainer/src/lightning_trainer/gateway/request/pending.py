@@ -113,6 +113,7 @@ class SampledCall:
         choices: the answers, which grow while they are sampled.
         sampling: the parameters in force.
         left_out: what of the request was not done, as it was requested.
+        usage: tokens as the upstream counts them, under OpenAI's names; not on record, where the tokens themselves are.
     """
 
     policy_version: int = 0
@@ -121,6 +122,7 @@ class SampledCall:
     choices: Sequence[PendingChoice] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, Json] = field(default_factory=dict)
+    usage: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -83,8 +83,10 @@ class Assembly:
             holder.pop("prompt_token_ids", None)
 
     def _take_usage(self, usage: Any) -> None:
-        reported = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if isinstance(reported, int):
+        if not isinstance(usage, dict):
+            return
+        self._pending.sample(usage=usage)
+        if isinstance(reported := usage.get("completion_tokens"), int):
             self._reported = reported
 
     def _add_choice(self, choice: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from lightning_trainer.flags.common import key_file_option, print_json, reading, screen, store_option
+from lightning_trainer.flags.common import given, key_file_option, print_json, reading, store_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 def command() -> None:
     """Bring a candidate policy to users, agent by agent.
 
-    A candidate first answers nobody, then a share of the conversations (canary), then all (promote). At each step,
-    rollback returns to the policy before. The table of deployments is in the store of `lightning-rl server`, which
-    follows it. See docs/how-to/deploy.md.
+    A candidate first answers nobody, then copies of live calls (shadow), then a share of the conversations (canary),
+    then all (promote). At each step, rollback returns to the policy before. The table of deployments is in the store of
+    `lightning-rl server`, which follows it. See docs/how-to/deploy.md.
     """
 
 
@@ -74,21 +74,22 @@ def _bounds(context: click.Context, option: click.Parameter, values: tuple[str, 
 def status(*, agent: str | None, store: str, key_file: Path | None, as_json: bool) -> None:
     """Show which policies answer each agent."""
     from lightning_spans.errors import ConfigError
+    from lightning_trainer.kits.deploy.display import read_findings, show, show_history, status_json
     from lightning_trainer.kits.deploy.table import read_histories
 
     with reading(store, key_file) as opened:
         histories = read_histories(opened)
-        gates = _gates(opened, histories)
+        findings = read_findings(opened, histories)
     if agent is not None and agent not in histories:
         known = ", ".join(histories) or "none"
         raise ConfigError(f"{agent} has no deployment. Agents that have one: {known}.")
     chosen = {agent: histories[agent]} if agent is not None else histories
     if as_json:
-        print_json(_status_json(chosen, gates, with_history=agent is not None))
+        print_json(status_json(chosen, findings, with_history=agent is not None))
         return
-    _show(chosen, gates)
+    show(chosen, findings)
     if agent is not None:
-        _show_history(histories[agent])
+        show_history(histories[agent])
 
 
 @command.command(name="candidate")
@@ -126,6 +127,42 @@ def candidate(
         return replace(named, details={approvals.NEEDS_APPROVAL: True}) if needed else named
 
     _change(agent, options, name)
+
+
+@command.command(name="shadow")
+@click.option(
+    "--share", default="100%", show_default=True, callback=_share, metavar="SHARE", help="Share of the conversations."
+)
+@click.option(
+    "--rule",
+    "rules",
+    multiple=True,
+    metavar="NAME",
+    help="Guardrail whose share of bad answers is compared, such as slower-than-10. Default: refused and cut. May be"
+    " repeated.",
+)
+@click.option(
+    "--judge",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Option of a judge of answers that differ: endpoint, model, ... May be repeated. Default: no judge.",
+)
+@_transition_options
+def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agent: str, **options: Any) -> None:
+    """Let the candidate answer copies of the agent's live calls. Users get and wait for the stable policy's answers.
+
+    Tools are not executed. `deploy status` compares the answers. The judge is called by the server.
+    """
+    from lightning_spans.schema.spans import SHADOW
+    from lightning_trainer.kits.deploy.shadow.comparison import RULES, ShadowRules
+    from lightning_trainer.kits.deploy.transitions import begin_shadow
+
+    compared = ShadowRules(rules=rules or RULES, judge=given({"judge": judge}).get("judge"))
+
+    def begin(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
+        return replace(begin_shadow(_last(history), agent, share, note), details={SHADOW: compared.to_details()})
+
+    _change(agent, options, begin)
 
 
 @command.command(name="canary")
@@ -241,6 +278,7 @@ def promote(*, override: bool, agent: str, **options: Any) -> None:
 @_json_option
 def check(*, store: str, key_file: Path | None, as_json: bool) -> None:
     """Roll back what its gate or a guardrail rejects, with the reason, and show the status of all agents."""
+    from lightning_trainer.kits.deploy.display import read_findings, show, status_json
     from lightning_trainer.kits.deploy.outcomes import reject
     from lightning_trainer.kits.deploy.table import keep, read_histories
 
@@ -249,11 +287,11 @@ def check(*, store: str, key_file: Path | None, as_json: bool) -> None:
             if (rejected := reject(opened, history)) is not None:
                 keep(opened, rejected)
         histories = read_histories(opened)
-        gates = _gates(opened, histories)
+        findings = read_findings(opened, histories)
     if as_json:
-        print_json(_status_json(histories, gates))
+        print_json(status_json(histories, findings))
     else:
-        _show(histories, gates)
+        show(histories, findings)
 
 
 @command.command(name="rollback")
@@ -272,6 +310,7 @@ def _change(
     agent: str, options: Mapping[str, Any], transition: Callable[[Sequence[Deployment], Note, Store], Deployment]
 ) -> None:
     """Read an agent's history, write the transition that follows, and show it."""
+    from lightning_trainer.kits.deploy.display import read_findings, show, status_json
     from lightning_trainer.kits.deploy.table import keep, read_histories
     from lightning_trainer.kits.deploy.transitions import Note
 
@@ -280,11 +319,11 @@ def _change(
         made = transition(history, Note(options["reason"], options["actor"] or getpass.getuser()), opened)
         keep(opened, made)
         after = {agent: [*history, made]}
-        gates = _gates(opened, after)
+        findings = read_findings(opened, after)
     if options["as_json"]:
-        print_json(_status_json(after, gates))
+        print_json(status_json(after, findings))
     else:
-        _show(after, gates)
+        show(after, findings)
 
 
 def _last(history: Sequence[Deployment]) -> Deployment | None:
@@ -314,70 +353,3 @@ def _policy(agent: str, checkpoint: Path | None, name: str | None, base: str | N
     if wanted not in saved:
         raise ConfigError(f"{checkpoint} holds no adapter {wanted!r}. Name one with --policy: {', '.join(saved)}.")
     return Policy(saved[wanted].served, str(saved[wanted].folder), base)
-
-
-def _gates(store: Store, histories: Mapping[str, Sequence[Deployment]]) -> dict[str, dict[str, Any] | None]:
-    """Return what the gate of each agent says; None of one that is in no canary."""
-    from lightning_trainer.kits.deploy.outcomes import describe_gate
-
-    return {agent: describe_gate(store, history) for agent, history in histories.items()}
-
-
-def _status_json(
-    histories: Mapping[str, Sequence[Deployment]],
-    gates: Mapping[str, dict[str, Any] | None],
-    *,
-    with_history: bool = False,
-) -> dict[str, Any]:
-    from lightning_spans.schema.json import to_json
-
-    agents = {}
-    for agent, history in histories.items():
-        newest = history[-1]
-        agents[agent] = {name: getattr(newest, name) for name in ("stable", "candidate", "stage", "share", "previous")}
-        agents[agent]["gate"] = gates[agent]
-        if with_history:
-            agents[agent]["history"] = [to_json(one) for one in history]
-    return {"agents": agents}
-
-
-def _show(histories: Mapping[str, Sequence[Deployment]], gates: Mapping[str, dict[str, Any] | None]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("agent", "stage", "stable", "candidate", "share", "outcomes", "difference", "gate")
-    for agent, history in sorted(histories.items()):
-        newest = history[-1]
-        share = f"{newest.share:.3g}" if newest.stage != "canary" else f"{100 * newest.share:.3g} %"
-        cells = (
-            agent,
-            newest.stage.replace("_", " "),
-            newest.stable,
-            newest.candidate or "",
-            share,
-            *_gate_cells(gates[agent]),
-        )
-        table.add_row(*(escape(cell) for cell in cells))
-    screen().print(table)
-
-
-def _gate_cells(gate: dict[str, Any] | None) -> tuple[str, str, str]:
-    if gate is None:
-        return "", "", ""
-    found = "" if gate["difference"] is None else f"{gate['difference']:+.3f} [{gate['low']:+.3f}, {gate['high']:+.3f}]"
-    of = "" if gate["needed"] is None else f" of about {gate['needed']}"
-    return f"{gate['n']}{of}", found, gate["decision"]
-
-
-def _show_history(history: Sequence[Deployment]) -> None:
-    import time
-
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("no.", "when", "stage", "stable", "candidate", "who", "why")
-    for one in history:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at_ns / 1e9))
-        cells = (str(one.number), when, one.stage, one.stable, one.candidate or "", one.actor, one.reason)
-        table.add_row(*(escape(cell) for cell in cells))
-    screen().print(table)

@@ -16,7 +16,7 @@ def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
         "deploy",
         Listed(
             "lightning_trainer.kits.deploy.command",
-            "Bring a candidate policy to users, agent by agent: candidate, canary, promote, rollback.",
+            "Bring a candidate policy to users, agent by agent: candidate, shadow, canary, promote, rollback.",
             after="server",
         ),
     )

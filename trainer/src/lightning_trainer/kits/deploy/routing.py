@@ -8,11 +8,11 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from lightning_spans.schema.json import dumps
 from lightning_spans.store import Store
-from lightning_spans.store.deployments import Assignment
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import Where
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.calls.incoming import IncomingCall
@@ -27,6 +27,14 @@ _LONGEST: Final = 200  # characters of a conversation's name
 _REMEMBERED: Final = 100_000  # conversations; the store has all of them
 
 
+class Copier(Protocol):
+    """Lets candidates answer copies of live calls."""
+
+    def offer(self, call: IncomingCall, deployment: Deployment, conversation: str) -> None:
+        """Take a copy of a call that was answered. Never waits and never raises."""
+        ...
+
+
 class DeploymentRouter:
     """Gives each conversation of a deployed agent to one policy, and leaves all other calls as they are.
 
@@ -35,10 +43,12 @@ class DeploymentRouter:
 
     Args:
         store: has the assignments.
+        copier: gets copies of the calls of agents whose candidate is in a shadow; None: nothing does.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, copier: Copier | None = None) -> None:
         self._store = store
+        self._copier = copier
         self._agents: Mapping[str, AgentPolicies] = {}
         self._names = Policies()
         self._assigned: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -66,11 +76,14 @@ class DeploymentRouter:
             return
         served = call.models.by_name()
         stable = _stable(policies, served)
-        chosen = await self._chosen(name, conversation_of(call), policies, served)
+        conversation = conversation_of(call)
+        chosen = await self._chosen(name, conversation, policies, served)
         if chosen not in served or not policies.may_answer(chosen):
             chosen = stable
         call.decide(seed=None, marks={MARK: policies.current.number})
         await call.sample(model=chosen, otherwise=None if chosen == stable else stable)
+        if self._copier is not None and _is_copied(policies.current, conversation):
+            self._copier.offer(call, policies.current, conversation)
 
     async def _chosen(self, agent: str, conversation: str, policies: AgentPolicies, served: Mapping[str, Any]) -> str:
         """Return the policy that a conversation was given to, which is chosen where this is its first call."""
@@ -97,6 +110,10 @@ class DeploymentRouter:
             return assignment.policy
         found = self._store.page(Assignment, Where(attempt_ids=[assignment.attempt_id])).records
         return next((one.policy for one in found if one.agent == assignment.agent), assignment.policy)
+
+
+def _is_copied(current: Deployment, conversation: str) -> bool:
+    return current.stage == "shadow" and draw(current.agent, str(current.candidate), conversation) < current.share
 
 
 def _stable(policies: AgentPolicies, served: Mapping[str, Any]) -> str:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+from prometheus_client import Counter
 
 from lightning_spans.errors import ConfigError, StoreError
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
 from lightning_trainer.gateway.calls.models import ServedModels
 from lightning_trainer.gateway.http.masking import masking_logger
+from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
 from lightning_trainer.gateway.upstream.upstream import UpstreamPolicy
 from lightning_trainer.kits.deploy.approvals import guard_promotions
 from lightning_trainer.kits.deploy.routing import DeploymentRouter
+from lightning_trainer.kits.deploy.shadow.copies import ShadowCopies
 from lightning_trainer.kits.deploy.table import adapters_to_load, policies_of, read_histories
 from lightning_trainer.kits.deploy.transitions import Policy
 
@@ -132,7 +136,9 @@ def deploying(app: Any) -> Iterator[None]:
     Args:
         app: of `gateway.app.create_app`.
     """
-    router = DeploymentRouter(app.state.store)
+    copies = ShadowCopies(app.state.store, count=_counter(app.metrics))
+    app.state.gateway.end_with(copies.close)
+    router = DeploymentRouter(app.state.store, copies)
     table, loader = DeploymentTableReader(app.state.store, router), AdapterLoader(app.state.models)
     app.state.gateway.register(router)
     guard_promotions(app)
@@ -146,6 +152,17 @@ def deploying(app: Any) -> Iterator[None]:
     finally:
         signals.stopping.set()
         signals.changed.set()
+
+
+def _counter(metrics: Metrics) -> Callable[[str], None]:
+    """Return what counts copies of live calls on the page ``/metrics``."""
+    copies = Counter(
+        "lightning_shadow_copies",
+        "copies of live calls for candidates in a shadow, by what became of them",
+        ["outcome"],
+        registry=metrics.registry,
+    )
+    return lambda outcome: copies.labels(outcome).inc()
 
 
 @dataclass(frozen=True, slots=True)

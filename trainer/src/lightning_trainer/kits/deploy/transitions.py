@@ -1,7 +1,9 @@
 """The states of an agent's policy, and what may follow which: deployments in, the next deployment out.
 
-candidate ──▶ canary ──▶ stable
-    └────────────┴──────────┴──▶ rolled_back
+candidate ──▶ shadow ──▶ canary ──▶ stable
+    └────────────┴───────────┴─────────┴──▶ rolled_back
+
+The shadow may be left out.
 """
 
 from __future__ import annotations
@@ -101,6 +103,18 @@ def name_candidate(
     )
 
 
+def begin_shadow(current: Deployment | None, agent: str, share: float, note: Note) -> Deployment:
+    """Return the transition after which the candidate gets copies of a share of the conversations.
+
+    Raises:
+        ConfigError: there is no candidate, it answers users already, or the share is not above 0 and at most 1.
+    """
+    tried = _tried(current, agent)
+    if tried.stage == "canary":
+        raise ConfigError(f"the candidate {tried.candidate} of {agent} is in a canary already: it answers users.")
+    return _next(tried, note, stage="shadow", share=_checked(share))
+
+
 def begin_canary(current: Deployment | None, agent: str, share: float, note: Note) -> Deployment:
     """Return the transition after which the candidate answers a share of the conversations.
 
@@ -108,9 +122,7 @@ def begin_canary(current: Deployment | None, agent: str, share: float, note: Not
         ConfigError: there is no candidate, or the share is not above 0 and at most 1.
     """
     tried = _tried(current, agent)
-    if not 0.0 < share <= 1.0:
-        raise ConfigError(f"share {share:g}: give a share above 0 % and at most 100 %, such as --share 5%.")
-    return _next(tried, note, stage="canary", share=share)
+    return _next(tried, note, stage="canary", share=_checked(share))
 
 
 def approve(current: Deployment | None, agent: str, note: Note) -> Deployment:
@@ -165,6 +177,12 @@ def _before(history: Sequence[Deployment], policy: str) -> str | None:
     """Return the policy that was stable before this one was promoted."""
     promoted = (one.previous for one in reversed(history) if one.stage == "stable" and one.stable == policy)
     return next(promoted, None)
+
+
+def _checked(share: float) -> float:
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"share {share:g}: give a share above 0 % and at most 100 %, such as --share 5%.")
+    return share
 
 
 def _tried(current: Deployment | None, agent: str) -> Deployment:

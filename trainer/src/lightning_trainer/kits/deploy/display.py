@@ -1,0 +1,106 @@
+"""What `lightning-rl deploy` shows of agents: a table, a line for each finding, or JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_spans.schema.json import to_json
+from lightning_spans.store import Store
+from lightning_spans.store.deployments import Deployment
+from lightning_trainer.flags.common import screen
+from lightning_trainer.kits.deploy.outcomes import describe_gate
+from lightning_trainer.kits.deploy.shadow.summary import describe_shadow
+
+Histories: TypeAlias = Mapping[str, Sequence[Deployment]]  # by agent, oldest first
+Findings: TypeAlias = Mapping[str, Any]  # what is known of an agent's candidate: `gate`, `shadow`; None where nothing
+
+
+def read_findings(store: Store, histories: Histories) -> dict[str, Findings]:
+    """Read what is known of the candidate of each agent."""
+    return {
+        agent: {"gate": describe_gate(store, history), "shadow": describe_shadow(store, history)}
+        for agent, history in histories.items()
+    }
+
+
+def status_json(
+    histories: Histories, findings: Mapping[str, Findings], *, with_history: bool = False
+) -> dict[str, Any]:
+    """Return the state of agents as JSON."""
+    agents = {}
+    for agent, history in histories.items():
+        newest = history[-1]
+        agents[agent] = {name: getattr(newest, name) for name in ("stable", "candidate", "stage", "share", "previous")}
+        agents[agent] |= findings[agent]
+        if with_history:
+            agents[agent]["history"] = [to_json(one) for one in history]
+    return {"agents": agents}
+
+
+def show(histories: Histories, findings: Mapping[str, Findings]) -> None:
+    """Print the state of agents."""
+    table = Table("agent", "stage", "stable", "candidate", "share", "outcomes", "difference", "gate")
+    for agent, history in sorted(histories.items()):
+        newest = history[-1]
+        shared = newest.stage in ("shadow", "canary")
+        share = f"{100 * newest.share:.3g} %" if shared else f"{newest.share:.3g}"
+        names = (agent, newest.stage.replace("_", " "), newest.stable, newest.candidate or "", share)
+        table.add_row(*(escape(cell) for cell in (*names, *_gate_cells(findings[agent]["gate"]))))
+    screen().print(table)
+    for agent in sorted(histories):
+        if (found := findings[agent]["shadow"]) is not None:
+            screen().print(escape(f"{agent}, shadow: {'; '.join(_shadow_facts(found))}"))
+
+
+def _gate_cells(gate: dict[str, Any] | None) -> tuple[str, str, str]:
+    if gate is None:
+        return "", "", ""
+    found = "" if gate["difference"] is None else f"{gate['difference']:+.3f} [{gate['low']:+.3f}, {gate['high']:+.3f}]"
+    of = "" if gate["needed"] is None else f" of about {gate['needed']}"
+    return f"{gate['n']}{of}", found, gate["decision"]
+
+
+def _shadow_facts(found: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"{found['copies']} copies of {found['conversations']} conversations, {found['failed']} failed,"
+        f" {found['dropped']} dropped, {found['off_path']} not copied after other tool calls"
+    )
+    for kind, name in (("text", "the same text"), ("tool_call", "the same tool calls")):
+        if (seen := found["agreement"][kind])["n"]:
+            yield f"{name} {100 * seen['mean']:.1f} % [{100 * seen['low']:.1f}, {100 * seen['high']:.1f}]"
+    if (judge := found["judge"]) is not None:
+        yield _judge_fact(judge)
+    for name, shares in found["rules"].items():
+        yield f"{name} {100 * shares['candidate']:.1f} % (stable {100 * shares['stable']:.1f} %)"
+    for name, unit in (("tokens", "tokens"), ("seconds", "s")):
+        candidate, stable = (
+            [_number(one) for one in found[name][policy].values()] for policy in ("candidate", "stable")
+        )
+        joined = " + ".join if name == "tokens" else ", p95 ".join
+        yield f"{joined(candidate)} {unit} a call (stable {joined(stable)})"
+
+
+def _judge_fact(judge: Mapping[str, Any]) -> str:
+    failed = f", {judge['failed']} not judged: {judge['error']}" if judge["failed"] else ""
+    if judge["difference"] is None:
+        return f"judge: no verdict{failed}"
+    return f"judge {judge['difference']:+.3f} [{judge['low']:+.3f}, {judge['high']:+.3f}]{failed}"
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"
+
+
+def show_history(history: Sequence[Deployment]) -> None:
+    """Print the transitions of an agent."""
+    table = Table("no.", "when", "stage", "stable", "candidate", "who", "why")
+    for one in history:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at_ns / 1e9))
+        cells = (str(one.number), when, one.stage, one.stable, one.candidate or "", one.actor, one.reason)
+        table.add_row(*(escape(cell) for cell in cells))
+    screen().print(table)

@@ -1,0 +1,92 @@
+"""What one copy shows: whether the candidate answers as the stable policy did, by which rules, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+from lightning_spans.chat.body import tool_calls
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.calls import Call
+from lightning_trainer.kits.deploy.guardrails import is_bad
+from lightning_trainer.kits.judging.options import read_options
+from lightning_trainer.rl.told import text_of
+
+RULES: Final = ("refused", "cut")
+Kind: TypeAlias = Literal["text", "tool call"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowRules:
+    """How copies are compared, as the shadow's details state it.
+
+    Attributes:
+        rules: names of guardrails; counted for both policies.
+        judge: options of the judge that compares answers which differ (`kits.judging`); None: there is none.
+
+    Raises:
+        ConfigError: a rule is not known, or an option of the judge is wrong.
+    """
+
+    rules: tuple[str, ...] = RULES
+    judge: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.rules:
+            is_bad(name)
+        if self.judge is not None:
+            read_options(self.judge)
+
+    def to_details(self) -> dict[str, Any]:
+        """Return what is written into the shadow's details."""
+        return {"rules": list(self.rules), "judge": None if self.judge is None else dict(self.judge)}
+
+    @classmethod
+    def of(cls, details: Mapping[str, Any]) -> ShadowRules:
+        """Read `to_details`.
+
+        Raises:
+            ConfigError: they are not of this form.
+        """
+        try:
+            return cls(rules=tuple(details["rules"]), judge=details["judge"])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"the shadow's details can't be read: {error}. Begin it again.") from None
+
+
+def agreement(stable: Call, candidate: Call) -> tuple[Kind, bool]:
+    """Return what the stable policy answered with, and whether the candidate did the same.
+
+    Tool calls agree if they are the same tools with the same arguments, in whatever order and form the arguments are
+    written. Texts agree if they are equal up to white space.
+    """
+    messages = [_message(call) for call in (stable, candidate)]
+    theirs, own = ([call.signature for call in tool_calls(message)] for message in messages)
+    if theirs:
+        return "tool call", theirs == own
+    texts = [text_of(message.get("content")).split() for message in messages]
+    return "text", candidate.error is None and not own and texts[0] == texts[1]
+
+
+def measure(call: Call, usage: Mapping[str, Any], rules: Sequence[str]) -> dict[str, Any]:
+    """Return what an answer cost and which rules it breaks.
+
+    Args:
+        call: its record.
+        usage: tokens as the upstream counts them, for a call without recorded tokens.
+        rules: names of guardrails.
+    """
+    sampled = [choice.token_ids for choice in call.choices if choice.token_ids is not None]
+    prompt = usage.get("prompt_tokens") if call.prompt_token_ids is None else len(call.prompt_token_ids)
+    completion = sum(map(len, sampled)) if sampled else usage.get("completion_tokens")
+    return {
+        "seconds": (call.end_ns - call.start_ns) / 1e9,
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "rules": [name for name in rules if is_bad(name)(call)],
+    }
+
+
+def _message(call: Call) -> Mapping[str, Any]:
+    return call.choices[0].message if call.choices else {}
