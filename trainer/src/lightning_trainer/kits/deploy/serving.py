@@ -158,7 +158,7 @@ def _counter(metrics: Metrics) -> Callable[[str], None]:
     """Return what counts copies of live calls on the page ``/metrics``."""
     copies = Counter(
         "lightning_shadow_copies",
-        "copies of live calls for candidates in a shadow, by what became of them",
+        "copies of live calls for candidates in a shadow, by result",
         ["outcome"],
         registry=metrics.registry,
     )
