@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ import numpy as np
 import pytest
 
 from lightning_spans.schema.calls import Call, Choice
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import EXECUTE_TOOL, Span
 from lightning_spans.store import open_store
+from lightning_spans.store.deployments import Assignment
 from lightning_spans.testing import MemoryStore
 from lightning_trainer.gateway.calls.incoming import FELL_BACK
 from lightning_trainer.kits.deploy.guardrails import raises_alarm, weigh_guardrails
@@ -119,3 +125,99 @@ def test_a_candidate_that_is_like_the_stable_policy_is_seldom_rolled_back() -> N
 )
 def test_a_guardrail_that_can_not_be_judged_is_refused(path: Path, given: str, say: str) -> None:
     told(call("deploy", "canary", "--agent", "writer", "--store", path, "--guard", given), say)
+
+
+def begun(tmp_path: Path, *words: str) -> Path:
+    """A store with a canary that was begun with these options."""
+    path = tmp_path / "of_its_own.db"
+    open_store(str(path)).close()
+    for line in (("candidate", "--model", "new", "--stable", "old"), ("canary", "--share", "25%", *words)):
+        result = call("deploy", *line, "--agent", "writer", "--store", path)
+        assert result.exit_code == 0, result.output
+    return path
+
+
+def reward(path: Path, source: str, new: float, old: float, *, age_s: float = 0.0, most: float = 1.0) -> None:
+    """Give 400 and 1,200 conversations rewards of a source, which are `most` in these shares of them."""
+    at_ns = time.time_ns() - int(age_s * 1e9)
+    with closing(open_store(str(path))) as store:
+        for policy, size, rate in (("new", 400, new), ("old", 1200, old)):
+            names = [f"conversation:{policy}{place}" for place in range(size)]
+            assigned = partial(Assignment, agent="writer", policy=policy, number=2, at_ns=at_ns)
+            store.add_assignments([assigned(attempt_id=name) for name in names])
+            store.add_rewards(
+                [
+                    Reward(rollout_id=name, attempt_id=name, value=most * (place < rate * size), source=source)
+                    for place, name in enumerate(names)
+                ]
+            )
+
+
+def test_a_candidate_whose_tool_calls_fail_is_rolled_back(tmp_path: Path) -> None:
+    path = begun(tmp_path, "--guard", "tool-failed=5%")
+    calls, spans = [], []
+    for policy, size in (("new", 200), ("old", 400)):
+        for place in range(size):
+            trace = f"{len(calls) + 1:032x}"
+            calls.append(replace(made(policy, place), trace_id=trace))
+            fails = policy == "new" and place < 100
+            for agent, status in (("writer", "error" if fails else "ok"), ("reader", "error")):
+                spans.append(
+                    Span(
+                        operation=EXECUTE_TOOL, name="look", trace_id=trace, span_id=os.urandom(8).hex(), start_ns=1,
+                        end_ns=2, status=status, agent=agent, origin="live",
+                    )
+                )  # fmt: skip
+    with closing(open_store(str(path))) as store:
+        store.add_spans(spans)
+    assert check(path, calls)["stage"] == "rolled_back"
+    with closing(open_store(str(path))) as store:
+        assert "the guardrail tool-failed is passed: +0.500" in read_histories(store)["writer"][-1].reason
+
+
+def test_a_candidate_that_pleases_the_judge_is_stopped_by_the_outcome(tmp_path: Path) -> None:
+    path = begun(tmp_path, "--outcome", "judge", "--guard", "outcome:shop=5%")
+    reward(path, "judge", 0.95, 0.5)
+    reward(path, "shop", 0.3, 0.6)
+    where = ("--agent", "writer", "--store", path)
+    status = json.loads(call("deploy", "status", "--store", path, "--json").stdout)["agents"]["writer"]
+    assert (status["gate"]["decision"], status["guardrails"]["outcome:shop"]["alarm"]) == ("promote", True)
+    assert "writer, guardrail outcome:shop: +0.300" in call("deploy", "status", "--store", path).stdout
+    told(call("deploy", "promote", *where), "not promoted: the guardrail outcome:shop is passed")
+    assert check(path, [])["stage"] == "rolled_back"
+
+
+def test_guardrails_hold_if_outcomes_can_not_be_read_and_for_every_agent(tmp_path: Path) -> None:
+    path = begun(tmp_path, "--guard", "failed=5%")
+    for words in (["candidate", "--model", "new", "--stable", "old"], ["canary"]):
+        assert call("deploy", *words, "--agent", "aaa", "--store", path).exit_code == 0
+    reward(path, "latency", 1.0, 1.0, most=7.0)
+    with closing(open_store(str(path))) as store:
+        wrong = Assignment(agent="aaa", attempt_id="conversation:new0", policy="new", number=2)
+        store.add_assignments([wrong])
+        store.add_calls([made("old", place) for place in range(400)])
+        store.add_calls([made("new", place, **BAD["failed"]) for place in range(200)])
+    told(call("deploy", "check", "--store", path), "is not between 0 and 1")
+    with closing(open_store(str(path))) as store:
+        assert read_histories(store)["writer"][-1].stage == "rolled_back"
+
+
+def test_an_outcome_that_arrives_days_later_counts_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    path = begun(tmp_path, "--wait-days", "3")
+
+    def outcomes() -> int:
+        found = json.loads(call("deploy", "status", "--store", path, "--json").stdout)
+        return found["agents"]["writer"]["gate"]["n"]
+
+    reward(path, "early", 0.5, 0.5, age_s=4 * 86_400)
+    assert outcomes() == 1600
+    with closing(open_store(str(path))) as store:
+        young = Assignment(
+            agent="writer", attempt_id="conversation:young", policy="new", number=2, at_ns=time.time_ns()
+        )
+        late = replace(young, attempt_id="conversation:late", at_ns=young.at_ns - 5 * 86_400 * 10**9)
+        store.add_assignments([young, late])
+        store.add_rewards([Reward(rollout_id="r", attempt_id=young.attempt_id, value=1.0)])
+        assert outcomes() == 1600, "a conversation of today does not count yet"
+        store.add_rewards([Reward(rollout_id="r", attempt_id=late.attempt_id, value=1.0)])
+    assert outcomes() == 1601

@@ -62,7 +62,7 @@ def _share(context: click.Context, option: click.Parameter, value: str) -> float
 
 def _bounds(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
     """Read bounds such as ``failed=2%``."""
-    pairs = [value.partition("=") for value in values]
+    pairs = [value.rpartition("=") if "=" in value else (value, "", "") for value in values]  # a source may contain "="
     return {name: _share(context, option, share) for name, _, share in pairs}
 
 
@@ -188,7 +188,8 @@ def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agen
     callback=_bounds,
     metavar="NAME=SHARE",
     help="Guardrail: how much larger the candidate's share of such calls may be. NAME is failed, refused, cut,"
-    " slower-than-SECONDS or longer-than-CHARACTERS. May be repeated.",
+    " slower-than-SECONDS, longer-than-CHARACTERS or tool-failed; or outcome:SOURCE, by how much less reward the source"
+    " may give. May be repeated.",
 )
 @_transition_options
 def canary(
@@ -278,14 +279,21 @@ def promote(*, override: bool, agent: str, **options: Any) -> None:
 @_json_option
 def check(*, store: str, key_file: Path | None, as_json: bool) -> None:
     """Roll back what its gate or a guardrail rejects, with the reason, and show the status of all agents."""
+    from lightning_spans.errors import ConfigError
     from lightning_trainer.kits.deploy.display import read_findings, show, status_json
     from lightning_trainer.kits.deploy.outcomes import reject
     from lightning_trainer.kits.deploy.table import keep, read_histories
 
     with reading(store, key_file) as opened:
+        problems = []
         for history in read_histories(opened).values():
-            if (rejected := reject(opened, history)) is not None:
-                keep(opened, rejected)
+            try:
+                if (rejected := reject(opened, history)) is not None:
+                    keep(opened, rejected)
+            except ConfigError as problem:  # one agent's outcomes must not keep the others' candidates
+                problems.append(problem)
+        if problems:
+            raise problems[0]
         histories = read_histories(opened)
         findings = read_findings(opened, histories)
     if as_json:

@@ -13,17 +13,23 @@ from lightning_spans.schema.json import to_json
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
 from lightning_trainer.flags.common import screen
-from lightning_trainer.kits.deploy.outcomes import describe_gate
+from lightning_trainer.kits.deploy.outcomes import describe_gate, describe_guardrails
 from lightning_trainer.kits.deploy.shadow.summary import describe_shadow
 
 Histories: TypeAlias = Mapping[str, Sequence[Deployment]]  # by agent, oldest first
-Findings: TypeAlias = Mapping[str, Any]  # what is known of an agent's candidate: `gate`, `shadow`; None where nothing
+Findings: TypeAlias = Mapping[
+    str, Any
+]  # what is known of an agent's candidate: `gate`, `guardrails`, `shadow`; None where nothing
 
 
 def read_findings(store: Store, histories: Histories) -> dict[str, Findings]:
     """Read what is known of the candidate of each agent."""
     return {
-        agent: {"gate": describe_gate(store, history), "shadow": describe_shadow(store, history)}
+        agent: {
+            "gate": describe_gate(store, history),
+            "guardrails": describe_guardrails(store, history),
+            "shadow": describe_shadow(store, history),
+        }
         for agent, history in histories.items()
     }
 
@@ -53,6 +59,8 @@ def show(histories: Histories, findings: Mapping[str, Findings]) -> None:
         table.add_row(*(escape(cell) for cell in (*names, *_gate_cells(findings[agent]["gate"]))))
     screen().print(table)
     for agent in sorted(histories):
+        for name, guard in (findings[agent]["guardrails"] or {}).items():
+            screen().print(escape(f"{agent}, guardrail {name}: {_guard_fact(guard)}"))
         if (found := findings[agent]["shadow"]) is not None:
             screen().print(escape(f"{agent}, shadow: {'; '.join(_shadow_facts(found))}"))
 
@@ -63,6 +71,14 @@ def _gate_cells(gate: dict[str, Any] | None) -> tuple[str, str, str]:
     found = "" if gate["difference"] is None else f"{gate['difference']:+.3f} [{gate['low']:+.3f}, {gate['high']:+.3f}]"
     of = "" if gate["needed"] is None else f" of about {gate['needed']}"
     return f"{gate['n']}{of}", found, gate["decision"]
+
+
+def _guard_fact(guard: Mapping[str, Any]) -> str:
+    seen = f"{guard['candidate']} and {guard['stable']} conversations, at most {guard['bound']:+g} is allowed"
+    if guard["difference"] is None:
+        return f"{seen}; too few to judge"
+    alarm = "; passed: roll it back" if guard["alarm"] else ""
+    return f"{guard['difference']:+.3f} [{guard['low']:+.3f}, {guard['high']:+.3f}], {seen}{alarm}"
 
 
 def _shadow_facts(found: Mapping[str, Any]) -> Iterator[str]:

@@ -10,22 +10,29 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.calls import Call
+from lightning_spans.schema.spans import EXECUTE_TOOL, Span
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
-from lightning_spans.store.protocol import PAGE, each
+from lightning_spans.store.protocol import PAGE, Where, each
 from lightning_trainer.gateway.calls.incoming import FELL_BACK
 from lightning_trainer.kits.deploy.gate import Bounds, Evidence, weigh
 from lightning_trainer.kits.deploy.routing import MARK, beginning_of
 
+TOOL_FAILED: Final = "tool-failed"
+OUTCOME: Final = "outcome:"  # with a source of rewards behind it
 _NAME: Final = re.compile(r"(failed|refused|cut)|(slower|longer)-than-(\d+(?:\.\d+)?)")
 _REFUSED: Final = frozenset({"content_filter", "refusal", "safety"})
 
 IsBad = Callable[[Call], bool]
+Value: TypeAlias = tuple[
+    str, int, bool, bool
+]  # conversation, number of the deployment, the candidate's or not, bad or not
+_AT_ONCE: Final = 500  # traces whose spans are read at once
 
 
 def is_bad(name: str) -> IsBad:
@@ -37,8 +44,8 @@ def is_bad(name: str) -> IsBad:
     found = _NAME.fullmatch(name)
     if found is None:
         raise ConfigError(
-            f"there is no guardrail {name!r}. There are: failed, refused, cut, slower-than-SECONDS,"
-            " longer-than-CHARACTERS."
+            f"there is no guardrail {name!r} for answers. There are: failed, refused, cut, slower-than-SECONDS,"
+            " longer-than-CHARACTERS. A canary also takes tool-failed and outcome:SOURCE."
         )
     if found[1]:
         return {"failed": _has_failed, "refused": _is_refusal, "cut": _is_cut}[found[1]]
@@ -52,7 +59,8 @@ def check_bounds(bounds: Mapping[str, float]) -> None:
         ConfigError: a guardrail is not known, or a bound is not at least 0 and below 1.
     """
     for name, bound in bounds.items():
-        is_bad(name)
+        if name != TOOL_FAILED and not (name.startswith(OUTCOME) and name != OUTCOME):
+            is_bad(name)
         if not 0.0 <= bound < 1.0:
             raise ConfigError(f"the guardrail {name} has the bound {bound:g}. Give a share from 0 to below 1.")
 
@@ -60,17 +68,25 @@ def check_bounds(bounds: Mapping[str, float]) -> None:
 def weigh_guardrails(
     store: Store, canaries: Sequence[Deployment], bounds: Mapping[str, float]
 ) -> dict[str, tuple[float, Evidence]]:
-    """Read the calls of a canary, and return the bound of each guardrail and what the calls say.
+    """Read the calls of a canary, and return the bound of each guardrail on calls and tools, and what they say.
 
     Args:
         store: has the calls.
         canaries: the candidate's canaries, oldest first, not empty.
         bounds: by guardrail, how much larger the candidate's share of bad calls may be.
     """
-    if not bounds:
+    of_calls = {name: bound for name, bound in bounds.items() if not name.startswith(OUTCOME)}
+    if not of_calls:
         return {}
     calls = list(_read_calls(store, canaries))
-    return {name: (bound, _weigh(calls, is_bad(name))) for name, bound in bounds.items()}
+    found = {}
+    for name, bound in of_calls.items():
+        if name == TOOL_FAILED:
+            values = _read_tools(store, canaries[-1].agent, calls)
+        else:
+            values = [(_talk(call), number, of_candidate, is_bad(name)(call)) for call, number, of_candidate in calls]
+        found[name] = bound, _weigh(values)
+    return found
 
 
 def raises_alarm(bound: float, evidence: Evidence) -> bool:
@@ -94,14 +110,31 @@ def _read_calls(store: Store, canaries: Sequence[Deployment]) -> Iterator[tuple[
             yield call, number, policy == current.candidate
 
 
-def _weigh(calls: Sequence[tuple[Call, int, bool]], bad: IsBad) -> Evidence:
+def _talk(call: Call) -> str:
+    return call.attempt_id or beginning_of(call.request)
+
+
+def _read_tools(store: Store, agent: str, calls: Sequence[tuple[Call, int, bool]]) -> list[Value]:
+    """Return which of the tools failed that the agent called in the traces of these calls."""
+    owners = {call.trace_id: (_talk(call), number, candidate) for call, number, candidate in calls if call.trace_id}
+    traces = list(owners)
+    wheres = [Where(trace_ids=traces[first : first + _AT_ONCE]) for first in range(0, len(traces), _AT_ONCE)]
+    tools = (span for where in wheres for span in each(store, Span, where) if span.operation == EXECUTE_TOOL)
+    return [
+        (*owners[span.trace_id], span.status == "error")
+        for span in tools
+        if span.agent is not None and selects((agent,), span.agent)
+    ]
+
+
+def _weigh(values: Sequence[Value]) -> Evidence:
     """Compare the shares, each conversation with the same weight: its calls are not independent."""
     talks: defaultdict[tuple[int, bool, str], list[float]] = defaultdict(list)
-    for call, number, candidate in calls:
-        talks[number, candidate, call.attempt_id or beginning_of(call.request)].append(float(bad(call)))
+    for talk, number, candidate, bad in values:
+        talks[number, candidate, talk].append(float(bad))
     strata: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-    for (number, candidate, _), values in talks.items():
-        strata[number][not candidate].append(sum(values) / len(values))
+    for (number, candidate, _), shares in talks.items():
+        strata[number][not candidate].append(sum(shares) / len(shares))
     return weigh(list(strata.values()), Bounds())
 
 

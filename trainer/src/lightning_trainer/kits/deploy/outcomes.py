@@ -15,7 +15,7 @@ from lightning_spans.store import Store
 from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import Where, each
 from lightning_trainer.kits.deploy.gate import Bounds, Evidence, weigh
-from lightning_trainer.kits.deploy.guardrails import check_bounds, raises_alarm, weigh_guardrails
+from lightning_trainer.kits.deploy.guardrails import OUTCOME, check_bounds, raises_alarm, weigh_guardrails
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 
 GATE = "gate"  # in the details of a canary: what its gate promises, written before the first outcome
@@ -85,35 +85,42 @@ def read_evidence(store: Store, history: Sequence[Deployment]) -> Evidence | Non
     rules = rules_of(history)
     if rules is None:
         return None
+    return weigh(_strata(store, history, rules.sources, rules.wait_s), rules.bounds)
+
+
+def _strata(
+    store: Store, history: Sequence[Deployment], sources: Sequence[str], wait_s: float
+) -> list[tuple[list[float], list[float]]]:
+    """Return the outcomes of candidate and stable policy for each share of the canary, from some sources."""
     numbers = {one.number for one in _canaries(history)}
-    current, until_ns = history[-1], time.time_ns() - int(rules.wait_s * 1e9)
+    current, until_ns = history[-1], time.time_ns() - int(wait_s * 1e9)
     given = [
         one
         for one in each(store, Assignment)
         if one.agent == current.agent and one.number in numbers and one.at_ns <= until_ns
     ]
-    outcomes = _outcomes(store, current.agent, [one.attempt_id for one in given], rules)
+    outcomes = _outcomes(store, current.agent, [one.attempt_id for one in given], sources)
     strata: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for one in given:
         if one.attempt_id in outcomes and one.policy in (current.candidate, current.stable):
             strata[one.number][one.policy == current.stable].append(outcomes[one.attempt_id])
-    return weigh(list(strata.values()), rules.bounds)
+    return list(strata.values())
 
 
-def _outcomes(store: Store, agent: str, conversations: Sequence[str], rules: GateRules) -> dict[str, float]:
+def _outcomes(store: Store, agent: str, conversations: Sequence[str], sources: Sequence[str]) -> dict[str, float]:
     """Return the mean reward of each conversation that has one, for the agent or for all of it."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for first in range(0, len(conversations), _AT_ONCE):
         for reward in each(store, Reward, Where(attempt_ids=conversations[first : first + _AT_ONCE])):
-            if _counts(reward, agent, rules):
+            if _counts(reward, agent, sources):
                 rewards[reward.attempt_id].append(reward.value)
     return {conversation: sum(values) / len(values) for conversation, values in rewards.items()}
 
 
-def _counts(reward: Reward, agent: str, rules: GateRules) -> bool:
+def _counts(reward: Reward, agent: str, sources: Sequence[str]) -> bool:
     if reward.agent is not None and not selects((agent,), reward.agent):
         return False
-    if rules.sources and reward.source not in rules.sources:
+    if sources and reward.source not in sources:
         return False
     if not 0.0 <= reward.value <= 1.0:
         raise ConfigError(
@@ -142,10 +149,13 @@ def check_promotion(store: Store, history: Sequence[Deployment], *, override: bo
     evidence, found = read_evidence(store, history), describe_gate(store, history)
     if evidence is None or found is None:
         raise ConfigError("the candidate's canary stated no gate. Begin it again: lightning-rl deploy canary.")
-    if evidence.decision == "promote":
-        return {"evidence": found}
+    alarm = _alarm(store, history)
     if override:
         return {"evidence": found, "override": True}
+    if alarm is not None:
+        raise ConfigError(f"not promoted: {alarm}. To promote nevertheless: --override --reason TEXT.")
+    if evidence.decision == "promote":
+        return {"evidence": found}
     current = history[-1]
     counted = f"{evidence.candidate} outcomes of {current.candidate} and {evidence.stable} of {current.stable}"
     if evidence.decision == "reject":
@@ -158,30 +168,55 @@ def check_promotion(store: Store, history: Sequence[Deployment], *, override: bo
 
 
 def reject(store: Store, history: Sequence[Deployment]) -> Deployment | None:
-    """Return the rollback of a candidate that a guardrail or the gate rejects; None where neither does."""
-    found = describe_gate(store, history)
-    if found is None:
+    """Return the rollback of a candidate that a guardrail or the gate rejects; None where neither does.
+
+    Guardrails go first: they hold even if outcomes are missing or can't be read.
+    """
+    if rules_of(history) is None:
         return None
-    said, actor = _alarm(store, history), "guardrail"
-    if said is None and found["decision"] == "reject":
+    guarded = describe_guardrails(store, history)
+    said, actor, evidence = _alarm_of(guarded), "guardrail", {"guardrails": guarded}
+    if said is None:
+        found = describe_gate(store, history) or {}
+        if found.get("decision") != "reject":
+            return None
         difference = f"{found['difference']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
         said = f"the gate rejects it: {difference}, {found['candidate']} and {found['stable']} outcomes"
-        actor = "gate"
-    if said is None:
+        actor, evidence = "gate", found
+    return replace(roll_back(history, history[-1].agent, Note(said, actor)), details={"evidence": evidence})
+
+
+def describe_guardrails(store: Store, history: Sequence[Deployment]) -> dict[str, dict[str, Any]] | None:
+    """Return what each guardrail of the canary says, as JSON; None where the agent is in no canary or has none."""
+    rules = rules_of(history)
+    if rules is None or not rules.guardrails:
         return None
-    return replace(roll_back(history, history[-1].agent, Note(said, actor)), details={"evidence": found})
+    found = weigh_guardrails(store, _canaries(history), rules.guardrails)
+    for name, bound in rules.guardrails.items():
+        if name.startswith(OUTCOME):
+            strata = _strata(store, history, (name.removeprefix(OUTCOME),), 0.0)
+            lost = [tuple([1.0 - value for value in arm] for arm in arms) for arms in strata]
+            found[name] = bound, weigh(lost, Bounds())  # type: ignore[arg-type]  # two arms, as before
+    return {
+        name: {
+            "bound": bound,
+            **{part: getattr(seen, part) for part in ("candidate", "stable", "difference", "low", "high")},
+            "alarm": raises_alarm(bound, seen),
+        }
+        for name, (bound, seen) in found.items()
+    }
 
 
 def _alarm(store: Store, history: Sequence[Deployment]) -> str | None:
+    return _alarm_of(describe_guardrails(store, history))
+
+
+def _alarm_of(guarded: Mapping[str, Mapping[str, Any]] | None) -> str | None:
     """Return what the guardrails that are passed say; None where there are none."""
-    rules = rules_of(history)
-    bounds = {} if rules is None else rules.guardrails
-    return (
-        "; ".join(
-            f"the guardrail {name} is passed: {seen.difference:+.3f} [{seen.low:+.3f}, {seen.high:+.3f}], at most"
-            f" {bound:+g} is allowed, {seen.candidate} and {seen.stable} conversations"
-            for name, (bound, seen) in weigh_guardrails(store, _canaries(history), bounds).items()
-            if raises_alarm(bound, seen)
-        )
-        or None
-    )
+    told = [
+        f"the guardrail {name} is passed: {seen['difference']:+.3f} [{seen['low']:+.3f}, {seen['high']:+.3f}], at most"
+        f" {seen['bound']:+g} is allowed, {seen['candidate']} and {seen['stable']} conversations"
+        for name, seen in (guarded or {}).items()
+        if seen["alarm"]
+    ]
+    return "; ".join(told) or None
