@@ -48,16 +48,16 @@ def served(model: Path, folder: Path) -> Iterator[None]:
 def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.Namespace) -> Result:
     config = TrainConfig(
         target="agent:run",
-        data=write(folder / "train.jsonl", problems(seed=args.seed + 1, count=args.steps * 8)),
+        data=write(folder / "train.jsonl", problems(seed=args.seed + 1, count=args.steps * args.batch_size)),
         val=write(folder / "val.jsonl", problems(seed=12345, count=32)),
         val_samples=2,
         agents=agents,
         model=str(model),
         out=folder / "run",
-        learning_rate=4e-5 if args.engine is None else 5e-4,
+        learning_rate=args.learning_rate or (6e-5 if args.engine is None else 5e-4),
         policies={} if args.engine is None else dict.fromkeys(agents, "lora"),
         engine=args.engine,
-        batch_size=8,
+        batch_size=args.batch_size,
         group_size=8,
         steps=args.steps,
         until=0.92 if args.backend == "torch" else None,  # verl's trainer can't be stopped between two steps
@@ -105,6 +105,8 @@ def main() -> None:
     parser.add_argument("--agents", default="caller,answerer", help="agents to train, with commas between")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--steps", type=int, default=14, help="most steps; it stops earlier once it is good")
+    parser.add_argument("--batch-size", type=int, default=6, help="problems a step, each with 8 rollouts")
+    parser.add_argument("--learning-rate", type=float, help="6e-5 by default; 5e-4 for adapters")
     parser.add_argument("--backend", default="torch", choices=("torch", "verl"))
     parser.add_argument("--engine", help="what samples for an adapter of each agent, such as vllm (torch backend)")
     parser.add_argument("--device", default="auto", help="such as cpu or cuda")
@@ -142,4 +144,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped")

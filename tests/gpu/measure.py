@@ -94,6 +94,7 @@ def demo(backend: str, args: argparse.Namespace) -> list[str]:
     out = args.out / backend
     command = [sys.executable, str(DEMO / "demo.py"), "--backend", backend, "--device", args.device]
     command += ["--steps", str(args.steps), "--model", args.model, "--out", str(out)]
+    command += ["--batch-size", "8", "--learning-rate", "4e-5"]
     with Memory(args.device).watched() as memory:
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     last = json.loads(done.stdout.splitlines()[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -72,3 +73,18 @@ def test_measured_runs_are_kept_drawn_and_tabled(tmp_path: Path) -> None:
     curves.draw(runs, {"reward": "right"}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert curves.table(runs, ()).splitlines()[2] == "| alone | 0 | 0.10 to 0.90 | 20 | 10 |"
+
+
+def test_ctrl_c_ends_the_demo_without_a_traceback(tmp_path, monkeypatch) -> None:
+    from lightning_trainer import models
+
+    def interrupt(_model: str) -> None:
+        raise KeyboardInterrupt
+
+    folder = EXAMPLES / "calculator"
+    monkeypatch.setattr(models, "resolve", interrupt)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path / "run")])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(SystemExit, match="stopped"):
+        runpy.run_path(str(folder / "demo.py"), run_name="__main__")
