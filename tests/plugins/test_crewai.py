@@ -76,6 +76,14 @@ def make(role, url_or_model, **options):
     return Agent(role=role, llm=given, **options)
 
 
+def uncached(url):
+    """Return an agent whose tool runs at every call: from a cache, equal calls would run once if the first is quick.
+
+    The agent is told, not the crew: an agent has a cache of its own.
+    """
+    return make("caller", url, tools=[note], cache=False)
+
+
 def task(prompt, agent=None, **options):
     return Task(description=f"\n{prompt}\n", expected_output="an answer", agent=agent, **options)
 
@@ -209,14 +217,13 @@ class TestConformance(PluginConformance):
         return type(error.value).__name__
 
     def effects(self, url):
-        return crew(task(REPLAY_PROMPTS["effects"], make("caller", url, tools=[note])), cache=False).kickoff().raw
+        return crew(task(REPLAY_PROMPTS["effects"], uncached(url))).kickoff().raw
 
     def effect_fails(self, url):
         return crew(task(REPLAY_PROMPTS["effect_fails"], make("caller", url, tools=[note]))).kickoff().raw
 
     async def effects_awaited(self, url):
-        given = task(REPLAY_PROMPTS["effects_awaited"], make("caller", url, tools=[note]))
-        return (await crew(given, cache=False).kickoff_async()).raw
+        return (await crew(task(REPLAY_PROMPTS["effects_awaited"], uncached(url))).kickoff_async()).raw
 
     def heard_by_handlers_and_callbacks(self, url):
         return [heard_by_handlers_and_callbacks(given) for given in (url, Talker(model="talker"))]
