@@ -17,8 +17,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -90,7 +89,7 @@ class Stall:
 
 
 class Wait:
-    """A wait that is open. Made by `begin` or `waiting`."""
+    """A wait that is open. Made by `begin`, or by `waiting` for a block."""
 
     __slots__ = ("_for", "bound_s", "number", "part", "since", "told")
 
@@ -116,6 +115,12 @@ class Wait:
         """Note that the wait is over; a second end changes nothing."""
         if _open.pop(self.number, None) is not None and self.told:
             self._over()
+
+    def __enter__(self) -> Wait:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
 
     def stall(self, now: float) -> Stall | None:
         """Return this wait as a stall, if it is one."""
@@ -154,14 +159,9 @@ def begin(part: str, waits_for: str | Callable[[], str], bound_s: float | None =
     return wait
 
 
-@contextmanager
-def waiting(part: str, waits_for: str | Callable[[], str], bound_s: float | None = None) -> Iterator[Wait]:
-    """Note a wait that lasts as long as the block; see `begin`."""
-    wait = begin(part, waits_for, bound_s)
-    try:
-        yield wait
-    finally:
-        wait.end()
+def waiting(part: str, waits_for: str | Callable[[], str], bound_s: float | None = None) -> Wait:
+    """Note a wait that lasts as long as the `with` block; see `begin`."""
+    return begin(part, waits_for, bound_s)
 
 
 def stalls() -> list[Stall]:

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from sqlalchemy import Column, Connection, Engine, Executable, Table
 
+from lightning_spans.schema.json import dumps
+
 POSTGRESQL: Final = "postgresql"
 SQLITE: Final = "sqlite"
 _PATIENCE_S: Final = 10.0
@@ -84,17 +86,22 @@ def _insert_statement(dialect: str, table: Table, names: Sequence[str]) -> str:
     return f"INSERT INTO {table.name} ({columns}) VALUES ({marks}) ON CONFLICT DO NOTHING"  # noqa: S608 - our own names
 
 
-def insert_new_ids(connection: Connection, key: Column[str], rows: Any) -> set[str]:
+def insert_new_ids(connection: Connection, key: Column[str], rows: Sequence[Mapping[str, Any]]) -> set[str]:
     """Insert rows, leaving those that are there as they are. Returns the keys of the rows newly kept."""
-    return set(connection.scalars(_insert_returning(connection.dialect.name, key), rows))
+    if connection.dialect.name == POSTGRESQL:
+        return set(connection.scalars(_insert_returning(key), rows))
+    # A transaction that writes to SQLite is alone: what is not there now is new.
+    ids = dumps([row[key.name] for row in rows]).decode()
+    there = f"SELECT {key.name} FROM {key.table.name} WHERE {key.name} IN (SELECT value FROM json_each(?))"  # noqa: S608
+    known = {found for (found,) in connection.exec_driver_sql(there, (ids,))}
+    new = [row for row in rows if row[key.name] not in known]
+    if new:
+        insert_new(connection, key.table, new)
+    return {row[key.name] for row in new}
 
 
 @cache
-def _insert_returning(dialect: str, key: Column[str]) -> Executable:
-    if dialect == POSTGRESQL:
-        from sqlalchemy.dialects.postgresql import insert as into_postgresql
+def _insert_returning(key: Column[str]) -> Executable:
+    from sqlalchemy.dialects.postgresql import insert
 
-        return into_postgresql(key.table).on_conflict_do_nothing().returning(key)
-    from sqlalchemy.dialects.sqlite import insert as into_sqlite
-
-    return into_sqlite(key.table).on_conflict_do_nothing().returning(key)
+    return insert(key.table).on_conflict_do_nothing().returning(key)

@@ -281,5 +281,5 @@ def _insert_calls(connection: Connection, by_id: Mapping[str, tuple[rows.Values,
     new = insert_new_ids(connection, schema.calls.c.call_id, [call for call, _ in by_id.values()])
     choices = [choice for call_id, (_, of_call) in by_id.items() if call_id in new for choice in of_call]
     if choices:
-        connection.execute(schema.choices.insert(), choices)
+        insert_new(connection, schema.choices, choices)
     return len(new)

@@ -38,12 +38,18 @@ class Assembly:
         if self._add_token(reply):
             return reply
         as_chat(reply)
+        known: dict[str, Any] = {}
         if self._keeps_id and isinstance(reply.get("id"), str) and reply["id"] != self._pending.sampled.response_id:
-            self._pending.sample(response_id=reply["id"])
-        self._take_prompt(reply)
-        self._take_usage(reply.get("usage"))
+            known["response_id"] = reply["id"]
         choices = reply.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
+        listed = choices if isinstance(choices, list) else []
+        for holder in (reply, *listed):  # vLLM's chat tells the prompt's tokens once, completions and SGLang by choice
+            if ids := self._prompt_in(holder):
+                known["prompt_token_ids"] = tuple(ids)
+        if known:
+            self._pending.sample(**known)
+        self._take_usage(reply.get("usage"))
+        for choice in listed:
             self._add_choice(choice)
         return reply
 
@@ -73,14 +79,14 @@ class Assembly:
             choice["logprobs"] = None
         return True
 
-    def _take_prompt(self, holder: dict[str, Any]) -> None:
-        """Take the prompt's tokens from a reply (vLLM's chat) or a choice (completions, SGLang)."""
+    def _prompt_in(self, holder: dict[str, Any]) -> Sequence[int]:
+        """Return the prompt's tokens that a reply or a choice holds, and take them out of what the agent gets."""
         if "prompt_token_ids" not in holder:
-            return
-        if ids := _ids(holder["prompt_token_ids"]):
-            self._pending.sample(prompt_token_ids=tuple(ids))
+            return ()
+        found = _ids(holder["prompt_token_ids"])
         if not self._shows_ids:
-            holder.pop("prompt_token_ids", None)
+            del holder["prompt_token_ids"]
+        return found
 
     def _take_usage(self, usage: Any) -> None:
         if not isinstance(usage, dict):
@@ -93,7 +99,6 @@ class Assembly:
         index = choice.get("index") or 0
         if type(index) is not int or not 0 <= index < max(self._number, 1):
             raise ValueError(f"choice {index!r} of {self._number}")
-        self._take_prompt(choice)
         if index not in self._choices:
             self._choices[index], self._messages[index] = PendingChoice(index), Growing()
         drawn, delta = self._choices[index], choice.get("message") or choice.get("delta") or {}

@@ -34,6 +34,7 @@ _OWNERS: Final = frozenset({
     "priority", "cache_salt", "request_id", "rid", "logits_processors", "custom_logit_processor", "custom_params",
     "chat_template", "documents", "mm_processor_kwargs",
 })  # fmt: skip
+_KNOWN: Final = _OPENAI | _SERVERS | _OWNERS | BOOKKEEPING
 
 
 def refuse_unknown(dialect: Dialect, request: Mapping[str, Any]) -> None:
@@ -51,7 +52,7 @@ def refuse_unknown(dialect: Dialect, request: Mapping[str, Any]) -> None:
     if dialect == "plain":  # it sends no tokens, so nothing of it is trained on
         return
     for name, value in request.items():
-        if value is not None and name not in _OPENAI | _SERVERS | _OWNERS | BOOKKEEPING:
+        if value is not None and name not in _KNOWN:
             raise bad_request(
                 f"parameter {name!r} is not known here, so it is not sent on in training. Leave it out.",
                 "unsupported_parameter",

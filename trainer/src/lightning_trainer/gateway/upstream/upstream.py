@@ -186,10 +186,11 @@ class UpstreamPolicy:
             why = ready
         await self._send_messages(pending, sender, record, routing, why)
 
-    def _stamp(self, pending: PendingCall, routing: Routing) -> None:
-        """Say which weights answer now."""
+    def _stamp(self, pending: PendingCall, routing: Routing, **known: Any) -> None:
+        """Note which weights answer now, and what else is known by then."""
         version = routing.versions.get(pending.routed.policy, 0) if self.version is None else self.version
-        pending.sample(policy_version=version)
+        if known or version != pending.sampled.policy_version:
+            pending.sample(policy_version=version, **known)
 
     async def _send_messages(
         self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing, why: str | None
@@ -198,7 +199,7 @@ class UpstreamPolicy:
         sampling = self._sampling.in_force(pending, routing)
         if why is not None:
             sampling[CONTINUATION] = why if _goes_on(pending.requested.request) else BEGINS
-        pending.sample(sampling=dict(sampling))
+        self._stamp(pending, routing, sampling=dict(sampling))
         tried: list[Replica] = []
         stale = False
         while True:
