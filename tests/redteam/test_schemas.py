@@ -36,6 +36,13 @@ def doubling(levels: int) -> dict[str, object]:
     return {"$defs": {**two, f"l{levels}": {"type": "object"}}, "$ref": "#/$defs/l0"}
 
 
+def nested(levels: int) -> dict[str, object]:
+    schema: dict[str, object] = {}
+    for _ in range(levels):
+        schema = {"allOf": [schema]}
+    return schema
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -44,11 +51,30 @@ def doubling(levels: int) -> dict[str, object]:
         {"patternProperties": {"^(x+x+)+y$": {}}, "properties": {"x": {"$ref": "#/nowhere"}}},
         doubling(40),
         {"properties": {"x": {"type": "string", "pattern": "("}}},
+        {"if": {"$ref": "#"}, "then": {"$ref": "#"}},
+        {"$dynamicAnchor": "a", "$dynamicRef": "#a"},
+        {"$schema": "https://json-schema.org/draft/2019-09/schema", "$recursiveRef": "#"},
+        {"$schema": "http://json-schema.org/draft-03/schema#", "type": "strange"},
+        {"$schema": ["strange"]},
+        {"$ref": "#/enum/0", "enum": [5]},
+        {"$ref": "#/title/0", "title": "text"},
+        nested(300),
     ],
-    ids=["itself", "pattern", "unresolved", "doubling", "no pattern"],
-)
-def test_a_schema_that_never_ends_is_fitted_by_nothing(schema):
+    ids=[
+        "itself", "pattern", "unresolved", "doubling", "no pattern", "branches", "dynamic", "recursive",
+        "unknown type", "unknown draft", "into a number", "into a text", "nested",
+    ],
+)  # fmt: skip
+def test_a_schema_that_never_ends_or_is_none_is_fitted_by_nothing(schema):
     assert found(offering(schema), "tool_arguments") == {("w", 1): -1.0}
+
+
+def test_what_cannot_be_written_or_makes_the_library_panic_fits_nothing():
+    checks = checking.Checks()
+    assert not checks.fits({"x": 1}, nested(100_000))
+    assert not checks.fits({"x": "a"}, {"maximum": 10**5_000})
+    assert not checks.fits(["a"] * 2_000, {"if": {"$ref": "#"}, "then": {"$ref": "#"}})
+    assert checks.fits({"x": 1}, {"required": ["x"]})
 
 
 def test_a_schema_fetches_nothing():

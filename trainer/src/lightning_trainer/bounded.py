@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import IO, Final
 
-_LIMITS: Final = (-signal.SIGPROF, -signal.SIGKILL, -signal.SIGSEGV) if sys.platform != "win32" else ()
+_LIMITS: Final = (-signal.SIGPROF, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT) if sys.platform != "win32" else ()
 
 
 class TooLongError(Exception):
