@@ -211,10 +211,10 @@ def test_transformers_without_a_setting_for_gguf_makes_whole_weights_by_itself(m
     pytest.importorskip("gguf")
     from transformers.utils import quantization_config
 
-    from lightning_trainer.models.from_gguf import _dequantized
+    from lightning_trainer.models.from_gguf import _dequantize_option
 
     monkeypatch.delattr(quantization_config, "GgufConfig", raising=False)  # as in 5.9
-    assert _dequantized() == {}
+    assert _dequantize_option() == {}
 
 
 def test_weights_that_were_changed_are_refused(monkeypatch, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_what_a_project_lacks_here_is_said_with_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = {"lightning-crewai": False, "crewai": True}
-    monkeypatch.setattr("lightning_trainer.run.starter._installed", there.__getitem__)
+    monkeypatch.setattr("lightning_trainer.run.starter._is_installed", there.__getitem__)
     made = CliRunner().invoke(cli, ["init", str(tmp_path / "mine"), "--framework", "crewai"])
     assert "Not installed here: lightning-crewai. In a clone" in made.output
     install = 'uv pip install --torch-backend=auto ./core ./plugins/openai ./plugins/crewai "./trainer[torch]" crewai'

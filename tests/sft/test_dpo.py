@@ -53,7 +53,7 @@ def test_the_gradient_is_that_of_the_formula(tmp_path: Path, tiny_model: Path) -
     learner, pairs = opened(wanted)
     dpo = Dpo(learner, pairs, 0.3)
     before = [each.before for each in dpo._pairs.values()]
-    policy = learner._trained()
+    policy = learner._weights_of()
     away_from_the_start(policy)
     learner.save(tmp_path / "moved", resumable=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype=torch.float32)
@@ -113,7 +113,7 @@ def test_the_gradient_of_each_adapter_is_that_of_the_formula_over_its_own_pairs(
         tmp_path, tiny_model, data=(str(data),), held_out=0.0, beta=0.3, policies=policies, lora_rank=4
     )  # fmt: skip
     learner, pairs = opened(wanted)
-    trained = {name: learner._trained(name) for name in agents}
+    trained = {name: learner._weights_of(name) for name in agents}
     dpo = Dpo(learner, pairs, 0.3)
     assert {row.policy for pair in pairs for row in pair} == set(agents)
     before = {chosen: dpo._pairs[chosen.attempt_id].before for chosen, _ in pairs}

@@ -63,7 +63,7 @@ def test_the_loss_and_its_gradient_are_those_of_transformers(tmp_path: Path, tin
         total, count = total + model(ids, labels=labels).loss * own, count + own
     (total / count).backward()
     assert mean_loss(learner, rows) == pytest.approx((total / count).item(), abs=1e-5)
-    policy, found = learner._trained(), {}
+    policy, found = learner._weights_of(), {}
 
     def step() -> tuple[float, bool]:
         found.update({name: master.grad.clone() for name, master in policy.masters.items()})

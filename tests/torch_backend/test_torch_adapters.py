@@ -99,8 +99,8 @@ def test_training_both_is_training_each_alone(tiny_model: Path) -> None:
         alone = make_backend(tiny_model, dtype="float32", **{**TWO, "adapters": (name,)})
         for seed in range(3):
             alone.update(rows_of(name, seed + offset))
-        for key, master in alone._trained(name).masters.items():
-            assert torch.equal(master, together._trained(name).masters[key]), key
+        for key, master in alone._weights_of(name).masters.items():
+            assert torch.equal(master, together._weights_of(name).masters[key]), key
         alone.close()
     together.close()
 

@@ -198,13 +198,13 @@ def test_a_checkpoint_without_a_value_head_is_refused_for_ppo(tiny_model: Path, 
 
 def test_an_error_of_the_value_head_moves_no_weight_of_the_policy(tiny_model: Path) -> None:
     backend = make_backend(tiny_model, algorithm="ppo", learning_rate=1e-2)
-    before = {name: value.clone() for name, value in backend._trained().masters.items()}
+    before = {name: value.clone() for name, value in backend._weights_of().masters.items()}
     row = recorded(backend, [40, 40, 40, 40], 1.0)  # all tokens have one advantage: compared, it is 0
     metrics = backend.update([row])
     assert metrics["value_loss"] == pytest.approx(0.5)
     assert metrics["grad_norm"] == pytest.approx(0.0, abs=1e-7)
     moved = max(
-        float((value - before[name]).detach().abs().max()) for name, value in backend._trained().masters.items()
+        float((value - before[name]).detach().abs().max()) for name, value in backend._weights_of().masters.items()
     )
     assert moved < 1e-6
     backend.close()

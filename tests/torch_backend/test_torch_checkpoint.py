@@ -86,11 +86,11 @@ def test_a_checkpoint_of_another_model_is_refused_and_named(tiny_model: Path, tm
     backend.save(tmp_path / "step")
     backend.close()
     backend = make_backend(tiny_model)
-    before = {name: value.clone() for name, value in backend._trained().masters.items()}
+    before = {name: value.clone() for name, value in backend._weights_of().masters.items()}
     with pytest.raises(ConfigError, match="other") as caught:
         backend.load(tmp_path / "step")
     assert str(tiny_model) in str(caught.value)
-    assert all(torch.equal(before[name], value) for name, value in backend._trained().masters.items())
+    assert all(torch.equal(before[name], value) for name, value in backend._weights_of().masters.items())
     backend.close()
 
 

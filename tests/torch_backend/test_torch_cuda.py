@@ -105,7 +105,7 @@ def test_a_step_on_the_device_is_the_step_on_the_cpu(tiny_model: Path, options: 
             rows = batch(backend)
             taken = backend.penalties(rows) if options.get("kl_in") == "reward" else []
             metrics = backend.update(rows)
-            masters = backend._trained(*backend.options.adapters[:1]).masters.values()
+            masters = backend._weights_of(*backend.options.adapters[:1]).masters.values()
             assert {master.device.type for master in masters} == {torch.device(device).type}
             found.append((before, sample(backend), taken, metrics["grad_norm"]))
     (before, after, taken, norm), (before_cpu, after_cpu, taken_cpu, norm_cpu) = found
@@ -121,10 +121,10 @@ def test_masters_and_moments_go_on_from_the_cpu_on_the_device(tiny_model: Path, 
     """As a checkpoint is read: its tensors come from the CPU."""
     with learner(tiny_model, CUDA, **options) as backend:
         backend.update(make_batch())
-        saved = {name: tensor.cpu() for name, tensor in backend._trained().state().items()}
+        saved = {name: tensor.cpu() for name, tensor in backend._weights_of().state().items()}
         straight = backend.update(make_batch(1))
     with learner(tiny_model, CUDA, **options) as again:
-        again._trained().set_state(saved)
+        again._weights_of().set_state(saved)
         assert again.update(make_batch(1))["grad_norm"] == pytest.approx(straight["grad_norm"], rel=1e-5)
 
 

@@ -44,7 +44,7 @@ def test_clip_does_nothing_in_one_step_and_bites_in_the_second_pass(tiny_model: 
 def test_minibatches_take_a_step_each_and_see_every_row_once(tiny_model: Path) -> None:
     backend = make_backend(tiny_model, minibatches=2, learning_rate=1e-3)
     backend.update(rows(backend))
-    assert backend._trained().steps == 2
+    assert backend._weights_of().steps == 2
     options = make_options(tiny_model, {"minibatches": 3})
     given = rows(backend)
     pieces = minibatches(given, options, 0)
@@ -67,7 +67,7 @@ def test_learning_rate_rises_and_goes_on_from_a_checkpoint(tiny_model: Path, tmp
             backend = make_backend(tiny_model, **given)
             backend.load(tmp_path / "c")
         backend.update(rows(backend))
-        found.append(float(backend._trained().optimiser.param_groups[0]["lr"]))
+        found.append(float(backend._weights_of().optimiser.param_groups[0]["lr"]))
     assert found == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
     backend.close()
 
@@ -84,7 +84,7 @@ def test_learning_rate_rises_and_falls_to_where_it_is_to_end(tiny_model: Path, t
             backend = make_backend(tiny_model, **given)
             backend.load(tmp_path / "c")
         backend.update(batch)
-        found.append(float(backend._trained().optimiser.param_groups[0]["lr"]))
+        found.append(float(backend._weights_of().optimiser.param_groups[0]["lr"]))
     backend.close()
     passed = [step / 8 for step in range(8)]
     share = passed if name == "linear" else [(1 - math.cos(math.pi * part)) / 2 for part in passed]

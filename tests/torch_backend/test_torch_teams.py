@@ -52,7 +52,7 @@ def test_a_sample_of_the_entries_estimates_the_shares(tiny_model: Path, monkeypa
     rows = team()
     squares = exact_squares(tiny_model, rows)
     backend = make_backend(tiny_model)
-    entries = sum(master.numel() for master in backend._trained().masters.values())
+    entries = sum(master.numel() for master in backend._weights_of().masters.values())
     monkeypatch.setattr(shares.AgentGradients.__init__, "__defaults__", (entries // 2,))
     share = backend.update(rows)["gradient_share/writer"]
     backend.close()
@@ -146,22 +146,22 @@ def test_a_policy_returns_bit_for_bit_and_the_others_stay(tiny_model: Path, tmp_
     name = "writer" if several else backend.engine.model
     backend.update(rows)
     backend.save_policy(name, tmp_path)
-    best = {key: value.clone() for key, value in backend._trained(name if several else None).masters.items()}
+    best = {key: value.clone() for key, value in backend._weights_of(name if several else None).masters.items()}
     backend.update(rows)
     other = (
-        backend._trained("talker").weights()["master." + next(iter(backend._trained("talker").masters))].clone()
+        backend._weights_of("talker").weights()["master." + next(iter(backend._weights_of("talker").masters))].clone()
         if (several)
         else None
     )
     version = {engine.model: engine.version for engine in backend.engines}[name]
     backend.restore_policy(name, tmp_path)
-    now = backend._trained(name if several else None)
+    now = backend._weights_of(name if several else None)
     assert all(best[key].equal(value) for key, value in now.masters.items())
     assert all(best[key].equal(value) for key, value in now.working.items())
     assert all(not state["exp_avg"].any() and state["step"] == 2 for state in now.optimiser.state.values())
     assert {engine.model: engine.version for engine in backend.engines}[name] == version + 1
     if other is not None:
-        assert other.equal(next(iter(backend._trained("talker").masters.values())))
+        assert other.equal(next(iter(backend._weights_of("talker").masters.values())))
     backend.slow_policy(name, 0.1)
     backend.update(rows)
     assert now.optimiser.param_groups[0]["lr"] == pytest.approx(1e-3)

@@ -150,10 +150,10 @@ def test_rows_without_gradient_are_not_forwarded_but_count_in_the_mean(tiny_mode
 
 
 def test_a_batch_without_gradient_changes_nothing(backend: TorchLearner) -> None:
-    before = {name: value.clone() for name, value in backend._trained().masters.items()}
+    before = {name: value.clone() for name, value in backend._weights_of().masters.items()}
     metrics = backend.update([make_row([*range(10, 30)], slice(10, 20), 0.0)])
     assert (metrics["tokens"], metrics["grad_norm"], metrics["skipped"]) == (0, 0, 0)
-    assert all(torch.equal(before[name], value) for name, value in backend._trained().masters.items())
+    assert all(torch.equal(before[name], value) for name, value in backend._weights_of().masters.items())
 
 
 @settings(max_examples=60, deadline=None)
@@ -259,17 +259,17 @@ def test_recomputed_logprobs_replace_the_recorded_ones(tiny_model: Path) -> None
 @pytest.mark.parametrize("advantage", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(backend: TorchLearner, advantage: float) -> None:
     backend.update(make_batch())
-    before = {name: value.clone() for name, value in backend._trained().state().items()}
+    before = {name: value.clone() for name, value in backend._weights_of().state().items()}
     metrics = backend.update([*make_batch(), make_row([*range(10, 30)], slice(10, 20), advantage)])
     assert metrics["skipped"] == 1
-    assert all(torch.equal(before[name], value) for name, value in backend._trained().state().items())
+    assert all(torch.equal(before[name], value) for name, value in backend._weights_of().state().items())
     assert backend.update(make_batch())["skipped"] == 0
 
 
 def test_small_steps_are_not_lost_in_bfloat16(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "bf16", dtype="bfloat16")
     backend = make_backend(folder, learning_rate=1e-7, dtype="bfloat16")
-    masters = backend._trained().masters
+    masters = backend._weights_of().masters
     before = {name: value.clone() for name, value in masters.items()}
     for _ in range(2):
         backend.update(make_batch())

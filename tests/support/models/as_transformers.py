@@ -97,7 +97,7 @@ def check_gradients(folder: Path, **options: object) -> Gradients:
         answer = tuple(random.integers(3, 259, 20 + 3 * n).tolist())
         rows.append(row_of(prompt, answer, (-5.0,) * len(answer), float(random.normal())))
     learner = TorchLearner(folder, threads=1, dtype="float32", **options)
-    policy = learner._trained()
+    policy = learner._weights_of()
     ours: Gradients = {}
 
     def step() -> tuple[float, bool]:

@@ -59,7 +59,7 @@ def make_batch(seed: int = 0, count: int = 12, temperature: float = 1.0) -> list
 def gradients(folder: Path, rows: list[Row], *, share: bool = True, **options: object) -> tuple[Gradients, dict]:
     """Gradients of the masters as they come to the optimiser."""
     backend = make_backend(folder, **options)
-    policy, found = backend._trained(), {}
+    policy, found = backend._weights_of(), {}
 
     def step() -> tuple[float, bool]:
         found.update({name: master.grad.clone() for name, master in policy.masters.items()})

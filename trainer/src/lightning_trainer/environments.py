@@ -84,8 +84,8 @@ def open_environment(
             " held out are wanted. Ask for fewer held out."
         )
     place = cache_folder() / "environments"
-    data = _written(place, rest, [{"environment": rest, "options": own, "task": task} for task in learned])
-    val = _written(place, rest, [{"environment": rest, "options": own, "task": task} for task in held])
+    data = _write_tasks(place, rest, [{"environment": rest, "options": own, "task": task} for task in learned])
+    val = _write_tasks(place, rest, [{"environment": rest, "options": own, "task": task} for task in held])
     return Opened(target=f"{source.__name__}:run", data=data, val=val if held else None)
 
 
@@ -114,7 +114,7 @@ def target_of(name: str) -> str:
     return f"{source.__name__}:run"
 
 
-def _written(folder: Path, name: str, rows: Sequence[Row]) -> Path:
+def _write_tasks(folder: Path, name: str, rows: Sequence[Row]) -> Path:
     """Write tasks under a name that follows from them, so that a run that goes on finds its own."""
     try:
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)

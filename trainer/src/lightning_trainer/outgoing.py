@@ -120,7 +120,7 @@ def at_once(
         with suppress(IndexError):
             while True:
                 place, each = left.popleft()
-                ended.put((place, _answered(ask, each)))
+                ended.put((place, _answer_now(ask, each)))
 
     for _ in range(min(most, len(about))):
         threading.Thread(target=work, name="lightning-asking", daemon=True).start()
@@ -136,7 +136,7 @@ def at_once(
     return [found[place] for place in range(len(about))]
 
 
-def _answered(ask: Callable[[Asked], Answer], about: Asked) -> Future[Answer]:
+def _answer_now(ask: Callable[[Asked], Answer], about: Asked) -> Future[Answer]:
     answer: Future[Answer] = Future()
     try:
         answer.set_result(ask(about))

@@ -30,7 +30,7 @@ def adapt(trace: Trace) -> list[Transition]:
     return [
         transition
         for turn, node in enumerate(trace.chats)
-        for transition in _transitions(node, turn, _earned(node, rewards) if rewards else ())
+        for transition in _transitions(node, turn, _rewards_of(node, rewards) if rewards else ())
     ]
 
 
@@ -101,5 +101,5 @@ def _rewards_by_span(trace: Trace) -> dict[str, list[Reward]]:
     return found
 
 
-def _earned(node: Node, rewards: Mapping[str, list[Reward]]) -> tuple[Reward, ...]:
+def _rewards_of(node: Node, rewards: Mapping[str, list[Reward]]) -> tuple[Reward, ...]:
     return tuple(reward for span_id in (node.span.span_id, *node.merged) for reward in rewards.get(span_id, ()))

@@ -54,12 +54,12 @@ def join_by_traceparent(nodes: Mapping[Key, Node], calls: Iterable[Call]) -> tup
             named.setdefault(node, []).append(call)
     spare: list[Unjoined] = []
     for node, its in named.items():
-        node.call = its[0] if len(its) == 1 else _answering(node, its)
+        node.call = its[0] if len(its) == 1 else _answering_call(node, its)
         spare += [Unjoined(SPARE, call=call) for call in its if call is not node.call]
     return rest, spare
 
 
-def _answering(node: Node, calls: Sequence[Call]) -> Call:
+def _answering_call(node: Node, calls: Sequence[Call]) -> Call:
     """Choose among the tries of one span: the one whose response it holds, else the last that was answered."""
     seen = node.span.attributes.get(RESPONSE_ID)
     for call in reversed(calls):
@@ -92,7 +92,9 @@ def merge_doubles(order: Sequence[Node]) -> tuple[dict[Node, Node], list[Unjoine
         outer = into.get(chat, chat)
         if _same_call(outer, inner, direct=inner.parent is outer, lone=inner in lone):
             merge(outer, inner)
-    for outer, inner in _overlapping([node for node in order if node.span.operation == CHAT and node not in into]):
+    for outer, inner in _overlapping_pairs(
+        [node for node in order if node.span.operation == CHAT and node not in into]
+    ):
         merge(outer, inner)
     return into, spare
 
@@ -135,7 +137,7 @@ def _sources_differ(one: Node, other: Node) -> bool:
     return one.span.attributes.get(FRAMEWORK) != other.span.attributes.get(FRAMEWORK)
 
 
-def _overlapping(chats: Iterable[Node]) -> list[tuple[Node, Node]]:
+def _overlapping_pairs(chats: Iterable[Node]) -> list[tuple[Node, Node]]:
     """Pair chat spans of different branches or traces that have one response id, one inside the time of the other.
 
     Time is no evidence by itself; here it keeps apart the calls of a server that gives every answer the same id.

@@ -54,7 +54,7 @@ def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[Unj
             matches[name_of(call.agent), wanted].calls.append(call)
     for node in chats if matches else ():
         if node.call is None and response_id(node) is None and RESPONSE_ID not in node.span.attributes:
-            asked = _asked(node)
+            asked = _question_of(node)
             if asked is not None and asked in matches:
                 matches[asked].nodes.append(node)
     spare: list[Unjoined] = []
@@ -80,7 +80,7 @@ def _settle(match: _Match, lone: list[Unjoined], spare: list[Unjoined]) -> None:
         lone += [Unjoined(AMBIGUOUS, call=call) for call in calls]
 
 
-def _asked(node: Node) -> Asked | None:
+def _question_of(node: Node) -> Asked | None:
     agent, at = node.span.agent, node.parent
     while agent is None and at is not None and at.span.operation != CHAT:
         agent, at = at.span.agent, at.parent

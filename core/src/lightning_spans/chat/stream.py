@@ -94,7 +94,7 @@ class Growing:
 
     def whole(self) -> dict[str, Any]:
         """Return it as far as it came."""
-        whole: dict[str, Any] = _joined(self._fields)
+        whole: dict[str, Any] = _join_texts(self._fields)
         return whole
 
 
@@ -143,12 +143,12 @@ def begins_another(known: Mapping[str, Json], part: Mapping[str, Json]) -> bool:
     return bool(named and part.get("id") and known.get("id") and part["id"] != known["id"])
 
 
-def _joined(value: Json) -> Json:
+def _join_texts(value: Json) -> Json:
     if isinstance(value, _Text):
         return "".join(value)
     if isinstance(value, dict):
-        return {key: _joined(item) for key, item in value.items()}
-    return [_joined(item) for item in value] if isinstance(value, list) else value
+        return {key: _join_texts(item) for key, item in value.items()}
+    return [_join_texts(item) for item in value] if isinstance(value, list) else value
 
 
 def put_together(endpoint: str, events: Sequence[Mapping[str, Json]]) -> dict[str, Json] | None:

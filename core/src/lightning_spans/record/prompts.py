@@ -71,7 +71,7 @@ def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt |
     if meant is None:
         return None
     before, after = prompts[meant]["before"], prompts[meant]["after"]
-    changed = _changed(body, before, after)
+    changed = _replace_prompt(body, before, after)
     if changed is None and meant not in _missing:
         _missing.add(meant)
         logger.warning(
@@ -81,7 +81,7 @@ def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt |
     return changed
 
 
-def _changed(body: Mapping[str, Json], before: str, after: str) -> dict[str, Json] | None:
+def _replace_prompt(body: Mapping[str, Json], before: str, after: str) -> dict[str, Json] | None:
     for field in ("instructions", "system"):  # of Responses, of Anthropic's messages
         instructions = _content(body.get(field), before, after)
         if instructions is not None:

@@ -129,7 +129,7 @@ class RecordingSpan:
 
     def set(self, **attributes: Json) -> None:
         """Add attributes, given as `set(**{names.TOOL_NAME: "sum"})`; None values are left out."""
-        self.attributes.update(_known(attributes))
+        self.attributes.update(_without_none(attributes))
 
     def end(
         self,
@@ -161,12 +161,12 @@ class RecordingSpan:
     def draft(self) -> Span:
         """Return the record, with the agent that is known by now."""
         if self.unnamed:
-            return self._made()
+            return self._make_span()
         if self._record is None:  # without the lock of `finish`, which may be held by who names another
-            self._record = self._made()
+            self._record = self._make_span()
         return self._record
 
-    def _made(self) -> Span:
+    def _make_span(self) -> Span:
         return Span(
             operation=self.operation,
             name=self.name,
@@ -188,7 +188,7 @@ Later: TypeAlias = Callable[[], None]
 _SPAN = "lightning-span"
 
 
-def _known(attributes: Mapping[str, Json]) -> dict[str, Json]:
+def _without_none(attributes: Mapping[str, Json]) -> dict[str, Json]:
     return {name: value for name, value in attributes.items() if value is not None}
 
 
@@ -269,7 +269,7 @@ class SpanRecorder:
             above = None
         if agent is _DEFAULT:
             agent = current_agent(context)
-        kept = {} if attributes is None else _known(attributes)
+        kept = {} if attributes is None else _without_none(attributes)
         if operation == names.INVOKE_AGENT:
             kept.setdefault(names.AGENT_PATH, agent_path(name, _NOWHERE if above is None else context))
         elif agent is not None and above is not None and operation in _BY_AGENTS:
@@ -340,7 +340,7 @@ class SpanRecorder:
                     log_failure("lightning_agent_name", raised, span)
                 span._begun_in, span._context = _NOWHERE, None
             if span._record is None:
-                span._record = span._made()
+                span._record = span._make_span()
             return span._record
 
     def guard(self, plugin: str, span: OpenSpan | None = None) -> AbstractContextManager[None]:

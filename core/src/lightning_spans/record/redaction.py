@@ -95,7 +95,7 @@ class Redaction:
         return self._string(span.status_message, 0)
 
     def _attribute(self, key: str, value: Json) -> Json:
-        if self._named(key) or key.startswith(self._others):
+        if self._is_named(key) or key.startswith(self._others):
             return MASK
         if key == REQUEST:
             return self._body(value, self._request)
@@ -169,7 +169,7 @@ class Redaction:
             return self._string(value, depth)
         if isinstance(value, Mapping):
             return {
-                self._text(str(key)): MASK if self._named(key) else self._any(inner, depth + 1)
+                self._text(str(key)): MASK if self._is_named(key) else self._any(inner, depth + 1)
                 for key, inner in value.items()
             }
         if isinstance(value, (list, tuple)):
@@ -185,7 +185,7 @@ class Redaction:
             try:
                 inner = read_json(text)
             except ValueError:
-                return MASK if any(map(self._named, _quoted_keys(text))) else self._text(text)
+                return MASK if any(map(self._is_named, _quoted_keys(text))) else self._text(text)
             if isinstance(inner, (dict, list)):
                 clean = self._any(inner, depth + 1)
                 return self._text(text if clean == inner else dumps(clean).decode())
@@ -196,7 +196,7 @@ class Redaction:
             text = pattern.sub(MASK, text)
         return text
 
-    def _named(self, key: str) -> bool:
+    def _is_named(self, key: str) -> bool:
         lowered = str(key).lower()
         return any(fnmatchcase(lowered, name) for name in self.names)
 

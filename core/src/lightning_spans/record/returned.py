@@ -66,7 +66,7 @@ def encoded(value: object) -> Json:
     Raises:
         TypeError: it holds something that would not come back; the message names its type.
     """
-    return _encoded(value, 0)
+    return _encode_value(value, 0)
 
 
 def write_error(error: BaseException) -> str:
@@ -101,7 +101,7 @@ def read(text: str) -> Returned:
             raise ValueError(f"the tool was cut short by {data['class'].rpartition(':')[2]}")
         return Returned(error=error_of(data["class"], data["message"], data["args"]))
     try:
-        return Returned(_decoded(data))
+        return Returned(_decode_value(data))
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
@@ -169,18 +169,18 @@ def _class(name: str) -> Any:
     return found
 
 
-def _encoded(value: Any, depth: int) -> Json:
+def _encode_value(value: Any, depth: int) -> Json:
     kind = type(value)
     if _is_plain(value) and (kind is not float or math.isfinite(value)):
         return value
     if depth > _DEEPEST:
         raise TypeError(f"something that is more than {_DEEPEST} levels deep")
     if kind is list:
-        return [_encoded(item, depth + 1) for item in value]
+        return [_encode_value(item, depth + 1) for item in value]
     if kind is dict:
         return _of_dict(value, depth)
     if kind in _ITEMS:
-        return {_TYPE: kind.__name__, "items": [_encoded(item, depth + 1) for item in value]}
+        return {_TYPE: kind.__name__, "items": [_encode_value(item, depth + 1) for item in value]}
     if kind in _TEXTS:
         return {_TYPE: kind.__name__, "value": _TEXTS[kind][0](value)}
     return _of_class(value, kind, depth)
@@ -188,8 +188,8 @@ def _encoded(value: Any, depth: int) -> Json:
 
 def _of_dict(value: dict[Any, Any], depth: int) -> Json:
     if _TYPE not in value and all(type(key) is str for key in value):
-        return {key: _encoded(item, depth + 1) for key, item in value.items()}
-    return {_TYPE: "dict", "items": [[_encoded(side, depth + 1) for side in pair] for pair in value.items()]}
+        return {key: _encode_value(item, depth + 1) for key, item in value.items()}
+    return {_TYPE: "dict", "items": [[_encode_value(side, depth + 1) for side in pair] for pair in value.items()]}
 
 
 def _of_class(value: Any, kind: type, depth: int) -> Json:
@@ -205,12 +205,16 @@ def _of_class(value: Any, kind: type, depth: int) -> Json:
             return {_TYPE: "enum", "class": _name(kind), "name": value.name}
         if dataclasses.is_dataclass(kind):
             fields = [field for field in dataclasses.fields(kind) if field.init]
-            held = {field.name: _encoded(getattr(value, field.name), depth + 1) for field in fields}
+            held = {field.name: _encode_value(getattr(value, field.name), depth + 1) for field in fields}
             return {_TYPE: "dataclass", "class": _name(kind), "fields": held}
         if _is_model(kind):
             return {_TYPE: "model", "class": _name(kind), "value": value.model_dump(mode="json", exclude_unset=True)}
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            return {_TYPE: "namedtuple", "class": _name(kind), "items": [_encoded(item, depth + 1) for item in value]}
+            return {
+                _TYPE: "namedtuple",
+                "class": _name(kind),
+                "items": [_encode_value(item, depth + 1) for item in value],
+            }
     raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
 
 
@@ -218,17 +222,17 @@ def _is_model(kind: type) -> bool:
     return callable(getattr(kind, "model_dump", None)) and callable(getattr(kind, "model_validate", None))
 
 
-def _decoded(data: Json) -> Any:
+def _decode_value(data: Json) -> Any:
     if isinstance(data, list):
-        return [_decoded(item) for item in data]
+        return [_decode_value(item) for item in data]
     if not isinstance(data, dict):
         return data
     if _TYPE not in data:
-        return {key: _decoded(item) for key, item in data.items()}
+        return {key: _decode_value(item) for key, item in data.items()}
     return _READ[data[_TYPE]](data)
 
 
-def _known(name: str, fits: Callable[[Any], bool]) -> Any:
+def _find_class(name: str, fits: Callable[[Any], bool]) -> Any:
     found = _class(name)
     if not isinstance(found, type) or not fits(found):
         raise TypeError(f"{name} is not among the classes that the program has imported by now")
@@ -236,8 +240,8 @@ def _known(name: str, fits: Callable[[Any], bool]) -> Any:
 
 
 def _read_dataclass(data: Mapping[str, Json]) -> Any:
-    fields = {name: _decoded(value) for name, value in data["fields"].items()}
-    return _known(data["class"], dataclasses.is_dataclass)(**fields)
+    fields = {name: _decode_value(value) for name, value in data["fields"].items()}
+    return _find_class(data["class"], dataclasses.is_dataclass)(**fields)
 
 
 def _read_numpy(data: Mapping[str, Json]) -> Any:
@@ -247,8 +251,8 @@ def _read_numpy(data: Mapping[str, Json]) -> Any:
 
 
 def _read_namedtuple(data: Mapping[str, Json]) -> Any:
-    kind = _known(data["class"], lambda found: issubclass(found, tuple))
-    return kind(*(_decoded(item) for item in data["items"]))
+    kind = _find_class(data["class"], lambda found: issubclass(found, tuple))
+    return kind(*(_decode_value(item) for item in data["items"]))
 
 
 _ITEMS: Final[Mapping[type, Callable[[Any], Any]]] = {tuple: tuple, set: set, frozenset: frozenset}
@@ -269,7 +273,7 @@ _TEXTS: Final[Mapping[type, tuple[Callable[[Any], str], Callable[[str], Any]]]] 
 
 
 def _items_reader(make: Callable[[Any], Any]) -> Callable[[Mapping[str, Json]], Any]:
-    return lambda data: make(_decoded(item) for item in data["items"])
+    return lambda data: make(_decode_value(item) for item in data["items"])
 
 
 def _text_reader(parse: Callable[[str], Any]) -> Callable[[Mapping[str, Json]], Any]:
@@ -277,10 +281,10 @@ def _text_reader(parse: Callable[[str], Any]) -> Callable[[Mapping[str, Json]], 
 
 
 _READ: Final[Mapping[str, Callable[[Mapping[str, Json]], Any]]] = {
-    "dict": lambda data: {_decoded(key): _decoded(value) for key, value in data["items"]},
+    "dict": lambda data: {_decode_value(key): _decode_value(value) for key, value in data["items"]},
     "dataclass": _read_dataclass,
-    "model": lambda data: _known(data["class"], _is_model).model_validate(data["value"]),
-    "enum": lambda data: _known(data["class"], lambda found: issubclass(found, enum.Enum))[data["name"]],
+    "model": lambda data: _find_class(data["class"], _is_model).model_validate(data["value"]),
+    "enum": lambda data: _find_class(data["class"], lambda found: issubclass(found, enum.Enum))[data["name"]],
     "path": lambda data: Path(data["value"]),
     "namedtuple": _read_namedtuple,
     "numpy": _read_numpy,

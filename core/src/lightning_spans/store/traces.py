@@ -59,13 +59,13 @@ def each_trace(
     """
     if rollout_ids is not None or attempt_ids is not None:
         wanted = Where(rollout_ids=rollout_ids, attempt_ids=attempt_ids, origin=origin)
-        yield from _built(_of_attempts(store, wanted))
+        yield from _build_traces(_of_attempts(store, wanted))
         return
     where = Where(origin=origin)
     known: set[str] = set()
     for batch in _batches(attempt.attempt_id for attempt in each(store, AttemptRecord, where)):
         known.update(batch)
-        yield from _built(_of_attempts(store, replace(where, attempt_ids=batch)))
+        yield from _build_traces(_of_attempts(store, replace(where, attempt_ids=batch)))
     unknown: dict[str, None] = {}
     outside: dict[str, None] = {}  # traces in which something says no attempt
     records: Iterator[Span | Call] = chain(each(store, Span, where), each(store, Call, where))
@@ -79,9 +79,9 @@ def each_trace(
     if origin is None:
         unknown |= dict.fromkeys(reward.attempt_id for reward in each(store, Reward))
     for batch in _batches(attempt_id for attempt_id in unknown if attempt_id not in known):
-        yield from _built(_of_attempts(store, replace(where, attempt_ids=batch)))
+        yield from _build_traces(_of_attempts(store, replace(where, attempt_ids=batch)))
     for batch in _batches(outside):
-        yield from _built(_outside(store, replace(where, trace_ids=batch)))
+        yield from _build_traces(_outside(store, replace(where, trace_ids=batch)))
 
 
 def newest_traces(store: Store, *, origin: str | None = None) -> Iterator[Trace]:
@@ -148,10 +148,10 @@ def _in_order(store: Store, where: Where, places: Sequence[_Place]) -> Iterator[
             yield _Heap(calls=[place.call]).trace()
         elif place.key in heaps:
             yield heaps.pop(place.key).trace()
-    yield from _built(heaps)
+    yield from _build_traces(heaps)
 
 
-def _built(heaps: Mapping[str, _Heap]) -> Iterator[Trace]:
+def _build_traces(heaps: Mapping[str, _Heap]) -> Iterator[Trace]:
     return (heap.trace() for heap in heaps.values())
 
 

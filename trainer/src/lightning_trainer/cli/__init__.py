@@ -89,7 +89,7 @@ class LazyGroup(click.Group):
         """Import a command."""
         if cmd_name not in COMMANDS:
             return _plugin_commands().get(cmd_name)
-        return _imported(COMMANDS[cmd_name])
+        return _import_command(COMMANDS[cmd_name])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -158,7 +158,7 @@ def _suggest(error: click.NoSuchOption) -> None:
             error.possibilities = [f"--{ours.replace('_', '-')}"]  # type: ignore[misc]
 
 
-def _imported(listed: Listed) -> click.Command:
+def _import_command(listed: Listed) -> click.Command:
     command: click.Command = import_module(listed.module).command
     return command
 
@@ -172,7 +172,7 @@ def _plugin_commands() -> dict[str, click.Command]:
     found = {name: each for name, each in registry.registered("command").items() if COMMANDS.get(name) != each}
     if taken := sorted(found.keys() & COMMANDS.keys()):
         raise ConfigError(f"a plugin registers the command {taken[0]!r}, which lightning-rl has. Give it another name.")
-    return {name: _imported(each) if isinstance(each, Listed) else each for name, each in found.items()}
+    return {name: _import_command(each) if isinstance(each, Listed) else each for name, each in found.items()}
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

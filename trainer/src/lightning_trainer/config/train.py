@@ -26,19 +26,19 @@ class TrainConfig(TrainFields):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _checked(cls, values: Any, handler: ModelWrapValidatorHandler[TrainConfig]) -> TrainConfig:
+    def _check_values(cls, values: Any, handler: ModelWrapValidatorHandler[TrainConfig]) -> TrainConfig:
         """Turn what pydantic says into one error that says what to do."""
         if isinstance(values, Mapping):
             refuse_unknown(values, cls.model_fields)
             values = with_defaults(values)
             if environment.to_open(values):  # which may take long: all other options are looked at before
-                asked = _made(handler, {**values, **environment.unopened(values)})
+                asked = _make_config(handler, {**values, **environment.unopened(values)})
                 came = environment.opened(asked.env or "", asked.env_options, asked.env_tasks, asked.env_held_out)
                 values = {**values, **came}
-        return _made(handler, values)
+        return _make_config(handler, values)
 
 
-def _made(handler: ModelWrapValidatorHandler[TrainConfig], values: Any) -> TrainConfig:
+def _make_config(handler: ModelWrapValidatorHandler[TrainConfig], values: Any) -> TrainConfig:
     """Make a configuration, and say in one error what is wrong with it and what to do."""
     try:
         config = handler(values)

@@ -30,9 +30,9 @@ def for_option(name: str) -> Complete | None:
         "model": models,
         "agents": agents,
         "resume": runs,
-        "algorithm": lambda: _registered("algorithm"),
+        "algorithm": lambda: _registered_names("algorithm"),
         "credit": _credits,
-        "backend": lambda: _registered("backend"),
+        "backend": lambda: _registered_names("backend"),
         "trackers": lambda: ("mlflow", "wandb"),
     }
     return offering(offers[name]) if name in offers else None
@@ -72,11 +72,11 @@ def agents() -> list[str]:
     return names
 
 
-def _registered(kind: registry.Kind) -> Iterable[str]:
+def _registered_names(kind: registry.Kind) -> Iterable[str]:
     from lightning_trainer import registry
 
     return registry.offered(kind)
 
 
 def _credits() -> Iterable[str]:
-    return _registered("credit")
+    return _registered_names("credit")

@@ -89,10 +89,10 @@ def _refusal(error: Exception) -> Refusal:
     if isinstance(error, StoreError):
         return store_down(error)
     logger.exception("a request failed", exc_info=error)
-    return _failed(error)
+    return _server_error(error)
 
 
-def _failed(error: Exception) -> Refusal:
+def _server_error(error: Exception) -> Refusal:
     return Refusal(500, f"the server failed: {type(error).__name__}", "server_error")
 
 
@@ -326,7 +326,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)  # it is raised again after the answer, and logged by uvicorn
     async def failed(_: Request, error: Exception) -> Response:
-        return told(_failed(error))
+        return told(_server_error(error))
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:

@@ -49,7 +49,7 @@ class Health:
 
     async def page(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
         """Answer 200 when all is well, else 503; the body says which part is not and why."""
-        await _send(send, await self._found())
+        await _send(send, await self._check_state())
 
     async def live(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Answer 200: only a process that does not answer has to be started again."""
@@ -60,14 +60,14 @@ class Health:
 
         An engine whose last call failed is ready: only the next call shows that it is well again.
         """
-        found = await self._found()
+        found = await self._check_state()
         parts = {"store": found["store"], **found["upstreams"]}
         if found["engine"] is not None and not all(map(_can_be_asked, self._engines)):
             parts["engine"] = found["engine"]
         down = sorted(name for name, part in parts.items() if part["status"] != "ok")
         await _send(send, {"status": "error" if down else "ok", "not_ready": down})
 
-    async def _found(self) -> dict[str, Any]:
+    async def _check_state(self) -> dict[str, Any]:
         async with self._lock:
             if time.monotonic() - self._checked_s >= _FRESH_S:
                 self._answer = await self._check()
@@ -78,7 +78,7 @@ class Health:
         store = await self._check_store()
         engine = self._check_engine()
         stalled = [asdict(stall) for stall in stalls()]
-        upstreams = {policy.upstream.model: _standing(policy) for policy in self._upstreams}
+        upstreams = {policy.upstream.model: _upstream_state(policy) for policy in self._upstreams}
         keys = self._keys()
         parts = [store, *(part for part in (engine, keys) if part is not None), *upstreams.values()]
         well = all(part["status"] == "ok" for part in parts) and not stalled
@@ -118,7 +118,7 @@ def _can_be_asked(engine: EmbeddedEngine) -> bool:
     return "version" in _state(engine)
 
 
-def _standing(policy: UpstreamPolicy) -> dict[str, Any]:
+def _upstream_state(policy: UpstreamPolicy) -> dict[str, Any]:
     """Say how an upstream is; not where it is, since this page asks for no key."""
     replicas = policy.replicas
     well = sum(replica.failure is None for replica in replicas.all)

@@ -27,7 +27,7 @@ class _Watched:
         self._inner = inner
         for name, part in parts.items():
             if hasattr(inner, name):
-                setattr(self, name, _noted(getattr(inner, name), part, f"{name} of {_name(inner)}"))
+                setattr(self, name, _note_waits(getattr(inner, name), part, f"{name} of {_name(inner)}"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -37,7 +37,7 @@ def _name(inner: Any) -> str:
     return str(getattr(inner, "name", type(inner).__name__))
 
 
-def _noted(method: Callable[..., T], part: str, what: str) -> Callable[..., T]:
+def _note_waits(method: Callable[..., T], part: str, what: str) -> Callable[..., T]:
     @functools.wraps(method)
     def noted(*args: Any, **options: Any) -> T:
         with waiting(part, what):

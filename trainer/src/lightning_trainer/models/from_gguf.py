@@ -26,7 +26,7 @@ def convert(weights: Path, folder: Path, template: str) -> None:
     source, name = str(weights.parent), weights.name
     with _read_once():
         model: Any = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=name, dtype=torch.bfloat16, **_dequantized()
+            source, gguf_file=name, dtype=torch.bfloat16, **_dequantize_option()
         )
         tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=name)
     for owner, left_over in ((model, "hf_quantizer"), (model.config, "quantization_config")):
@@ -44,7 +44,7 @@ def convert(weights: Path, folder: Path, template: str) -> None:
     _name_common_class(folder / "tokenizer_config.json")
 
 
-def _dequantized() -> dict[str, Any]:
+def _dequantize_option() -> dict[str, Any]:
     """Return the option for whole weights: newer transformers keeps GGUF's blocks without it, which it can't save."""
     from transformers.utils import quantization_config
 

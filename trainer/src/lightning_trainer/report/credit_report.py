@@ -92,13 +92,15 @@ class CreditReport:
         for source, by in sorted(self.given.items()):
             whom = ", ".join(f"{value:+.3f} for {agent or 'the attempt'}" for agent, value in by.items())
             found.append(f"given by {source}: {whom}")
-        found.append(f"rewards {self.rewards:+.3f}; credit {self.credited:+.3f} over calls, {self._conserved()}")
+        found.append(
+            f"rewards {self.rewards:+.3f}; credit {self.credited:+.3f} over calls, {self._conservation_note()}"
+        )
         found += [f"{count} rewards for {agent} reached nobody" for agent, count in self.unclaimed.items()]
         found += [f"{count} calls not compared: {reason}" for reason, count in sorted(self.left_out.items())]
         found.append(f"{self.flat_groups} of {self.groups} groups had nothing to compare")
         return found
 
-    def _conserved(self) -> str:
+    def _conservation_note(self) -> str:
         if math.isclose(self.credited, self.rewards, rel_tol=1e-9, abs_tol=1e-9):
             return "conserved"
         over_agents = sum(self.by_agent.values())

@@ -79,14 +79,14 @@ def transition_advantages(
     Raises:
         ValueError: lengths differ, a value is not finite, or an attempt is in two groups.
     """
-    values = _checked(values_M, attempt_M, group_M, agent_M)
+    values = _check_arrays(values_M, attempt_M, group_M, agent_M)
     if not len(values):
         return values
-    attempt, group = _numbered(attempt_M), _numbered(group_M)
+    attempt, group = _number_ids(attempt_M), _number_ids(group_M)
     if len(np.unique(np.stack([attempt, group]), axis=1).T) != attempt.max() + 1:
         raise ValueError("an attempt is in two groups")
     if agent_M is not None:
-        agent = _numbered(agent_M)
+        agent = _number_ids(agent_M)
         group, attempt = _pairs(group, agent), _pairs(attempt, agent)
 
     attempts_G, weights = _weights(attempt, group)
@@ -130,9 +130,9 @@ def leave_one_out(
     centred = transition_advantages(values_M, attempt_M, group_M, agent_M=agent_M, normalise=False)
     if not len(centred):
         return centred
-    attempt, group = _numbered(attempt_M), _numbered(group_M)
+    attempt, group = _number_ids(attempt_M), _number_ids(group_M)
     if agent_M is not None:
-        agent = _numbered(agent_M)
+        agent = _number_ids(agent_M)
         group, attempt = _pairs(group, agent), _pairs(attempt, agent)
     attempts_G, _weight = _weights(attempt, group)
     # With b the mean of all n and m the attempt's own, the others' mean is b - (m - b) / (n - 1).
@@ -173,7 +173,7 @@ def whitened(
     """
     values = np.asarray(values_M, dtype=np.float64)
     weights = np.ones_like(values) if weights_M is None else np.asarray(weights_M, dtype=np.float64)
-    agent = np.zeros(len(values), np.int64) if agent_M is None or not len(values) else _numbered(agent_M)
+    agent = np.zeros(len(values), np.int64) if agent_M is None or not len(values) else _number_ids(agent_M)
     if not values.ndim == weights.ndim == 1 or not len(values) == len(weights) == len(agent):
         raise ValueError(f"values, weights and agents differ in length: {len(values)}, {len(weights)}, {len(agent)}")
     if not np.isfinite(values).all() or not np.isfinite(weights).all() or (weights < 0).any():
@@ -230,7 +230,7 @@ def generalised_advantages(
     return advantages, np.where(mask, advantages + values, 0.0)
 
 
-def _checked(
+def _check_arrays(
     values_M: FloatArray | Sequence[float], attempt_M: Ids | range, group_M: Ids, agent_M: Ids | None
 ) -> FloatArray:
     """(M,) the values as an array. Raises ValueError where lengths differ or a value is not finite."""
@@ -245,14 +245,14 @@ def _checked(
     return values
 
 
-def _numbered(ids: Ids | range) -> IntArray:
+def _number_ids(ids: Ids | range) -> IntArray:
     """(M,) ids as numbers from 0."""
     return np.asarray(np.unique(np.asarray(ids), return_inverse=True)[1], dtype=np.int64).reshape(-1)
 
 
 def _pairs(left: IntArray, right: IntArray) -> IntArray:
     """(M,) one number for each pair that occurs."""
-    return _numbered(left * (right.max() + 1) + right)
+    return _number_ids(left * (right.max() + 1) + right)
 
 
 def _weights(attempt: IntArray, group: IntArray) -> tuple[IntArray, FloatArray]:

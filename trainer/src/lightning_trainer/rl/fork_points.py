@@ -97,7 +97,7 @@ def inclusion_chances(surprises: Sequence[float], count: int) -> list[float]:
     Divided by its chance, what comes of a call counts the same in the mean as if all calls were drawn again (Horvitz
     and Thompson, 1952).
     """
-    weights = _floored(surprises)
+    weights = _raise_to_floor(surprises)
     sure: set[int] = set()
     while len(sure) < min(count, len(weights)):
         rest = [n for n in range(len(weights)) if n not in sure]
@@ -117,10 +117,10 @@ def _weights(found: Sequence[Candidate], where: Where, spread: Mapping[str, floa
         case "disagreement":
             known = [value for value in spread.values() if value > 0.0]
             usual = sum(known) / len(known) if known else 1.0
-            return _floored([spread.get(candidate.agent, usual) for candidate in found])
+            return _raise_to_floor([spread.get(candidate.agent, usual) for candidate in found])
     return [1.0] * len(found)
 
 
-def _floored(weights: Sequence[float]) -> list[float]:
+def _raise_to_floor(weights: Sequence[float]) -> list[float]:
     mean = sum(weights) / max(len(weights), 1)
     return [max(weight, FLOOR * mean) for weight in weights] if mean > 0.0 else [1.0] * len(weights)

@@ -311,7 +311,7 @@ def _with_tail(logprobs_TC: Tensor) -> Tensor:
 
 def token_logprobs(logits_TV: Tensor, tokens_T: Tensor, temperature_T: Tensor | float = 1.0) -> Tensor:
     """(T,) natural log-probability of each token under softmax(logits / temperature), in float32."""
-    scaled_TV = _scaled(logits_TV, temperature_T)
+    scaled_TV = _scale_logits(logits_TV, temperature_T)
     return torch.log_softmax(scaled_TV, dim=-1).gather(-1, tokens_T.long()[:, None]).squeeze(-1)
 
 
@@ -320,11 +320,11 @@ def entropy(logits_TV: Tensor, temperature_T: Tensor | float = 1.0) -> Tensor:
 
     The bonus of PPO (arXiv 1707.06347, equation 9) subtracts its weighted sum from the loss.
     """
-    logprobs_TV = torch.log_softmax(_scaled(logits_TV, temperature_T), dim=-1)
+    logprobs_TV = torch.log_softmax(_scale_logits(logits_TV, temperature_T), dim=-1)
     return -(logprobs_TV.exp() * logprobs_TV).sum(-1)
 
 
-def _scaled(logits_TV: Tensor, temperature_T: Tensor | float) -> Tensor:
+def _scale_logits(logits_TV: Tensor, temperature_T: Tensor | float) -> Tensor:
     logits_TV = logits_TV.float()
     if isinstance(temperature_T, Tensor):
         return logits_TV / temperature_T.float()[:, None]

@@ -167,7 +167,7 @@ def wait(
                 return
             stalls.look(now, attempts, moved)
             if time.monotonic() - since > limit_s and not untimed:
-                raise StalledError(_stalled(attempts, standing, limit_s, describe()))
+                raise StalledError(_stall_message(attempts, standing, limit_s, describe()))
             time.sleep(poll_s)
 
 
@@ -237,7 +237,7 @@ def _refuse_missing_rewards(attempts: Sequence[AttemptRecord]) -> None:
             raise RewardError(f"{problem}\nIt came from the task {str(dict(attempt.rollout.task))[:300]}.")
 
 
-def _stalled(
+def _stall_message(
     attempts: Sequence[AttemptRecord], standing: Mapping[RolloutStatus, int], limit_s: float, workers: str
 ) -> str:
     running = [attempt for attempt in attempts if attempt.status == "running"]
@@ -277,7 +277,7 @@ class _Stalls:
         gone = [a for a in attempts if a.status == "lost" and a.rollout.rollout_id in queued]
         last = _last_of_groups(rollouts)
         self._note("queue", idle and not gone, lambda: f"a runner to claim {len(queued)} rollouts; {told()}")
-        self._note("lease", idle and bool(gone), lambda: f"another runner to take over {_named(gone)}")
+        self._note("lease", idle and bool(gone), lambda: f"another runner to take over {_attempts_text(gone)}")
         self._note("group", bool(last), lambda: f"the last of their groups: {', '.join(last[:4])}; {told()}")
 
     def _note(self, part: str, stands: bool, what: Callable[[], str]) -> None:
@@ -288,7 +288,7 @@ class _Stalls:
             self._waits[part] = begin(part, what)
 
 
-def _named(gone: Sequence[AttemptRecord]) -> str:
+def _attempts_text(gone: Sequence[AttemptRecord]) -> str:
     return f"{len(gone)} attempts, such as {gone[0].attempt_id}, claimed by {gone[0].worker}"
 
 

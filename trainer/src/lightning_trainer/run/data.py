@@ -134,7 +134,7 @@ def _folder(path: Path) -> list[Path]:
     if (path / "dataset_dict.json").is_file():
         raise _several(path, [str(path / one.name) for one in sorted(path.iterdir()) if one.is_dir()])
     if (path / _STATE).is_file():
-        return _saved(path)
+        return _saved_files(path)
     for kind in ("*.arrow", "**/*.parquet", "*.jsonl"):
         if files := sorted(file for file in path.glob(kind) if not _CACHE.fullmatch(file.name)):
             _check_one_split(path, files)
@@ -142,7 +142,7 @@ def _folder(path: Path) -> list[Path]:
     raise DataError(f"data folder {path} holds no data set: no .arrow, .parquet or .jsonl file is in it.")
 
 
-def _saved(path: Path) -> list[Path]:
+def _saved_files(path: Path) -> list[Path]:
     """Name the files that `save_to_disk` wrote: `map` and `shuffle` leave caches of theirs beside them."""
     try:
         return [path / file["filename"] for file in read_json((path / _STATE).read_bytes())["_data_files"]]

@@ -131,12 +131,12 @@ class Embedded:
             checkpoint=sizes[0] if sizes else None,
             disk=sizes[1] if sizes else None,
         )
-        found = probe(config, tasks, places, partial(self._begun, start), progress, update=True, limit_s=TRIAL_S)
+        found = probe(config, tasks, places, partial(self._load_start, start), progress, update=True, limit_s=TRIAL_S)
         facts = {**forecast(found, asked), "engine": list(self._plan(config))}
         billed, told = self._priced(config, facts) if self._priced is not None else ({}, ())
         return Described("\n".join([*lines(facts), *facts["engine"], *told]), {**facts, **billed})
 
-    def _begun(self, start: Start, config: TrainConfig) -> Learner:
+    def _load_start(self, start: Start, config: TrainConfig) -> Learner:
         """Load the policy as it is where a run begins."""
         learner = self._opened(config)
         if start.checkpoint is not None:

@@ -29,7 +29,7 @@ def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]
         if messages is None:
             continue
         answers = [_text(message) for node in chats for message in _answer(node)]
-        asked = [_text(told) for told in _told(messages) if told.get("role", "user") == "user"]
+        asked = [_text(told) for told in _readable_messages(messages) if told.get("role", "user") == "user"]
         yield {
             field: next(filter(None, reversed(asked)), ""),
             "messages": messages,
@@ -42,7 +42,7 @@ def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]
 
 def asked(node: Node) -> str:
     """Return the last message that a model call sent, as text; empty where it is not recorded."""
-    messages = _told(_messages(node) or [])
+    messages = _readable_messages(_messages(node) or [])
     return _text(messages[-1]) if messages else ""
 
 
@@ -54,10 +54,10 @@ def answered(node: Node) -> str:
 
 
 def _answer(node: Node) -> list[Mapping[str, Any]]:
-    return _told([choice.message for choice in node.answer.choices[:1]])
+    return _readable_messages([choice.message for choice in node.answer.choices[:1]])
 
 
-def _told(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _readable_messages(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [told for message in messages for told in chat_messages(message) if isinstance(told, Mapping)]
 
 

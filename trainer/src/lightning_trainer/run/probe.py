@@ -114,7 +114,7 @@ def probe(
         loaded = time.monotonic() - began
         ran = _run(config, [tasks[place] for place in places], session, judge, progress, limit_s=limit_s)
         learned = _learn(learner, ran.rows, progress) if update else {}
-        return _found(
+        return _make_probe(
             config, places[: len(ran.outcomes) // config.group_size], ran, load_seconds=loaded, learned=learned
         )
 
@@ -196,7 +196,7 @@ def _learn(learner: Learner, rows: Sequence[Row], progress: Progress) -> dict[st
     return {**metrics, "update_seconds": time.monotonic() - began}
 
 
-def _found(
+def _make_probe(
     config: TrainConfig, places: Sequence[int], ran: _Ran, *, load_seconds: float, learned: Mapping[str, float]
 ) -> Probe:
     paths = [node.path for trace in ran.traces for node in trace.chats]
@@ -204,7 +204,7 @@ def _found(
     used = [tokens_of(node) for trace in ran.traces for node in trace.chats]
     chosen = config.agents or ("*",)
     return Probe(
-        tried=_tried(ran, places, config),
+        tried=_tried_tasks(ran, places, config),
         rollouts=len(ran.outcomes),
         rollout_seconds=ran.seconds,
         update_seconds=learned.get("update_seconds", 0.0),
@@ -229,7 +229,7 @@ def _refuse(outcomes: Sequence[Outcome], runner: Runner) -> None:
     runner.check()
 
 
-def _tried(ran: _Ran, places: Sequence[int], config: TrainConfig) -> list[Tried]:
+def _tried_tasks(ran: _Ran, places: Sequence[int], config: TrainConfig) -> list[Tried]:
     crashed = reward_of_failures(ran.outcomes, config.failed)
     found = []
     for number, place in enumerate(places):

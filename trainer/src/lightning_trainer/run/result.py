@@ -108,11 +108,11 @@ class Result:
             last = f"rollouts of step {self.steps}, on its training tasks, sampled before that step was learned from"
             none = "nothing: no rollout was sampled after the only step. Give held-out tasks with --val"
             said = "rollouts of the first step, on training tasks", last if self.steps > 1 else none
-        before, after = (_told(of, found) for of, found in zip(said, self._sides(), strict=True))
+        before, after = (_score_fields(of, found) for of, found in zip(said, self._sides(), strict=True))
         return before, after
 
 
-def _told(of: str, found: Score | None) -> dict[str, Any]:
+def _score_fields(of: str, found: Score | None) -> dict[str, Any]:
     if found is None:
         return {"of": of, "mean": None}
     interval = {"low": found.low, "high": found.high}

@@ -74,10 +74,10 @@ def install_line(framework: str) -> str:
 
 def missing(framework: str) -> list[str]:
     """Return the packages that a program of this framework needs and that are not installed here."""
-    return [name for name in FRAMEWORKS[framework] if not _installed(re.split(r"[\[<>=]", name)[0])]
+    return [name for name in FRAMEWORKS[framework] if not _is_installed(re.split(r"[\[<>=]", name)[0])]
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         version(package)
     except PackageNotFoundError:

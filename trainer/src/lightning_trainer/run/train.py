@@ -104,7 +104,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
         try:
             steps = backend.train(run)
         except Interrupted:
-            raise Interrupted(_stopped(run)) from None
+            raise Interrupted(_stop_message(run)) from None
         run.log.draw()
         return result_of(run, steps, time.monotonic() - began)
 
@@ -157,7 +157,7 @@ def _log(config: TrainConfig, folder: Path, step: int, val: Sequence[Task]) -> I
         yield log
 
 
-def _stopped(run: OpenRun) -> str:
+def _stop_message(run: OpenRun) -> str:
     count = len(run.log.lines("train"))
     steps = "1 step" if count == 1 else f"{count} steps"
     if not (run.folder / NEWEST).exists():

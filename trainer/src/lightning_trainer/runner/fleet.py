@@ -106,10 +106,10 @@ class Fleet:
             return 0
         rooms = [(place.room(self._concurrency), place.running) for place in self._places]
         if self._suspects:
-            return min(sum(room > 0 and not running for room, running in rooms), self._left())
-        return min(sum(room for room, _ in rooms), self._left())
+            return min(sum(room > 0 and not running for room, running in rooms), self._free_places())
+        return min(sum(room for room, _ in rooms), self._free_places())
 
-    def _left(self) -> int:
+    def _free_places(self) -> int:
         """Return how many workers may begin to work: isolated, one that waits does not come to those that work."""
         return self._size - sum(bool(place.running) for place in self._places) if self._isolate else sys.maxsize
 
@@ -127,7 +127,7 @@ class Fleet:
             alone = self._waiting[0].disturbed > 0
             open_places = [place for place in self._places if place.room(self._concurrency)]
             place = min(open_places, key=lambda place: len(place.running), default=None)
-            if place is None or (alone and place.running) or self._left() <= 0:
+            if place is None or (alone and place.running) or self._free_places() <= 0:
                 return
             self._run(place, self._waiting.popleft(), alone=alone)
 
@@ -188,7 +188,7 @@ class Fleet:
         finally:
             looking.cancel()
         if not self._stopping:
-            await self._lost(place)
+            await self._replace_worker(place)
 
     def _take(self, place: WorkerPlace, message: Message) -> None:
         running = place.running.get(message["id"])
@@ -213,7 +213,7 @@ class Fleet:
             self._end(place, running, _too_late(running))
         else:
             self._crashes = 0
-            self._end(place, running, _ended(running, message))
+            self._end(place, running, _end_of_message(running, message))
 
     def _watch_threads(self, place: WorkerPlace, leaked: int) -> None:
         if leaked > LEAKED_MOST and not place.draining:
@@ -263,7 +263,7 @@ class Fleet:
         place.stood_still, place.held_by = True, held
         where = "" if held is None else f", at {held.where}"
         logger.warning("the event loop of worker %s stands still%s: it is ended", place.worker.name, where)
-        place.worker.kill()  # `_lost` then tells of all its attempts
+        place.worker.kill()  # `_replace_worker` then tells of all its attempts
 
     def _set_apart(self, place: WorkerPlace) -> None:
         """Let what runs there go on by itself, and start another worker for the rest."""
@@ -310,7 +310,7 @@ class Fleet:
             place.worker.kill()
         self._place_waiting()
 
-    async def _lost(self, place: WorkerPlace) -> None:
+    async def _replace_worker(self, place: WorkerPlace) -> None:
         """Tell of the attempts of a worker that has ended, and start another one."""
         place.draining, drained = True, place.draining  # nothing more is placed there
         death = await place.worker.ended()
@@ -352,7 +352,7 @@ class Fleet:
                 return
 
 
-def _ended(running: RunningAttempt, message: Message) -> Ended:
+def _end_of_message(running: RunningAttempt, message: Message) -> Ended:
     if message["status"] == "killed":
         return killed(running.record, "the command", message["error"])
     return Ended(message["status"], tuple(Reward(**reward) for reward in message["rewards"]), message["error"])

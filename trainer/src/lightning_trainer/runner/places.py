@@ -95,7 +95,7 @@ async def watch_loop(worker: Worker, on_block: Callable[[Blocking], None]) -> No
                 wait.end()
                 wait = None
             elif held is not None and wait is None:
-                wait = stalls.begin("worker", lambda: _standing(worker))
+                wait = stalls.begin("worker", lambda: _describe_block(worker))
                 wait.since -= held.seconds
             if held is not None:
                 on_block(held)
@@ -104,6 +104,6 @@ async def watch_loop(worker: Worker, on_block: Callable[[Blocking], None]) -> No
             wait.end()
 
 
-def _standing(worker: Worker) -> str:
+def _describe_block(worker: Worker) -> str:
     held = worker.blocking
     return f"the event loop of worker {worker.name}, at {held.where if held else 'a place it has left'}"

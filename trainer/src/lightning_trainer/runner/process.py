@@ -95,7 +95,7 @@ class WorkerProcess:
                 undo.push_async_callback(users.give_back, user)
                 kept, how = user.environment(kept), "user"
                 own = {"user": user.number, "group": user.number, "extra_groups": (), "umask": 0o077}
-            process, line, signs = await _started(log, kept, (how, mark), own)
+            process, line, signs = await _start_process(log, kept, (how, mark), own)
             reader, writer = await asyncio.open_connection(sock=line)
             worker = cls(process, reader, writer, log, mark=mark, undo=undo.pop_all())
         worker._signs = asyncio.create_task(worker._watch(signs))
@@ -212,7 +212,7 @@ class WorkerProcess:
         end_of_worker(self._mark)
 
 
-async def _started(
+async def _start_process(
     log: Path, environment: Mapping[str, str], words: Sequence[str], own: Mapping[str, Any]
 ) -> tuple[asyncio.subprocess.Process, socket.socket, int]:
     """Start the process; gives it with our ends of its line and of the pipe of its signs of life.

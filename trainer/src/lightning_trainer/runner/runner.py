@@ -100,7 +100,7 @@ class Runner:
             start or process,
             workers=workers,
             concurrency=1 if job.isolate else concurrency,
-            on_end=self._ended,
+            on_end=self._finish_attempt,
             isolate=job.isolate,
             grace_s=grace_s,
             wait_for_all=start is None,
@@ -199,7 +199,7 @@ class Runner:
         try:
             asyncio.run(self._main())
         except LightningError as error:
-            self._failure = type(error)(self._explained(str(error)))
+            self._failure = type(error)(self._explain_error(str(error)))
         except BaseException as error:
             logger.exception("the runner failed")
             self._failure = LightningError(f"the runner failed: {type(error).__name__}: {error}")
@@ -272,12 +272,12 @@ class Runner:
             for task in left:
                 task.cancel()
 
-    def _explained(self, error: str) -> str:
+    def _explain_error(self, error: str) -> str:
         return error if self._passed is None else explained(error, os.environ, self._passed)
 
-    def _ended(self, record: AttemptRecord, ended: Ended) -> None:
+    def _finish_attempt(self, record: AttemptRecord, ended: Ended) -> None:
         if ended.error is not None:
-            ended = replace(ended, error=self._explained(ended.error))
+            ended = replace(ended, error=self._explain_error(ended.error))
         self._finishing[record.attempt_id] = record
         task = asyncio.create_task(self._finish(record, ended))
         self._tasks.add(task)

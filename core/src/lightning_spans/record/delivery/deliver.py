@@ -131,7 +131,7 @@ class Delivery:
             headers.update(_collector_headers())
         if self.about is not None and key:  # a collector of somebody else's is told nothing
             headers["x-lightning-sender"] = self.about()
-        status, about, said = self._send(url, encode(spans if key else _shown(spans)), headers)
+        status, about, said = self._send(url, encode(spans if key else _for_collector(spans)), headers)
         if status == 413 and len(spans) > 1:  # too large together
             middle = len(spans) // 2
             return self._half(url, key, spans[:middle]) + self._half(url, key, spans[middle:])
@@ -164,7 +164,7 @@ def _collector_headers() -> Mapping[str, str]:
     return parse_env_headers(next((value for name in variables if (value := os.environ.get(name))), ""), liberal=True)
 
 
-def _shown(spans: Sequence[Span]) -> list[Span]:
+def _for_collector(spans: Sequence[Span]) -> list[Span]:
     """Return spans for a collector of the user's own, which is one that we have no key for, with what viewers read."""
     from lightning_spans.record.delivery.openinference import shown
 

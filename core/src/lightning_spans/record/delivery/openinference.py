@@ -63,11 +63,11 @@ def shown(span: Span) -> Span:
 
 
 def _kind(text: str) -> OpenInferenceMimeTypeValues:
-    return OpenInferenceMimeTypeValues.TEXT if _parsed(text) is None else OpenInferenceMimeTypeValues.JSON
+    return OpenInferenceMimeTypeValues.TEXT if _parse_text(text) is None else OpenInferenceMimeTypeValues.JSON
 
 
 def _model_call(given: Mapping[str, Json]) -> Mapping[str, Json]:
-    body, answer = _parsed(given.get(names.REQUEST)), read_answer(given.get(names.RESPONSE))
+    body, answer = _parse_text(given.get(names.REQUEST)), read_answer(given.get(names.RESPONSE))
     asked: Mapping[str, Any] = body if isinstance(body, dict) else {}
     counts = {"prompt": given.get(names.INPUT_TOKENS), "completion": given.get(names.OUTPUT_TOKENS)}
     return get_llm_attributes(
@@ -100,7 +100,7 @@ def _messages(given: Iterable[Any]) -> Iterator[Message]:
         yield made
 
 
-def _parsed(text: Json) -> Json:
+def _parse_text(text: Json) -> Json:
     try:
         return read_json(text) if isinstance(text, str) else None
     except ValueError:

@@ -96,17 +96,17 @@ class Spool:
             return dumps(batch)
         except (ValueError, RecursionError) as error:
             self.tell(f"a span can't be spooled whole: {error}")
-        known = (replace(span, attributes={k: _known(v) for k, v in span.attributes.items()}) for span in spans)
+        known = (replace(span, attributes={k: _json_or_type(v) for k, v in span.attributes.items()}) for span in spans)
         return dumps(batch | {"spans": [to_json(span) for span in known]})
 
     def pending(self) -> int:
         """Return the number of batches that wait."""
-        return len(self._waiting())
+        return len(self._list_waiting())
 
     def waits(self, url: str | None) -> bool:
         """Whether a batch for this destination waits, so that a newer one must not overtake it."""
         line = line_of(url)
-        return any(_line(path) in (line, None) for path in self._waiting())
+        return any(_line(path) in (line, None) for path in self._list_waiting())
 
     def describe(self) -> str:
         """Say in words what waits where."""
@@ -129,7 +129,7 @@ class Spool:
             ready: whether a line, as `line_of` names it, is worth a try.
             first: the line that is served before all others, which may be slow to fail.
         """
-        if not self._waiting() and not self.journals():
+        if not self._list_waiting() and not self.journals():
             return 0
         with self._alone() as alone:
             if not alone:
@@ -175,7 +175,7 @@ class Spool:
     ) -> int:
         count = 0
         stuck: set[str] = set()
-        for path in sorted(self._waiting(), key=lambda path: _line(path) != first):
+        for path in sorted(self._list_waiting(), key=lambda path: _line(path) != first):
             named = _line(path)
             if named is not None and (named in stuck or not ready(named)):
                 continue
@@ -212,7 +212,7 @@ class Spool:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def _waiting(self) -> list[Path]:
+    def _list_waiting(self) -> list[Path]:
         found = self._files()
         for path in found:
             if path.suffix == ".half":
@@ -224,7 +224,7 @@ class Spool:
     def _next(self) -> int:
         """Return a number above all there are, though the clock be set back."""
         if not self._last:
-            self._last = max((int(number) for path in self._waiting() if (number := _number(path))), default=0)
+            self._last = max((int(number) for path in self._list_waiting() if (number := _number(path))), default=0)
         self._last = max(time.time_ns(), self._last + 1)
         return self._last
 
@@ -243,7 +243,7 @@ class Spool:
             logger.error("lightning: %s", what)
 
 
-def _known(value: Json) -> Json:
+def _json_or_type(value: Json) -> Json:
     try:
         dumps(value)
     except (ValueError, RecursionError):

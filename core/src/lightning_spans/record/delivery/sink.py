@@ -143,7 +143,7 @@ class BatchSink:
         if self._keeps is not None and not self._keeps(span, attempt):
             self.counts.sampled_out += 1
             return
-        draft = self._drafted(span, attempt)
+        draft = self._make_draft(span, attempt)
         waits = span if not isinstance(span, Span) and span.unnamed else draft
         with self._lock:
             if self._closing or len(self._queue) >= self._queue_size:
@@ -158,17 +158,17 @@ class BatchSink:
         if len(self._queue) >= BATCH_SIZE:
             self._wake.set()
 
-    def _drafted(self, ended: Span | EndedSpan, attempt: Attempt | None) -> Span:
+    def _make_draft(self, ended: Span | EndedSpan, attempt: Attempt | None) -> Span:
         given = ended if isinstance(ended, Span) else ended.draft()
         try:
-            span = self._prepared(given, attempt)
+            span = self._prepare_span(given, attempt)
         except Exception:
             self.counts.dropped += 1
             raise
         self.counts.redacted += span.attributes is not given.attributes
         return span
 
-    def _prepared(self, given: Span, attempt: Attempt | None) -> Span:
+    def _prepare_span(self, given: Span, attempt: Attempt | None) -> Span:
         return given if self._prepare is None else self._prepare(given, attempt)
 
     def _start(self) -> None:
@@ -288,16 +288,16 @@ class BatchSink:
             if not self._queue:
                 self._journal.replace_if_long()
         self._taken = len(batch)
-        self._current.extend(self._grouped(batch))
+        self._current.extend(self._group_by_destination(batch))
 
-    def _grouped(
+    def _group_by_destination(
         self, batch: Sequence[tuple[Span | EndedSpan, Attempt | None]]
     ) -> list[tuple[Destination, list[Span]]]:
         groups: dict[Destination, list[Span]] = {}
         lists: list[list[Span]] | None = None  # of the attempt before, whose spans go to the same places
         before: Attempt | None = None
         for ended, attempt in batch:
-            span = ended if isinstance(ended, Span) else self._prepared(ended.record(), attempt)
+            span = ended if isinstance(ended, Span) else self._prepare_span(ended.record(), attempt)
             if lists is None or attempt is not before:
                 lists = [groups.setdefault(destination, []) for destination in self._route(attempt)]
                 before = attempt
@@ -376,7 +376,7 @@ class BatchSink:
         self._abandoned = True
         rest = list(self._current)
         with self._lock:
-            rest += self._grouped(list(self._queue))
+            rest += self._group_by_destination(list(self._queue))
             self._queue.clear()
         hangs = self._trying
         for destination, spans in rest:

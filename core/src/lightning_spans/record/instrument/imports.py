@@ -39,13 +39,13 @@ def when_imported(name: str, change: Change) -> Undo:
         return undo
     if name not in _waiting:  # such a hook stays for good, so each module gets but one
         _waiting[name] = []
-        register_post_import_hook(_imported, name)
+        register_post_import_hook(_announce_import, name)
     _waiting[name].append(take)
     undo.add(lambda: _forget(name, take))
     return undo
 
 
-def _imported(module: ModuleType) -> None:
+def _announce_import(module: ModuleType) -> None:
     for take in _waiting.get(module.__name__, ()):
         take(module)
 

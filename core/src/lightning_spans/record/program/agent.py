@@ -110,7 +110,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def _agent(name: str) -> Iterator[OpenSpan | None]:
-    with _spanning(names.INVOKE_AGENT, name, agent=name) as span:
+    with _open_span(names.INVOKE_AGENT, name, agent=name) as span:
         if span is not None:
             yield span
             return
@@ -119,11 +119,11 @@ def _agent(name: str) -> Iterator[OpenSpan | None]:
 
 
 def _workflow(name: str) -> AbstractContextManager[OpenSpan | None]:
-    return _spanning(names.INVOKE_WORKFLOW, name, agent=None)
+    return _open_span(names.INVOKE_WORKFLOW, name, agent=None)
 
 
 @contextmanager
-def _spanning(operation: str, name: str, agent: str | None) -> Iterator[OpenSpan | None]:
+def _open_span(operation: str, name: str, agent: str | None) -> Iterator[OpenSpan | None]:
     """Make the block a span, and enter its context; None while nothing is attached."""
     recorder = live_recorder()
     span = None

@@ -145,11 +145,13 @@ class _Call:
             try:
                 bound = self._signature.bind(*args, **kwargs)
             except TypeError:  # the call will say so
-                return dumps(_shown(held)).decode()
+                return dumps(_argument_json(held)).decode()
             bound.apply_defaults()
             held = dict(bound.arguments)
         own = next(iter(held), None)
-        return dumps({name: _shown(value) for name, value in held.items() if name != own or own not in _OWN}).decode()
+        return dumps(
+            {name: _argument_json(value) for name, value in held.items() if name != own or own not in _OWN}
+        ).decode()
 
 
 class _Ended:
@@ -191,13 +193,13 @@ class _Ended:
                 self._span.end(error=error)
 
 
-def _shown(value: Any) -> Json:
+def _argument_json(value: Any) -> Json:
     """Return an argument as JSON; what JSON does not know is told by its type, which is the same in every process."""
     try:
         return returned.encoded(value)
     except Exception:  # noqa: BLE001 - a value of the program's may do anything when looked at
         if isinstance(value, dict):
-            return {str(key): _shown(item) for key, item in value.items()}
+            return {str(key): _argument_json(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [_shown(item) for item in value]
+            return [_argument_json(item) for item in value]
         return f"<{type(value).__module__}.{type(value).__qualname__}>"

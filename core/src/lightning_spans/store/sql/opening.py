@@ -26,13 +26,13 @@ def open_database(url: str, *, create: bool = True) -> Database:
         ConfigError: it is no URL, of another database, or the driver is not installed.
         StoreError: no file is named, it is missing, or its folder is.
     """
-    parsed = _parsed(url)
+    parsed = _parse_url(url)
     if parsed.get_backend_name() == SQLITE:
         return sqlite.open_database(parsed, create=create)
     return postgres.open_database(parsed)
 
 
-def _parsed(url: str) -> URL:
+def _parse_url(url: str) -> URL:
     try:
         parsed = make_url(url.replace("postgres://", "postgresql://", 1) if url.startswith("postgres:") else url)
     except (ArgumentError, ValueError):  # the second where the port is not a number

@@ -234,7 +234,7 @@ def finish(connection: Connection, ends: Ends) -> list[RolloutStatus | Lightning
 
     What is refused changes nothing; the others are not harmed by it.
     """
-    standing = _standing(connection, list(dict.fromkeys(end.attempt_id for end, _ in ends)))
+    standing = _read_attempts(connection, list(dict.fromkeys(end.attempt_id for end, _ in ends)))
     refusals: dict[int, LightningError] = {}
     accepted: dict[str, End] = {}
     earned: list[Values] = []
@@ -257,7 +257,7 @@ def finish(connection: Connection, ends: Ends) -> list[RolloutStatus | Lightning
     ]
 
 
-def _standing(connection: Connection, attempt_ids: Sequence[str]) -> dict[str, Any]:
+def _read_attempts(connection: Connection, attempt_ids: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for ids in chunks(attempt_ids):
         if connection.dialect.name == POSTGRESQL:

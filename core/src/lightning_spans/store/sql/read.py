@@ -86,7 +86,7 @@ def read_page(
     if limit is None:
         return Page(source.records(connection, connection.execute(query).all()))
     streamed = connection.execute(query.limit(limit + 1).execution_options(stream_results=True))
-    found, more = _fitting(streamed, limit, _large(source.rows))
+    found, more = _take_page(streamed, limit, _large(source.rows))
     streamed.close()
     return Page(source.records(connection, found), found[-1][-1] if more else None)
 
@@ -97,7 +97,7 @@ def _large(query: Select[Any]) -> list[int]:
     return [place for place, column in enumerate(query.selected_columns) if isinstance(column.type, kinds)]
 
 
-def _fitting(rows: Iterable[Any], limit: int, large: Sequence[int]) -> tuple[list[Any], bool]:
+def _take_page(rows: Iterable[Any], limit: int, large: Sequence[int]) -> tuple[list[Any], bool]:
     """Take as many rows as a page may have, and say whether there are more."""
     taken: list[Any] = []
     size = 0

@@ -41,7 +41,7 @@ class SqlReader(NullStore):
     """
 
     def __init__(self, url: str) -> None:
-        self._engine, self.elapsing_ns = _opened(_parsed(url))
+        self._engine, self.elapsing_ns = _open_engine(_parse_url(url))
         try:
             with self.reading() as connection:
                 version = max(connection.scalars(select(schema.schema_version.c.version)), default=0)
@@ -87,14 +87,14 @@ class SqlReader(NullStore):
         self._engine.dispose()
 
 
-def _parsed(url: str) -> URL:
+def _parse_url(url: str) -> URL:
     try:
         return make_url(url if "://" in url else f"sqlite:///{url}")
     except (ArgumentError, ValueError):  # the second where the port is not a number
         raise ConfigError(f"store {without_secrets(url)!r} is neither a path nor the URL of a database.") from None
 
 
-def _opened(url: URL) -> tuple[Engine, Callable[[Connection], int]]:
+def _open_engine(url: URL) -> tuple[Engine, Callable[[Connection], int]]:
     """Open a database, with the clock that all who use it read alike, in nanoseconds."""
     if url.get_backend_name() != "sqlite":
         database = open_database(url.render_as_string(hide_password=False), create=False)

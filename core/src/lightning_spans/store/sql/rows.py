@@ -52,7 +52,7 @@ def _read_replay(text: str | None) -> Replay | None:
     return None if text is None else from_json(Replay, loads(text))
 
 
-def _packed(code: str) -> Callable[[Sequence[float] | None], bytes | None]:
+def _packer(code: str) -> Callable[[Sequence[float] | None], bytes | None]:
     def pack(values: Sequence[float] | None) -> bytes | None:
         if values is None:
             return None
@@ -64,7 +64,7 @@ def _packed(code: str) -> Callable[[Sequence[float] | None], bytes | None]:
     return pack
 
 
-def _unpacked(code: str) -> Callable[[bytes | None], tuple[Any, ...] | None]:
+def _unpacker(code: str) -> Callable[[bytes | None], tuple[Any, ...] | None]:
     def unpack(blob: bytes | None) -> tuple[Any, ...] | None:
         if blob is None:
             return None
@@ -83,15 +83,15 @@ _WRITE: Final[Mapping[type, Convert]] = {
     schema.JsonObject: _json,
     schema.LazyJsonObject: _json,
     schema.ReplayRecord: _replay,
-    schema.TokenIds: _packed("i"),
-    schema.LogProbs: _packed("d"),
+    schema.TokenIds: _packer("i"),
+    schema.LogProbs: _packer("d"),
 }
 _READ: Final[Mapping[type, Convert]] = {
     schema.JsonObject: _object,
     schema.LazyJsonObject: _lazy,
     schema.ReplayRecord: _read_replay,
-    schema.TokenIds: _unpacked("i"),
-    schema.LogProbs: _unpacked("d"),
+    schema.TokenIds: _unpacker("i"),
+    schema.LogProbs: _unpacker("d"),
 }
 
 

@@ -195,7 +195,7 @@ class Turnstile:
         if sys.platform == "win32":
             return
         if self._file is None:
-            self._file = self._opened()
+            self._file = self._open_file()
         if self._file is None:
             return
         until = time.monotonic() + _TURN_S
@@ -213,7 +213,7 @@ class Turnstile:
                 return
             time.sleep(random.uniform(0.0005, 0.002))
 
-    def _opened(self) -> int | None:
+    def _open_file(self) -> int | None:
         """Open the file, made with the store's own mode, so that who may write the store may take turns."""
         try:
             return os.open(self._path, os.O_RDWR | os.O_CLOEXEC)

@@ -98,7 +98,7 @@ class Writer:
             if self._connection is None:
                 self._connection = self._database.writer()
         except Exception as error:  # noqa: BLE001 - the callers get it
-            return [self._explained(error)] * len(writes)
+            return [self._explain_error(error)] * len(writes)
         self._commit(self._connection, writes)
         return [write.answer for write in writes]
 
@@ -113,7 +113,7 @@ class Writer:
                     self._commit(connection, [write])
                 return
             else:
-                explained = self._explained(failure.error)
+                explained = self._explain_error(failure.error)
                 for write in writes:
                     write.answer = explained
                 return
@@ -149,10 +149,10 @@ class Writer:
             # This raises when the database has rolled the whole transaction back (disk full): then all are run again,
             # and nobody is told that a write is kept which is gone.
             savepoint.rollback()
-            answers = [self._explained(error)]
+            answers = [self._explain_error(error)]
         _note(writes, answers)
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explain_error(self, error: Exception) -> Exception:
         if isinstance(error, LightningError):
             return error
         reason = str(getattr(error, "orig", None) or error) if isinstance(error, SQLAlchemyError) else repr(error)

@@ -134,7 +134,7 @@ class HarmlessPromises:
         with user_environment(tmp_path), logged() as log:
             assert finishes(work), "it hangs"
         assert outputs == [alone.output]
-        assert len(_spooled(tmp_path / "spool")) == len(whole.spans)
+        assert len(_spooled_ids(tmp_path / "spool")) == len(whole.spans)
         assert any(f"{len(whole.spans)} were spooled" in line for line in log)
         if fault == "collector gone":  # it holds up nothing else
             assert len(_spans_in(tmp_path / "own.db")) == len(whole.spans)
@@ -166,7 +166,7 @@ class HarmlessPromises:
         assert child.stdout.splitlines()[-1:] == [repr(alone.output)], child.stderr
         assert child.returncode == 0
         assert f"{len(whole.spans)} were spooled" in child.stderr
-        assert len(_spooled(tmp_path / "spool")) == len(whole.spans)
+        assert len(_spooled_ids(tmp_path / "spool")) == len(whole.spans)
 
     @pytest.mark.parametrize("how", ["os._exit", "spawn"])
     def test_no_span_is_lost_where_a_process_ends_at_once(self, how: str, tmp_path: Path, recorded: Any) -> None:
@@ -206,16 +206,19 @@ def broken_delivery(fault: str) -> Iterator[tuple[str | None, str | None]]:
         if fault in {"blocks", "raises"}:
             patch.setattr(Delivery, "__call__", _fail if fault == "raises" else lambda *_: gate.wait() and None)
         try:
-            with _gone(fault) as url:
+            with _broken_server(fault) as url:
                 yield (None, f"{url}/v1/traces") if fault == "collector gone" else (url, None)
         finally:
             gate.set()
 
 
-def _gone(fault: str) -> AbstractContextManager[str | None]:
-    return {"is silent": _silent, "answers 500": _failing, "refuses": _refusing, "collector gone": _refusing}.get(
-        fault, _nowhere
-    )()
+def _broken_server(fault: str) -> AbstractContextManager[str | None]:
+    return {
+        "is silent": _silent,
+        "answers 500": _failing_server,
+        "refuses": _refusing_port,
+        "collector gone": _refusing_port,
+    }.get(fault, _nowhere)()
 
 
 @contextmanager
@@ -230,14 +233,14 @@ def _silent() -> Iterator[str]:
 
 
 @contextmanager
-def _refusing() -> Iterator[str]:
+def _refusing_port() -> Iterator[str]:
     with socket.socket() as bound:  # not listening, and nobody else's while it lasts
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
 @contextmanager
-def _failing() -> Iterator[str]:
+def _failing_server() -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Failing)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
@@ -323,7 +326,7 @@ def _spans_in(path: Path) -> list[Span]:
         store.close()
 
 
-def _spooled(folder: Path) -> set[str]:
+def _spooled_ids(folder: Path) -> set[str]:
     """Return the ids of the spans that wait in a spool."""
     found: set[str] = set()
 

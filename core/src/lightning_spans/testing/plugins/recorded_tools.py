@@ -38,10 +38,10 @@ class RecordedTools:
             self.asked.append(asked)
             fits = [span for span in self._unused if _is_same(span, asked)]
             if not fits:
-                return (200, self._otherwise) if self._otherwise is not None else (409, _ended(asked["name"]))
+                return (200, self._otherwise) if self._otherwise is not None else (409, _missing_call(asked["name"]))
             span = max(fits, key=lambda span: (_call_id(span) == asked["call_id"], span.agent == asked["agent"]))
             self._unused.remove(span)
-        return 200, _given(span)
+        return 200, _recorded_outcome(span)
 
 
 def _call_id(span: Span) -> Json:
@@ -61,7 +61,7 @@ def _data(text: str) -> Json:
         return text
 
 
-def _given(span: Span) -> dict[str, Json]:
+def _recorded_outcome(span: Span) -> dict[str, Json]:
     known = span.attributes
     return {
         "do": "give",
@@ -73,5 +73,5 @@ def _given(span: Span) -> dict[str, Json]:
     }
 
 
-def _ended(name: str) -> dict[str, Json]:
+def _missing_call(name: str) -> dict[str, Json]:
     return {"error": {"message": f"the record has no such call of {name!r}", "code": "replay_differs"}}

@@ -142,7 +142,7 @@ def answer(endpoint: str, body: Mapping[str, Json], reply: Reply, seen: int) -> 
     if endpoint == "/responses":
         return _response(body, reply, key)
     whole = _completion(body, reply, key) if endpoint == "/chat/completions" else _text_completion(body, reply, key)
-    if body.get("stream") and not _counted(body):
+    if body.get("stream") and not _wants_usage(body):
         del whole["usage"]
     return whole
 
@@ -200,7 +200,7 @@ def _call_id(key: str, choice: int, index: int) -> str:
 
 
 def _chunks(body: Mapping[str, Json], whole: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
-    counted = _counted(body)
+    counted = _wants_usage(body)
     base = {key: whole[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     base |= {"usage": None} if counted else {}
     for choice in whole["choices"]:
@@ -218,7 +218,7 @@ def _chunks(body: Mapping[str, Json], whole: Mapping[str, Json]) -> Iterator[dic
         yield {**base, "choices": [], "usage": whole["usage"]}
 
 
-def _counted(body: Mapping[str, Json]) -> bool:
+def _wants_usage(body: Mapping[str, Json]) -> bool:
     return bool((body.get("stream_options") or {}).get("include_usage"))
 
 
@@ -277,14 +277,14 @@ def _flat(text: str, top: int) -> dict[str, Json]:
 
 def _text_chunks(body: Mapping[str, Json], whole: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
     base = {key: whole[key] for key in ("id", "object", "created", "model")}
-    base |= {"usage": None} if _counted(body) else {}
+    base |= {"usage": None} if _wants_usage(body) else {}
     longest = max(len(choice["token_ids"]) for choice in whole["choices"])
     words = [words_of(choice["text"]) for choice in whole["choices"]]
     for step in range(longest):
         for choice, text in zip(whole["choices"], words, strict=True):
             if step < len(choice["token_ids"]):
                 yield {**base, "choices": [_text_part(choice, text[step], step)]}
-    if _counted(body):
+    if _wants_usage(body):
         yield {**base, "choices": [], "usage": whole["usage"]}
 
 

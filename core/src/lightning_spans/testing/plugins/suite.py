@@ -89,7 +89,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         for name in SCENARIOS:
             if not callable(getattr(cls, name, None)) and not cls.unsupported.get(name):
                 raise TypeError(f"{cls.__name__} has no program {name!r}, and `unsupported` gives no reason for that.")
-        if not cls._listening():
+        if not cls._listener_names():
             raise TypeError(f"{cls.__name__} has no program whose name starts with {_HEARD!r}: see this module.")
         for name in {*cls.unsupported} - {*SCENARIOS, *REPLAYS}:
             raise TypeError(f"{cls.__name__}.unsupported: there is no scenario {name!r}.")
@@ -97,14 +97,14 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each test that takes a tracer with each of `tracers`, and compare them if there are several."""
         if "heard_by" in metafunc.fixturenames:
-            metafunc.parametrize("heard_by", self._listening())
+            metafunc.parametrize("heard_by", self._listener_names())
         if "tracer" in metafunc.fixturenames:
             metafunc.parametrize("tracer", self.tracers)
         if metafunc.function.__name__ == "test_both_tracers_give_the_same_rows":
             metafunc.parametrize("scenario", SCENARIOS if len(self.tracers) > 1 else [])
 
     @classmethod
-    def _listening(cls) -> list[str]:
+    def _listener_names(cls) -> list[str]:
         return [name for name in dir(cls) if name.startswith(_HEARD)]
 
     def patched(self) -> Sequence[tuple[object, str]]:
@@ -148,7 +148,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         """
         attached, alone = recorded(scenario, tracer), recorded(scenario, None)
         assert attached.output == alone.output
-        assert sorted(map(_sent, attached.requests)) == sorted(map(_sent, alone.requests))
+        assert sorted(map(_request_text, attached.requests)) == sorted(map(_request_text, alone.requests))
 
     def test_the_users_callbacks_hear_what_they_heard(self, heard_by: str, tracer: str, recorded: Any) -> None:
         """The user's own callbacks, handlers and middleware are told the same, attached or not.
@@ -334,6 +334,6 @@ def _spans_in(path: Path, operation: str | None = None) -> list[Span]:
         store.close()
 
 
-def _sent(request: ReceivedRequest) -> str:
+def _request_text(request: ReceivedRequest) -> str:
     headers = {k: v for k, v in request.headers.items() if k not in {"traceparent", "host"}}
     return json.dumps([request.path, request.body, headers], sort_keys=True)

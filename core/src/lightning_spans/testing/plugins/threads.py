@@ -39,8 +39,8 @@ def at_once(programs: Sequence[Callable[[], object]], *, stands_s: float = STAND
     ]
     for thread in threads:
         thread.start()
-    stood = "" if _ended(threads, stands_s) else f"after {stands_s:g} s they stood here:\n{stacks()}"
-    if not _ended(threads, within_s):
+    stood = "" if _join_all(threads, stands_s) else f"after {stands_s:g} s they stood here:\n{stacks()}"
+    if not _join_all(threads, within_s):
         standing = ", ".join(thread.name for thread in threads if thread.is_alive())
         raise AssertionError(f"{standing} did not end; {stood}")
     if failed:
@@ -49,7 +49,7 @@ def at_once(programs: Sequence[Callable[[], object]], *, stands_s: float = STAND
         raise error
 
 
-def _ended(threads: Sequence[threading.Thread], within_s: float) -> bool:
+def _join_all(threads: Sequence[threading.Thread], within_s: float) -> bool:
     until = time.monotonic() + within_s
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))

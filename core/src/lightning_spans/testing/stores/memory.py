@@ -110,7 +110,7 @@ class MemoryStore(Store):
     ) -> Page[R]:
         """Read some records in the order of their arrival, or the reverse."""
         what, _ = listing_of(kind, where)
-        wanted = _wanted(where)
+        wanted = _record_filter(where)
         with self._open() as kept:
             if what in ("rollouts", "attempts"):
                 self._settle()
@@ -222,9 +222,9 @@ class MemoryStore(Store):
         if all(given is None for given in (rollout_ids, trace_ids, origin, before_ns)):
             raise RefusedError("delete: say what: rollout_ids, trace_ids, an origin or a time")
         with self._open() as kept:
-            wanted = _wanted(Where(rollout_ids=rollout_ids, origin=origin))
-            loose = _wanted(Where(trace_ids=trace_ids, origin=origin))
-            gone = {one.rollout_id for one in kept.rollouts.values() if wanted(one) and self._ended(one, before_ns)}
+            wanted = _record_filter(Where(rollout_ids=rollout_ids, origin=origin))
+            loose = _record_filter(Where(trace_ids=trace_ids, origin=origin))
+            gone = {one.rollout_id for one in kept.rollouts.values() if wanted(one) and self._is_over(one, before_ns)}
             gone = gone if trace_ids is None else set()
             deleted = len(gone)
             if rollout_ids is None:
@@ -242,7 +242,7 @@ class MemoryStore(Store):
                 _drop(kept.assignments, lambda one: one.at_ns < before_ns and one.attempt_id not in kept.attempts)
             return deleted
 
-    def _ended(self, rollout: Rollout, before_ns: int | None) -> bool:
+    def _is_over(self, rollout: Rollout, before_ns: int | None) -> bool:
         tries = [one for one in self._kept.attempts.values() if one.rollout.rollout_id == rollout.rollout_id]
         last_ns = max((one.ended_ns or 0 for one in tries), default=0)
         return rollout.status not in _OPEN and (before_ns is None or last_ns < before_ns)
@@ -326,7 +326,7 @@ def _finite(reward: Reward) -> Reward:
     return replace(reward, value=as_reward(reward.value))
 
 
-def _wanted(where: Where) -> Callable[[Any], bool]:
+def _record_filter(where: Where) -> Callable[[Any], bool]:
     given = [
         (name.removesuffix("s"), set(value)) if name.endswith("_ids") else (name, {value})
         for name, value in where.given().items()

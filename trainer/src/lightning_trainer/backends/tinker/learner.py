@@ -85,7 +85,7 @@ class TinkerLearner:
         names = options.learner.adapters or (options.learner.model.resolve().name,)
         self._base = self._engine(BASE) if options.learner.adapters else None
         try:
-            self.findings: Findings = self._examined()
+            self.findings: Findings = self._examine_server()
             for name in names:
                 client = self.service.adapter(options.served_base, options.learner.lora_rank, self._seed(name))
                 self._policies[name] = _Policy(Adapter(self.service, client), self._engine(name))
@@ -99,7 +99,7 @@ class TinkerLearner:
         if not self.findings.clips:
             logger.warning("this server does not clip gradients: max_grad_norm has no effect")
 
-    def _examined(self) -> Findings:
+    def _examine_server(self) -> Findings:
         """Measure what the server does, on an adapter that goes again."""
         options = self.learner_options
         adapter = Adapter(self.service, self.service.adapter(self.options.served_base, options.lora_rank, options.seed))
@@ -210,7 +210,7 @@ class TinkerLearner:
         every = [part.row for piece in pieces for part in piece]
         now = dict(zip(every, at_trained(every, first := self._forward(adapter, every)), strict=True))
         whole = dict(zip(every, first, strict=True))
-        pieces, corrected = weigh_tokens([self._known(piece, now) for piece in pieces], options)
+        pieces, corrected = weigh_tokens([self._add_old_logprobs(piece, now) for piece in pieces], options)
         self._seen |= {
             row: SeenTokens(its - row.logprobs[row.mask], np.full_like(its, np.nan)) for row, its in now.items()
         }
@@ -225,7 +225,7 @@ class TinkerLearner:
             sums.update(watched)
             norms += self._optimise(policy, own, predicted, slopes)
         count, steps = sums["tokens"] or 1.0, max(1, options.update_epochs * sum(map(bool, pieces)))
-        self._billed(adapter, rows, read, trained)
+        self._bill_update(adapter, rows, read, trained)
         return {
             "loss": sums["loss"] / steps,
             **({"grad_norm": sum(norms) / len(norms)} if norms else {}),
@@ -248,7 +248,7 @@ class TinkerLearner:
             if row.has_gradient or options.learns_from_flat_rows
         ]
 
-    def _known(self, piece: Sequence[Read], now: Mapping[Row, Floats]) -> list[Read]:
+    def _add_old_logprobs(self, piece: Sequence[Read], now: Mapping[Row, Floats]) -> list[Read]:
         """Add what is compared with: log-probabilities before the update, and those of the starting policy."""
         options = self.learner_options
         recomputed = options.old_logprobs == "recompute"
@@ -279,7 +279,7 @@ class TinkerLearner:
     def _forward(self, adapter: Adapter, rows: Sequence[Row]) -> list[Floats]:
         return adapter.logprobs([row.tokens for row in rows])
 
-    def _billed(self, adapter: Adapter, rows: Sequence[Row], read: int, trained: int) -> None:
+    def _bill_update(self, adapter: Adapter, rows: Sequence[Row], read: int, trained: int) -> None:
         """Count what an update sent, and what it had sent unmerged."""
         learned = self._learned(rows)
         sent = TokenCount(read=adapter.tokens_read - read, trained=adapter.tokens_trained - trained)

@@ -66,14 +66,14 @@ class _Probe:
 
     def findings(self) -> Findings:
         """Return what was measured."""
-        sampler, before = self._adapter.sampler(), self._held()
+        sampler, before = self._adapter.sampler(), self._short_logprob()
         self._pace_steps()
-        snapshots = self._keeps_snapshots(sampler, before, self._held())
-        alone = dict(self._signed() for _ in range(2))  # forth and back differ
+        snapshots = self._keeps_snapshots(sampler, before, self._short_logprob())
+        alone = dict(self._next_direction() for _ in range(2))  # forth and back differ
 
         def times(*requests: Sequence[np.ndarray[Any, Any]]) -> int:
             """How many times as far the weights go as with one short sequence, as a power of 2."""
-            ratio = self._moved(*requests) / alone[-self._sign]
+            ratio = self._step_and_measure(*requests) / alone[-self._sign]
             if ratio < 0.1:
                 raise self._strange(ratio)
             return round(math.log2(ratio))
@@ -88,13 +88,13 @@ class _Probe:
         scaling = Scaling(tokens=tail == -1, sequences=kinds[together, apart])
         if tail and not apart and times([short, self._still]) != -1:
             raise self._strange(together, apart, tail)
-        clips = self._moved([short], grad_clip_norm=_TINY) < alone[-self._sign] / 2
+        clips = self._step_and_measure([short], grad_clip_norm=_TINY) < alone[-self._sign] / 2
         return Findings(scaling=scaling, clips=clips, snapshots=snapshots)
 
     def _pace_steps(self) -> None:
         """Choose how far a step goes."""
         for _ in range(6):
-            moved = self._moved([self._short])
+            moved = self._step_and_measure([self._short])
             if _AIM / 3 < moved < _AIM * 3:
                 return
             self._pace *= _AIM / moved if moved > 1e-6 else 100.0
@@ -103,9 +103,9 @@ class _Probe:
             " the adapter trained there?"
         )
 
-    def _moved(self, *requests: Sequence[np.ndarray[Any, Any]], **params: float) -> float:
+    def _step_and_measure(self, *requests: Sequence[np.ndarray[Any, Any]], **params: float) -> float:
         """Take a step, back where the last one went forth; return by how much the held log-probabilities changed."""
-        adapter, before = self._adapter, self._held()
+        adapter, before = self._adapter, self._short_logprob()
         for sequences in requests:
             now = adapter.logprobs(sequences)
             advantages = [
@@ -114,15 +114,15 @@ class _Probe:
             ]
             adapter.gradient(sequences, [each[1:] for each in sequences], now, advantages, Scaling())
         adapter.step(learning_rate=self._pace * _EPSILON, beta1=0.0, beta2=0.0, eps=_EPSILON, **params)
-        moved = self._sign * (self._held() - before)
+        moved = self._sign * (self._short_logprob() - before)
         self._sign = -self._sign
         return moved
 
-    def _signed(self) -> tuple[float, float]:
+    def _next_direction(self) -> tuple[float, float]:
         """Return the direction of the next step, and what it moves with one short sequence."""
-        return self._sign, self._moved([self._short])
+        return self._sign, self._step_and_measure([self._short])
 
-    def _held(self) -> float:
+    def _short_logprob(self) -> float:
         return float(self._adapter.logprobs([self._short])[0].sum())
 
     def _keeps_snapshots(self, sampler: Any, before: float, after: float) -> bool:
@@ -132,7 +132,9 @@ class _Probe:
         those that are there.
         """
         told = float(np.sum(prompt_logprobs(self._adapter.service, sampler, self._short)))
-        return abs(told - before) < abs(told - after) and abs(self._held() - after) < abs(self._held() - before)
+        return abs(told - before) < abs(told - after) and abs(self._short_logprob() - after) < abs(
+            self._short_logprob() - before
+        )
 
     def _strange(self, *ratios: float) -> TinkerError:
         return TinkerError(

@@ -130,7 +130,7 @@ def learner_options(config: TrainConfig) -> dict[str, Any]:
     Raises:
         ConfigError: an option is given twice.
     """
-    options = {name: getattr(config, name) for name in _SHARED} | _learning(config)
+    options = {name: getattr(config, name) for name in _SHARED} | _learning_options(config)
     if config.policies:
         own = parse(config.policies)
         options |= {"adapters": own.adapters, "fixed": tuple(sorted(own.fixed))}
@@ -140,7 +140,7 @@ def learner_options(config: TrainConfig) -> dict[str, Any]:
     return {**options, **config.backend_options}
 
 
-def _learning(config: TrainConfig) -> dict[str, Any]:
+def _learning_options(config: TrainConfig) -> dict[str, Any]:
     """Return what an algorithm asks of the learner beyond GRPO."""
     asked: dict[str, Any] = {"algorithm": config.algorithm, "entropy_coef": config.entropy_coef}
     for kind in wanted_callbacks(config):

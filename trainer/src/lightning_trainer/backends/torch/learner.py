@@ -255,18 +255,18 @@ class TorchLearner:
         with self._engine.still():
             self._write(policy, folder)
             self._model.tokenizer.save_pretrained(folder)
-            save_file(self._trained(self._adapter(policy)).weights(), folder / checkpoint.TENSORS)
+            save_file(self._weights_of(self._adapter(policy)).weights(), folder / checkpoint.TENSORS)
 
     def restore_policy(self, policy: str, folder: Path) -> None:
         """Return one policy to what `save_policy` wrote, bit for bit: `PolicyKeeper`."""
         with self._engine.still():
             known = {each.model: each.version for each in self._trained_engines(self._engine)}
-            self._trained(self._adapter(policy)).return_to(load_file(folder / checkpoint.TENSORS))
+            self._weights_of(self._adapter(policy)).return_to(load_file(folder / checkpoint.TENSORS))
             self._engine.publish({policy: known[policy] + 1}, self._write)
 
     def slow_policy(self, policy: str, factor: float) -> None:
         """Multiply the learning rate of one policy: `PolicyKeeper`."""
-        self._trained(self._adapter(policy)).factor = factor
+        self._weights_of(self._adapter(policy)).factor = factor
 
     def close(self) -> None:
         """Stop the engine and free memory."""
@@ -293,13 +293,13 @@ class TorchLearner:
 
     def _step(self, adapter: str | None, rows: Sequence[Row], squares: dict[str, float]) -> dict[str, float]:
         select(self._model, adapter)
-        policy, reference = self._trained(adapter), self._reference()
+        policy, reference = self._weights_of(adapter), self._reference()
         return update(self._model, policy, rows, self.options, reference, kept=self._seen, squares=squares)
 
     def _all(self) -> dict[str | None, TrainedWeights]:
-        return {adapter: self._trained(adapter) for adapter in self.options.adapters or (None,)}
+        return {adapter: self._weights_of(adapter) for adapter in self.options.adapters or (None,)}
 
-    def _trained(self, adapter: str | None = None) -> TrainedWeights:
+    def _weights_of(self, adapter: str | None = None) -> TrainedWeights:
         if adapter not in self._policies:
             self._policies[adapter] = TrainedWeights(self._model, self.options, adapter)
         return self._policies[adapter]

@@ -71,7 +71,7 @@ def command(
     config = _config(run, credit, gamma, named)
     elsewhere = store or _store_of(run, config, trust=trust)
     with reading(elsewhere or str(run / "lightning.db"), key_file) as source:
-        chosen = _chosen(run, source.rollouts(), steps, held_out=held_out, shared=elsewhere is not None)
+        chosen = _choose_rollouts(run, source.rollouts(), steps, held_out=held_out, shared=elsewhere is not None)
         batch, outcomes = judged(config, source, chosen, imports=config.rewards if trust else named)
     report = credit_report(batch, outcomes, config.credit)
     calls = [call for call in batch.calls if call.transition.rollout_id in rollouts]
@@ -79,11 +79,13 @@ def command(
         raise ConfigError(f"no call of {', '.join(rollouts)} counts. See lightning-rl traces --rollout {rollouts[0]}.")
     turns = turns_of(batch.calls, config.agents)
     if as_json:
-        for line in [_call_json(call) for call in _ordered(calls)] if rollouts else [turn.to_json() for turn in turns]:
+        for line in (
+            [_call_json(call) for call in _sort_by_turn(calls)] if rollouts else [turn.to_json() for turn in turns]
+        ):
             print_json(line)
         print_json({"account": report.to_json()})
         return
-    _print_calls(_ordered(calls)) if rollouts else _print_turns(turns)
+    _print_calls(_sort_by_turn(calls)) if rollouts else _print_turns(turns)
     _print_report(report)
 
 
@@ -128,7 +130,7 @@ def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[st
     return TrainConfig(**{name: value for name, value in values.items() if value is not None})
 
 
-def _chosen(
+def _choose_rollouts(
     run: Path, rollouts: Sequence[Rollout], steps: Sequence[int], *, held_out: bool, shared: bool
 ) -> list[Rollout]:
     """Keep the rollouts of a run that have ended, of these steps; with the forks that it made of them."""
@@ -144,7 +146,7 @@ def _chosen(
     return ended
 
 
-def _ordered(calls: Iterable[Judged]) -> list[Judged]:
+def _sort_by_turn(calls: Iterable[Judged]) -> list[Judged]:
     return sorted(calls, key=lambda c: (c.transition.attempt_id, c.transition.turn, c.transition.choice))
 
 
@@ -157,8 +159,8 @@ def _call_json(call: Judged) -> dict[str, Any]:
         "choice": transition.choice,
         "agent": transition.agent,
         "span_id": transition.span_id,
-        "credit": _known(call.credit),
-        "advantage": _known(call.advantage),
+        "credit": _number_or_none(call.credit),
+        "advantage": _number_or_none(call.advantage),
         "left_out": call.left_out,
         "rewards": [_reward_json(reward) for reward in transition.rewards],
     }
@@ -168,7 +170,7 @@ def _reward_json(reward: Reward) -> dict[str, Any]:
     return {"source": reward.source, "agent": reward.agent, "value": reward.value}
 
 
-def _known(value: float) -> float | None:
+def _number_or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
@@ -208,8 +210,8 @@ def _print_calls(calls: Sequence[Judged]) -> None:
             call.transition.attempt_id,
             str(call.transition.turn),
             call.transition.agent or "(no name)",
-            _number(_known(call.credit)),
-            _number(_known(call.advantage)),
+            _number(_number_or_none(call.credit)),
+            _number(_number_or_none(call.advantage)),
             call.left_out or own,
         )
     screen().print(table)

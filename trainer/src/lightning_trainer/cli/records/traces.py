@@ -105,7 +105,7 @@ def command(
             if newest_only
             else each_trace(source, rollout_ids=list(rollouts) or None, origin=origin)
         )
-        found = _noting(found, seen) if agents else found
+        found = _note_agents(found, seen) if agents else found
         judged = (one for trace in found for one in with_automatic([trace], rules))
         traces = (trace for trace in judged if wanted.takes(trace))
         if to_tasks is not None:
@@ -142,7 +142,9 @@ class TraceFilter:
                 return False
         if self.errors and not any(node.error is not None for node in trace.nodes):
             return False
-        return self.text is None or any(self.text in line for node in trace.chats for line in _said(node))
+        return self.text is None or any(
+            self.text in line for node in trace.chats for line in _question_and_answer(node)
+        )
 
 
 def _refuse_unknown(store: Store, rollouts: Sequence[str]) -> None:
@@ -159,7 +161,7 @@ def _refuse_unknown(store: Store, rollouts: Sequence[str]) -> None:
         )
 
 
-def _noting(traces: Iterable[Trace], seen: set[str]) -> Iterator[Trace]:
+def _note_agents(traces: Iterable[Trace], seen: set[str]) -> Iterator[Trace]:
     """Give traces on, and note the agents that called a model in them."""
     for trace in traces:
         seen.update(name_of(path) for path in trace.agent_paths)
@@ -248,12 +250,12 @@ def _grow(tree: Tree, trace: Trace, rewards: dict[str | None, list[Reward]], *, 
         for reward in rewards.get(node.span.span_id, []):
             line.append(f"  {reward.source} {reward.value:+.3g}", style="cyan")
         branch = parent.add(line)
-        for said in _said(node) if node.span.operation == CHAT else ():
+        for said in _question_and_answer(node) if node.span.operation == CHAT else ():
             branch.add(_words(said, whole=whole))
         stack += [(branch, child) for child in reversed(node.children)]
 
 
-def _said(node: Node) -> list[str]:
+def _question_and_answer(node: Node) -> list[str]:
     """Return what a model was asked last, and what it answered, each with its sign before it."""
     from lightning_trainer.run.live_tasks import answered, asked
 

@@ -64,11 +64,13 @@ def examine(
     yield _training()
     yield from _engine()
     if model is not None:
-        yield _tried("model", lambda: _model(model), "Give a folder that has config.json, tokenizer and weights.")
+        yield _try_check("model", lambda: _model(model), "Give a folder that has config.json, tokenizer and weights.")
     if store is not None:
-        yield _tried("store", lambda: _store(store), "Check the path or URL, and who may write there.")
+        yield _try_check("store", lambda: _store(store), "Check the path or URL, and who may write there.")
     if server is not None:
-        yield _tried("server", lambda: _server(server, key), "Is it running? Its first line names URL and key file.")
+        yield _try_check(
+            "server", lambda: _server(server, key), "Is it running? Its first line names URL and key file."
+        )
 
 
 def _version(name: str) -> str | None:
@@ -87,7 +89,7 @@ def _plugins() -> Iterator[Check]:
     if not names:
         yield Check("plugins", "broken", "none is installed", "pip install lightning-langchain (or lightning-openai)")
     for name in names:
-        yield _tried(f"plugin {name}", functools.partial(_bind, plugins, name), f"Is {name} itself installed?")
+        yield _try_check(f"plugin {name}", functools.partial(_bind, plugins, name), f"Is {name} itself installed?")
 
 
 def _bind(plugins: Any, name: str) -> str:
@@ -151,7 +153,7 @@ def _engine() -> Iterator[Check]:
         return
     from lightning_trainer.backends.torch.describe import describe
 
-    yield _tried("engine", describe, "Reinstall torch for this machine.")
+    yield _try_check("engine", describe, "Reinstall torch for this machine.")
 
 
 def _model(name: str) -> str:
@@ -195,7 +197,7 @@ def _server(url: str, key: str | None) -> str:
     return f"{url} is well and takes the key; it serves {names}"
 
 
-def _tried(what: str, look: Callable[[], str], do: str) -> Check:
+def _try_check(what: str, look: Callable[[], str], do: str) -> Check:
     try:
         return Check(what, "ok", look())
     except LightningError as error:  # it says itself what to do

@@ -174,7 +174,7 @@ def command(
         }
         drawn = {"temperature": temperature, "sampling": sampling}
         _refuse_program_options({**asked, **own, **drawn, **flags})
-        traces, reward_error = _kept(store, key_file), None
+        traces, reward_error = _read_traces(store, key_file), None
     rows = overview(with_automatic(traces, rules), chosen, reward_error=reward_error)
     if not rows:
         raise LightningError("no model call was captured in this store. Run the agent with attach(), or name a TARGET.")
@@ -204,7 +204,7 @@ def _refuse_program_options(options: dict[str, Any]) -> None:
         )
 
 
-def _kept(store: str, key_file: Path | None) -> list[Trace]:
+def _read_traces(store: str, key_file: Path | None) -> list[Trace]:
     """Read the traces of a store, and say which attempts failed."""
     from lightning_spans.store.traces import traces_of
 

@@ -101,12 +101,12 @@ def _tell(outcomes: Sequence[Outcome], logs: Path, *, at_home: bool) -> None:
             where += "Without one, let a model that is loaded here answer: --model smollm2-135m, or your own.\n"
         raise AgentFailedError(
             f"all {amount(len(outcomes), 'task')} failed. The last error:\n{last_error(errors[-1])}\n"
-            f"{where}{_said(logs)}".rstrip()
+            f"{where}{_end_of_output(logs)}".rstrip()
         )
     tell_errors(errors, len(outcomes), "tasks")
 
 
-def _said(logs: Path, most: int = 6) -> str:
+def _end_of_output(logs: Path, most: int = 6) -> str:
     """Return the end of what the program printed: the folder goes, and nothing else has it."""
     texts = (path.read_text(encoding="utf-8", errors="replace").rstrip() for path in sorted(logs.glob("*.log")))
     said = next((text for text in texts if text), "")

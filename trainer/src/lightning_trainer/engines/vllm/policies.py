@@ -288,7 +288,7 @@ class VllmPolicies:
         if sampling.grammar is not None:
             body["structured_outputs"] = {"grammar": sampling.grammar}
         async with http.response(replica, _WIRE.path, body) as response:
-            with _counted(replica), http.arriving(response) as arriving:
+            with _count_in_flight(replica), http.arriving(response) as arriving:
                 while not events.done and (data := await arriving.piece()):
                     for event in events.feed(data):
                         try:
@@ -388,7 +388,7 @@ def ram_folder() -> Path:
 
 
 @contextmanager
-def _counted(replica: Replica) -> Iterator[None]:
+def _count_in_flight(replica: Replica) -> Iterator[None]:
     replica.in_flight += 1
     try:
         yield

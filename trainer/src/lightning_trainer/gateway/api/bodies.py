@@ -76,7 +76,7 @@ def request_of(method: str) -> type[Body]:
     for name, parameter in inspect.signature(getattr(Store, method)).parameters.items():
         if name == "self" or f"{{{name}}}" in about.path:
             continue
-        kind = _BOUNDS.get((method, name)) or _taken(types[name])
+        kind = _BOUNDS.get((method, name)) or _body_type(types[name])
         fields[name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
     return _model(f"{_camel(method)}Request", fields, summary(method))
 
@@ -98,7 +98,7 @@ def page_of(what: str) -> type[Body]:
 
 def filters_of(what: str) -> dict[str, Any]:
     """Return the types of the filters that a list can have, by name."""
-    return {name: _taken(kind) for name, kind in field_types(Where).items() if name in LISTINGS[what].filters}
+    return {name: _body_type(kind) for name, kind in field_types(Where).items() if name in LISTINGS[what].filters}
 
 
 def query() -> type[Body]:
@@ -110,7 +110,7 @@ def query() -> type[Body]:
         "limit": (LIMIT, PAGE),
         "newest_first": (bool, False),
     }
-    return _model("Query", pages | {name: (_taken(kind), None) for name, kind in field_types(Where).items()})
+    return _model("Query", pages | {name: (_body_type(kind), None) for name, kind in field_types(Where).items()})
 
 
 def _model(name: str, fields: Mapping[str, Any], doc: str | None = None) -> type[Body]:
@@ -128,18 +128,18 @@ def _types(method: str) -> dict[str, Any]:
     return get_type_hints(getattr(Store, method))
 
 
-def _taken(kind: Any) -> Any:
+def _body_type(kind: Any) -> Any:
     """Return the type by which pydantic takes an argument: records are read as everywhere, by their own codec."""
     if isinstance(kind, type) and is_dataclass(kind):
         reader: Callable[[Any], Any] = partial(from_json, kind)
         return Annotated[kind, PlainValidator(reader, json_schema_input_type=kind)]
     if get_origin(kind) is Sequence:
         (inner,) = get_args(kind)
-        taken: Any = _taken(inner)
+        taken: Any = _body_type(inner)
         return list[taken]
     if type(None) in get_args(kind):
         inner = next(part for part in get_args(kind) if part is not type(None))
-        return _taken(inner) | None
+        return _body_type(inner) | None
     return kind
 
 

@@ -131,7 +131,7 @@ def _finish(asked: _Asked) -> str:
     state, given = asked.state, asked.given
     state.leases.check(asked.grant, [given["attempt_id"]])
     rewards = given_by(asked.grant, given.pop("rewards"), state.store)
-    [end] = _fairly(state, [End(**given | {"error": _masked(given["error"])}, rewards=rewards)])
+    [end] = _fairly(state, [End(**given | {"error": _mask_error(given["error"])}, rewards=rewards)])
     _cut_calls(state, [end])
     try:
         status = state.store.finish(end.attempt_id, end.fence, status=end.status, rewards=end.rewards, error=end.error)
@@ -147,7 +147,8 @@ def _finish_all(asked: _Asked) -> list[dict[str, str]]:
     state, sent = asked.state, asked.given["ends"]
     state.leases.check(asked.grant, [end.attempt_id for end in sent])
     ends: list[End] = [
-        replace(end, rewards=given_by(asked.grant, end.rewards, state.store), error=_masked(end.error)) for end in sent
+        replace(end, rewards=given_by(asked.grant, end.rewards, state.store), error=_mask_error(end.error))
+        for end in sent
     ]
     answers = []
     ends = _fairly(state, ends)
@@ -201,7 +202,7 @@ def _as_replay(state: ApiState, end: End) -> End:
     return replace(end, status="failed", rewards=(), error=masked(f"{ENDED}{reason}{told}"))
 
 
-def _masked(error: str | None) -> str | None:
+def _mask_error(error: str | None) -> str | None:
     return None if error is None else masked(error)
 
 
@@ -244,7 +245,7 @@ def _page(what: str) -> _Do:
     return read
 
 
-def _queried(asked: _Asked) -> dict[str, Any]:
+def _answer_query(asked: _Asked) -> dict[str, Any]:
     answer: dict[str, Any] = _page(asked.given.pop("what"))(asked)
     return answer
 
@@ -328,7 +329,7 @@ def _make_router() -> APIRouter:
         )
     made.add_api_route(
         "/query",
-        _route(_queried, may=("admin",), key=None, body=_parameter("body", bodies.query())),
+        _route(_answer_query, may=("admin",), key=None, body=_parameter("body", bodies.query())),
         methods=["POST"],
         name="page",
         description=bodies.summary("page"),

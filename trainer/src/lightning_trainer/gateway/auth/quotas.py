@@ -62,7 +62,7 @@ class Quotas:
                 used.amounts[what] = total
                 return
             left_s = HOUR_S - (self._clock() - used.since_s)
-        raise _spent(grant, what, most, left_s)
+        raise _quota_refusal(grant, what, most, left_s)
 
     def forget(self, attempt_id: str) -> None:
         """Drop the counts of an attempt whose key opens nothing any more."""
@@ -80,7 +80,7 @@ class Quotas:
         return used
 
 
-def _spent(grant: Grant, what: str, most: int, left_s: float) -> Refusal:
+def _quota_refusal(grant: Grant, what: str, most: int, left_s: float) -> Refusal:
     if grant.is_live:
         wait_s = max(1, round(left_s))
         message = f"this {grant.scope} key may send {most} {what} in an hour, and has: send more in {wait_s} s"

@@ -66,7 +66,7 @@ class Register:
         Raises:
             ConfigError: the file can't be written.
         """
-        with self._changing() as keys:
+        with self._open_for_changes() as keys:
             keys[:] = [one for one in keys if one.expires_s > time.time() - _KEPT_S] + [key]
 
     def revoke(self, name: str) -> list[Issued]:
@@ -76,7 +76,7 @@ class Register:
             ConfigError: the file can't be written.
         """
         now, found = round(time.time(), 3), []
-        with self._changing() as keys:
+        with self._open_for_changes() as keys:
             for at, key in enumerate(keys):
                 if name in {key.key_id, key.holder} and key.revoked_s is None:
                     keys[at] = replace(key, revoked_s=now)
@@ -120,7 +120,7 @@ class Register:
                 self._stamp = stamp
 
     @contextmanager
-    def _changing(self) -> Iterator[list[Issued]]:
+    def _open_for_changes(self) -> Iterator[list[Issued]]:
         """Return the list for changes; meanwhile no other process changes it."""
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

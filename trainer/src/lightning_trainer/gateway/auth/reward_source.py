@@ -50,7 +50,7 @@ def given_now(rewards: Sequence[Reward], store: Store) -> list[Reward]:
     with no time is.
     """
     wanted = sorted({reward.attempt_id for reward in rewards if reward.given_ns is None})
-    running = _running(store.attempts(attempt_ids=wanted)) if wanted else frozenset()
+    running = _running_ids(store.attempts(attempt_ids=wanted)) if wanted else frozenset()
     now_ns = time.time_ns()
     return [
         replace(reward, given_ns=now_ns) if reward.attempt_id in running and reward.given_ns is None else reward
@@ -58,7 +58,7 @@ def given_now(rewards: Sequence[Reward], store: Store) -> list[Reward]:
     ]
 
 
-def _running(attempts: Iterable[AttemptRecord]) -> frozenset[str]:
+def _running_ids(attempts: Iterable[AttemptRecord]) -> frozenset[str]:
     return frozenset(attempt.attempt_id for attempt in attempts if attempt.status == "running")
 
 

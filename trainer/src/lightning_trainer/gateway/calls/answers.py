@@ -149,7 +149,7 @@ class Responder:
         pending.sample(left_out={**_unmet(request, self.chat), **pending.sampled.left_out})
         generation = Generation(request, pending, self.chat, sender, None if prompt is None else prompt.text)
         try:
-            async with aclosing(self._drawn(engine, ids, samplings)) as drawn:
+            async with aclosing(self._generate_pieces(engine, ids, samplings)) as drawn:
                 async for index, piece in drawn:
                     await generation.take(index, piece)
         except BaseException:
@@ -238,10 +238,10 @@ class Responder:
             asked=request.seed,
         )
 
-    async def _drawn(self, engine: Engine, ids: Sequence[int], samplings: Sequence[Sampling]) -> _Pieces:
+    async def _generate_pieces(self, engine: Engine, ids: Sequence[int], samplings: Sequence[Sampling]) -> _Pieces:
         draws = [engine.generate(ids, sampling) for sampling in samplings]
         try:
-            async with aclosing(_numbered(draws[0]) if len(draws) == 1 else _together(draws)) as pieces:
+            async with aclosing(_number_pieces(draws[0]) if len(draws) == 1 else _together(draws)) as pieces:
                 async for pair in pieces:
                     yield pair
         except Refusal:
@@ -292,7 +292,7 @@ def _check_room(request: ChatRequest, prompt: int, longest: int) -> None:
         )
 
 
-async def _numbered(pieces: AsyncIterator[Sampled], index: int = 0) -> _Pieces:
+async def _number_pieces(pieces: AsyncIterator[Sampled], index: int = 0) -> _Pieces:
     """Return the pieces with their choice; closing this closes them, which cancels the request in the engine."""
     try:
         async for piece in pieces:
@@ -309,7 +309,7 @@ async def _together(draws: Sequence[AsyncIterator[Sampled]]) -> _Pieces:
 
     async def pump(index: int, pieces: AsyncIterator[Sampled]) -> None:
         try:
-            async with aclosing(_numbered(pieces, index)) as numbered:
+            async with aclosing(_number_pieces(pieces, index)) as numbered:
                 async for pair in numbered:
                     ready.put_nowait(pair)
             ready.put_nowait(None)

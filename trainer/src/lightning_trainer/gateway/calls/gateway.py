@@ -83,7 +83,7 @@ class Gateway:
         if tasks:
             await asyncio.wait(tasks, timeout=_CUT_S)
 
-    def _closed(self, task: asyncio.Task[None]) -> None:
+    def _forget_task(self, task: asyncio.Task[None]) -> None:
         self._open.pop(task, None)
         self._cut.discard(task)
 
@@ -130,7 +130,7 @@ class Gateway:
         if task is not None:
             self._loop = asyncio.get_running_loop()
             self._open[task] = pending.requested.grant.attempt_id
-            task.add_done_callback(self._closed)
+            task.add_done_callback(self._forget_task)
         kept = CallRecord(self._writer, self._metrics)
         call = IncomingCall(surface, pending, sent, self._routing(), self._models, kept, self._metrics, receive, send)
         decider = next((decider for decider in self._deciders if decider.takes(pending.requested.grant)), None)

@@ -38,7 +38,7 @@ def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Tools:
         whole = function.get("parameters") or {}
         properties = whole.get("properties")
         shown = properties if isinstance(properties, Mapping) else {}
-        found[str(function.get("name"))] = {name: _resolved(schema, whole) for name, schema in shown.items()}
+        found[str(function.get("name"))] = {name: _resolve_references(schema, whole) for name, schema in shown.items()}
     return found
 
 
@@ -46,17 +46,20 @@ _DEEPEST: Final = 8  # references of references
 _CHOICES: Final = ("anyOf", "oneOf", "allOf")
 
 
-def _resolved(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
+def _resolve_references(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
     """Return a schema in which what a reference points to stands in its place, as far as that says a value's type."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return schema
     if isinstance(reference := schema.get("$ref"), str):
-        return _resolved(_pointed(reference, whole), whole, depth + 1)
+        return _resolve_references(_follow_pointer(reference, whole), whole, depth + 1)
     listed = {name: schema[name] for name in _CHOICES if isinstance(schema.get(name), list)}
-    return {**schema, **{name: [_resolved(one, whole, depth + 1) for one in given] for name, given in listed.items()}}
+    return {
+        **schema,
+        **{name: [_resolve_references(one, whole, depth + 1) for one in given] for name, given in listed.items()},
+    }
 
 
-def _pointed(reference: str, whole: Mapping[str, Any]) -> Any:
+def _follow_pointer(reference: str, whole: Mapping[str, Any]) -> Any:
     """Return what a reference within the schema points to; nothing where there is no such place."""
     found: Any = whole if reference.startswith("#/") else None
     for part in reference[2:].split("/"):

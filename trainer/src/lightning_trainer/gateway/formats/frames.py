@@ -94,7 +94,7 @@ def frame_of(
     for call_id in (NINE_LETTERS, f"functions.{NAME}:0"):
         write = _Writer(template, calls, form, tokens, controls, call_id)
         try:
-            return _framed(write)
+            return _parse_frame(write)
         except (Refusal, ValueError, KeyError, TypeError, IndexError):
             continue
     return None
@@ -154,7 +154,7 @@ class _Writer:
         return [call.arguments.get(_KEYS[0]) for call in read] == [value]
 
 
-def _framed(write: _Writer) -> CallFrame:
+def _parse_frame(write: _Writer) -> CallFrame:
     """Take apart what was written.
 
     Raises:

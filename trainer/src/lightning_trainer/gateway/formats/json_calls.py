@@ -21,7 +21,7 @@ from lightning_trainer.gateway.formats.calls import (
 # Each reader takes the text from the first mark on, and the tools. Any fault is a ValueError, KeyError or TypeError.
 
 
-def _named(value: Any, arguments: str = "arguments") -> WrittenCall:
+def _parse_named_call(value: Any, arguments: str = "arguments") -> WrittenCall:
     if not isinstance(value, dict):
         raise ValueError(f"{value!r} is not a call")
     if arguments not in value:
@@ -39,7 +39,7 @@ def hermes(text: str, tools: Tools) -> Calls:  # noqa: ARG001 - the protocol's
         left.append(text[at:found])
         value, at = json_at(text, found + len("<tool_call>"))
         at = expect(text, at, "</tool_call>", or_end=True)
-        calls.append(_named(value))
+        calls.append(_parse_named_call(value))
     return calls, "".join([*left, text[at:]])
 
 
@@ -50,7 +50,7 @@ def llama_json(text: str, tools: Tools) -> Calls:  # noqa: ARG001
         at = text.index("<|python_tag|>") + len("<|python_tag|>")
     while skip_space(text, at) < len(text):
         value, at = json_at(text, at)
-        calls.append(_named(value, "parameters" if "parameters" in value else "arguments"))
+        calls.append(_parse_named_call(value, "parameters" if "parameters" in value else "arguments"))
         at = expect(text, at, ";", "<|python_tag|>", "{", or_end=True)
         at -= at > 0 and text[at - 1] == "{"
     if not calls:
@@ -69,7 +69,7 @@ def mistral(text: str, tools: Tools) -> Calls:  # noqa: ARG001
         at = found + len("[TOOL_CALLS]")
         if text.startswith("[", skip_space(text, at)):
             values, at = json_at(text, at)
-            calls += [_named(value) for value in values]
+            calls += [_parse_named_call(value) for value in values]
         else:
             head = _MISTRAL_NAME.match(text, at)
             if head is None:

@@ -68,16 +68,16 @@ def chosen(template: Template, source: str, controls: Sequence[str]) -> tuple[Fo
         controls: texts of the tokenizer's control tokens.
     """
     thinking = thinking_of(template, source, None)[0]
-    begun = _begun(template)
+    begun = _answer_beginnings(template)
     for form in _FORMS:
-        for text in _written(template, form):
-            found = _reading(text, begun, thinking, controls)
+        for text in _written_calls(template, form):
+            found = _find_format(text, begun, thinking, controls)
             if found is not None:
                 return found, form
     return None
 
 
-def _begun(template: Template) -> tuple[str, ...]:
+def _answer_beginnings(template: Template) -> tuple[str, ...]:
     """Return what a template writes before an answer: one that is to be drawn, and one that was given."""
     try:
         drawn = template([dict(_USER)], [TOOL], prompt=True).rpartition(_SAID)[2]
@@ -88,7 +88,7 @@ def _begun(template: Template) -> tuple[str, ...]:
 
 def results(template: Template, form: Form) -> str | None:
     """Say why a tool's result never reaches the model; None: it does."""
-    shown = list(_tried(template, form, with_result=True))
+    shown = list(_try_ids(template, form, with_result=True))
     if any(_RESULT in text for text in shown if isinstance(text, str)):
         return None
     refusals = [text.message for text in shown if isinstance(text, Refusal)]
@@ -97,16 +97,16 @@ def results(template: Template, form: Form) -> str | None:
 
 def writes_calls(template: Template) -> bool:
     """Whether a template writes the calls of an answer at all."""
-    return any(NAME in text for form in _FORMS for text in _written(template, form))
+    return any(NAME in text for form in _FORMS for text in _written_calls(template, form))
 
 
-def _written(template: Template, form: Form) -> Iterator[str]:
+def _written_calls(template: Template, form: Form) -> Iterator[str]:
     """Return what a template writes of an answer with a call, with and without the tool's result."""
-    found = (*_tried(template, form, with_result=False), *_tried(template, form, with_result=True))
+    found = (*_try_ids(template, form, with_result=False), *_try_ids(template, form, with_result=True))
     return (text for text in found if isinstance(text, str))
 
 
-def _tried(template: Template, form: Form, *, with_result: bool) -> Iterator[str | Refusal]:
+def _try_ids(template: Template, form: Form, *, with_result: bool) -> Iterator[str | Refusal]:
     """Return what a template writes after the question, or its refusal, for each id that a call may have."""
     arguments: Any = _ARGUMENTS if form.arguments == "data" else dumps(_ARGUMENTS).decode()
     for call_id in ("callprobe", f"functions.{NAME}:0"):  # Mistral's are nine letters; Kimi's name the tool
@@ -120,7 +120,7 @@ def _tried(template: Template, form: Form, *, with_result: bool) -> Iterator[str
             yield refusal
 
 
-def _reading(text: str, begun: Sequence[str], thinking: Thinking | None, controls: Sequence[str]) -> Format | None:
+def _find_format(text: str, begun: Sequence[str], thinking: Thinking | None, controls: Sequence[str]) -> Format | None:
     tools = parameters_of([TOOL])
     for each in formats():
         others = [one for one in controls if one not in each.controls and not any(one in mark for mark in each.marks)]

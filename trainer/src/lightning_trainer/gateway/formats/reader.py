@@ -234,7 +234,7 @@ class AnswerReader:
         try:
             calls, left = self._format.read(plain(held), self._tools)
             for call in calls:
-                _written(call.arguments).encode()
+                _dump_arguments(call.arguments).encode()
         except (ValueError, KeyError, TypeError, RecursionError, IndexError):
             return [], ""
         if self._phase == "thinking" and left.strip():
@@ -246,10 +246,12 @@ class AnswerReader:
     def _call(self, call: WrittenCall) -> Mapping[str, Any]:
         short = self._format is not None and self._format.nine_letters
         made = "".join(secrets.choice(_NINE) for _ in range(9)) if short else None
-        return tool_call(call.call_id or made or f"call_{os.urandom(12).hex()}", call.name, _written(call.arguments))
+        return tool_call(
+            call.call_id or made or f"call_{os.urandom(12).hex()}", call.name, _dump_arguments(call.arguments)
+        )
 
 
-def _written(arguments: Mapping[str, Any]) -> str:
+def _dump_arguments(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
 

@@ -102,11 +102,11 @@ _DSML_PAIR: Final = re.compile(
 )
 
 
-def _said(pair: re.Match[str], schema: Any) -> Any:  # noqa: ARG001 - it is said what the value is
+def _stated_value(pair: re.Match[str], schema: Any) -> Any:  # noqa: ARG001 - it is said what the value is
     return pair[3] if pair[2] == "true" else parse_json(pair[3])
 
 
-def _typed(pair: re.Match[str], schema: Any) -> Any:
+def _typed_value(pair: re.Match[str], schema: Any) -> Any:
     raw = pair[2]
     in_lines = len(raw) > 1 and raw.startswith("\n") and raw.endswith("\n")  # else line breaks are the value's own
     return typed(raw[1:-1] if in_lines else raw, schema)
@@ -121,21 +121,21 @@ class _Tags:
     value: Callable[[re.Match[str], Any], Any]
 
 
-_OF_MINIMAX: Final = _Tags("<minimax:tool_call>", _MINIMAX, _INVOKE, _MINIMAX_PAIR, _typed)
-_OF_DSML: Final = _Tags("<｜DSML｜", _DSML, _DSML_INVOKE, _DSML_PAIR, _said)
+_OF_MINIMAX: Final = _Tags("<minimax:tool_call>", _MINIMAX, _INVOKE, _MINIMAX_PAIR, _typed_value)
+_OF_DSML: Final = _Tags("<｜DSML｜", _DSML, _DSML_INVOKE, _DSML_PAIR, _stated_value)
 
 
 def minimax(text: str, tools: Tools) -> Calls:
     """Read MiniMax M2's ``<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>``."""
-    return _invoked(text, _OF_MINIMAX, tools)
+    return _read_blocks(text, _OF_MINIMAX, tools)
 
 
 def dsml(text: str, tools: Tools) -> Calls:
     """Read DeepSeek V3.2's tags, which say of each value whether it is a text or JSON."""
-    return _invoked(text, _OF_DSML, tools)
+    return _read_blocks(text, _OF_DSML, tools)
 
 
-def _invoked(text: str, tags: _Tags, tools: Tools) -> Calls:
+def _read_blocks(text: str, tags: _Tags, tools: Tools) -> Calls:
     """Read blocks of several calls each."""
     left = tags.block.sub("", text)
     calls: list[WrittenCall] = []

@@ -51,12 +51,12 @@ def _of_the_start(text: str, schemas: Tools) -> str | None:
 
 def _names_a_tool(text: str, schemas: Tools) -> bool:
     """Whether an answer names one of the tools beside arguments, or where a call has its name."""
-    return any(_called(text, name) for name in schemas if name in text) or any(
+    return any(_looks_called(text, name) for name in schemas if name in text) or any(
         _is_call(found, schemas) for found in _objects(text)
     )
 
 
-def _called(text: str, name: str) -> bool:
+def _looks_called(text: str, name: str) -> bool:
     """Whether a tool's name is followed by an object or by named arguments, or stands as a tag's attribute."""
     own = rf"(?<![\w-])(?:functions?\.?)?{re.escape(name)}"
     ways = (

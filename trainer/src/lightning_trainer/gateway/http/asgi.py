@@ -58,7 +58,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     async def watch() -> None:
         nonlocal left
-        await _gone(receive)
+        await _wait_for_disconnect(receive)
         left = True
         worker.cancel()
 
@@ -76,6 +76,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     return result
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

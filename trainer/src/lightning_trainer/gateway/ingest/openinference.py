@@ -126,8 +126,8 @@ def _langchains_id(told: Json) -> str | None:
 def _request(given: Mapping[str, Json]) -> dict[str, Json]:
     parameters = genai.loaded(given.get(SpanAttributes.LLM_INVOCATION_PARAMETERS))
     request = dict(parameters) if isinstance(parameters, dict) else {}
-    request["messages"] = [_message(one) for one in _listed(given, SpanAttributes.LLM_INPUT_MESSAGES)]
-    schemas = (one.get(ToolAttributes.TOOL_JSON_SCHEMA) for one in _listed(given, SpanAttributes.LLM_TOOLS))
+    request["messages"] = [_message(one) for one in _gather_list(given, SpanAttributes.LLM_INPUT_MESSAGES)]
+    schemas = (one.get(ToolAttributes.TOOL_JSON_SCHEMA) for one in _gather_list(given, SpanAttributes.LLM_TOOLS))
     if tools := [genai.loaded(schema) for schema in schemas if schema]:
         request["tools"] = tools
     if (model := given.get(SpanAttributes.LLM_MODEL_NAME)) is not None:
@@ -136,12 +136,12 @@ def _request(given: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _response(given: Mapping[str, Json]) -> dict[str, Json]:
-    answers = [_message(one) for one in _listed(given, SpanAttributes.LLM_OUTPUT_MESSAGES)]
+    answers = [_message(one) for one in _gather_list(given, SpanAttributes.LLM_OUTPUT_MESSAGES)]
     return {"choices": [{"index": at, "message": message} for at, message in enumerate(answers)]}
 
 
 def _message(one: Mapping[str, Json]) -> dict[str, Json]:
-    texts = [part.get(MessageContentAttributes.MESSAGE_CONTENT_TEXT) for part in _listed(one, "message.contents")]
+    texts = [part.get(MessageContentAttributes.MESSAGE_CONTENT_TEXT) for part in _gather_list(one, "message.contents")]
     content = one.get(MessageAttributes.MESSAGE_CONTENT)
     message: dict[str, Json] = {
         "role": one.get(MessageAttributes.MESSAGE_ROLE, "assistant"),
@@ -153,7 +153,7 @@ def _message(one: Mapping[str, Json]) -> dict[str, Json]:
             call.get(ToolCallAttributes.TOOL_CALL_FUNCTION_NAME),
             call.get(ToolCallAttributes.TOOL_CALL_FUNCTION_ARGUMENTS_JSON),
         )
-        for call in _listed(one, MessageAttributes.MESSAGE_TOOL_CALLS)
+        for call in _gather_list(one, MessageAttributes.MESSAGE_TOOL_CALLS)
     ]
     if calls:
         message["tool_calls"] = calls
@@ -162,7 +162,7 @@ def _message(one: Mapping[str, Json]) -> dict[str, Json]:
     return message
 
 
-def _listed(given: Mapping[str, Json], prefix: str) -> list[dict[str, Any]]:
+def _gather_list(given: Mapping[str, Json], prefix: str) -> list[dict[str, Any]]:
     """Gather ``prefix.0.a``, ``prefix.0.b``, ``prefix.1.a`` to a list of objects, in the order of their numbers."""
     found: dict[int, dict[str, Any]] = {}
     start = prefix + "."

@@ -37,7 +37,7 @@ class RecordWriter:
             closed="the server is stopping",
             most=_MOST_AT_ONCE,
             room=max_waiting_spans,
-            expected=self._expected,
+            expected=self._expected_records,
             gather_s=lambda: min(max(_GATHER_S, _GATHER_EACH_S * self.expected()), _MOST_GATHER_S),
         )
 
@@ -66,7 +66,7 @@ class RecordWriter:
         """Write what waits, and stop. Later writes are refused."""
         self._commits.close()
 
-    def _expected(self) -> int:
+    def _expected_records(self) -> int:
         return self.expected()
 
     def _write_all(self, items: Sequence[_Records]) -> list[Exception | None]:

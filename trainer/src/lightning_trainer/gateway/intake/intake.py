@@ -66,13 +66,13 @@ class Intake:
         """
         limit = self._limits.body_bytes if most is None else min(most, self._limits.body_bytes)
         given = headers(scope)
-        encoding = _encoding(given.get(b"content-encoding", b"identity"))
+        encoding = _check_encoding(given.get(b"content-encoding", b"identity"))
         with self._hold(grant) as more:
             body = await _read(given, receive, limit, more)
             self.quotas.take(grant, "bytes", len(body))
 
             def unpack_and_parse() -> T:
-                return parse(_unpacked(body, limit) if encoding == b"gzip" else body)
+                return parse(_unpack_gzip(body, limit) if encoding == b"gzip" else body)
 
             if len(body) <= INLINE_BYTES and encoding != b"gzip":
                 return unpack_and_parse()
@@ -179,14 +179,14 @@ async def _soon(receive: Receive, size: int) -> Message:
         return await receive()
 
 
-def _encoding(name: bytes) -> bytes:
+def _check_encoding(name: bytes) -> bytes:
     name = name.strip().lower()
     if name not in {b"identity", b"", b"gzip"}:
         raise Refusal(415, f"content-encoding {name.decode('latin-1')!r} is not taken; send gzip or none")
     return name
 
 
-def _unpacked(body: bytes, limit: int) -> bytes:
+def _unpack_gzip(body: bytes, limit: int) -> bytes:
     """Gunzip a body, up to a size and to a multiple of its own: a bomb is never unpacked."""
     most = min(limit, max(_UNPACKED_FREE, _RATIO * len(body)))
     unpacker = zlib.decompressobj(wbits=31)  # 31: gzip with its header

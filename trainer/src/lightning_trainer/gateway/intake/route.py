@@ -25,7 +25,7 @@ class KeyedRoute(APIRoute):
     def get_route_handler(self) -> Handler:
         """Return what answers a request."""
         handle = super().get_route_handler()
-        scopes = next(_needed(self.dependant), Needs("admin")).scopes
+        scopes = next(_find_needs(self.dependant), Needs("admin")).scopes
         has_body = self.body_field is not None
 
         async def keyed(request: Request) -> Response:
@@ -57,8 +57,8 @@ class _ReadRequest(Request):
         return self._data
 
 
-def _needed(dependant: Dependant) -> Iterator[Needs]:
+def _find_needs(dependant: Dependant) -> Iterator[Needs]:
     if isinstance(dependant.call, Needs):
         yield dependant.call
     for inner in dependant.dependencies:
-        yield from _needed(inner)
+        yield from _find_needs(inner)

@@ -125,8 +125,11 @@ class Continuations:
             Refusal: the template has no place for tools, or refuses the conversation.
         """
         found, conversation = read(messages)
-        known = self._known(messages, found, attempt_id)
-        given, messages = messages, [_restored(message, known.get(place)) for place, message in enumerate(messages)]
+        known = self._known_answers(messages, found, attempt_id)
+        given, messages = (
+            messages,
+            [_restore_reasoning(message, known.get(place)) for place, message in enumerate(messages)],
+        )
         text = self._chat.render(messages, tools, switches)
         shown = hashlib.blake2b(dumps(list(tools)), digest_size=16).digest()
         how, turn, place = self._look_up(given, found, attempt_id)
@@ -137,7 +140,7 @@ class Continuations:
                 turn.continued += 1
                 return RenderedPrompt((*turn.ids, *part), text, how, conversation, shown, said)
             drops = how == reasons.REWRITTEN and turn.tools == shown
-            if drops and (ids := self._forked(text, messages, tools, known)) is not None:
+            if drops and (ids := self._fork_tokens(text, messages, tools, known)) is not None:
                 return RenderedPrompt(ids, text, reasons.FORKED, conversation, shown, said)
             how = reasons.TOOLS_CHANGED if turn.tools != shown else how
         return RenderedPrompt(tuple(self._chat.encode(text)), text, how, conversation, shown, said)
@@ -157,7 +160,7 @@ class Continuations:
                 return reasons.JOINED, min(turns, key=lambda turn: turn.continued), place
         return _why_none(memory, messages, found), None, 0
 
-    def _known(
+    def _known_answers(
         self, messages: Sequence[Message], found: Sequence[ConversationDigest], attempt_id: str | None
     ) -> dict[int, _Turn]:
         """Return the attempt's own answers among the messages, by their places."""
@@ -204,7 +207,7 @@ class Continuations:
             return None
         return after if end else found + after
 
-    def _forked(
+    def _fork_tokens(
         self, text: str, messages: Sequence[Message], tools: Sequence[Message], known: dict[int, _Turn]
     ) -> tuple[int, ...] | None:
         """Return a prompt in which the template leaves reasoning out, and all else keeps its own tokens."""
@@ -321,7 +324,7 @@ def _each(messages: Sequence[Message]) -> list[bytes]:
     return [Conversation().add(message).whole for message in messages]
 
 
-def _restored(message: Message, turn: _Turn | None) -> Message:
+def _restore_reasoning(message: Message, turn: _Turn | None) -> Message:
     """Return an answer of ours with its reasoning, which many clients do not give back: the template decides on it."""
     given = reasoning_of(message)
     if turn is None or turn.reasoning is None or given not in {None, turn.reasoning}:

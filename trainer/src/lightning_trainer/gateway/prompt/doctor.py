@@ -120,7 +120,7 @@ def _continuations(chat: ChatFormat) -> tuple[dict[str, str], dict[str, int]]:
     found: dict[str, str] = {}
     rows: dict[str, int] = {}
     for kind, answer in kinds.items():
-        found[kind], rows[kind] = _held(chat, answer)
+        found[kind], rows[kind] = _hold_conversation(chat, answer)
     if _tools(chat) == "read":
         for kind, tried in _call_kinds(chat).items():
             found[kind], rows[kind] = tried
@@ -129,25 +129,29 @@ def _continuations(chat: ChatFormat) -> tuple[dict[str, str], dict[str, int]]:
 
 def _call_kinds(chat: ChatFormat) -> dict[str, tuple[str, int]]:
     """Hold conversations whose answers call tools, by kind."""
-    call = _written(chat, (_CALL,))
+    call = _written_answer(chat, (_CALL,))
     if call is None:
         return {"tool call": ("not tried: the chat template does not write calls", 0)}
     tools, thinking = (TOOL,), chat.dialect.thinking
-    found = {"tool call": _held(chat, call, tools)}
+    found = {"tool call": _hold_conversation(chat, call, tools)}
     found["two tool calls"] = _two_calls(chat)
     if thinking is not None and not chat.opened(chat.render([_USER], tools)):
         middle = "<|start|>assistant" if chat.calls is not None and chat.calls.anywhere else "\n\n"
         thought = f"{thinking.open}\nhm\n{thinking.close}{middle}{call if middle.strip() else call.lstrip()}"
-        found["reasoning, tool call"] = _held(chat, thought, tools)
+        found["reasoning, tool call"] = _hold_conversation(chat, thought, tools)
     return found
 
 
 def _two_calls(chat: ChatFormat) -> tuple[str, int]:
-    two = _written(chat, (_CALL, {**_CALL, "id": _CALL_ID.replace("0", "1")}))
+    two = _written_answer(chat, (_CALL, {**_CALL, "id": _CALL_ID.replace("0", "1")}))
     if two is None:
         return "refused: the chat template takes one call at a time", 0
     shown = chat.read(chat.encode(two), (TOOL,)).tool_calls
-    return _held(chat, two, (TOOL,)) if len(shown) == 2 else ("not shown: the chat template writes one of them", 0)
+    return (
+        _hold_conversation(chat, two, (TOOL,))
+        if len(shown) == 2
+        else ("not shown: the chat template writes one of them", 0)
+    )
 
 
 _CALL_ID: Final = f"functions.{TOOL['function']['name']}:0"
@@ -157,7 +161,7 @@ _CALL: Final[Message] = {
 }
 
 
-def _written(chat: ChatFormat, calls: Sequence[Message]) -> str | None:
+def _written_answer(chat: ChatFormat, calls: Sequence[Message]) -> str | None:
     """Return an answer with calls as the template writes it, the end of the turn included; None: it writes none."""
     called = {"role": "assistant", "content": "", "tool_calls": list(calls)}
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "19"} for call in calls]
@@ -186,7 +190,7 @@ def _ends(chat: ChatFormat) -> frozenset[str]:
     return frozenset(chat.plain.controls - {*(chat.calls.controls if chat.calls else ())})
 
 
-def _held(chat: ChatFormat, answer: str, tools: Sequence[Message] = ()) -> tuple[str, int]:
+def _hold_conversation(chat: ChatFormat, answer: str, tools: Sequence[Message] = ()) -> tuple[str, int]:
     """Hold a conversation of four answers; say how its later prompts were made, and how many rows it needs."""
     continuations, messages = Continuations(chat), [_USER]
     outcomes: list[str] = []

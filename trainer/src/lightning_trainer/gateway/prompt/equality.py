@@ -81,7 +81,7 @@ def same_data(value: Any) -> str:
     """
     try:
         data = json.loads(value, parse_float=_number, parse_constant=_refuse) if isinstance(value, str) else value
-        return json.dumps(data, sort_keys=True, default=_written)
+        return json.dumps(data, sort_keys=True, default=_number_text)
     except (ValueError, TypeError, RecursionError, InvalidOperation):
         return f"text {value!r}"
 
@@ -115,7 +115,7 @@ def _number(text: str) -> Any:
     return number
 
 
-def _written(value: Any) -> str:
+def _number_text(value: Any) -> str:
     if not isinstance(value, Decimal):
         raise TypeError(type(value).__name__)
     sign, figures, exponent = value.as_tuple()

@@ -58,7 +58,7 @@ def forked(
         if known is None:
             pending += part
             continue
-        found = _shown(chat, part, known, tools)
+        found = _shown_part(chat, part, known, tools)
         if found is None:
             return None
         lead, kept, rest = found
@@ -77,7 +77,7 @@ def _faithful(chat: ChatFormat, text: str, ids: list[int]) -> bool:
     return chat.decode(found) == chat.normal(text)
 
 
-def _shown(
+def _shown_part(
     chat: ChatFormat, part: str, known: Known, tools: Sequence[Message]
 ) -> tuple[str, Sequence[int], str] | None:
     """Return what the template writes before an answer, the answer's tokens that it shows, and what it writes after."""

@@ -25,9 +25,9 @@ class MarkedText:
 
     def push(self, ids: Iterable[int]) -> str:
         """Take tokens; give the text that is new."""
-        return "".join(self._pushed(token) for token in ids)
+        return "".join(self._push_token(token) for token in ids)
 
-    def _pushed(self, token: int) -> str:
+    def _push_token(self, token: int) -> str:
         if self._stopped:
             return ""
         if (mark := self._kept.get(token)) is None:

@@ -64,10 +64,10 @@ class PlainText:
             return self._encode(text)
         ids: list[int] = []
         for part in self._mark.split(text):
-            ids += self._spelled(self._texts[part]) if part in self._texts else self._encode(part)
+            ids += self._spell_control(self._texts[part]) if part in self._texts else self._encode(part)
         return ids
 
-    def _spelled(self, control: str) -> list[int]:
+    def _spell_control(self, control: str) -> list[int]:
         ids = [token for letter in control for token in self._encode(letter)]
         if self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) != control:
             raise bad_request(

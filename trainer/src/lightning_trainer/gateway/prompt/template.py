@@ -49,11 +49,11 @@ class ChatFormat:
     @functools.cached_property
     def takes_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
-        return probe.takes_tools(self._probed)
+        return probe.takes_tools(self._render_probe)
 
     @functools.cached_property
     def _chosen(self) -> tuple[Format | None, probe.Form]:
-        found = probe.chosen(self._probed, str(self._tokenizer.chat_template), tuple(self.plain.controls))
+        found = probe.chosen(self._render_probe, str(self._tokenizer.chat_template), tuple(self.plain.controls))
         form = found[1] if found else probe.Form()
         if self._tool_format is not None:
             return by_name(self._tool_format), form
@@ -71,12 +71,12 @@ class ChatFormat:
             return None
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         tokens = {token.content: number for number, token in added.items()}
-        found = frame_of(self._probed, self.calls, self._chosen[1], tokens, self.plain.controls)
+        found = frame_of(self._render_probe, self.calls, self._chosen[1], tokens, self.plain.controls)
         return found or (replace(HERMES, tokens=tokens) if self.calls.name == "hermes" else None)
 
     @functools.cached_property
     def _thinking(self) -> tuple[Thinking | None, bool]:
-        return probe.thinking_of(self._probed, str(self._tokenizer.chat_template), self.calls)
+        return probe.thinking_of(self._render_probe, str(self._tokenizer.chat_template), self.calls)
 
     @functools.cached_property
     def dialect(self) -> Dialect:
@@ -140,7 +140,7 @@ class ChatFormat:
     @functools.cached_property
     def hidden_results(self) -> str | None:
         """Why no result of a tool would reach the model, and what to do; None: they do."""
-        why = probe.results(self._probed, self._chosen[1]) if self.takes_tools else None
+        why = probe.results(self._render_probe, self._chosen[1]) if self.takes_tools else None
         if why is None:
             return None
         return (
@@ -228,7 +228,7 @@ class ChatFormat:
     @property
     def writes_calls(self) -> bool:
         """Whether the template writes down the calls of answers at all."""
-        return probe.writes_calls(self._probed)
+        return probe.writes_calls(self._render_probe)
 
     @property
     def usual_end(self) -> str:
@@ -252,7 +252,7 @@ class ChatFormat:
         shown = self.plain.shown(text)
         return shown if normalizer is None else str(normalizer.normalize_str(shown))
 
-    def _probed(self, messages: list[dict[str, Any]], tools: Sequence[Message], *, prompt: bool) -> str:
+    def _render_probe(self, messages: list[dict[str, Any]], tools: Sequence[Message], *, prompt: bool) -> str:
         return self._template(messages, tools, prompt=prompt)
 
     def _template(

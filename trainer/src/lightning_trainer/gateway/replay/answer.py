@@ -53,12 +53,12 @@ def fill(pending: PendingCall, call: RecordedCall) -> None:
         policy_version=node.policy_version or 0,
         response_id=answer.response_id or None,
         prompt_token_ids=answer.prompt_token_ids,
-        choices=[_pending(choice) for choice in answer.choices],
+        choices=[_pending_choice(choice) for choice in answer.choices],
         sampling=dict(node.call.sampling) if node.call is not None else {},
     )
 
 
-def _pending(choice: Choice) -> PendingChoice:
+def _pending_choice(choice: Choice) -> PendingChoice:
     return PendingChoice(
         choice.index,
         None if choice.token_ids is None else list(choice.token_ids),

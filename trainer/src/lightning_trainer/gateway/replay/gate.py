@@ -190,7 +190,7 @@ class ReplayGate:
         if found is None:
             await send_json(send, {"do": "run"})
             return
-        await send_json(send, {"do": "give", **_given(found)})
+        await send_json(send, {"do": "give", **_outcome_fields(found)})
 
 
 async def _carry_out(step: ReplayStep, call: IncomingCall) -> None:
@@ -205,7 +205,7 @@ async def _carry_out(step: ReplayStep, call: IncomingCall) -> None:
         await (unless_gone(call.receive, given) if step.waits else given)
 
 
-def _given(tool: RecordedTool) -> dict[str, Any]:
+def _outcome_fields(tool: RecordedTool) -> dict[str, Any]:
     """Return what an agent's process makes the tool's outcome of."""
     return {
         "status": "error" if tool.failed else "ok",

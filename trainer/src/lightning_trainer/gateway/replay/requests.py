@@ -70,12 +70,12 @@ def read_request(body: Mapping[str, Any]) -> Asked:
     }
     if limit := next((body[name] for name in _LIMITS if body.get(name) is not None), None):
         parameters["max_tokens"] = same_data(limit)
-    whole = json.dumps([_settled(lines, messages), sorted(tools.items()), sorted(parameters.items())])
-    shown = tuple(_shown(message) for message in messages)
+    whole = json.dumps([_sort_results(lines, messages), sorted(tools.items()), sorted(parameters.items())])
+    shown = tuple(_role_and_text(message) for message in messages)
     return Asked(lines, shown, tools, parameters, hashlib.blake2b(whole.encode(), digest_size=16).digest())
 
 
-def _settled(lines: Sequence[str], messages: Sequence[Any]) -> list[str]:
+def _sort_results(lines: Sequence[str], messages: Sequence[Any]) -> list[str]:
     """Put results of tools that follow each other in one order: some frameworks tell them as they come."""
     settled: list[str] = []
     for is_result, both in itertools.groupby(zip(lines, messages, strict=True), key=lambda pair: _is_result(pair[1])):
@@ -104,7 +104,7 @@ def _line(conversation: Conversation, message: Any) -> str:
     return same_data(message)
 
 
-def _shown(message: Any) -> tuple[str, str]:
+def _role_and_text(message: Any) -> tuple[str, str]:
     if not isinstance(message, Mapping):
         return "user", str(message)
     content = message.get("content")

@@ -74,7 +74,7 @@ def constraint_of(
         Refusal: one of them is malformed.
     """
     schema = _schema(response_format)
-    chosen = _chosen(tool_choice, tools)
+    chosen = _required_tools(tool_choice, tools)
     if chosen:
         return Constraint(None, chosen, one_call)
     if schema is None:
@@ -95,7 +95,7 @@ def _schema(wanted: Any) -> Mapping[str, Any] | None:
     return schema
 
 
-def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _required_tools(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return the tools of which one must be called; none where the model is free."""
     if choice in {"auto", "none"} if isinstance(choice, str) else choice is None:
         return ()

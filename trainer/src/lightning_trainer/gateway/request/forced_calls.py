@@ -42,7 +42,7 @@ def calls_lark(frame: CallFrame, tools: Sequence[Mapping[str, Any]], most: int) 
         function = tool["function"]
         name, schema = function["name"], function.get("parameters") or {"type": "object"}
         in_json = frame.pairs is None and frame.begin.endswith('"')
-        lines.append(f"call_{at}: {words.of(_named(name, frame, in_json=in_json) + frame.middle)} args_{at}")
+        lines.append(f"call_{at}: {words.of(_quote_name(name, frame, in_json=in_json) + frame.middle)} args_{at}")
         if frame.pairs is None:
             lines.append(f"args_{at}: {json_lark(schema, *frame.separators)}")
         else:
@@ -61,7 +61,7 @@ def json_lark(schema: Mapping[str, Any], comma: str = ", ", colon: str = ": ") -
     return "%json " + json.dumps({**schema, "x-guidance": how}, ensure_ascii=False)
 
 
-def _named(name: str, frame: CallFrame, *, in_json: bool = False) -> str:
+def _quote_name(name: str, frame: CallFrame, *, in_json: bool = False) -> str:
     """Return a name as it is written.
 
     Raises:
@@ -131,7 +131,7 @@ class _ArgumentsRule:
             one = f"{self.rule}_{at} {self.rule}_some_{at + 1}"
             yield f"{self.rule}_none_{at}: {words.of(self.pairs.first)} {one}{skipped[0]}"
             yield f"{self.rule}_some_{at}: {words.of(self.pairs.joint)} {one}{skipped[1]}"
-            yield from self._pair(f"{self.rule}_{at}", _named(key, words.frame), schema)
+            yield from self._pair(f"{self.rule}_{at}", _quote_name(key, words.frame), schema)
         yield f"{self.rule}_none_{count}: {words.of(self.pairs.empty)}"
         yield f'{self.rule}_some_{count}: ""'
 

@@ -56,11 +56,11 @@ class CompletionsExchange:
 
     def whole(self, pending: PendingCall, completion: dict[str, Any]) -> bytes:
         """See `Exchange`."""
-        return dumps(self._translated(pending, completion))
+        return dumps(self._translate_reply(pending, completion))
 
     def chunk(self, pending: PendingCall, chunk: dict[str, Any]) -> bytes:
         """See `Exchange`."""
-        told = self._translated(pending, chunk)
+        told = self._translate_reply(pending, chunk)
         news = any(choice["text"] or choice["finish_reason"] or choice.get("token_ids") for choice in told["choices"])
         return event(told) if news or not chunk.get("choices") else b""
 
@@ -72,7 +72,7 @@ class CompletionsExchange:
         """See `Exchange`."""
         return b"data: " + refusal.body() + b"\n\n"
 
-    def _translated(self, pending: PendingCall, reply: Mapping[str, Any]) -> dict[str, Any]:
+    def _translate_reply(self, pending: PendingCall, reply: Mapping[str, Any]) -> dict[str, Any]:
         out = {name: value for name, value in reply.items() if name not in {"choices", "prompt_token_ids"}}
         choices = [self._choice(pending, choice) for choice in reply.get("choices") or ()]
         return {**out, "object": "text_completion", "choices": choices}

@@ -158,16 +158,16 @@ def _user(blocks: Sequence[Any], where: str) -> Iterator[dict[str, Any]]:
             own.append(_image(block, where))
         elif kind == "tool_result":
             if own:
-                yield _said(own)
+                yield _user_message(own)
                 own = []
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block, where)}
         else:
             raise _unknown(kind, where)
     if own:
-        yield _said(own)
+        yield _user_message(own)
 
 
-def _said(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _user_message(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"role": "user", "content": parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts}
 
 

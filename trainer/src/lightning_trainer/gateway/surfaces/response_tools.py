@@ -54,7 +54,7 @@ class ResponseTools:
         for tool in given:
             self._add(tool, None)
         if self.left_out and not self.chat:
-            raise _hosted(self.left_out[0])
+            raise _hosted_tool_refusal(self.left_out[0])
         self.choice = None if choice is None else self._choice(choice)
 
     def own(self, chat_name: str) -> OwnTool:
@@ -90,12 +90,12 @@ class ResponseTools:
 
 def _function(tool: Mapping[str, Any], own: OwnTool) -> dict[str, Any]:
     if own.kind == "custom":
-        return {"name": own.chat_name, "description": "\n\n".join(_described(tool)), "parameters": _FREE_TEXT}
+        return {"name": own.chat_name, "description": "\n\n".join(_describe_tool(tool)), "parameters": _FREE_TEXT}
     kept = {name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None}
     return {"name": own.chat_name if tool.get("name") is not None else None, **kept}
 
 
-def _described(tool: Mapping[str, Any]) -> Iterator[str]:
+def _describe_tool(tool: Mapping[str, Any]) -> Iterator[str]:
     """Describe a custom tool. Its grammar is told, not enforced: the model writes JSON around the text."""
     if tool.get("description"):
         yield str(tool["description"])
@@ -104,7 +104,7 @@ def _described(tool: Mapping[str, Any]) -> Iterator[str]:
         yield f"The text follows this grammar ({form.get('syntax')}):\n{form.get('definition')}"
 
 
-def _hosted(kind: str) -> Refusal:
+def _hosted_tool_refusal(kind: str) -> Refusal:
     return bad_request(f"tool {kind!r} runs at OpenAI only. Give function tools.", "unsupported_tool")
 
 

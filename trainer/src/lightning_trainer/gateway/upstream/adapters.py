@@ -62,10 +62,10 @@ def adapters_in(checkpoint: Path) -> list[SavedAdapter]:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
-    return [_saved(folder, name) for name in names]
+    return [_saved_adapter(folder, name) for name in names]
 
 
-def _saved(checkpoint: Path, name: str) -> SavedAdapter:
+def _saved_adapter(checkpoint: Path, name: str) -> SavedAdapter:
     folder = checkpoint / name
     digest = hashlib.sha256()
     try:
@@ -115,7 +115,7 @@ class AdapterServers:
             ConfigError: a server does not load it; says what to change.
         """
         for url in self._urls:
-            root = self._loaded(url).get(served)
+            root = self._loaded_folders(url).get(served)
             if root == str(folder):
                 continue
             if root is not None:  # the same content in another place; vLLM may have to read it again from here
@@ -151,7 +151,7 @@ class AdapterServers:
         """
         names = {each.name: each.served for each in kept}
         for url in self._urls:
-            for served in self._loaded(url):
+            for served in self._loaded_folders(url):
                 name, at, digest = served.rpartition("@")
                 ours = at and len(digest) == _HASH and not digest.strip("0123456789abcdef")
                 if ours and name in names and served != names[name]:
@@ -176,7 +176,7 @@ class AdapterServers:
                     f" with --max-loras {len(served)}."
                 )
 
-    def _loaded(self, url: str) -> dict[str, str]:
+    def _loaded_folders(self, url: str) -> dict[str, str]:
         """Return the folders of the adapters that a server has, by name."""
         try:
             cards: Any = self._get(url, "/models").json()["data"]

@@ -128,7 +128,7 @@ class CompletionsReader:
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
         self._returned += len(ids)
         _check_number(data.get("usage"), self._returned)
-        return _sampled(ids, logprobs, choice.get("text") or "", choice.get("finish_reason"))
+        return _checked_piece(ids, logprobs, choice.get("text") or "", choice.get("finish_reason"))
 
 
 class SglangProtocol:
@@ -203,9 +203,9 @@ class SglangReader:
             raise TokenProtocolError(f"aborted the answer: {ended}")
         _check_number(meta, total if reason is not None else math.inf)
         ids = [pair[1] for pair in fresh]
-        return _sampled(ids, [pair[0] for pair in fresh], self._shown(ids, last=reason is not None), reason)
+        return _checked_piece(ids, [pair[0] for pair in fresh], self._shown_text(ids, last=reason is not None), reason)
 
-    def _shown(self, ids: Sequence[int], *, last: bool) -> str:
+    def _shown_text(self, ids: Sequence[int], *, last: bool) -> str:
         parts = []
         for token in ids:
             if not self._stopped:
@@ -225,7 +225,7 @@ def _check_number(usage: Mapping[str, Any] | None, returned: float) -> None:
         raise TokenProtocolError(f"counts {reported} completion tokens and returned {returned} ids")
 
 
-def _sampled(ids: Sequence[Any], logprobs: Sequence[Any], text: str, reason: str | None) -> Sampled:
+def _checked_piece(ids: Sequence[Any], logprobs: Sequence[Any], text: str, reason: str | None) -> Sampled:
     """Check and give a piece. The reason "abort" is none: the answer is not whole.
 
     Raises:

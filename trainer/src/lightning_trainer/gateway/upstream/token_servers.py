@@ -40,11 +40,11 @@ async def token_server(
     cards = _cards(await http.models(replica))
     context = max((card["max_model_len"] for card in cards if isinstance(card.get("max_model_len"), int)), default=None)
     if dialect == "plain" or context is None:
-        return _told(replica, reasons.UNKNOWN_SERVER)
+        return _warn_once(replica, reasons.UNKNOWN_SERVER)
     if dialect == "lightning":
         return TokenServer(CompletionsProtocol(grammars=False), context)
     if await _tokens_of(http, replica, model, chat) != chat.encode(chat.render(_TALK, ())):
-        return _told(replica, reasons.OTHER_TOKENS)
+        return _warn_once(replica, reasons.OTHER_TOKENS)
     if dialect == "vllm":
         return TokenServer(CompletionsProtocol(grammars=True), context)
     adapters = {card["id"] for card in cards if card.get("parent") is not None}
@@ -65,11 +65,11 @@ async def form_of(http: Connection, replica: Replica, model: str) -> Form | Lite
         asked = {"model": model, "prompt": "a", "max_tokens": 1, "structured_outputs": _ANY.structured_outputs(form)}
         if await _told_by(http, replica, "/completions", asked) is not None:
             return form
-    _told(replica, reasons.NO_FORM)
+    _warn_once(replica, reasons.NO_FORM)
     return "none"
 
 
-def _told(replica: Replica, why: str) -> str:
+def _warn_once(replica: Replica, why: str) -> str:
     logger.warning("%s is sent messages although its tokenizer is named. %s.", replica.url, why)
     return why
 

@@ -211,7 +211,7 @@ class UpstreamPolicy:
             assembly = Assembly(pending)
             try:
                 with self.replicas.answering(replica), self.names.call() as served:
-                    last = await self._asked(replica, pending, sampling, assembly, sender, served=served.name)
+                    last = await self._ask_replica(replica, pending, sampling, assembly, sender, served=served.name)
                 replica.failure = None
                 break
             except BrokenError as error:
@@ -231,7 +231,7 @@ class UpstreamPolicy:
         else:
             await sender.whole(last)
 
-    async def _asked(
+    async def _ask_replica(
         self,
         replica: Replica,
         pending: PendingCall,
@@ -340,7 +340,7 @@ class UpstreamPolicy:
         """
         body = {name: request[name] for name in ("messages", "tools") if name in request}
         with self.names.call() as served:
-            found = await self._posted("/../tokenize", {**body, "model": served.name})
+            found = await self._post_to_any("/../tokenize", {**body, "model": served.name})
         number = object_of(found).get("count")
         if not isinstance(number, int):
             raise failed(f"{self.upstream.url} does not count tokens")
@@ -354,9 +354,9 @@ class UpstreamPolicy:
         """
         with self.names.call() as served:
             model = body.get("model") if self.upstream.any_model else served.name
-            return await self._posted("/embeddings", {**body, "model": model})
+            return await self._post_to_any("/embeddings", {**body, "model": model})
 
-    async def _posted(self, path: str, body: Mapping[str, Any]) -> bytes:
+    async def _post_to_any(self, path: str, body: Mapping[str, Any]) -> bytes:
         await self.replicas.may_go(self.upstream.paused_s)
         tried: list[Replica] = []
         while replica := self.replicas.choose(None, tried):

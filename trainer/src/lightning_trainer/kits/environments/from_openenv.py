@@ -41,7 +41,7 @@ def tasks(
     Raises:
         ConfigError: openenv is not installed, no server answers there, or an option is not known.
     """
-    _installed()
+    _require_openenv()
     if unknown := sorted(set(options) - _OPTIONS):
         raise ConfigError(f"OpenEnv has no option {', '.join(unknown)}. There are: {', '.join(sorted(_OPTIONS))}.")
     try:
@@ -54,8 +54,8 @@ def tasks(
         if wrong := sorted({"split", "val_split"} & set(options)):
             raise ConfigError(f"the OpenEnv server {name} has no splits: leave out {', '.join(wrong)}.")
         return [{"seed": seed} for seed in range(count)], [{"seed": count + seed} for seed in range(held_out)]
-    split = _chosen(options.get("split"), splits, ("train",)) or next(iter(splits))
-    val_split = _chosen(options.get("val_split"), splits, _HELD_OUT) or split
+    split = _choose_split(options.get("split"), splits, ("train",)) or next(iter(splits))
+    val_split = _choose_split(options.get("val_split"), splits, _HELD_OUT) or split
     if val_split != split:
         return _rows(split, range(min(count, splits[split]))), _rows(val_split, range(min(held_out, splits[val_split])))
     cut = max(0, min(count, splits[split] - held_out))
@@ -68,7 +68,7 @@ async def run(task: dict[str, Any]) -> float:
     Returns:
         The sum of the steps' rewards.
     """
-    await asyncio.to_thread(_installed)  # its import takes seconds, which the attempts beside this one need
+    await asyncio.to_thread(_require_openenv)  # its import takes seconds, which the attempts beside this one need
     from openenv.core import GenericEnvClient
 
     name, options = task["environment"], task["options"]
@@ -254,7 +254,7 @@ def _rows(split: str, indices: range) -> list[dict[str, Json]]:
     return [{"split": split, "index": index} for index in indices]
 
 
-def _chosen(named: Any, splits: Mapping[str, int], usual: Sequence[str]) -> str | None:
+def _choose_split(named: Any, splits: Mapping[str, int], usual: Sequence[str]) -> str | None:
     if named is not None and named not in splits:
         raise ConfigError(f"the OpenEnv server has no split {named!r}. It has: {', '.join(splits)}.")
     return named or next((split for split in usual if split in splits), None)
@@ -280,7 +280,7 @@ def _http(url: str) -> str:
     return url.rstrip("/").replace("ws://", "http://", 1).replace("wss://", "https://", 1)
 
 
-def _installed() -> None:
+def _require_openenv() -> None:
     try:
         import openai  # noqa: F401
         import openenv.core  # noqa: F401

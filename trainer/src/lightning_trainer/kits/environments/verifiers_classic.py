@@ -23,7 +23,7 @@ def tasks(
     name: str, options: Mapping[str, Any], count: int, held_out: int
 ) -> tuple[Sequence[dict[str, Json]], Sequence[dict[str, Json]]]:
     """Return the first rows of its training data; held-out ones are of its evaluation data where it has some."""
-    environment = _loaded(name, json.dumps(dict(options), sort_keys=True))
+    environment = _load_environment(name, json.dumps(dict(options), sort_keys=True))
     environment.build_eval_dataset()
     if environment.eval_dataset is not None:
         return _rows(environment.get_dataset(n=count)), _rows(environment.get_eval_dataset(n=held_out), held_out)
@@ -40,7 +40,7 @@ async def play(name: str, options: Mapping[str, Any], task: Mapping[str, Any]) -
     """
     import verifiers
 
-    environment = await asyncio.to_thread(_locked, name, json.dumps(dict(options), sort_keys=True))
+    environment = await asyncio.to_thread(_load_under_lock, name, json.dumps(dict(options), sort_keys=True))
     there = endpoint()
     async with there.client() as client:
         output = await environment.run_rollout(
@@ -54,13 +54,13 @@ async def play(name: str, options: Mapping[str, Any], task: Mapping[str, Any]) -
     return float(output["reward"])
 
 
-def _locked(name: str, options: str) -> Any:
+def _load_under_lock(name: str, options: str) -> Any:
     with _LOCK:  # several attempts begin together, and it is loaded once
-        return _loaded(name, options)
+        return _load_environment(name, options)
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(name: str, options: str) -> Any:
+def _load_environment(name: str, options: str) -> Any:
     import verifiers
 
     if not hasattr(verifiers, "load_environment"):

@@ -66,7 +66,7 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import default_harness_id, env_config_type, resolve_env_config
 
-    given = _nested(options)
+    given = _nest_options(options)
     ident = given.get("id", "")
     raw: dict[str, Any] = {**given, "taskset": {**given.get("taskset", {}), "id": name}}
     for role, field in env_config_type(name, ident).model_fields.items():
@@ -80,7 +80,7 @@ def _config(name: str, options: Mapping[str, Any]) -> Any:
     return resolve_env_config(raw)
 
 
-def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
+def _nest_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted options as nested tables.
 
     Raises:

@@ -205,7 +205,7 @@ def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
     if flags.get("data") is None:
         raise ConfigError("give the tasks to run: --data FILE.")
     own = {name: flags.pop(name) for name in ("success", "timeouts") if name in flags}
-    counting = Counting(failed=_failed(flags.pop("failed", "lowest")), **own)
+    counting = Counting(failed=_parse_failed(flags.pop("failed", "lowest")), **own)
     loading = ("chat_template", "device", "dtype", "max_model_len", "system_messages", "tool_format")
     load = {name: flags.pop(name) for name in loading if name in flags}
     if load and (flags.get("endpoint") or flags.get("model") is None):
@@ -219,7 +219,7 @@ def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
     return EvalConfig(name_by=rules, work=work, command=program, counting=counting, agents=names, load=load, **flags)
 
 
-def _failed(text: str) -> Failed:
+def _parse_failed(text: str) -> Failed:
     if text in {"lowest", "exclude"}:
         return text  # type: ignore[return-value]
     try:

@@ -65,7 +65,7 @@ class Evaluation:
         if self.against is not None:
             found, tasks = difference(self.summary, self.against)
             line |= {
-                "by_agent": _compared(line["by_agent"], differences_by_agent(self.summary, self.against)),
+                "by_agent": _compare_agents(line["by_agent"], differences_by_agent(self.summary, self.against)),
                 "difference": found.mean,
                 "difference_low": found.low,
                 "difference_high": found.high,
@@ -75,7 +75,7 @@ class Evaluation:
         return {**line, "folder": str(self.folder)}
 
 
-def _compared(
+def _compare_agents(
     by_agent: Mapping[str, Mapping[str, Any]], found: Mapping[str, tuple[Estimate, int]]
 ) -> dict[str, dict[str, Any]]:
     """Put the difference of each agent next to its mean: `low` and `high` are the difference's then."""
@@ -106,7 +106,7 @@ def evaluate(
     """
     began, progress, keys = time.monotonic(), progress or Silent(), keys or BearerKeys()
     tasks = load_tasks(config.data, config.columns)[: config.tasks]
-    judging = _judging(config)
+    judging = _judge_plan(config)
     subject, other = config.subject(keys.endpoint), _other(config, tasks, keys)
     config.read_prompts()  # or refuse
     if resume is None:
@@ -206,7 +206,7 @@ def _asked(config: EvalConfig, tasks: Sequence[Task], folder: Path, resume: Path
     return asked
 
 
-def _judging(config: EvalConfig) -> JudgePlan | None:
+def _judge_plan(config: EvalConfig) -> JudgePlan | None:
     """Read what judges; None where nothing does.
 
     Raises:

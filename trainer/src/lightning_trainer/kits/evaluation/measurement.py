@@ -196,7 +196,7 @@ class Measurement:
         if self.samples:
             files.write_samples(self.folder, list(self.samples.values()))
         there = Counter(task for task, _ in set(places.values()))
-        newest = {places[outcome.rollout.rollout_id]: outcome for outcome in sorted(waiting, key=_drawn)}
+        newest = {places[outcome.rollout.rollout_id]: outcome for outcome in sorted(waiting, key=_sample_number)}
         self._unjudged = [
             outcome
             for place, outcome in sorted(newest.items())
@@ -247,7 +247,7 @@ def _together(places: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int
         yield piece
 
 
-def _drawn(outcome: Outcome) -> int:
+def _sample_number(outcome: Outcome) -> int:
     return _generation(outcome.rollout.rollout_id)
 
 

@@ -124,11 +124,11 @@ def read_samples(
         outcomes: of the rollouts.
         agents: names and globs that are selected: agents selected by their path are called by it.
     """
-    heard = dict(_heard(store, [a.attempt_id for a in map(_counted, outcomes) if a is not None], agents))
+    heard = dict(_agent_facts(store, [a.attempt_id for a in map(_counted_attempt, outcomes) if a is not None], agents))
     return [_sample(outcome, places[outcome.rollout.rollout_id], heard) for outcome in outcomes]
 
 
-def _counted(outcome: Outcome) -> AttemptRecord | None:
+def _counted_attempt(outcome: Outcome) -> AttemptRecord | None:
     """Return the attempt that counts: the first crash, else the success, else the last."""
     return outcome.crash or outcome.attempt or (outcome.attempts[-1] if outcome.attempts else None)
 
@@ -143,7 +143,7 @@ class _AgentFacts:
 
 
 def _sample(outcome: Outcome, place: tuple[int, int], by_attempt: Mapping[str, _AgentFacts]) -> Sample:
-    attempt = _counted(outcome)
+    attempt = _counted_attempt(outcome)
     heard = _AgentFacts() if attempt is None else by_attempt.get(attempt.attempt_id, _AgentFacts())
     good = outcome.attempt is not None and outcome.crash is None and outcome.unjudged is None
     status: Status = "crashed" if outcome.crash is not None else "succeeded" if good else "failed"
@@ -156,7 +156,7 @@ def _sample(outcome: Outcome, place: tuple[int, int], by_attempt: Mapping[str, _
         status=status,
         ending=None if outcome.ending is None else outcome.ending.slug,
         reward=total(outcome.rewards) if good else None,
-        shared=_shared(outcome.rewards) if good else None,
+        shared=_shared_reward(outcome.rewards) if good else None,
         rewards=_by_label(outcome.rewards, heard.labels) if good else {},
         usage=heard.usage,
         answers=heard.answers,
@@ -165,7 +165,7 @@ def _sample(outcome: Outcome, place: tuple[int, int], by_attempt: Mapping[str, _
     )
 
 
-def _shared(rewards: Sequence[Reward]) -> float | None:
+def _shared_reward(rewards: Sequence[Reward]) -> float | None:
     values = [reward.value for reward in rewards if reward.agent is None]
     return sum(values) if values else None
 
@@ -181,7 +181,9 @@ def _by_label(rewards: Sequence[Reward], labels: Mapping[str, str]) -> dict[str,
     return dict(totals)
 
 
-def _heard(store: Store, attempt_ids: Sequence[str], agents: Sequence[str] | None) -> Iterator[tuple[str, _AgentFacts]]:
+def _agent_facts(
+    store: Store, attempt_ids: Sequence[str], agents: Sequence[str] | None
+) -> Iterator[tuple[str, _AgentFacts]]:
     for first in range(0, len(attempt_ids), _AT_ONCE):
         for trace in traces_of(store, attempt_ids=attempt_ids[first : first + _AT_ONCE]):
             if trace.attempt_id is not None:

@@ -134,7 +134,7 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
     chosen = trained_names({name for sample in samples for name in sample.rewards}, counting.agents)
     by_task: defaultdict[int, list[float]] = defaultdict(list)
     for sample in samples:
-        if (value := _counted(sample, crash, chosen)) is not None:
+        if (value := _counted_reward(sample, crash, chosen)) is not None:
             by_task[sample.task].append(value)
     drawn = max((sample.sample for sample in samples), default=-1) + 1
     crashed = sum(sample.status == "crashed" for sample in samples)
@@ -190,7 +190,7 @@ def differences_by_agent(this: Summary, other: Summary) -> dict[str, tuple[Estim
     return {name: (estimate, tasks) for name, (estimate, tasks) in found.items() if tasks}
 
 
-def _counted(sample: Sample, crash: float | None, chosen: frozenset[str] | None) -> float | None:
+def _counted_reward(sample: Sample, crash: float | None, chosen: frozenset[str] | None) -> float | None:
     """Return the reward with which a sample counts; None where it is left out.
 
     Args:
@@ -232,7 +232,7 @@ def _by_agent(samples: Sequence[Sample], crash: float | None, declared: Declared
         for name, its in sample.usage.items():
             usage[name] += its
         for name in own or names:  # nobody said what the others earned, where some have rewards of their own
-            if name and (value := _earned(sample, name, bool(own), crash)) is not None:
+            if name and (value := _agent_reward(sample, name, bool(own), crash)) is not None:
                 earned[name][sample.task].append(value)
     return {
         name: AgentSummary(
@@ -261,7 +261,7 @@ def _estimate(by_task: Mapping[int, Sequence[float]], declared: Declared) -> Est
     return estimate_mean([_mean(values) for _, values in sorted(by_task.items())], bounds)
 
 
-def _earned(sample: Sample, name: str, own: bool, crash: float | None) -> float | None:
+def _agent_reward(sample: Sample, name: str, own: bool, crash: float | None) -> float | None:
     """Return what an agent earned in a sample; None where it earned nothing there, or the sample does not count."""
     spoke = name in sample.usage
     if sample.status == "crashed":

@@ -59,7 +59,7 @@ def lines_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
         wanted: the format among it.
         left_out: counts the calls that are in none, by reason.
     """
-    said = list(_said(episode, wanted, left_out))
+    said = list(_branch_calls(episode, wanted, left_out))
     parts = [[each] for each in said] if wanted.format == "dpo" else branches(said)
     rewards = {path: episode.reward_of(path, wanted.sources) for path in {each.call.path for each in said}}
     for branch in parts:
@@ -84,7 +84,7 @@ def lines_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
         )
 
 
-def _said(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[BranchCall]:
+def _branch_calls(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[BranchCall]:
     left = episode.left
     for call in episode.calls:
         reason, said = episode.problem, None
@@ -150,7 +150,7 @@ def _digests(branch: Branch) -> tuple[str, str]:
     if last.exchange is None or first.exchange is None:
         tokens = last.call.tokens
         asked: Mapping[str, Any] = {"ids": first.call.tokens.prompt if first.call.tokens else ()}
-        learned: Any = tokens and [tokens.prompt, tokens.response, _labelled(branch)]
+        learned: Any = tokens and [tokens.prompt, tokens.response, _prompt_lengths(branch)]
     else:
         asked = {"asked": _texts(first.exchange.messages), "tools": first.exchange.tools}
         learned = [_texts(messages_of(branch)), last.exchange.tools, answers_in(branch)]
@@ -162,5 +162,5 @@ def _texts(messages: Sequence[Message]) -> list[str]:
     return [part.decode() for part in spoken(messages)]
 
 
-def _labelled(branch: Branch) -> list[int]:
+def _prompt_lengths(branch: Branch) -> list[int]:
     return [len(said.call.tokens.prompt) for said in branch if said.call.tokens is not None]

@@ -91,7 +91,7 @@ def episodes(store: Store, wanted: Wanted) -> Iterator[StoredEpisode]:
         attempt = attempts.get(trace.attempt_id or "") or _begun_since(store, trace)
         calls = tuple(hooks.manager().hook.lightning_adapt(trace=trace) or ())
         opening = _opening(calls)
-        task = None if attempt is None else digest(_named(attempt.rollout.task, wanted.task_fields))
+        task = None if attempt is None else digest(_identifying_fields(attempt.rollout.task, wanted.task_fields))
         yield StoredEpisode(
             trace=trace,
             attempt=attempt,
@@ -132,7 +132,7 @@ def _problem(attempt: AttemptRecord | None, trace: Trace, newest: Mapping[str, s
     return None if newest[attempt.rollout.rollout_id] == attempt.attempt_id else OTHER_ATTEMPT
 
 
-def _named(task: Mapping[str, Any], fields: tuple[str, ...] | None) -> Mapping[str, Any]:
+def _identifying_fields(task: Mapping[str, Any], fields: tuple[str, ...] | None) -> Mapping[str, Any]:
     """Return what says which task it is; the whole task where it has none of the fields."""
     found = {name: task[name] for name in fields or () if name in task}
     return found or task

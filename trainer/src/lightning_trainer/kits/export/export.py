@@ -84,7 +84,7 @@ def export(store: Store, wanted: Wanted, out: Path) -> Exported:
             files.append(stack.enter_context(closing(Draft(beside))))
         with_tokens: Counter[bool] = Counter()
         for draft, lines in zip(files, (chosen.training, chosen.held_out), strict=False):
-            draft.write(_counted(_columns_first(lines), with_tokens))
+            draft.write(_count_lines(_columns_first(lines), with_tokens))
         if not files[0].lines:
             elsewhere = _origins(store) if wanted.origin is not None and not chosen.left_out else set[str]()
             raise DataError(_nothing(chosen, wanted, files[-1].lines if wanted.held_out else 0, elsewhere))
@@ -115,14 +115,16 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
             from lightning_trainer.kits.export.spans import spans_of
 
             places = [
-                spool.add(line) for each in _noted(store, wanted, seen) for line in spans_of(each, wanted, left_out)
+                spool.add(line)
+                for each in _note_contents(store, wanted, seen)
+                for line in spans_of(each, wanted, left_out)
             ]
             _check(wanted, seen)
             yield _selection(spool, (places, []), left_out)
             return
         candidates = [
             LineCandidate(place=spool.add(line), **known)
-            for episode in _noted(store, wanted, seen)
+            for episode in _note_contents(store, wanted, seen)
             for line, known in lines_of(episode, wanted, left_out)
         ]
         _check(wanted, seen)
@@ -166,7 +168,7 @@ class _Noted:
         self.fields.update(() if episode.attempt is None else episode.attempt.rollout.task)
 
 
-def _noted(store: Store, wanted: Wanted, seen: _Noted) -> Iterator[StoredEpisode]:
+def _note_contents(store: Store, wanted: Wanted, seen: _Noted) -> Iterator[StoredEpisode]:
     """Read episodes, and note what is in them."""
     for episode in episodes(store, wanted):
         seen.note(episode)
@@ -201,26 +203,26 @@ def _columns_first(lines: Callable[[], Iterator[Line]]) -> Iterator[Line]:
     """
     seen, early = set[str](), set[int]()
     for place, line in enumerate(lines()):
-        if new := set(_filled(line)) - seen:
+        if new := set(_filled_fields(line)) - seen:
             seen |= new
             early.add(place)
             yield line
     yield from (line for place, line in enumerate(lines()) if place not in early)
 
 
-def _filled(value: object, name: str = "") -> Iterator[str]:
+def _filled_fields(value: object, name: str = "") -> Iterator[str]:
     """Return the names of the fields in which something stands, in objects and in lists of these."""
     if isinstance(value, dict):
         for key, each in value.items():
             if each is not None:
                 yield f"{name}.{key}"
-                yield from _filled(each, f"{name}.{key}")
+                yield from _filled_fields(each, f"{name}.{key}")
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         for each in value:
-            yield from _filled(each, name)
+            yield from _filled_fields(each, name)
 
 
-def _counted(lines: Iterable[Line], with_tokens: Counter[bool]) -> Iterator[Line]:
+def _count_lines(lines: Iterable[Line], with_tokens: Counter[bool]) -> Iterator[Line]:
     for line in lines:
         with_tokens["input_ids" in line or "prompt_ids" in line] += 1
         yield line

@@ -71,15 +71,15 @@ def _writable(line: Line) -> Line:
     """Write half a character, as of an emoji that was cut, as its escape: readers of files refuse it."""
     if is_text(line):
         return line
-    return {name: _escaped(value) for name, value in line.items()}
+    return {name: _escape_surrogates(value) for name, value in line.items()}
 
 
-def _escaped(value: Any) -> Any:
+def _escape_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {_escaped(name): _escaped(each) for name, each in value.items()}
-    return [_escaped(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {_escape_surrogates(name): _escape_surrogates(each) for name, each in value.items()}
+    return [_escape_surrogates(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _time(ns: int) -> str:

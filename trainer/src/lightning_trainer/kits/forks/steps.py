@@ -228,13 +228,13 @@ def forked(plan: ForkPlan, outcomes: Sequence[Outcome], traces: Traces) -> Forke
     calls = [_calls(its.get(name)) for name in _attempts(outcomes)]
     why = [
         why_ended(o.attempts[-1], [node.call for node in own if node.call is not None])
-        for o, own in zip(_begun(outcomes), calls, strict=True)
+        for o, own in zip(_begun_outcomes(outcomes), calls, strict=True)
     ]
     ended = Counter(reason for reason in why if reason is not None)
-    failed = sum(o.attempt is None and reason is None for o, reason in zip(_begun(outcomes), why, strict=True))
+    failed = sum(o.attempt is None and reason is None for o, reason in zip(_begun_outcomes(outcomes), why, strict=True))
     drawn = [node for own in calls for node in own if not is_replayed(node)]
     given = [node for own in calls for node in own if is_replayed(node)]
-    rest = sum(_rest(own, its.get(_record(o))) for o, own in zip(_begun(outcomes), calls, strict=True))
+    rest = sum(_rest(own, its.get(_record(o))) for o, own in zip(_begun_outcomes(outcomes), calls, strict=True))
     metrics = {
         "forks": len(plan.rollouts),
         "fork_points": len(plan.records),
@@ -277,13 +277,13 @@ def refuse_ended(plan: ForkPlan, found: Forked) -> None:
         )
 
 
-def _begun(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _begun_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome.attempts]
 
 
 def _attempts(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the attempt of each fork that began: it has one try."""
-    return [outcome.attempts[-1].attempt_id for outcome in _begun(outcomes)]
+    return [outcome.attempts[-1].attempt_id for outcome in _begun_outcomes(outcomes)]
 
 
 def _calls(trace: Trace | None) -> list[Node]:

@@ -77,9 +77,9 @@ def messages(options: JudgeOptions, attempts: Sequence[Entries]) -> list[dict[st
     shared, rests = tell_apart(attempts)
     parts = []
     if shared:
-        parts.append(f"<context>\n{_quoted(shared, options.max_chars)}\n</context>")
+        parts.append(f"<context>\n{_quote_entries(shared, options.max_chars)}\n</context>")
     for number, rest in enumerate(rests, 1):
-        text = _quoted(rest, options.max_chars) or "(nothing more happened)"
+        text = _quote_entries(rest, options.max_chars) or "(nothing more happened)"
         parts.append(f'<attempt number="{number}">\n{text}\n</attempt>')
     return [
         {"role": "system", "content": _SYSTEM.format(rubric=options.rubric)},
@@ -174,7 +174,7 @@ def _is_number(score: Any) -> TypeGuard[float]:
     return type(score) is int or (isinstance(score, float) and not math.isnan(score))
 
 
-def _quoted(entries: Entries, most: int) -> str:
+def _quote_entries(entries: Entries, most: int) -> str:
     """Return what happened as text that can't end its own part of the message and begin another's.
 
     Only the first line of an entry stands at a line's beginning, so that no text can pass for what somebody else did.

@@ -110,7 +110,7 @@ class GroupJudge(RolloutJudge):
         if known is not None:
             return {entries: known[_digest(entries)] for entries in told}, None
         answer = self._send(self._options, order)
-        asked = self._asked(answer, attempt_ids)
+        asked = self._judge_span(answer, attempt_ids)
         self._store.add_spans([asked])
         if answer.scores is None:
             return answer.error or "it said nothing"
@@ -170,7 +170,7 @@ class GroupJudge(RolloutJudge):
             },
         )
 
-    def _asked(self, answer: JudgeAnswer, attempt_ids: Sequence[str]) -> Span:
+    def _judge_span(self, answer: JudgeAnswer, attempt_ids: Sequence[str]) -> Span:
         """Return what the judge was asked about a group, and said: of no attempt, for it is of several."""
         return Span(
             operation=EVALUATE,

@@ -157,7 +157,7 @@ def _check_answers(config: ForkConfig, program: Program, source: Recorded) -> No
     elsewhere = config.instead is not None or config.say is not None
     if gateway and program.subject is None and not elsewhere:
         raise ConfigError(f"{who} was answered by a policy. Choose the model to use: --model M or --endpoint URL.")
-    trained = program.agents is None or call.agent is None or _selected(program.agents, call.agent)
+    trained = program.agents is None or call.agent is None or _is_selected(program.agents, call.agent)
     if program.subject is not None and not gateway and trained and not elsewhere and program.agents is not None:
         raise ConfigError(
             f"{who} has no tokens on record: its own endpoint answered it. A model's continuation of it could not be"
@@ -165,7 +165,7 @@ def _check_answers(config: ForkConfig, program: Program, source: Recorded) -> No
         )
 
 
-def _selected(patterns: Sequence[str], agent: str) -> bool:
+def _is_selected(patterns: Sequence[str], agent: str) -> bool:
     from lightning_spans.schema.agents import selects
 
     return selects(patterns, agent)

@@ -135,7 +135,9 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
     refuse_idle(config.program, config.program.subject)
     program = program if tried else replace(program, subject=None)  # the run's model is not what is tried
     with open_database(config.store) as store, deferred() as check:
-        sources: dict[str, Recorded | str] = {name: _source(store, name, task) for name, task in _wanted(config, store)}
+        sources: dict[str, Recorded | str] = {
+            name: _source(store, name, task) for name, task in _choose_attempts(config, store)
+        }
         good = {name: source for name, source in sources.items() if isinstance(source, Recorded)}
         for source in good.values():
             refuse_unseen(program, source.record, allowed="*" in config.run_tools)
@@ -166,7 +168,9 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
                 replays = session.app.state.replays
                 parted = {a.attempt_id: replays.parted(a.attempt_id) for o in outcomes for a in o.attempts}
             for name, outcome in zip(made, outcomes, strict=True):
-                found[name] = _replayed(store, name, good[name], outcome, parted=parted, success=config.success)
+                found[name] = _compare_with_record(
+                    store, name, good[name], outcome, parted=parted, success=config.success
+                )
         return Regression(
             tuple(
                 found[name] if name in found else Replayed(name, reason=str(source)) for name, source in sources.items()
@@ -174,7 +178,7 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
         )
 
 
-def _replayed(
+def _compare_with_record(
     store: Store,
     name: str,
     source: Recorded,
@@ -209,7 +213,7 @@ def _source(store: Store, name: str, task: Mapping[str, Json] | None) -> Recorde
     return found if task is None else replace(found, task=task)
 
 
-def _wanted(config: ReplayConfig, store: Store) -> Sequence[tuple[str, Mapping[str, Json] | None]]:
+def _choose_attempts(config: ReplayConfig, store: Store) -> Sequence[tuple[str, Mapping[str, Json] | None]]:
     """Return the ids of what is replayed, each with the task that was given for it."""
     wanted: list[tuple[str, Mapping[str, Json] | None]] = [(name, None) for name in config.rollouts]
     if config.file is not None:

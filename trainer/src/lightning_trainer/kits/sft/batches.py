@@ -209,13 +209,13 @@ def batches(rows: Sequence[Row], size: int, steps: int, seed: int, together: int
     epoch = 0
     for _ in range(steps):
         while len(order) < min(size, len(rows)):
-            order += _drawn(places, together, random.Random(f"{seed}/{epoch}"))
+            order += _shuffle_runs(places, together, random.Random(f"{seed}/{epoch}"))
             epoch += 1
         taken, order = order[:size], order[size:]
         yield [rows[place] for place in taken]
 
 
-def _drawn(places: Sequence[int], together: int, numbers: random.Random) -> list[int]:
+def _shuffle_runs(places: Sequence[int], together: int, numbers: random.Random) -> list[int]:
     """Cut places into runs of neighbours, and return all of them with the runs in a random order."""
     first = numbers.randrange(together) if together > 1 else 0
     runs = [places[max(0, start) : start + together] for start in range(-first, len(places), together)]

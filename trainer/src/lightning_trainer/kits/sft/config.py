@@ -105,7 +105,7 @@ class SftConfig(OptionRecord):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _checked(cls, values: Any, handler: ModelWrapValidatorHandler[SftConfig]) -> SftConfig:
+    def _check_values(cls, values: Any, handler: ModelWrapValidatorHandler[SftConfig]) -> SftConfig:
         """Turn what pydantic says into one error that says what to do."""
         if isinstance(values, Mapping):
             refuse_unknown(values, cls.model_fields)

@@ -153,7 +153,7 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
         DataError: it has none of the fields that are known, or they hold something else.
     """
     try:
-        messages, answers = _said(line)
+        messages, answers = _messages_and_places(line)
         ids, labels = _tokens(line)
         if any(not 0 <= at < len(messages) or messages[at]["role"] != "assistant" for at in answers):
             raise ValueError(f"answers are {answers}, which are not indices of the assistant's messages")
@@ -196,7 +196,7 @@ def list_fields(line: Mapping[str, Any]) -> str:
     return f"the fields {', '.join(sorted(map(str, line)))}" if line else "no fields"
 
 
-def _said(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
+def _messages_and_places(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
     """Return the messages of a line, and the places of those to learn. A system prompt may stand beside the turns."""
     messages, answers = _turns(line)
     system = line.get("system")
@@ -210,15 +210,15 @@ def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
         sent = [_object(message) for message in line["messages"]]
         messages = [plain(message) for message in sent]
         given = line.get("answers")
-        return messages, _learned(messages, sent) if given is None else [int(place) for place in given]
+        return messages, _learned_places(messages, sent) if given is None else [int(place) for place in given]
     if line.get("conversations"):
         turns = [_turn(_object(turn)) for turn in line["conversations"]]
         messages = [plain(turn) for turn in turns]
-        return messages, _learned(messages, turns)
+        return messages, _learned_places(messages, turns)
     if line.get("prompt") and line.get("completion"):
         asked = to_messages(line["prompt"], "user")
         messages = [*asked, *to_messages(line["completion"], "assistant")]
-        return messages, [place for place in _learned(messages, messages) if place >= len(asked)]
+        return messages, [place for place in _learned_places(messages, messages) if place >= len(asked)]
     if line.get("output") and (line.get("instruction") or line.get("input")):
         asked_text = "\n\n".join(str(line[name]) for name in ("instruction", "input") if line.get(name))
         before = [said for turn in line.get("history") or () for said in _exchange(*turn)]
@@ -231,7 +231,7 @@ def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
     raise ValueError("nothing here is known")
 
 
-def _learned(messages: Sequence[Message], given: Sequence[Mapping[str, Any]]) -> list[int]:
+def _learned_places(messages: Sequence[Message], given: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the places of answers, without empty ones and those of weight 0, as OpenAI's fine-tuning has it.
 
     Args:

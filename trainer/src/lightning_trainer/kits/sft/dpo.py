@@ -59,20 +59,20 @@ class Dpo:
         rows = []
         for pair, margin in zip(pairs, margins, strict=True):
             pull = 2 * self._beta * _sigmoid(-self._beta * margin)  # a row weighs half as much as a pair
-            rows += [_weighed(pair.chosen, pull), _weighed(pair.rejected, -pull)]
+            rows += [_weigh_row(pair.chosen, pull), _weigh_row(pair.rejected, -pull)]
         metrics = self._learner.update(rows)
-        return {**metrics, **self._seen(margins)}
+        return {**metrics, **self._loss_metrics(margins)}
 
     def loss(self, batch: Sequence[Row]) -> float:
         """Return the mean loss of the pairs of these better answers."""
-        return self._seen(self._margins([self._pairs[row.attempt_id] for row in batch]))["loss"]
+        return self._loss_metrics(self._margins([self._pairs[row.attempt_id] for row in batch]))["loss"]
 
     def _margins(self, pairs: Sequence[Pair]) -> list[float]:
         likely = self._learner.logprobs([row for pair in pairs for row in (pair.chosen, pair.rejected)])
         now = [float(each.sum(dtype="f8")) for each in likely]
         return [(now[2 * n] - pair.before[0]) - (now[2 * n + 1] - pair.before[1]) for n, pair in enumerate(pairs)]
 
-    def _seen(self, margins: Sequence[float]) -> dict[str, float]:
+    def _loss_metrics(self, margins: Sequence[float]) -> dict[str, float]:
         losses = [math.log1p(math.exp(-abs(x))) + max(0.0, -x) for x in (self._beta * m for m in margins)]
         return {
             "loss": sum(losses) / len(losses),
@@ -85,7 +85,7 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def _weighed(row: Row, advantage: float) -> Row:
+def _weigh_row(row: Row, advantage: float) -> Row:
     return replace(row, advantages=np.where(row.mask, advantage, 0.0))
 
 

@@ -70,7 +70,7 @@ class Renderer:
         if not is_text([*said.messages, *said.tools]):
             raise UnrenderableError(HALF)
         try:
-            return list(self._written(said))
+            return list(self._render_answers(said))
         except Refusal as error:
             raise UnrenderableError(f"{REFUSED}: {error}") from None
 
@@ -89,7 +89,7 @@ class Renderer:
         asked = next((m["content"].strip() for m in said.messages if m["content"].strip()), "")
         return self._format.encode(text) == prompt and asked in text
 
-    def _written(self, said: Example) -> Iterator[Rendered]:
+    def _render_answers(self, said: Example) -> Iterator[Rendered]:
         """Write answer by answer. One that goes on from the text before shares its tokens, as in the gateway."""
         text, ids, learned = "", list[int](), list[bool]()
         for place in said.answers:

@@ -273,7 +273,7 @@ def _task(config: SftConfig, learner: Learner, data: Data) -> _Task:
                 raise
             held, more = [], Counter({ONE_LEFT_OUT: len(looked_at.rows)})  # nothing is looked at then
         left_out += more
-        held = [(_renamed(chosen), _renamed(rejected)) for chosen, rejected in held]
+        held = [(_rename_row(chosen), _rename_row(rejected)) for chosen, rejected in held]
     dpo = Dpo(learner, [*pairs, *held], config.beta or BETA)
     return _Task(
         rows=[chosen for chosen, _ in pairs], held_out=[chosen for chosen, _ in held], update=dpo.update, loss=dpo.loss,
@@ -308,7 +308,7 @@ def steps_of(config: SftConfig, rows: Sequence[Row]) -> int:
     return config.steps or max(1, math.ceil((config.epochs or _EPOCHS) * len(rows) / config.batch_size))
 
 
-def _renamed(row: Row) -> Row:
+def _rename_row(row: Row) -> Row:
     """Give a held-out row a name that no row of training has."""
     return replace(row, attempt_id=f"held out {row.attempt_id}")
 

@@ -30,7 +30,7 @@ class Hints:
     def __init__(self, chat: ChatFormat, ends: Collection[int]) -> None:
         self._chat, self._ends = chat, frozenset(ends)
         header = chat.header
-        if header is None or not self._written("a").startswith(tuple(chat.plain.controls)):
+        if header is None or not self._template_text("a").startswith(tuple(chat.plain.controls)):
             raise ConfigError(
                 "teacher = self puts a message before the answer, and this model's chat template begins messages or"
                 " answers with no control token of their own. Give another --chat-template, such as hermes."
@@ -44,10 +44,12 @@ class Hints:
             if list(prompt[start : start + width]) == self._header:
                 # Behind an end there is another turn: this would be an earlier answer's beginning.
                 ended = self._ends.intersection(prompt[start + width :])
-                return None if ended else [*prompt[:start], *self._chat.encode(self._written(text)), *prompt[start:]]
+                return (
+                    None if ended else [*prompt[:start], *self._chat.encode(self._template_text(text)), *prompt[start:]]
+                )
         return None
 
-    def _written(self, text: str) -> str:
+    def _template_text(self, text: str) -> str:
         """Return the message as the template writes it; empty where that can't be told."""
         for before in _BEFORE:
             try:

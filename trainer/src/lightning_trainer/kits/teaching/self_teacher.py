@@ -79,12 +79,14 @@ class SelfTeacher:
             most=self._options.max_chars,
         )
         calls = {key_of(call.transition): call.transition for call in batch.calls}
-        hinted, untaught = self._hinted(batch.rows, calls, told)
+        hinted, untaught = self._hinted_rows(batch.rows, calls, told)
         rows = [replace(row, advantages=np.zeros(len(row.tokens))) if self._alone else row for row in batch.rows]
         segments = _segments(rows, hinted)
         metrics: dict[str, float] = {}
         if segments:
-            rows, metrics = self._sampled(rows, segments) if not self._options.top_k else self._targets(rows, segments)
+            rows, metrics = (
+                self._weigh_sampled_tokens(rows, segments) if not self._options.top_k else self._targets(rows, segments)
+            )
         account = replace(
             batch.account,
             rows_without_gradient=sum(not row.has_gradient for row in rows),
@@ -93,7 +95,7 @@ class SelfTeacher:
         )
         return replace(batch, rows=rows, account=account), metrics
 
-    def _hinted(
+    def _hinted_rows(
         self, rows: Sequence[Row], calls: Mapping[CallKey, Transition], told: Mapping[CallKey, str]
     ) -> tuple[dict[CallKey, Row], Counter[str]]:
         """Return the calls' rows with the hint in their prompts, and how many have none, by reason."""
@@ -131,7 +133,9 @@ class SelfTeacher:
             targets[each.row].weights_K[each.start : each.end] = self._options.weight
         return [replace(row, target=targets.get(r)) for r, row in enumerate(rows)], {}
 
-    def _sampled(self, rows: list[Row], segments: Sequence[_Segment]) -> tuple[list[Row], dict[str, float]]:
+    def _weigh_sampled_tokens(
+        self, rows: list[Row], segments: Sequence[_Segment]
+    ) -> tuple[list[Row], dict[str, float]]:
         """Add log p_teacher - log p_student of the sampled tokens to the advantages of taught calls."""
         found = self._learner.logprobs([each.hinted for each in segments])
         total, count = 0.0, 0

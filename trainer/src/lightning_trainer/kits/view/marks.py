@@ -66,7 +66,7 @@ def change_mark(reader: StoreReader, run: Run, change: MarkChange) -> None:
     if change.marked:
         _refuse_unknown(reader, values["rollout_id"], values["trace_id"])
     place = [table.c[name] == values[name] for name in PLACE]
-    with _written(run.store) as connection:
+    with _write_transaction(run.store) as connection:
         connection.execute(delete(table).where(*place))
         if not change.marked:
             return
@@ -90,7 +90,7 @@ def _refuse_unknown(reader: StoreReader, rollout_id: str, trace_id: str) -> None
 
 
 @contextmanager
-def _written(store: str) -> Iterator[Connection]:
+def _write_transaction(store: str) -> Iterator[Connection]:
     """Lend a connection in a transaction that writes, with the table of marks.
 
     Raises:

@@ -20,7 +20,7 @@ FAR: Final = 0.1  # nats a token
 
 def agent_captures(history: History) -> Found:
     """Raise where one of the agents that share a policy makes nearly all of its gradient."""
-    for policy, agents, shares in _shared(history):
+    for policy, agents, shares in _gradient_shares(history):
         first = max(agents, key=lambda agent: shares[-1].get(agent, 0.0))
         if min(own.get(first, 0.0) for own in shares) < CAPTURED:
             continue
@@ -93,7 +93,7 @@ def _policies(history: History) -> Mapping[str, str]:
     return found
 
 
-def _shared(history: History) -> Iterator[tuple[str, list[str], list[dict[str, float]]]]:
+def _gradient_shares(history: History) -> Iterator[tuple[str, list[str], list[dict[str, float]]]]:
     """Return each policy that several agents share, they, and their shares of its gradient in the last steps."""
     steps = _steps(history)[-WINDOW:]
     policy_of: Mapping[str, str] = steps[-1].get(POLICY_OF, {}) if steps else {}

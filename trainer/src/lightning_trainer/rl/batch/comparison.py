@@ -51,11 +51,11 @@ def compared(
     """
     rules = sorted({source for call in calls.compared for source in call.parts} - {FINAL})
     compare = functools.partial(compare, normalise=normalise, eps=eps)
-    parts = {FINAL: _compared(calls, FINAL, compare, penalties_M, over_batch=over_batch)}
-    return parts | {rule: _compared(calls, rule, compare, 0.0, over_batch=over_batch) for rule in rules}
+    parts = {FINAL: _compare_source(calls, FINAL, compare, penalties_M, over_batch=over_batch)}
+    return parts | {rule: _compare_source(calls, rule, compare, 0.0, over_batch=over_batch) for rule in rules}
 
 
-def _compared(
+def _compare_source(
     calls: Calls,
     source: str,
     compare: Callable[..., FloatArray],

@@ -80,7 +80,7 @@ def calls_of(
     ]
     for episode in episodes:
         account = account.plus_unclaimed(episode.unclaimed)
-    chosen, left_out = _chosen(episodes, patterns, across=across, lone=lone)
+    chosen, left_out = _choose_calls(episodes, patterns, across=across, lone=lone)
     for reason, count in Counter(call.left_out for call in left_out if call.left_out is not None).items():
         account = account.plus_dropped(reason, count)
     automatic = tuple(reward for its in counted for reward in its.automatic)
@@ -121,7 +121,7 @@ def _that_count(
     return counted, account
 
 
-def _chosen(
+def _choose_calls(
     episodes: Sequence[Episode], patterns: Sequence[str], *, across: bool, lone: bool
 ) -> tuple[list[CreditedCall], list[Judged]]:
     """Return the calls that are compared, and the others, each with its reason."""

@@ -42,7 +42,7 @@ def counterfactual(attempts: Sequence[Played], *, average: bool = True, group: b
     places = [[""] * len(attempt.transitions) for attempt in attempts]
     weights = [[1.0] * len(attempt.transitions) for attempt in attempts]
     for place, members in cells.members.items():
-        its = _averaged(cells.values[place], cells.actions[place]) if average else cells.values[place]
+        its = _average_by_action(cells.values[place], cells.actions[place]) if average else cells.values[place]
         for (n, turn), value in zip(members, its, strict=True):
             for m, transition in enumerate(attempts[n].transitions):
                 if transition.turn == turn:
@@ -116,7 +116,7 @@ class Cells:
         return cls(
             cells,
             {place: [attempts[n].earned for n, _ in its] for place, its in cells.items()},
-            {place: [_said(attempts[n], turn) for n, turn in its] for place, its in cells.items()},
+            {place: [_action_of(attempts[n], turn) for n, turn in its] for place, its in cells.items()},
             {place: _agent(attempts[its[0][0]], its[0][1]) for place, its in cells.items()},
             {place: _weight(attempts[its[1][0]]) for place, its in cells.items()},
         )
@@ -130,10 +130,10 @@ class Cells:
         was answered twice nobody can know, and nothing is taken off.
         """
         alike = [_alike(self.actions[place], self.values[place]) for place in self.members]
-        noise, degrees = _pooled([same for its in alike for same in its.values()])
+        noise, degrees = _pool_squares([same for its in alike for same in its.values()])
         found = {}
         for agent in {*self.agents.values()} - {None}:
-            own, its = _pooled([self.values[place] for place in self.members if self.agents[place] == agent])
+            own, its = _pool_squares([self.values[place] for place in self.members if self.agents[place] == agent])
             left = own / its - noise / degrees if degrees else own / its
             found[str(agent)] = math.sqrt(max(0.0, left))
         return found
@@ -162,13 +162,13 @@ def _agent(attempt: Played, turn: int) -> str | None:
     return next((t.agent for t in attempt.transitions if t.turn == turn), None)
 
 
-def _said(attempt: Played, turn: int) -> Hashable:
+def _action_of(attempt: Played, turn: int) -> Hashable:
     """Return what a call answered, all its choices: the tokens, or the text where there are none."""
     calls = sorted((t for t in attempt.transitions if t.turn == turn), key=lambda t: t.choice)
     return tuple(t.tokens.response if t.tokens is not None else repr(dict(t.message)) for t in calls)
 
 
-def _averaged(values: Sequence[float], actions: Sequence[Hashable]) -> list[float]:
+def _average_by_action(values: Sequence[float], actions: Sequence[Hashable]) -> list[float]:
     alike = _alike(actions, values)
     return [float(np.mean(alike[action])) for action in actions]
 
@@ -181,7 +181,7 @@ def _alike(actions: Sequence[Hashable], values: Sequence[float]) -> dict[Hashabl
     return alike
 
 
-def _pooled(samples: Sequence[Sequence[float]]) -> tuple[float, int]:
+def _pool_squares(samples: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Return the squared distances from the means of some samples, added up, and their degrees of freedom."""
     squares = sum(float(np.sum((np.asarray(its) - np.mean(its)) ** 2)) for its in samples)
     return squares, sum(len(its) - 1 for its in samples)

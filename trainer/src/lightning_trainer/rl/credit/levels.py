@@ -94,7 +94,7 @@ def state_of(transition: Transition, anchor: Anchor = "observation") -> str:
         answers = [place for place, item in enumerate(items) if _is_answer(item)]
         items = items[answers[-1] + 1 :] if answers else items
     if items:
-        return _digest([_said(item) for item in items])
+        return _digest([_without_ids(item) for item in items])
     if transition.tokens is not None:
         return _digest(transition.tokens.prompt)
     return f"{transition.attempt_id}/{transition.span_id}"
@@ -132,7 +132,7 @@ def _is_answer(item: Json) -> bool:
     return item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning")
 
 
-def _said(item: Json) -> Json:
+def _without_ids(item: Json) -> Json:
     """Leave out of a message what names it and does not say anything."""
     if not isinstance(item, Mapping):
         return item

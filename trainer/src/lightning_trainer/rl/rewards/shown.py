@@ -12,10 +12,10 @@ from lightning_trainer.rl.rewards.judge import JudgeRule, judge
 
 def with_automatic(traces: Iterable[Trace], rules: Sequence[JudgeRule]) -> list[Trace]:
     """Return the same traces with the rewards of these rules; a reward that a run has kept is not given twice."""
-    return [_judged(trace, rules) for trace in traces] if rules else list(traces)
+    return [_judge_trace(trace, rules) for trace in traces] if rules else list(traces)
 
 
-def _judged(trace: Trace, rules: Sequence[JudgeRule]) -> Trace:
+def _judge_trace(trace: Trace, rules: Sequence[JudgeRule]) -> Trace:
     transitions = hooks.manager().hook.lightning_adapt(trace=trace) or []
     known = {reward.reward_id for reward in trace.rewards}
     ids = [(transition.rollout_id, transition.attempt_id) for transition in transitions[:1]]

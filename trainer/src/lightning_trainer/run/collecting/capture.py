@@ -47,11 +47,11 @@ class FirstTask:
             ended = [status.get(i, "queued") for i in ids]
             if "succeeded" in ended and not {"queued", "running"} & set(ended):
                 self._seen = True
-                if not self._captured(ids):
+                if not self._has_calls(ids):
                     raise self._refuse(len(ids))
                 return
 
-    def _captured(self, ids: Sequence[str]) -> bool:
+    def _has_calls(self, ids: Sequence[str]) -> bool:
         if self._store.calls(rollout_ids=ids):
             return True
         return any(span.operation == CHAT for span in self._store.spans(rollout_ids=ids))

@@ -50,7 +50,7 @@ def arrow_rows(
     number = 0
     try:
         with path.open("rb") as file:
-            schema, batches = _opened(path, file)
+            schema, batches = _open_batches(path, file)
             decoders = _Columns(path, schema, needed, sparse=sparse).decoders([*columns])
             for batch in batches([*decoders]):
                 for line in batch.to_pylist():
@@ -60,7 +60,7 @@ def arrow_rows(
         raise DataError(f"data file {path} can't be read: {str(error).rstrip('.')}.") from None
 
 
-def _opened(path: Path, file: Any) -> tuple[pa.Schema, Callable[[list[str]], Iterator[Any]]]:
+def _open_batches(path: Path, file: Any) -> tuple[pa.Schema, Callable[[list[str]], Iterator[Any]]]:
     if path.suffix == ".arrow":
         from pyarrow import ipc
 
@@ -80,10 +80,12 @@ def _row(where: str, line: dict[str, Any], decoders: Mapping[str, Decode | None]
 
 
 def _record(record: dict[str, Any], decoders: Mapping[str, Decode | None], *, sparse: bool) -> dict[str, Any]:
-    return {name: _decoded(decoders[name], value) for name, value in record.items() if not (sparse and value is None)}
+    return {
+        name: _decode_cell(decoders[name], value) for name, value in record.items() if not (sparse and value is None)
+    }
 
 
-def _decoded(decode: Decode | None, value: Any) -> Any:
+def _decode_cell(decode: Decode | None, value: Any) -> Any:
     return value if decode is None or value is None else decode(value)
 
 
@@ -137,7 +139,7 @@ class _Columns:
         if _is(kind, _LISTS):
             inner = feature[0] if isinstance(feature, list) and feature else None
             decode = self._decoder(kind.value_type, feature.get("feature") if isinstance(feature, dict) else inner)
-            return None if decode is None else lambda items: [_decoded(decode, item) for item in items]
+            return None if decode is None else lambda items: [_decode_cell(decode, item) for item in items]
         if types.is_struct(kind):
             of_fields = feature if isinstance(feature, dict) and not isinstance(named, str) else {}
             fields = {field.name: self._decoder(field.type, of_fields.get(field.name)) for field in kind}

@@ -79,7 +79,9 @@ class Baseline:
         entries = _outside_git(folder)
         self._keep_rules(folder, entries)
         paths = [entry.path for entry in entries if _can_be_stored(entry)]
-        ignored = frozenset() if commit else self._ignored(paths)  # a new clone holds what is committed, and no more
+        ignored = (
+            frozenset() if commit else self._ignored_paths(paths)
+        )  # a new clone holds what is committed, and no more
         kept = [entry for entry in entries if _can_be_stored(entry) and entry.path not in ignored]
         newest = max((entry.status.st_ctime_ns for entry in kept), default=0)
         self._files = {entry.path: self._file(folder, entry, known, newest) for entry in kept}
@@ -133,11 +135,11 @@ class Baseline:
         """
         there = {entry.path: entry for entry in _outside_git(folder, mend=True) if _can_be_stored(entry)}
         new = there.keys() - self._files.keys() - self._left_out
-        wanted = sorted((there.keys() & self._files.keys()) | (new - self._ignored(new)))
+        wanted = sorted((there.keys() & self._files.keys()) | (new - self._ignored_paths(new)))
         changed, room = {}, _LARGEST_DIFF
         for path in wanted:
             if path not in self._files or not self._files[path].is_surely(there[path].status):
-                changed[path], read = self._changed(folder, there[path], room)
+                changed[path], read = self._store_changed(folder, there[path], room)
                 room -= read
         zeros = "0" * hashlib.new(self._hash).digest_size * 2
         gone = {path: _File(_GONE, zeros) for path in self._files.keys() - there.keys()}
@@ -147,7 +149,7 @@ class Baseline:
         words = ("diff-index", "--cached", "-p", "-M", "-l200", "--no-ext-diff", "--no-textconv", "--no-color")
         return self._git(*words, self._tree, most=most).decode(errors="replace")
 
-    def _changed(self, folder: Path, entry: FolderEntry, room: int) -> tuple[_File, int]:
+    def _store_changed(self, folder: Path, entry: FolderEntry, room: int) -> tuple[_File, int]:
         """Store what a file holds that may have changed; returns it, and how much was read."""
         status, before = entry.status, self._files.get(entry.path)
         content = read_entry(folder, entry) if status.st_size <= min(_LARGEST_FILE, room) else None
@@ -195,7 +197,7 @@ class Baseline:
         content = read_entry(folder, entry)
         return content is not None and self._name_of(content) == before.blob
 
-    def _ignored(self, paths: Iterable[str]) -> frozenset[str]:
+    def _ignored_paths(self, paths: Iterable[str]) -> frozenset[str]:
         """Return which paths git ignores, by the rules of the start and the user's own."""
         words = ("check-ignore", "-z", "--stdin", "--no-index")
         places = {"GIT_DIR": str(self._git_dir), "GIT_WORK_TREE": str(self._rules)}

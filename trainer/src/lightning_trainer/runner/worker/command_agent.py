@@ -65,12 +65,12 @@ def command_agent(job: Job) -> Agent:
 
     async def agent(task: dict[str, Any], attempt: Attempt) -> Any:
         if work.workdir is None:
-            result = await _worked(job, words, Place(), task, attempt)
+            result = await _run_agent(job, words, Place(), task, attempt)
             return result if reward is None else await _reward(work, reward, Place(), task, attempt)
         folder = await asyncio.to_thread(WorkFolder, source_of(work.workdir, task), most_bytes)
         try:
             place = Place(folder.path, None if work.sandbox is None else Sandbox(work, folder.path, most_bytes))
-            result = await _watched(folder, _worked(job, words, place, task, attempt), attempt)
+            result = await _watch_folder(folder, _run_agent(job, words, place, task, attempt), attempt)
             if reward is None:
                 return result
             await asyncio.to_thread(folder.restore, work.restore)
@@ -93,7 +93,7 @@ class Place(NamedTuple):
     sandbox: Sandbox | None = None
 
 
-async def _worked(job: Job, words: list[str], place: Place, task: dict[str, Any], attempt: Attempt) -> Any:
+async def _run_agent(job: Job, words: list[str], place: Place, task: dict[str, Any], attempt: Attempt) -> Any:
     """Run the agent; return its reward where it gives that itself, otherwise its result.
 
     Raises:
@@ -109,7 +109,7 @@ async def _worked(job: Job, words: list[str], place: Place, task: dict[str, Any]
         return reward_of_agent(channel, ended, needs_reward=job.needs_reward)
 
 
-async def _watched(folder: WorkFolder, work: Coroutine[Any, Any, Any], attempt: Attempt) -> Any:
+async def _watch_folder(folder: WorkFolder, work: Coroutine[Any, Any, Any], attempt: Attempt) -> Any:
     """Do some work in a folder; keep what it changed there, however it ends.
 
     Raises:
@@ -127,12 +127,12 @@ async def _watched(folder: WorkFolder, work: Coroutine[Any, Any, Any], attempt: 
         await asyncio.wait({running})
         try:
             diff = await asyncio.to_thread(folder.diff)
-            await _keep(attempt, "workdir", _counted(diff), began, attributes={DIFF: diff})
+            await _keep(attempt, "workdir", _count_changes(diff), began, attributes={DIFF: diff})
         except WorkFolderError as error:
             await _keep(attempt, "workdir", "not known", began, error=str(error))
 
 
-def _counted(diff: str) -> str:
+def _count_changes(diff: str) -> str:
     """Say how much was changed."""
     lines = diff.splitlines()
     files = sum(line.startswith("diff --git ") for line in lines)
@@ -149,11 +149,11 @@ async def _reward(work: Work, words: list[str], place: Place, task: dict[str, An
         RewardRefusedError: its reward is outside the range.
     """
     with RewardChannel(work, place.folder, texts(task)) as channel:
-        ended = await _tested(channel, words, place, task, attempt)
+        ended = await _run_tests(channel, words, place, task, attempt)
         return 0.0 if ended is None else reward_of(channel, ended)
 
 
-async def _tested(
+async def _run_tests(
     channel: RewardChannel, words: list[str], place: Place, task: dict[str, Any], attempt: Attempt
 ) -> ProcessEnd | None:
     """Run the reward command and keep what it printed; return None if it took too long."""

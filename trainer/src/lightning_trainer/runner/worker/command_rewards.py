@@ -76,7 +76,7 @@ class RewardChannel:
             found = found[_KEY] if isinstance(found, Mapping) and set(found) == {_KEY} else found
             if found is None:
                 raise RewardRefusedError(f"the command wrote no reward to {self.work.reward_from!r} (--reward-from).")
-        return None if found is None else self._checked(found)
+        return None if found is None else self._check_bounds(found)
 
     def _text(self) -> str:
         with contextlib.suppress(OSError):  # nothing was written
@@ -93,7 +93,7 @@ class RewardChannel:
             return None
         return (self.folder or Path.cwd()) / filled(where, self.task)
 
-    def _checked(self, reward: Any) -> Any:
+    def _check_bounds(self, reward: Any) -> Any:
         low, high = self.work.bounds
         numbers = list(reward.values()) if isinstance(reward, Mapping) else [reward]
         for number in numbers or [None]:

@@ -77,7 +77,7 @@ async def execute(
                 given = _rewards(result, attempt, "run", emitted, needs_reward)
             else:
                 on_score()
-                given = await _scored(score, task, result, attempt, emitted)
+                given = await _score_result(score, task, result, attempt, emitted)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
@@ -92,7 +92,7 @@ async def execute(
         return AttemptResult("succeeded", rewards=(*emitted, *given))
 
 
-async def _scored(
+async def _score_result(
     score: Score, task: Mapping[str, Any], result: Any, attempt: Attempt, emitted: list[Reward]
 ) -> tuple[Reward, ...]:
     """Return the reward of an answer; a scorer that fails gets the same answer again, with longer and longer pauses.

@@ -94,9 +94,9 @@ class WorkerProgram:
         def done(task: asyncio.Task[None]) -> None:
             self._running.pop(number, None)
             if task.cancelled():  # before its first step, or while it delivered its spans
-                self._send(_ended(number, AttemptResult("cancelled", error="cancelled"), flushed=False))
+                self._send(_ended_message(number, AttemptResult("cancelled", error="cancelled"), flushed=False))
             elif (error := task.exception()) is not None:  # ours: the attempt must not wait for its time limit
-                self._send(_ended(number, AttemptResult("failed", error=describe(error)), flushed=False))
+                self._send(_ended_message(number, AttemptResult("failed", error=describe(error)), flushed=False))
 
         self._running[number] = asyncio.create_task(self._run(message))
         self._running[number].add_done_callback(done)
@@ -117,10 +117,10 @@ class WorkerProgram:
             names = ", ".join(left)
             sys.stderr.write(f"attempt {attempt.attempt_id} left processes running, ended with it: {names}\n")
         self._send({"type": "flushing", "id": message["id"]})
-        self._send(_ended(message["id"], outcome, await _flush()))
+        self._send(_ended_message(message["id"], outcome, await _flush()))
 
 
-def _ended(number: int, outcome: AttemptResult, flushed: bool) -> Message:
+def _ended_message(number: int, outcome: AttemptResult, flushed: bool) -> Message:
     return {
         "type": "ended",
         "id": number,

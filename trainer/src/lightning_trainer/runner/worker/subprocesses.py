@@ -85,7 +85,7 @@ class Subprocesses:
         there = {process.pid: process for process in children}
         self._own &= there.keys()
         now = time.monotonic()
-        orphans = [pid for pid, process in there.items() if pid not in self._own and _gone(process)]
+        orphans = [pid for pid, process in there.items() if pid not in self._own and _has_ended(process)]
         self._ended = {pid: self._ended.get(pid, now) for pid in orphans}
         for pid in [pid for pid, seen in self._ended.items() if now - seen > _UNCLAIMED_S]:
             _reap(pid)
@@ -136,11 +136,11 @@ def _end(processes: list[psutil.Process]) -> None:
             with contextlib.suppress(psutil.Error):
                 ask(process)
         until = time.monotonic() + _GRACE_S
-        while time.monotonic() < until and not all(map(_gone, processes)):
+        while time.monotonic() < until and not all(map(_has_ended, processes)):
             time.sleep(_LOOK_S)
 
 
-def _gone(process: psutil.Process) -> bool:
+def _has_ended(process: psutil.Process) -> bool:
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.Error:

@@ -84,7 +84,7 @@ def _check_bounds(root: Path, path: str, seen: int) -> None:
 
 def _entries(root: Path, folder: str, mend: bool, most: int) -> list[tuple[str, os.stat_result]]:
     found = []
-    with suppress(OSError), _opened(root, folder, mend=mend) as descriptor, os.scandir(descriptor) as entries:
+    with suppress(OSError), _open_folder(root, folder, mend=mend) as descriptor, os.scandir(descriptor) as entries:
         for entry in islice(entries, most):
             with suppress(OSError):  # gone since
                 found.append((entry.name, entry.stat(follow_symlinks=False)))
@@ -128,7 +128,7 @@ def copy_tree(source: Path, target: Path, leave_out: Callable[[str], bool]) -> N
 def read_entry(root: Path, entry: FolderEntry) -> bytes | None:
     """Return what a file holds, or where a link leads; None for what can't be read or is neither."""
     folder, _, name = entry.path.rpartition("/")
-    with suppress(OSError), _opened(root, folder) as within:
+    with suppress(OSError), _open_folder(root, folder) as within:
         if stat.S_ISLNK(entry.status.st_mode):
             return os.fsencode(os.readlink(name, dir_fd=within))
         if not stat.S_ISREG(entry.status.st_mode):
@@ -142,7 +142,7 @@ def read_entry(root: Path, entry: FolderEntry) -> bytes | None:
 def write_entry(root: Path, path: str, mode: int, content: bytes) -> None:
     """Write a file or a link anew, in place of whatever is there or is in the way."""
     folder, _, name = path.rpartition("/")
-    with _opened(root, folder, mend=True, make=True) as within:
+    with _open_folder(root, folder, mend=True, make=True) as within:
         _remove(name, within)
         if stat.S_ISLNK(mode):
             os.symlink(os.fsdecode(content), name, dir_fd=within)
@@ -156,7 +156,7 @@ def remove_entry(root: Path, path: str) -> None:
     """Delete what is at a path, and then the folders around it that are empty."""
     folder, _, name = path.rpartition("/")
     while name:
-        with suppress(FileNotFoundError, NotADirectoryError), _opened(root, folder, mend=True) as within:
+        with suppress(FileNotFoundError, NotADirectoryError), _open_folder(root, folder, mend=True) as within:
             _remove(name, within)
             if any(True for _ in os.scandir(within)):
                 return
@@ -169,7 +169,7 @@ def remove_tree(path: Path) -> None:
     Raises:
         OSError: something in it can't be deleted.
     """
-    with suppress(FileNotFoundError), _opened(path.parent.resolve(), "") as within:
+    with suppress(FileNotFoundError), _open_folder(path.parent.resolve(), "") as within:
         _remove(path.name, within)
 
 
@@ -220,7 +220,7 @@ def _empty_one(folder: int, top: int | None, names: Iterator[str]) -> list[str]:
 
 
 @contextmanager
-def _opened(root: Path, folder: str, *, mend: bool = False, make: bool = False) -> Iterator[int]:
+def _open_folder(root: Path, folder: str, *, mend: bool = False, make: bool = False) -> Iterator[int]:
     """Open a folder step by step, so that no link on the path is followed; give its descriptor."""
     descriptor = os.open(root, _FOLDER) if not mend else _open(str(root), None, mend=True)
     try:

@@ -103,14 +103,14 @@ def check(text: str) -> None:
     if "{" in text and not Path(text).is_dir():
         return  # each task has its own
     source = source_of(text)
-    if source.repository and source.revision is None and _changed(source.path):
+    if source.repository and source.revision is None and _has_changes(source.path):
         raise ConfigError(
             f"workdir {text!r} has changes that are not committed, and an attempt would not see them. Commit or stash"
             f" them, or name the commit that attempts start from: {text}@HEAD."
         )
 
 
-def _changed(folder: Path) -> bool:
+def _has_changes(folder: Path) -> bool:
     """Whether a repository holds what is not committed, beside what we write there ourselves."""
     entries = filter(None, _git(folder, *_STATUS).split("\0"))
     return any(not (entry.startswith("?? ") and _lies_in_ours(folder / entry[3:])) for entry in entries)

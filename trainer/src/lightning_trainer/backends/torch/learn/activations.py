@@ -31,12 +31,12 @@ def save_memory(
         plan: of the forward pass.
         tokens: of the forward pass.
     """
-    if not torch.is_grad_enabled() or not _wanted(model, options, tokens):
+    if not torch.is_grad_enabled() or not _saves_memory(model, options, tokens):
         return nullcontext()
     return _again(model.causal, plan)
 
 
-def _wanted(model: LoadedModel, options: TorchOptions, tokens: int) -> bool:
+def _saves_memory(model: LoadedModel, options: TorchOptions, tokens: int) -> bool:
     config = model.causal.config.get_text_config()
     if getattr(config, "num_kv_shared_layers", 0) or options.activation_checkpointing == "off":
         return False  # layers that read each other's keys can't run again one by one

@@ -117,7 +117,7 @@ def update(
         old = [token_logprobs(model, part.packed)[0] for part in parts]
         parts, corrected = _weigh_tokens(parts, old, options)
     if policy.value is not None:
-        parts = _judged(model, policy.value, parts, references, options)
+        parts = _compare_tokens(model, policy.value, parts, references, options)
     sums: Counter[str] = Counter()
     ratio_max = 0.0
     norms, skipped, first = [], 0, 0
@@ -286,7 +286,7 @@ def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, sh
     return parts
 
 
-def _judged(
+def _compare_tokens(
     model: LoadedModel,
     value: ValueHead,
     parts: list[_MicroBatch],

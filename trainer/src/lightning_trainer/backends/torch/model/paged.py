@@ -105,7 +105,7 @@ class _Sight:
         self._tokens = tokens
 
     def attend(self, layer: AttentionLayer, query_THD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        products = _joined([each.scores(query_THD, keys) for each in self._classes])
+        products = _concatenate([each.scores(query_THD, keys) for each in self._classes])
         if layer.cap is None:
             scores = torch.add(self._bias_P11B, products, alpha=layer.scale)
         else:
@@ -116,7 +116,7 @@ class _Sight:
         if layer.sinks_H is not None:
             total += torch.exp(layer.sinks_H.float().view(highest.shape[1:]) - highest)
         weights = weights.to(values.dtype)
-        out = self._add_up(_joined([each.sums(weights, values) for each in self._classes]).float())
+        out = self._add_up(_concatenate([each.sums(weights, values) for each in self._classes]).float())
         mean = out[: self._tokens] / total[: self._tokens, ..., None]
         return mean.flatten(1, 2).to(query_THD.dtype)
 
@@ -136,7 +136,7 @@ class _Sight:
         return sums.index_add_(0, self._token_P, parts)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -42,7 +42,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Do what needs no doing on a CPU."""
 
 
-def _used(*_: Any, **__: Any) -> int:
+def _used_memory(*_: Any, **__: Any) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
@@ -69,8 +69,8 @@ def _device_module() -> types.ModuleType:
         "Event": _Event,
         "stream": lambda *_: contextlib.nullcontext(),
     }
-    functions |= dict.fromkeys(("memory_allocated", "memory_reserved"), _used)
-    functions |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _used)
+    functions |= dict.fromkeys(("memory_allocated", "memory_reserved"), _used_memory)
+    functions |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _used_memory)
     silent = ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats")
     functions |= dict.fromkeys((*silent, "set_per_process_memory_fraction"), _nothing)
     module.__dict__.update(functions)

@@ -61,8 +61,8 @@ def overrides(config: TrainConfig, site: Site, shape: Shape | None, *, flash_att
     context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
     if shape and context > shape.context and not shape.stretched:
         raise ConfigError(f"max_model_len {context} is more than the {shape.context} tokens of {config.model}.")
-    derived = _derived(config, site, context)
-    connecting = _connecting(config, site)
+    derived = _derived_options(config, site, context)
+    connecting = _connection_options(config, site)
     values = defaults(config, shape, flash_attention=flash_attention)
     if config.device == "cpu":
         values |= on_cpu(config)
@@ -150,7 +150,7 @@ def check(config: TrainConfig) -> None:
     refuse(problems)
 
 
-def _derived(config: TrainConfig, site: Site, context: int) -> dict[str, tuple[Any, str]]:
+def _derived_options(config: TrainConfig, site: Site, context: int) -> dict[str, tuple[Any, str]]:
     """Options that follow from the user's, each with the name under which the user sets it."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     answer = min(config.max_tokens or context // 2, context - 1)
@@ -210,7 +210,7 @@ def _derived(config: TrainConfig, site: Site, context: int) -> dict[str, tuple[A
     }
 
 
-def _connecting(config: TrainConfig, site: Site) -> Values:
+def _connection_options(config: TrainConfig, site: Site) -> Values:
     """Options through which verl meets this trainer."""
     validation = config.val or config.data
     return {

@@ -101,7 +101,7 @@ class RolloutCollector:
             name, place = self._place_of(int(row["index"]))
             rollouts = self._plan(row["task"], name, place, self._run.group_size, "train")
             tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
-            self._groups.add(rollouts, functools.partial(self._ended, prompt))
+            self._groups.add(rollouts, functools.partial(self._write_group, prompt))
 
     def validate(self, tasks: Sequence[Mapping[str, Any]], step: int) -> Score:
         """Run held-out tasks, sampled as in training, and wait for all of them.
@@ -148,7 +148,7 @@ class RolloutCollector:
         limits: dict[str, Any] = {"max_attempts": self._run.max_attempts, "timeout_s": self._run.timeout_s}
         return plan([task], name=name, size=size, mode=mode, first=place, **limits)
 
-    def _ended(self, prompt: VerlPrompt, ended: list[Outcome]) -> None:
+    def _write_group(self, prompt: VerlPrompt, ended: list[Outcome]) -> None:
         """Write the rows of one group, once."""
         group_id = ended[0].rollout.group_id
         if not self._store.consume_group(group_id, f"{self._name}/{prompt.step}"):

@@ -45,7 +45,7 @@ def merge_adapters(folder: Path) -> None:
         opened = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
         weights = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no mapping
         for path, file in zip(files, opened, strict=True):
-            merged = {_plain(name): value for name, value in _merged(file.keys(), weights, scale)}
+            merged = {_plain(name): value for name, value in _merge_adapters(file.keys(), weights, scale)}
             names |= dict.fromkeys(merged, path.name)
             draft = path.with_suffix(".new")
             save_file(merged, draft, metadata={"format": "pt"})
@@ -55,7 +55,7 @@ def merge_adapters(folder: Path) -> None:
         write_atomically(index, json.dumps({**table, "weight_map": names}).encode())
 
 
-def _merged(names: list[str], weights: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Tensor]]:
+def _merge_adapters(names: list[str], weights: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Tensor]]:
     """Give weights by the names that they have in a file, with what their adapters add; adapters are left out."""
     for name in names:
         wrapped, _, adapter = name.partition(_ADAPTER)
@@ -65,11 +65,11 @@ def _merged(names: list[str], weights: Mapping[str, Any], scale: float) -> Itera
             continue
         weight: Tensor = weights[name].get_tensor(name)
         if name.endswith(_BASE):
-            weight = (weight.float() + scale * _added(name, weights, weight)).to(weight.dtype)
+            weight = (weight.float() + scale * _adapter_delta(name, weights, weight)).to(weight.dtype)
         yield name, weight.contiguous()
 
 
-def _added(name: str, weights: Mapping[str, Any], weight: Tensor) -> Tensor:
+def _adapter_delta(name: str, weights: Mapping[str, Any], weight: Tensor) -> Tensor:
     """Return what the adapter of a layer adds to its weight, but for the scale."""
     factors = [name.replace(_BASE, f".lora_{factor}.default.weight") for factor in "BA"]
     if all(factor in weights for factor in factors):

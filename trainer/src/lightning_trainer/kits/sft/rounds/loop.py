@@ -102,7 +102,7 @@ class RoundLoop:
         outcomes = self._sample(self.tasks, name, size, f"samples of round {number}")
         found = score(outcomes, self.config.failed, self.config.agents, self.config.declared)
         self.log.add("train", self.steps, {**found.metrics(), "round": float(number)})
-        self.progress.note(f"round {number}: {_told(found)}")
+        self.progress.note(f"round {number}: {_describe_score(found)}")
         rows, left_out = self._best(outcomes)
         fitted = self._learn(rows)
         self.steps += fitted.steps
@@ -136,7 +136,7 @@ class RoundLoop:
         outcomes = self._sample(self.val, name, self.config.val_samples, "held-out tasks", "val")
         found = score(outcomes, self.config.failed, self.config.agents, self.config.declared)
         self.log.add("val", self.steps, found.metrics(), {BY_TASK: found.by_task if self.judge is None else {}})
-        self.progress.note(f"held out after {number} rounds: {_told(found)}")
+        self.progress.note(f"held out after {number} rounds: {_describe_score(found)}")
         return found.reward
 
     def _best(self, outcomes: Sequence[Outcome]) -> tuple[list[Row], Counter[str]]:
@@ -218,7 +218,7 @@ def _is_better(line: Line, outcomes: Sequence[Outcome], failed: Failed) -> bool:
     return line["reward"] is not None and line["reward"] > min(earned)
 
 
-def _told(found: Score) -> str:
+def _describe_score(found: Score) -> str:
     reward = "no reward" if found.reward is None else f"mean reward {decimal(found.reward)}"
     return f"{reward} of {found.rollouts} samples, {found.failed} failed"
 
@@ -226,7 +226,7 @@ def _told(found: Score) -> str:
 def _nothing(found: Score, left_out: Counter[str]) -> str:
     why = "\n".join(f"  {count}: {reason}" for reason, count in left_out.most_common() if count)
     return (
-        f"nothing of the round's samples is worth learning ({_told(found)}).\n{why}\n"
+        f"nothing of the round's samples is worth learning ({_describe_score(found)}).\n{why}\n"
         "Give tasks that the agent solves sometimes, more --samples, or a reward with more steps between bad and good."
         " If it never succeeds, train it on conversations first: lightning-rl sft DATA."
     )

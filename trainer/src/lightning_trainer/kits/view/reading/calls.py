@@ -58,7 +58,7 @@ def call_page(
         raise RefusedError(f"there is no model call with the span {span_id} in this attempt")
     batch = _batch(reader, run, group_id)
     calls = [c for c in (batch.calls if batch else ()) if c.transition.span_id == span_id and _same(c, trace)]
-    learned = _learned(run, batch, calls, group_id)
+    learned = _find_row(run, batch, calls, group_id)
     pieces = pieces_of([*tokenizers, *_folders(run)])
     prompt = node.answer.prompt_token_ids or ()
     start = 0 if whole else max(0, len(prompt) - TOKENS)
@@ -136,7 +136,7 @@ def _finite(values: NDArray[np.floating] | None, at: int) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _learned(run: Run, batch: Batch | None, calls: Sequence[Judged], group_id: str | None) -> _Learned:
+def _find_row(run: Run, batch: Batch | None, calls: Sequence[Judged], group_id: str | None) -> _Learned:
     """Find the row of a call, where the run trains its agent, and what the update of its step saw of it."""
     if group_id is None or not step_trains(group_id):
         return _Learned(untrained="it belongs to no training step")
@@ -199,10 +199,10 @@ def _folders(run: Run) -> list[Path]:
         return found
     adapters = run.folder / "checkpoint" / ADAPTERS_NAME if run.folder is not None else None
     named = Path(model).expanduser()
-    return [*found, named, *([adapters] if adapters is not None else []), *_cached(model)]
+    return [*found, named, *([adapters] if adapters is not None else []), *_cached_folders(model)]
 
 
-def _cached(model: str) -> list[Path]:
+def _cached_folders(model: str) -> list[Path]:
     from lightning_trainer.models import cache_folder
 
     hub = Path.home() / ".cache" / "huggingface" / "hub" / f"models--{model.replace('/', '--')}" / "snapshots"

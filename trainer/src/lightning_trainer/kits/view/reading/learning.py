@@ -170,11 +170,11 @@ def link_of(call: Judged) -> CallLink:
         turn=transition.turn,
         credit=known(call.credit),
         advantage=known(call.advantage),
-        text=_shown(transition),
+        text=_shown_answer(transition),
     )
 
 
-def _shown(transition: Transition) -> str:
+def _shown_answer(transition: Transition) -> str:
     read = said(transition.message, _SHORT)
     return read.text or ", ".join(f"{use.name}({use.arguments[:80]})" for use in read.calls)
 

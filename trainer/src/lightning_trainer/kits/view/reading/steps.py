@@ -84,12 +84,12 @@ def overview(reader: StoreReader, run: Run) -> list[StepRow]:
     steps: defaultdict[Step, _Sums] = defaultdict(_Sums)
     with reader.reading() as connection:
         groups = steps_by_group(connection, run)
-        for group_id, status, number in _counted(connection.execute(_standing(run)), groups):
+        for group_id, status, number in _rows_of_groups(connection.execute(_select_states(run)), groups):
             sums = steps[groups[group_id]]
             sums.groups.add(group_id)
             sums.status[status] += number
         earned_by = connection.execute(rewarded(run, trained=trained_in(connection, run)))
-        for group_id, number, reward, low, high in _counted(earned_by, groups):
+        for group_id, number, reward, low, high in _rows_of_groups(earned_by, groups):
             sums = steps[groups[group_id]]
             sums.lows.append(low)
             sums.highs.append(high)
@@ -119,14 +119,14 @@ def _row(step: Step, sums: _Sums, line: Line | None) -> StepRow:
     )
 
 
-def _counted(rows: Iterable[Sequence[Any]], groups: Mapping[str, Step]) -> Iterator[Sequence[Any]]:
+def _rows_of_groups(rows: Iterable[Sequence[Any]], groups: Mapping[str, Step]) -> Iterator[Sequence[Any]]:
     """Keep the rows of these groups that are not of forks, without their second column, which says what is of forks."""
     for group_id, is_fork, *values in rows:
         if group_id in groups and _counts(groups[group_id], bool(is_fork)):
             yield group_id, *values
 
 
-def _standing(run: Run) -> Select[Any]:
+def _select_states(run: Run) -> Select[Any]:
     rollouts = schema.rollouts.c
     by = (rollouts.group_id, rollouts.replay.is_not(None), rollouts.status)
     return select(*by, func.count()).where(within(run)).group_by(*by)
@@ -171,7 +171,7 @@ def rewarded(run: Run, groups: ColumnElement[bool] | None = None, trained: froze
 
 def rewards_by_group(connection: Connection, run: Run, groups: Mapping[str, Step]) -> dict[str, tuple[int, float]]:
     """Return of each group how many rollouts succeeded and were rewarded, and the sum of what they got."""
-    rows = _counted(connection.execute(rewarded(run, trained=trained_in(connection, run))), groups)
+    rows = _rows_of_groups(connection.execute(rewarded(run, trained=trained_in(connection, run))), groups)
     return {group: (int(number), float(total)) for group, number, total, _, _ in rows}
 
 
@@ -215,7 +215,7 @@ def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[O
     ids = group_ids(reader, run, step)
     with reader.reading() as connection:
         rows = connection.execute(rewarded(run, among(connection, schema.rollouts.c.group_id, ids))).all()
-    return min([0.0, *(float(low) for _, _, _, low, _ in _counted(rows, dict.fromkeys(ids, step)))])
+    return min([0.0, *(float(low) for _, _, _, low, _ in _rows_of_groups(rows, dict.fromkeys(ids, step)))])
 
 
 def group_rows(reader: StoreReader, run: Run, step: Step, rollouts: Sequence[Rollout]) -> list[GroupRow]:
