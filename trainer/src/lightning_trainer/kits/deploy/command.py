@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lightning_spans.store import Store
     from lightning_spans.store.deployments import Deployment
-    from lightning_trainer.kits.deploy.transitions import Note, Policy
+    from lightning_trainer.kits.deploy.transitions import Note
 
 F = TypeVar("F", bound=Callable[..., Any])
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -117,9 +117,10 @@ def candidate(
 ) -> None:
     """Name a candidate. Servers load it, and it answers nobody yet."""
     from lightning_trainer.kits.deploy import approvals
+    from lightning_trainer.kits.deploy.candidates import read_policy
     from lightning_trainer.kits.deploy.transitions import name_candidate
 
-    chosen = _policy(agent, checkpoint, policy, base, model)
+    chosen = read_policy(agent, checkpoint, policy, base, model)
 
     def name(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
         named = name_candidate(_last(history), agent, chosen, note, stable=stable)
@@ -163,6 +164,44 @@ def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agen
         return replace(begin_shadow(_last(history), agent, share, note), details={SHADOW: compared.to_details()})
 
     _change(agent, options, begin)
+
+
+@command.command(name="estimate")
+@click.option("--agent", required=True, metavar="NAME", help="Agent whose candidate is estimated.")
+@click.option(
+    "--server", required=True, metavar="URL", help="vLLM that has the candidate; its key: $LIGHTNING_UPSTREAM_KEY."
+)
+@click.option(
+    "--outcome", "sources", multiple=True, metavar="SOURCE", help="Rewards that count. Default: all. May be repeated."
+)
+@click.option("--calls", default=2000, show_default=True, help="Newest calls of the stable policy to read.")
+@store_option
+@key_file_option
+@_json_option
+def estimate(
+    *, agent: str, server: str, sources: tuple[str, ...], calls: int, store: str, key_file: Path | None, as_json: bool
+) -> None:
+    """Estimate a candidate's mean outcome from recorded calls of the stable policy, before any canary.
+
+    The candidate's server scores the recorded tokens (importance sampling); it answers nobody. The estimate is refused
+    if the two policies differ too much for it.
+    """
+    from contextlib import closing
+
+    from lightning_trainer.kits.deploy.display import show_estimate
+    from lightning_trainer.kits.deploy.estimate.recorded import check_candidate, estimate_from_records
+    from lightning_trainer.kits.deploy.table import read_histories
+    from lightning_trainer.kits.teaching.endpoint import EndpointTeacher
+
+    with reading(store, key_file) as opened:
+        current = check_candidate(read_histories(opened).get(agent, []), agent)
+        text = f"{current.candidate}={server}"
+        with closing(EndpointTeacher(text, role="candidate", key_name="LIGHTNING_UPSTREAM_KEY")) as scorer:
+            found = estimate_from_records(opened, current, scorer.logprobs, sources=sources, most=calls)
+    if as_json:
+        print_json({"agent": agent, "policy": current.candidate, **found.to_json()})
+    else:
+        show_estimate(current, found)
 
 
 @command.command(name="canary")
@@ -336,28 +375,3 @@ def _change(
 
 def _last(history: Sequence[Deployment]) -> Deployment | None:
     return history[-1] if history else None
-
-
-def _policy(agent: str, checkpoint: Path | None, name: str | None, base: str | None, model: str | None) -> Policy:
-    """Return the policy that the options name.
-
-    Raises:
-        ConfigError: they name none or two, or the checkpoint does not hold the adapter.
-    """
-    from lightning_spans.errors import ConfigError
-    from lightning_trainer.gateway.upstream.adapters import adapters_in
-    from lightning_trainer.kits.deploy.transitions import Policy
-
-    if (checkpoint is None) == (model is None):
-        raise ConfigError("deploy candidate: give either --checkpoint with --base, or --model.")
-    if checkpoint is None:
-        if base is not None or name is not None:
-            raise ConfigError("deploy candidate: --base and --policy belong to --checkpoint.")
-        return Policy(str(model))
-    if base is None:
-        raise ConfigError("deploy candidate: --checkpoint needs --base, the --upstream of the server that loads it.")
-    saved = {each.name: each for each in adapters_in(checkpoint)}
-    wanted = name or (agent if agent in saved or len(saved) > 1 else next(iter(saved)))
-    if wanted not in saved:
-        raise ConfigError(f"{checkpoint} holds no adapter {wanted!r}. Name one with --policy: {', '.join(saved)}.")
-    return Policy(saved[wanted].served, str(saved[wanted].folder), base)

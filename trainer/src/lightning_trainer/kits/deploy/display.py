@@ -13,6 +13,7 @@ from lightning_spans.schema.json import to_json
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
 from lightning_trainer.flags.common import screen
+from lightning_trainer.kits.deploy.estimate.recorded import RecordedEstimate
 from lightning_trainer.kits.deploy.outcomes import describe_gate, describe_guardrails
 from lightning_trainer.kits.deploy.shadow.summary import describe_shadow
 
@@ -110,6 +111,22 @@ def _judge_fact(judge: Mapping[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3g}"
+
+
+def show_estimate(current: Deployment, found: RecordedEstimate) -> None:
+    """Print an off-policy estimate."""
+    seen = found.estimate
+    lines = [f"{seen.n} conversations, {found.calls} calls; effective sample size {seen.effective:.1f}"]
+    if seen.refused is not None:
+        lines.append(f"no estimate of {current.candidate}: {seen.refused}. Begin a shadow or a small canary.")
+    else:
+        difference = f"{seen.difference:+.3f} [{seen.low:+.3f}, {seen.high:+.3f}]"
+        lines.append(
+            f"{current.candidate}: {seen.candidate:.3f}, {current.stable}: {seen.stable:.3f}, difference {difference};"
+            f" {100 * seen.clipped:.1f} % of the weight was clipped"
+        )
+    lines += [f"  {count} calls left out: {why}" for why, count in found.left_out.items()]
+    screen().print(escape("\n".join(lines)))
 
 
 def show_history(history: Sequence[Deployment]) -> None:

@@ -21,7 +21,7 @@ from lightning_spans.store.deployments import Deployment
 from lightning_spans.store.protocol import PAGE, Where, each
 from lightning_trainer.gateway.calls.incoming import FELL_BACK
 from lightning_trainer.kits.deploy.gate import Bounds, Evidence, weigh
-from lightning_trainer.kits.deploy.routing import MARK, beginning_of
+from lightning_trainer.kits.deploy.routing import MARK, talk_of
 
 TOOL_FAILED: Final = "tool-failed"
 OUTCOME: Final = "outcome:"  # with a source of rewards behind it
@@ -84,7 +84,7 @@ def weigh_guardrails(
         if name == TOOL_FAILED:
             values = _read_tools(store, canaries[-1].agent, calls)
         else:
-            values = [(_talk(call), number, of_candidate, is_bad(name)(call)) for call, number, of_candidate in calls]
+            values = [(talk_of(call), number, of_candidate, is_bad(name)(call)) for call, number, of_candidate in calls]
         found[name] = bound, _weigh(values)
     return found
 
@@ -110,13 +110,9 @@ def _read_calls(store: Store, canaries: Sequence[Deployment]) -> Iterator[tuple[
             yield call, number, policy == current.candidate
 
 
-def _talk(call: Call) -> str:
-    return call.attempt_id or beginning_of(call.request)
-
-
 def _read_tools(store: Store, agent: str, calls: Sequence[tuple[Call, int, bool]]) -> list[Value]:
     """Return which of the tools failed that the agent called in the traces of these calls."""
-    owners = {call.trace_id: (_talk(call), number, candidate) for call, number, candidate in calls if call.trace_id}
+    owners = {call.trace_id: (talk_of(call), number, candidate) for call, number, candidate in calls if call.trace_id}
     traces = list(owners)
     wheres = [Where(trace_ids=traces[first : first + _AT_ONCE]) for first in range(0, len(traces), _AT_ONCE)]
     tools = (span for where in wheres for span in each(store, Span, where) if span.operation == EXECUTE_TOOL)

@@ -99,7 +99,7 @@ def _strata(
         for one in each(store, Assignment)
         if one.agent == current.agent and one.number in numbers and one.at_ns <= until_ns
     ]
-    outcomes = _outcomes(store, current.agent, [one.attempt_id for one in given], sources)
+    outcomes = read_outcomes(store, current.agent, [one.attempt_id for one in given], sources)
     strata: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for one in given:
         if one.attempt_id in outcomes and one.policy in (current.candidate, current.stable):
@@ -107,8 +107,12 @@ def _strata(
     return list(strata.values())
 
 
-def _outcomes(store: Store, agent: str, conversations: Sequence[str], sources: Sequence[str]) -> dict[str, float]:
-    """Return the mean reward of each conversation that has one, for the agent or for all of it."""
+def read_outcomes(store: Store, agent: str, conversations: Sequence[str], sources: Sequence[str]) -> dict[str, float]:
+    """Return the mean reward of each conversation that has one, for the agent or for all of it.
+
+    Raises:
+        ConfigError: a reward is not between 0 and 1.
+    """
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for first in range(0, len(conversations), _AT_ONCE):
         for reward in each(store, Reward, Where(attempt_ids=conversations[first : first + _AT_ONCE])):

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
+from lightning_spans.schema.calls import Call
 from lightning_spans.schema.json import dumps
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Assignment, Deployment
@@ -23,6 +24,7 @@ from lightning_trainer.policies import Policies
 logger = logging.getLogger(__name__)
 CONVERSATION_HEADER: Final = b"x-lightning-conversation"
 MARK: Final = "deployment"  # in the sampling of a call: number of the deployment that chose its policy
+CONVERSATION: Final = "conversation"  # likewise: the name of the conversation; of an attempt's call its own id says it
 _LONGEST: Final = 200  # characters of a conversation's name
 _REMEMBERED: Final = 100_000  # conversations; the store has all of them
 
@@ -80,7 +82,8 @@ class DeploymentRouter:
         chosen = await self._chosen(name, conversation, policies, served)
         if chosen not in served or not policies.may_answer(chosen):
             chosen = stable
-        call.decide(seed=None, marks={MARK: policies.current.number})
+        named = {} if call.pending.requested.grant.attempt_id is not None else {CONVERSATION: conversation}
+        call.decide(seed=None, marks={MARK: policies.current.number, **named})
         await call.sample(model=chosen, otherwise=None if chosen == stable else stable)
         if self._copier is not None and _is_copied(policies.current, conversation):
             self._copier.offer(call, policies.current, conversation)
@@ -146,6 +149,11 @@ def conversation_of(call: IncomingCall) -> str:
     if len(named) > _LONGEST:
         raise bad_request(f"x-lightning-conversation has {len(named)} characters; at most {_LONGEST} are taken")
     return f"conversation:{named}" if named else f"messages:{beginning_of(requested.request)}"
+
+
+def talk_of(call: Call) -> str:
+    """Return the conversation of a recorded call, under the name by which it is rewarded."""
+    return str(call.attempt_id or call.sampling.get(CONVERSATION) or f"messages:{beginning_of(call.request)}")
 
 
 def beginning_of(request: Mapping[str, Any]) -> str:

@@ -43,18 +43,22 @@ class EndpointTeacher:
     Args:
         text: ``MODEL=URL``.
         check: called while it is waited for; raises to give up.
+        role: what errors call it.
+        key_name: variable with the server's key.
 
     Raises:
-        ConfigError: it is not of this form, or the key in LIGHTNING_TEACHER_KEY can't be sent.
+        ConfigError: it is not of this form, or the key can't be sent.
     """
 
-    def __init__(self, text: str, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, text: str, check: Callable[[], None] = lambda: None, *, role: str = "teacher", key_name: str = KEY
+    ) -> None:
         import httpx
 
-        upstream, key = parse_upstream(text), os.environ.get(KEY)
+        upstream, key = parse_upstream(text), os.environ.get(key_name)
         remember(key)
-        self._model, self._url = upstream.model, upstream.url
-        self._client = httpx.Client(headers=bearer(key, KEY))
+        self._model, self._url, self._role = upstream.model, upstream.url, role
+        self._client = httpx.Client(headers=bearer(key, key_name))
         self._check = check
 
     def check(self, tokenizer: Any, longest: int) -> None:
@@ -114,13 +118,13 @@ class EndpointTeacher:
             found = np.array([_number(told[place][str(ids[place])]["logprob"]) for place in np.flatnonzero(row.mask)])
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise TeacherError(
-                f"the teacher at {self._url} gave no log-probabilities of a prompt ({type(error).__name__}: {error})."
-                " It must be a vLLM server, which knows prompt_logprobs."
+                f"the {self._role} at {self._url} gave no log-probabilities of a prompt ({type(error).__name__}:"
+                f" {error}). It must be a vLLM server, which knows prompt_logprobs."
             ) from None
         if any(math.isnan(each) for each in found):
-            raise TeacherError(f"the teacher at {self._url} returned a log-probability that is not a number.")
+            raise TeacherError(f"the {self._role} at {self._url} returned a log-probability that is not a number.")
         if any(each > _ROUNDING for each in found):
-            raise TeacherError(f"the teacher at {self._url} gave a log-probability above 0: {found.max():g}.")
+            raise TeacherError(f"the {self._role} at {self._url} gave a log-probability above 0: {found.max():g}.")
         return found
 
     def _post(self, url: str, body: dict[str, Any]) -> Any:
@@ -137,11 +141,11 @@ class EndpointTeacher:
             try:
                 answer = post_json(self._client, url, body, within_s=_SILENCE_S)
             except httpx.HTTPError as problem:
-                error = f"the teacher can't be reached: {type(problem).__name__}: {problem}"
+                error = f"the {self._role} can't be reached: {type(problem).__name__}: {problem}"
                 continue
             if answer.status_code == 200:
                 return _json(answer)
-            error = f"the teacher's server answered {answer.status_code}: {answer.text[:300]}"
+            error = f"the {self._role}'s server answered {answer.status_code}: {answer.text[:300]}"
             if answer.status_code < 500 and answer.status_code not in (408, 429):
                 break
         raise TeacherError(error)
