@@ -31,9 +31,10 @@ from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
+from lightning_trainer.kits.prompts import journal
 from lightning_trainer.kits.prompts.adapter import SpansAdapter
 from lightning_trainer.kits.prompts.journal import SearchJournal
-from lightning_trainer.kits.prompts.optimise import _StepReporter
+from lightning_trainer.kits.prompts.optimise import _STATE, _StepReporter
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.reflection import Reflection
 from lightning_trainer.kits.prompts.result import diff, write
@@ -378,6 +379,21 @@ def test_mistakes_are_told_and_nothing_is_left(folder, monkeypatch):
             assert result.exit_code == 2, result.output
             assert said in result.output
             assert not list(folder.glob("best*"))
+
+
+@pytest.mark.parametrize("kept", [(), (_STATE,), (_STATE, journal.FILE)])
+def test_resume_is_suggested_only_for_a_search_that_can_be_resumed(folder, kept):
+    pytest.importorskip("gepa")
+    (folder / "team.py").write_text(PROGRAM)
+    search = folder / "best.json.search"
+    search.mkdir()
+    for name in kept:
+        (search / name).write_text("{}")
+    with ScriptedServer(reflector) as teacher:
+        result = rl("--agents", "writer", "--reflect", teacher.url, "--budget", "50", "--out", "best.json")
+    assert result.exit_code == 2, result.output
+    assert "exists already" in result.output
+    assert ("--resume" in result.output) == (len(kept) == 2)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a process there can't interrupt itself")

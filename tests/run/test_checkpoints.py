@@ -9,7 +9,17 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_trainer import TrainConfig
 from lightning_trainer.run.folders import read_config, run_folder
-from lightning_trainer.run.state import State, check_identity, check_resumable, find, identity_of, read_state, save
+from lightning_trainer.run.state import (
+    State,
+    _unwritten,
+    check_identity,
+    check_resumable,
+    find,
+    identity_of,
+    read_state,
+    save,
+)
+from lightning_trainer.run.train import _stopped
 from lightning_trainer.session.folder import held
 
 STATE = State(step=3, identity={"seed": 0, "data": "abc"}, agents=("writer",), flat_steps=None, rewards=(0.5, None))
@@ -67,6 +77,33 @@ def test_save_that_fails_leaves_the_checkpoint_before_and_nothing_half_written(t
         save(tmp_path, replace(STATE, step=4), fails, keep=2)
     assert steps(tmp_path) == ["step-000003"]
     assert read_state(find(tmp_path)[1]) == STATE
+
+
+class StoppedRun:
+    """A run as far as `_stopped` reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, self
+
+    def lines(self, kind: str) -> list[dict[str, int]]:
+        return [{"step": 0}]
+
+
+@pytest.mark.parametrize("resumable", [None, False, True])
+def test_resume_is_suggested_only_where_it_works(tmp_path: Path, resumable: bool | None) -> None:
+    """After Ctrl-C, and if the next checkpoint can't be written; None: there is no checkpoint."""
+    if resumable is not None:
+        save(tmp_path, replace(STATE, resumable=resumable), write, keep=2)
+    texts = [
+        _stopped(StoppedRun(tmp_path)),  # type: ignore[arg-type]
+        _unwritten(tmp_path, tmp_path / "checkpoints" / "step-000004", OSError(28, "No space left on device")),
+    ]
+    for text in texts:
+        assert (f"--resume {tmp_path}" in text) == bool(resumable)
+    if resumable is False:
+        assert all(str(find(tmp_path)[1]) in text for text in texts)  # the weights to start from
+    if resumable:
+        check_resumable(read_state(find(tmp_path)[1]), find(tmp_path)[1])
 
 
 def test_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
