@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -52,6 +55,8 @@ PHRASES = {
     r"wherever it": "where it",
     r"begins? with(?! [\"'`(])": "starts with",
     r"for want of": "because there is no",
+    r"by default nobody": "Default: none",
+    r"made anew": "made again, sampled again",
 }
 DIALECT = {
     re.compile(rf"\b{phrase}" + (r"\b" if phrase[-1].isalpha() else ""), re.IGNORECASE): better
@@ -132,6 +137,41 @@ def test_what_the_program_prints_is_in_plain_english() -> None:
         for phrase in find(text)
     ]
     assert not found, "\n".join(found)
+
+
+LISTED = sorted(
+    module
+    for page in ROOT.glob("docs/reference/api/*.md")
+    for modules in re.findall(r"<!-- generate: api (.+) -->", page.read_text(encoding="utf-8"))
+    for module in modules.split()
+    if find_spec(module.partition(".")[0])  # the plugins of other frameworks are not installed here
+)
+
+
+def docstrings(thing: object, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the docstrings of a public name and of its own public members."""
+    yield name, inspect.getdoc(thing) or ""
+    if inspect.isclass(thing) and thing.__module__.startswith("lightning_"):
+        for member, value in vars(thing).items():
+            if member[0] != "_" and (callable(value) or isinstance(value, (property, classmethod, staticmethod))):
+                yield f"{name}.{member}", inspect.getdoc(getattr(thing, member)) or ""
+
+
+@pytest.mark.parametrize("path", LISTED)
+def test_public_docstrings_are_in_plain_english(path: str) -> None:
+    module = import_module(path)
+    names = getattr(module, "__all__", None) or [
+        name
+        for name, value in vars(module).items()
+        if name[0] != "_" and callable(value) and getattr(value, "__module__", "") == path
+    ]
+    found = {
+        where: phrases
+        for where, text in [(path, module.__doc__ or "")]
+        + [each for name in names for each in docstrings(getattr(module, name), name)]
+        if (phrases := find(text))
+    }
+    assert found == {}
 
 
 def test_a_phrase_of_the_list_is_found() -> None:

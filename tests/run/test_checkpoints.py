@@ -19,7 +19,7 @@ from lightning_trainer.run.state import (
     read_state,
     save,
 )
-from lightning_trainer.run.train import _stopped
+from lightning_trainer.run.train import _stop_message
 from lightning_trainer.session.folder import held
 
 STATE = State(step=3, identity={"seed": 0, "data": "abc"}, agents=("writer",), flat_steps=None, rewards=(0.5, None))
@@ -80,7 +80,7 @@ def test_save_that_fails_leaves_the_checkpoint_before_and_nothing_half_written(t
 
 
 class StoppedRun:
-    """A run as far as `_stopped` reads it."""
+    """A run as far as `_stop_message` reads it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, self
@@ -95,7 +95,7 @@ def test_resume_is_suggested_only_where_it_works(tmp_path: Path, resumable: bool
     if resumable is not None:
         save(tmp_path, replace(STATE, resumable=resumable), write, keep=2)
     texts = [
-        _stopped(StoppedRun(tmp_path)),  # type: ignore[arg-type]
+        _stop_message(StoppedRun(tmp_path)),  # type: ignore[arg-type]
         _unwritten(tmp_path, tmp_path / "checkpoints" / "step-000004", OSError(28, "No space left on device")),
     ]
     for text in texts:

@@ -53,11 +53,11 @@ class StoreGoneError(StoreError):
 
 
 class QueueFullError(StoreError):
-    """More waits to be written than there is room for; it may be sent again later."""
+    """The queue of records to write is full; send them again later."""
 
 
 class RefusedError(StoreError):
-    """The store will not do what it was asked, and would not another time: a record or request is wrong."""
+    """The store refuses a record or a request that is wrong; a retry would not help."""
 
 
 class UnauthorizedError(RefusedError):
@@ -75,7 +75,7 @@ class RewardError(LightningError):
 
 
 class ReplayEndedError(LightningError):
-    """A replay can't go on, and the program's call of a tool says so: it is not in the record, or is refused there."""
+    """A replay can't continue: a tool call of the program is not in the record, or is refused there."""
 
     exit_status = 3
 

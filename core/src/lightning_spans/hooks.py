@@ -56,7 +56,7 @@ class Caller(Protocol):
 
 
 class OpenSpan(Protocol):
-    """A span that has begun, as a plugin sees it. `end` it once; later ends change nothing.
+    """An open span, as a plugin sees it. `end` it once; later ends change nothing.
 
     Attributes:
         operation: ``chat``, ``execute_tool``, ``invoke_agent``, ...
@@ -134,7 +134,7 @@ class OpenSpan(Protocol):
 
 
 class Recorder(Protocol):
-    """Begins spans, as a plugin sees it. One serves every framework that is attached in a process."""
+    """Starts spans, as a plugin sees it. One serves every framework that is attached in a process."""
 
     def start(
         self,
@@ -330,7 +330,7 @@ def register(plugin: object, name: str) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forget a plugin; one that is not there is no error."""
+    """Unregister a plugin, if it is registered."""
     with _lock:
         plugin = manager().get_plugin(name)
         if plugin is not None:

@@ -72,7 +72,7 @@ class OpenRun:
         store: takes rollouts, and has what agents and gateway recorded.
         runner: has started its workers, and claims nothing yet: `lightning_trainer.session.session.serve` lets it.
         log: of metrics.
-        progress: is told what happens.
+        progress: callback for progress events.
         check: raises where somebody asked the program to stop. To be called between steps, and while waiting.
     """
 

@@ -2,7 +2,7 @@
 
 An environment has its tasks, its own loop and its own reward. `open_environment` writes its tasks to a file and names
 the function that runs the loop on one of them, with every model call at the attempt's gateway; so training, evaluating
-and all else go on as with any program and any task file.
+and all else work as with any program and any task file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROGRAM: Final = ("target", "command", "data")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a run needs of an environment.
+    """What a run needs from an environment.
 
     Attributes:
         target: ``module:function`` that runs the environment's loop on one task and returns its reward.
@@ -61,7 +61,7 @@ class EnvironmentKind(Protocol):
 def open_environment(
     name: str, options: Mapping[str, Any] | None = None, *, tasks: int = DEFAULT_TASKS, held_out: int = 0
 ) -> Opened:
-    """Write an environment's tasks to files, and say what runs them.
+    """Write an environment's tasks to files, and return the target that runs them.
 
     Args:
         name: ``verifiers:NAME`` or NAME, an installed environment of verifiers; ``openenv:URL`` or URL, an OpenEnv
@@ -72,7 +72,7 @@ def open_environment(
 
     Raises:
         ConfigError: the package or the environment is not there, or it refuses the options.
-        DataError: it has too few tasks, or one that is no JSON.
+        DataError: it has too few tasks, or one that is not JSON.
     """
     kind, rest = _kind(name)
     source: EnvironmentKind = registry.by_name("environment", kind)

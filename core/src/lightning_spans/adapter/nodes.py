@@ -158,7 +158,7 @@ def _list(values: tuple[Json, ...] | None) -> list[Json] | None:
 
 @dataclass(frozen=True, slots=True)
 class Unjoined:
-    """Half a model call: a call of which no span told, a span of which no call was recorded, or a spare call.
+    """Half a model call: a call without a span, a span without a recorded call, or a spare call.
 
     Attributes:
         reason: why the other half is missing.

@@ -38,7 +38,7 @@ class Trace:
         rewards: of the attempt, in the order of their arrival.
         rollout_id: None for traces made outside a runner.
         attempt_id: None for traces made outside a runner.
-        lone_calls: calls that no span tells of, and calls that no node stands for: a client's earlier tries.
+        lone_calls: calls without a span, and calls without a node: a client's earlier tries.
     """
 
     nodes: tuple[Node, ...]

@@ -79,9 +79,9 @@ class Attachment:
         return _attached.get(self.framework) is self
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until every span so far is delivered, spooled or dropped, and listeners were told of it.
+        """Wait until every span so far is delivered, spooled or dropped, and listeners have got it.
 
-        Gives False when the time ran out.
+        Returns False if the time ran out.
         """
         pipeline = live_pipeline()
         if pipeline is None:
@@ -93,9 +93,9 @@ class Attachment:
     def detach(self) -> None:
         """Stop recording and restore what was changed; the second call changes nothing.
 
-        What was recorded is delivered first, but a destination that does not answer is waited for at most two seconds
-        (`sinks.DETACH_S`). What it has not taken by then is spooled; how much that is, and what was lost, is logged.
-        A listener that does not come back is waited for as long. Nothing is raised.
+        Delivers what was recorded first, but waits at most two seconds (`sinks.DETACH_S`) for a destination or a
+        listener that does not answer. The rest is spooled, and the log reports how much was spooled or lost. Nothing
+        is raised.
         """
         with _lock:
             if not self.live:

@@ -36,7 +36,7 @@ class Attempt:
         agents: names or globs of the agents whose calls go to the gateway; empty: none are rerouted.
         model: the model name that rerouted calls ask for.
         prompts: other system prompts by agent, as ``before`` and ``after``; see `record.prompts`.
-        replay: the earlier attempt whose answers it gets; None: it is no replay.
+        replay: the earlier attempt whose answers it gets; None: it is not a replay.
     """
 
     rollout_id: str
@@ -80,7 +80,7 @@ class Rollout:
         max_attempts: tries before the rollout counts as failed.
         timeout_s: time limit of one attempt in seconds; None: none.
         status: where it stands.
-        replay: the earlier attempt whose answers its attempts get; None: it is no replay.
+        replay: the earlier attempt whose answers its attempts get; None: it is not a replay.
     """
 
     rollout_id: str

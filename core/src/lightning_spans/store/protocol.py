@@ -124,7 +124,7 @@ class Store(Protocol):
     A store subclasses it, and so gets the five whole lists from its `page`.
 
     Every method may be called from any thread. It raises StoreError when the store is closed or fails, and RefusedError
-    when a record or request is wrong, so that trying again is no use. Reads give records in the order of their start
+    when a record or request is wrong, so that a retry would not help. Reads return records in the order of their start
     (rewards: of arrival). Filters combine with "and"; None filters nothing.
     """
 
@@ -206,8 +206,8 @@ class Store(Protocol):
         """Start attempts for up to `limit` rollouts that wait or whose lease ran out, oldest first.
 
         An attempt whose lease ran out becomes ``lost``; its rollout is retried while it has attempts left, else fails.
-        Given `within`, only rollouts are started whose id begins with one of these texts: others in the same store are
-        for other runners.
+        With `within`, only rollouts whose id starts with one of these texts are claimed. The others in the same store
+        are for other runners.
         """
         ...
 
@@ -224,14 +224,14 @@ class Store(Protocol):
         rewards: Sequence[Reward] = (),
         error: str | None = None,
     ) -> RolloutStatus:
-        """End an attempt, with its rewards, in one transaction. Returns where the rollout stands now.
+        """End an attempt, with its rewards, in one transaction. Returns the rollout's status.
 
-        The same end told twice (same fence, same status) is answered alike and counted once. An end in `UNCOUNTED` is
-        tried again without using up one of the rollout's tries, up to `UNCOUNTED_MOST` times.
+        The same end sent twice (same fence, same status) gets the same answer and is counted once. An end in
+        `UNCOUNTED` is tried again without using up one of the rollout's tries, up to `UNCOUNTED_MOST` times.
 
         Raises:
             LeaseLostError: the fence is old, or the attempt already ended otherwise.
-            RefusedError: no such attempt, `status` is no end, or a reward belongs to another attempt.
+            RefusedError: no such attempt, `status` does not end an attempt, or a reward belongs to another attempt.
             RewardError: a reward is not a finite number.
         """
         ...

@@ -20,8 +20,8 @@ class TrainConfig(TrainFields):
 
     Raises:
         ConfigError: an option is unknown, has a wrong value, or contradicts another one.
-        LightningError: the environment that it names can't be opened; this is done here, so that what is made has its
-            target and its tasks.
+        LightningError: the environment that it names can't be opened. It is opened here, so that the configuration has
+            its target and its tasks.
     """
 
     @model_validator(mode="wrap")

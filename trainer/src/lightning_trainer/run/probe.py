@@ -80,7 +80,7 @@ def probe(
         tasks: all of them.
         places: of those to try.
         make: loads the policy.
-        progress: told what happens.
+        progress: callback for progress events.
         update: whether one update is measured, too.
         limit_s: seconds for rollouts; the first task is run in any case.
 

@@ -17,7 +17,7 @@ from lightning_trainer.rl.scores import Score, difference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run came to.
+    """The results of a run.
 
     Attributes:
         before: held-out score before training; None without held-out tasks, or where these came later.
@@ -88,7 +88,7 @@ class Result:
         return {name: difference(self.after, self.before, name) for name in names}
 
     def sentence(self) -> str | None:
-        """Say in a sentence what came of the held-out reward; None where it was not measured twice."""
+        """Return a sentence on the change of the held-out reward; None if it was not measured twice."""
         if self.before is None or self.after is None:
             return None
         rise, tasks = self.differences().get("", (Estimate(None), 0))

@@ -37,12 +37,12 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
     """Train the agents that a configuration names.
 
     Ctrl-C or SIGTERM ends the step that is under way, saves, and raises `KeyboardInterrupt`; a second one ends the
-    program at once. A backend that can't be stopped between two steps ends at once, and the run goes on from its last
-    checkpoint.
+    program at once. A backend that can't be stopped between two steps ends at once, and the run can be resumed from its
+    last checkpoint.
 
     Args:
         config: what, on what, and how.
-        progress: told what happens; by default nobody is.
+        progress: callback for progress events. Default: none.
 
     Returns:
         Rewards before and after, the curve, and where the checkpoint is.

@@ -124,7 +124,7 @@ def open_session(
         sampling: which calls it answers, and how.
         workers: worker processes.
         concurrency: attempts at once in each.
-        progress: is told what happens.
+        progress: callback for progress events.
         logs: folder for what the program prints; None: a temporary one.
         timeouts: how rollouts that took too long count.
         failed: what failures count as. Where they count, the rollout is not tried again.

@@ -74,7 +74,7 @@ class Block(AbstractContextManager["OpenSpan | None"]):
 
 
 def agent(name: str) -> Block:
-    """Say that this agent is at work inside the block: for plain programs, and wherever a framework gives no name.
+    """Name the agent that is at work inside the block: for plain programs, and wherever a framework gives no name.
 
     Model calls made inside carry the name. While attached, the block is also an ``invoke_agent`` span, which is given;
     otherwise None. It is a decorator too: ``@agent("writer")``.
@@ -89,7 +89,7 @@ def workflow(name: str, /) -> Block: ...
 
 
 def workflow(name: Any, /) -> Any:
-    """Say that what happens inside is one run: one trace, with all of its agents, clients, tasks and threads.
+    """Record what happens inside as one run: one trace, with all of its agents, clients, tasks and threads.
 
     For a program that no framework gives a root: its calls would be a trace each. No agent's name is changed by it. As
     a decorator, ``@workflow`` or ``@workflow("research")``, each call of the function is a run; as ``with

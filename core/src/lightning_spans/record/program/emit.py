@@ -33,7 +33,7 @@ def collecting() -> Iterator[list[Reward]]:
 
 
 def emit_reward(value: float, *, agent: str | None = None) -> None:
-    """Return a reward from inside the agent's program, as often as you like; rewards add up.
+    """Give a reward from inside the agent's program, as often as you like; rewards add up.
 
     Inside a runner's attempt it travels with the attempt's result. Outside, while attached, it goes to the process's
     own store. It belongs to the whole attempt unless an agent is named, and is for the model calls that had ended when

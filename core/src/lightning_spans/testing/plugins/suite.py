@@ -151,7 +151,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         assert sorted(map(_request_text, attached.requests)) == sorted(map(_request_text, alone.requests))
 
     def test_the_users_callbacks_hear_what_they_heard(self, heard_by: str, tracer: str, recorded: Any) -> None:
-        """The user's own callbacks, handlers and middleware are told the same, attached or not.
+        """The user's own callbacks, handlers and middleware get the same events, attached or not.
 
         If it fails: the plugin replaces the framework's handlers instead of adding its own, or the framework treats
         handlers differently where there is one of ours.

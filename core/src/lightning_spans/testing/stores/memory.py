@@ -64,7 +64,7 @@ class _Kept:
 
 
 class MemoryStore(Store):
-    """A store that keeps every promise but that of being on disk."""
+    """A store in memory: it keeps every promise except that of being on disk."""
 
     def __init__(self, *, on: MemoryStore | None = None) -> None:
         """Open a store.

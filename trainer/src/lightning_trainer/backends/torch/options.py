@@ -1,4 +1,4 @@
-"""Options of the embedded backend, checked when they are made. No torch here: a wrong option is told at once."""
+"""Options of the embedded backend, checked when they are made. No torch here: a wrong option is refused at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TorchOptions:
             moments are always float32.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ...
         chat_template: Jinja text or file that replaces the tokenizer's template, or ``hermes`` for ours.
-        seed: of everything that is drawn: samples without a seed of their own, and the start of LoRA adapters.
+        seed: of everything random: samples without a seed of their own, and the start of LoRA adapters.
         slots: most requests that generate at once; more wait.
         system_messages: ``merge`` joins messages that strict chat templates refuse; see `models.merged_messages`.
         tool_format: how the model writes tool calls; None: as its chat template does.
@@ -66,9 +66,9 @@ class TorchOptions:
         update_epochs: passes over a batch.
         minibatches: pieces of a batch, each with an optimiser step of its own.
         warmup_steps: optimiser steps over which the learning rate rises.
-        lr_schedule: how it goes on from there.
-        min_lr_ratio: where it ends, as a share of itself, unless it is constant.
-        total_steps: optimiser steps of the whole run, at which it ends there; None: not known.
+        lr_schedule: of the learning rate after the warm-up.
+        min_lr_ratio: final learning rate as a share of `learning_rate`, unless it is constant.
+        total_steps: optimiser steps of the whole run, at which the schedule ends; None: not known.
         importance_cap: most that a token weighs for the trainer's probability being larger than the engine's; None:
             tokens weigh the same.
         importance_mask: factor of the two beyond which a token is left out of the loss; None: none is.

@@ -226,7 +226,7 @@ class ReplaySession:
         if inside and (goes_on or self._fork in inside):
             if refused:
                 raise self._end(
-                    f"a call made inside of the tool `{tool.name}` is to be made anew, and it is not to be run"
+                    f"a call made inside of the tool `{tool.name}` is to be sampled again, and it is not to be run"
                 )
             return None
         self._used.update(inside, (self.record.tools[number] for number in tool.tools))

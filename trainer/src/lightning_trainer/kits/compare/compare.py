@@ -104,7 +104,7 @@ def compare(
 
     Args:
         config: what, on what, and how much; of one that goes on, what `config.read` returned.
-        progress: told what happens; by default nobody is.
+        progress: callback for progress events. Default: none.
         out: folder; None: comparisons/DATE.
         resume: folder of a comparison to go on with.
 

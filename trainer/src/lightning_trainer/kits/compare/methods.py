@@ -61,7 +61,7 @@ def learn(method: str, config: CompareConfig, folder: Path, names: Sequence[str]
         config: of the comparison.
         folder: of this way.
         names: of the agents that are bettered, as they were seen.
-        progress: told what happens.
+        progress: callback for progress events.
 
     Raises:
         LightningError: see `train`, `rejection_sampling` and `optimise`.

@@ -96,7 +96,7 @@ def evaluate(
 
     Args:
         config: what, on what, and how; of one that goes on, what `resumed` returned.
-        progress: told what happens; by default nobody is.
+        progress: callback for progress events. Default: none.
         resume: the folder of an evaluation to go on with: only samples that have not ended are drawn, and those that
             failed by no fault of the model's.
         keys: of servers.

@@ -45,7 +45,7 @@ class Measurement:
         store: where rollouts and spans go.
         name: of the evaluation, with a letter more for what it is compared with.
         folder: of the samples.
-        progress: told what happens.
+        progress: callback for progress events.
         check: raises where the evaluation is to stop.
         judge: gives the rewards; None: they come with the attempts.
         prompted: whether the prompts of the configuration are put in the place of the agents' own.

@@ -1,7 +1,7 @@
 """Forks: an earlier attempt run again up to one of its calls, and on from there with another answer.
 
-`recorded` reads the attempt, `plan` makes rollouts that a session or any runner runs, and `result` says what
-became of them. `lightning_trainer.kits.replay` does all of it with a program and a model. Public names are imported
+`recorded` reads the attempt, `plan` makes rollouts that a session or any runner runs, and `result` returns
+their outcome. `lightning_trainer.kits.replay` does all of it with a program and a model. Public names are imported
 when they are used, so that registering the kit costs next to nothing.
 """
 

@@ -99,14 +99,14 @@ def plan(
     tokens: bool = True,
     place: str | None = None,
 ) -> list[Rollout]:
-    """Make the rollouts of a fork: one for each alternative. Each has one try, for a fork that ends early is no chance.
+    """Make the rollouts of a fork: one for each alternative. Each has one try: a retry of a fork ends at the same call.
 
     Args:
         recorded: what is forked.
         name: of the fork; ids follow from it, so it is unique in the store.
         replay: which call, and how; `draw` and `attempt_id` are filled in here.
         times: number of alternatives.
-        first: number of the first: a later plan with other numbers draws others.
+        first: number of the first: a later plan with other numbers samples others.
         group_id: of the rollouts; None: made of `name`.
         timeout_s: time limit; None: the recorded rollout's.
         tokens: refuse a call without recorded tokens, as where alternatives are compared by them.

@@ -23,7 +23,7 @@ Message: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A fork that went on from the forked call.
+    """A fork that continued after the forked call.
 
     Attributes:
         attempt_id: its attempt.
@@ -40,7 +40,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class EndedFork:
-    """A fork that was not as its record up to the forked call.
+    """A fork that differed from its record before the forked call.
 
     Attributes:
         attempt_id: its attempt; None where it never began.
@@ -53,7 +53,7 @@ class EndedFork:
 
 @dataclass(frozen=True, slots=True)
 class ForkResult:
-    """What a fork came to.
+    """The results of a fork.
 
     Attributes:
         recorded: the reward of the recorded attempt, without what a judge gave; None where it has none.
@@ -79,7 +79,7 @@ class ForkResult:
 
 
 def result(store: Store, recorded: Recorded, outcomes: Sequence[Outcome]) -> ForkResult:
-    """Say what became of the rollouts of a fork.
+    """Return the results of a fork's rollouts.
 
     Args:
         store: where they ran.

@@ -140,7 +140,7 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
 
     Args:
         config: for whom, and how.
-        progress: told what happens; by default nobody is.
+        progress: callback for progress events. Default: none.
         resume: go on with the search that lies beside `config.out`.
 
     Raises:

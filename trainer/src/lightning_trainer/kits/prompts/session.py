@@ -38,7 +38,7 @@ class CandidateRunner:
 
     Attributes:
         session: the program's. The routing of its server takes the candidates to their rollouts.
-        progress: told what happens.
+        progress: callback for progress events.
         check: raises when somebody asked the program to stop.
         timeout_s: of an attempt.
         max_attempts: tries of a rollout.

@@ -29,7 +29,7 @@ from lightning_trainer.session.session import open_database
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkConfig:
-    """Which call of which attempt is made anew, and how.
+    """Which call of which attempt is sampled again, and how.
 
     Attributes:
         store: URL of the database that has the record; the forks are kept there too.
@@ -37,15 +37,15 @@ class ForkConfig:
         attempt: the attempt itself.
         call: number of the call, from 0 in the order of start; None in a dry run.
         times: number of continuations.
-        program: what runs, and what answers.
-        instead: answers the forked call alone; None: what answers the others.
+        program: what runs, and the model of its calls.
+        instead: model of the forked call; None: the same as for the others.
         say: text in place of its answer.
         coupled: after the call a request equal to a recorded one gets the recorded answer.
-        tools: what becomes of tool calls, see `Replay`.
+        tools: how tool calls are handled, see `Replay`.
         run_tools: names or globs of tools that are always run.
         refuse_tools: names or globs of tools that are never run.
         data: tasks among which the rollout's must be; None: not looked at.
-        dry_run: replay the whole record and draw nothing.
+        dry_run: replay the whole record and sample nothing.
     """
 
     store: str
@@ -66,11 +66,11 @@ class ForkConfig:
 
 @dataclass(frozen=True, slots=True)
 class ForkedAttempt:
-    """A fork, and what it was of.
+    """A fork, and the attempt it is of.
 
     Attributes:
         recorded: the attempt.
-        result: what became of the fork; of a dry run, one continuation without a draw, or how it ended.
+        result: outcome of the fork; of a dry run, one continuation without sampling, or how it ended.
     """
 
     recorded: Recorded
@@ -78,11 +78,11 @@ class ForkedAttempt:
 
 
 def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
-    """Run a program again up to a call of its record, and on from there.
+    """Run a program again up to a recorded call, sample that call again, and continue.
 
     Args:
         config: which call, and how.
-        progress: told what happens; by default nobody is.
+        progress: callback for progress events. Default: none.
 
     Raises:
         LightningError: it can't be forked, or an option is wrong.

@@ -95,7 +95,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Regression:
-    """What became of all.
+    """Results of all replays.
 
     Attributes:
         replayed: one of each record, in their order.
@@ -123,7 +123,7 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
 
     Args:
         config: which, and against what.
-        progress: told what happens; by default nobody is.
+        progress: callback for progress events. Default: none.
 
     Raises:
         LightningError: an option or a file is wrong.

@@ -37,18 +37,18 @@ INSTEAD = "instead"  # name of the weights that answer the forked call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What is run again, and how it is answered.
+    """The program to run again, and the model of its calls.
 
     Attributes:
         target: ``module:function``; None where `command` is given, or the run of the store says it.
         command: the agent as a command.
         reward: ``module:function``, called as score(task, result); None: the agent gives the reward.
         agents: names or globs of the agents that `subject` answers; None: those that a policy answered in the record.
-        subject: what answers their calls that are not in the record; None: the program's own endpoints.
+        subject: model of their calls that are not in the record; None: the program's own endpoints.
         temperature: forced on their calls; None: as asked.
         max_tokens: most tokens of an answer that names no limit.
         plain: whether top_p, top_k, min_p and penalties are left out, as in training.
-        seed: of the draws.
+        seed: of the samples.
         workers: worker processes; None: one a core, and no more than there is work for.
         concurrency: attempts at once in each.
         timeout_s: time limit of an attempt; None: that of its record.
@@ -196,7 +196,7 @@ def open_replays(
         store: has the records; the caller closes it.
         agents: whose calls the program's subject answers, if the program does not say.
         work: number of rollouts.
-        progress: is told what happens.
+        progress: callback for progress events.
         instead: answers forked calls in the place of the subject.
         needs_reward: whether an attempt without a reward is an error.
 

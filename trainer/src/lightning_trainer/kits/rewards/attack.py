@@ -98,7 +98,7 @@ def attack(plan: AttackPlan, progress: Progress, *, key: str | None = None) -> A
 
     Args:
         plan: what, and how.
-        progress: is told what happens.
+        progress: callback for progress events.
         key: of the endpoint.
 
     Raises:

@@ -58,7 +58,7 @@ class Fit:
         held_out: to look at; empty: it never stops early, and the last weights are kept.
         folder: gets ``checkpoint``.
         log: of metrics.
-        progress: is told what happens.
+        progress: callback for progress events.
         check: raises where somebody asked the program to stop.
         batch_size: rows in a step.
         steps: of them all.

@@ -69,7 +69,7 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
 
     Args:
         config: from what, and how; of what goes on, what `resumed` returned.
-        progress: told what happens; by default nobody is.
+        progress: callback for progress events. Default: none.
         resume: folder of a run that was cut off.
 
     Raises:

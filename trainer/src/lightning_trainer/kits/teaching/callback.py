@@ -47,7 +47,7 @@ class TeacherCallback(Callback):
     Args:
         tutor: gives the rows what is learned.
         name: of the teacher, for people.
-        progress: told what happens.
+        progress: callback for progress events.
     """
 
     def __init__(self, tutor: Tutor, name: str, progress: Progress) -> None:

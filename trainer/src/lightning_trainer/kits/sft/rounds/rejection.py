@@ -36,7 +36,7 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
 
     Args:
         config: on what, and how; of rounds that go on, what `resumed` returned.
-        progress: told what happens; by default nobody is.
+        progress: callback for progress events. Default: none.
         resume: folder of rounds to go on with, after the last one that was done.
 
     Raises:
