@@ -141,6 +141,16 @@ async def test_a_reward_outside_the_range_fails_the_attempt_by_name(attempt, rew
         await run(job, attempt)
 
 
+@pytest.mark.parametrize(
+    ("reward", "kind"),
+    [("true", "true (true or false)"), ('"1"', '"1" (text)'), ("[1]", "[1] (a list)"), ("NaN", "not finite")],
+)
+async def test_a_reward_that_is_no_number_is_refused_with_what_it_is(attempt, reward, kind):
+    with pytest.raises(RewardRefusedError, match=r"A reward is a number within --reward-range 0,1") as refused:
+        await run(Job(command=f"""echo '{{"reward": {reward}}}'"""), attempt)
+    assert kind in str(refused.value)
+
+
 async def test_the_range_is_the_users(attempt):
     job = Job(command="""echo '{"reward": -3}'""", work=Work(reward_range="-5,5"))
     assert await run(job, attempt) == -3

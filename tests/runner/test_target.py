@@ -4,8 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.cli import cli
 from lightning_trainer.runner.target import load_function, split_command
 from lightning_trainer.runner.worker.execution import describe
 
@@ -154,3 +156,9 @@ def test_a_script_without_an_interpreter_is_refused_with_what_to_add(tmp_path: P
     script.write_text("#!/bin/sh\necho 1\n")
     assert split_command(f"{script} --fast") == [str(script), "--fast"]
     assert split_command(sys.executable) == [sys.executable]
+
+
+def test_isolation_is_refused_where_ray_has_no_main_thread_to_give() -> None:
+    done = CliRunner().invoke(cli, ["runner", "user_app:run", "--server", "http://127.0.0.1:1", "--ray", "--isolate"])
+    assert done.exit_code == 2
+    assert "an actor of --ray has none to give" in done.stderr

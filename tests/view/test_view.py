@@ -29,7 +29,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
 from lightning_trainer.cli.training.viewed import Viewed
-from lightning_trainer.intervals import estimate_mean
+from lightning_trainer.intervals import estimate_mean, reward_bounds
 from lightning_trainer.kits.judging.asking import JudgeAnswer, JudgeScore
 from lightning_trainer.kits.judging.judge import GroupJudge
 from lightning_trainer.kits.judging.options import JudgeOptions
@@ -104,6 +104,26 @@ def test_a_run_opens_with_the_held_out_difference_of_each_agent(tmp_path: Path) 
         [line for line in read(run / "metrics.jsonl") if line["kind"] == "val"]
     )
     assert headline["cost"]["rollouts"] == 4 * 2 + 2 * 3 * 2
+
+
+def test_intervals_of_every_page_use_the_range_of_rewards_that_the_run_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", steps=4, groups=3, size=2)
+    options = json.loads((run / "config.json").read_text())
+    named = {"target": None, "command": "python team.py", "reward_range": "-5,5"}
+    (run / "config.json").write_text(json.dumps({**options, **named}))
+    log = run / "metrics.jsonl"
+    ended = [line for line in log.read_text().splitlines() if json.loads(line)["step"] < 3 or "val" in line]
+    log.write_text("".join(f"{line}\n" for line in ended))
+    ask, bounds = Asked(run), reward_bounds([], (-5.0, 5.0))
+    [unfinished] = [row for row in ask("run")["steps"] if (row["mode"], row["step"]) == ("train", 3)]
+    earned = [[row["reward"] for row in group["rollouts"]] for group in ask("step", step=3)["groups"]]
+    known = [[reward for reward in rewards if reward is not None] for rewards in earned]
+    so_far = estimate_mean([statistics.fmean(rewards) for rewards in known if rewards], bounds)
+    assert [unfinished[name] for name in HEADLINE] == pytest.approx([so_far.mean, so_far.low, so_far.high])
+    [own] = [each for each in ask("run")["headline"]["held_out"] if each["agent"] == "solver"]
+    _, last = (Score.from_metrics(line) for line in read(log) if line["kind"] == "val")
+    tasks = estimate_mean(list(last.by_task["solver"].values()), bounds)
+    assert [own["points"][-1][name] for name in ("low", "high")] == [tasks.low, tasks.high]
 
 
 HEADLINE = ("reward", "reward_low", "reward_high")

@@ -72,6 +72,14 @@ class Work:
         return self.bounds
 
     @classmethod
+    def declared_in(cls, options: Mapping[str, Any]) -> tuple[float, float] | None:
+        """Return the same from a run's kept options; None also where they are not known."""
+        try:
+            return cls.of(options).declared(command=options.get("command"), reward=options.get("reward"))
+        except (ConfigError, TypeError, AttributeError):
+            return None
+
+    @classmethod
     def of(cls, options: Mapping[str, Any]) -> Work:
         """Return those that stand among a run's options."""
         given: dict[str, Any] = {

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
-from lightning_trainer.intervals import Estimate
+from lightning_trainer.intervals import Declared, Estimate
 from lightning_trainer.report.metrics import LOG_NAME, newest_validations, read
 from lightning_trainer.rl.scores import BY_TASK, Score, difference
+from lightning_trainer.work import Work
 
 _WHERE: Final = ("out", "resume", "port", "store")  # options that say where, and nothing of what
 
@@ -72,11 +73,11 @@ def row_of(folder: Path) -> RunSummary:
     steps = [line for line in lines if line["kind"] == "train"]
     validations = newest_validations(lines)
     held = [(line["step"], line["reward"]) for line in validations if "reward" in line]
-    rise = _rise(validations)
     try:
         options = read_kept(folder, "")
     except ConfigError:
         options = {}
+    rise = _rise(validations, Work.declared_in(options))
     return RunSummary(
         folder=str(folder),
         steps=len(steps),
@@ -93,8 +94,8 @@ def row_of(folder: Path) -> RunSummary:
     )
 
 
-def _rise(validations: Sequence[Mapping[str, Any]]) -> Estimate:
-    ends = [Score.from_metrics(line) for line in (*validations[:1], *validations[1:][-1:]) if BY_TASK in line]
+def _rise(validations: Sequence[Mapping[str, Any]], declared: Declared) -> Estimate:
+    ends = [Score.from_metrics(line, declared) for line in (*validations[:1], *validations[1:][-1:]) if BY_TASK in line]
     if len(ends) <= 1 or validations[0]["step"]:
         return Estimate(None)
     return difference(ends[1], ends[0])[0]

@@ -48,7 +48,7 @@ class Score:
     declared: Declared = field(default=None, compare=False)
 
     @classmethod
-    def from_metrics(cls, metrics: Mapping[str, Any]) -> Score:
+    def from_metrics(cls, metrics: Mapping[str, Any], declared: Declared = None) -> Score:
         """Read what `metrics` gave, and `BY_TASK` where a line of a log has it; other numbers are left alone."""
         agents = {n.removeprefix(_AGENT): value for n, value in metrics.items() if n.startswith(_AGENT)}
         rollouts, failed = int(metrics["rollouts"]), int(metrics["failed"])
@@ -62,6 +62,7 @@ class Score:
             high=metrics.get("reward_high"),
             reward_all=metrics.get("reward_all"),
             by_task=metrics.get(BY_TASK, {}),
+            declared=declared,
         )
 
     def metrics(self) -> dict[str, float]:

@@ -127,9 +127,12 @@ def result_of(run: OpenRun, steps: int, seconds: float) -> Result:
         steps: how many, in all.
         seconds: that its last part took.
     """
-    scores = {line["step"]: Score.from_metrics(line) for line in run.log.validations()}
+    declared = run.config.declared
+    scores = {line["step"]: Score.from_metrics(line, declared) for line in run.log.validations()}
     rewards = dict(run.log.series("train", "reward"))
-    steps_scores = {line["step"]: Score.from_metrics(line) for line in run.log.lines("train") if "rollouts" in line}
+    steps_scores = {
+        line["step"]: Score.from_metrics(line, declared) for line in run.log.lines("train") if "rollouts" in line
+    }
     newest, best = run.folder / NEWEST, run.folder / BEST
     return Result(
         before=scores.get(0),

@@ -120,6 +120,11 @@ def command(
 
     if (target is None) == (program is None):
         raise ConfigError("name the agent: a TARGET module:function, or --command, and not both.")
+    if on_ray and isolate:
+        raise ConfigError(
+            "--isolate gives run and score the main thread of a process, and an actor of --ray has none to give. Leave"
+            " out --isolate, or start a runner with --isolate and without --ray on each machine."
+        )
     handed = handed_over()
     if (path := handed.get("key_file")) is not None:
         key_file = Path(path)

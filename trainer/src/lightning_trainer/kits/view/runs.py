@@ -12,10 +12,12 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import read_kept
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.intervals import Declared
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.report.metrics import LOG_NAME, Line, read
 from lightning_trainer.run.group_ids import prefix_of
 from lightning_trainer.session.folder import HOLDER, is_held
+from lightning_trainer.work import Work
 
 STORE_NAME: Final = "lightning.db"
 
@@ -57,6 +59,11 @@ class Run:
             return TrainConfig(**known) if known else None
         except (ConfigError, ValueError):
             return None
+
+    @property
+    def declared(self) -> Declared:
+        """The range of its rewards; None where no command gives them, or the options are not known."""
+        return Work.declared_in(self.options)
 
     @property
     def rules(self) -> frozenset[str]:

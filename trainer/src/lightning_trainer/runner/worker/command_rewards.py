@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import RewardError
+from lightning_spans.schema.json import dumps
 from lightning_trainer.runner.worker.command import ProcessEnd, filled, result_of
 from lightning_trainer.work import FROM_DESCRIPTOR, Work
 
@@ -97,7 +98,13 @@ class RewardChannel:
         low, high = self.work.bounds
         numbers = list(reward.values()) if isinstance(reward, Mapping) else [reward]
         for number in numbers or [None]:
-            if not (_is_number(number) and low <= number <= high):
+            if not _is_number(number):
+                raise RewardRefusedError(
+                    f"the command gave {_shown(number)} as its reward. A reward is a number within --reward-range"
+                    f' {self.work.reward_range}, or an object with a number for each agent: print {{"reward": 0.5}} or'
+                    ' {"reward": {"NAME": 0.5}}.'
+                )
+            if not low <= number <= high:
                 raise RewardRefusedError(
                     f"the command gave the reward {str(number)[:40]!r}, which is not within --reward-range"
                     f" {self.work.reward_range}. Give a number within it, or set another range."
@@ -139,6 +146,13 @@ def reward_of(channel: RewardChannel, ended: ProcessEnd) -> Any:
             f' Print {{"reward": {last}}} if it is meant to be the reward.\n'
         )
     return 1.0 if reward is None else reward
+
+
+def _shown(value: object) -> str:
+    """Return a value that is no number as JSON writes it, and what it is."""
+    kinds = {bool: "true or false", str: "text", list: "a list", dict: "an object", type(None): "nothing"}
+    kind = kinds.get(type(value), "a number that is not finite")
+    return f"{dumps(value).decode()[:40]} ({kind})" if type(value) in kinds else f"{str(value)[:40]} ({kind})"
 
 
 def _is_number(value: object) -> bool:

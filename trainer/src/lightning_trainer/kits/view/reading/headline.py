@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_trainer.intervals import Estimate, estimate_mean, reward_bounds
+from lightning_trainer.intervals import Declared, Estimate, estimate_mean, reward_bounds
 from lightning_trainer.kits.view.answers.runs import Headline, HeldOut, HeldOutPoint, RunCost, StepRow
 from lightning_trainer.kits.view.names import chosen_by
 from lightning_trainer.kits.view.runs import Run
@@ -23,19 +23,19 @@ def headline_of(run: Run, lines: Sequence[Line], steps: Sequence[StepRow]) -> He
         steps: that its store holds.
     """
     validations = [line for line in newest_validations(lines) if "rollouts" in line]
-    held_out = _held_out(validations, chosen_by(run))
+    held_out = _held_out(validations, chosen_by(run), run.declared)
     best = best_step(validations)
     points = held_out[0].points if held_out else []
     return Headline(
-        sentence=_sentence(validations, lines, steps),
+        sentence=_sentence(validations, lines, steps, run.declared),
         held_out=held_out,
         best=next((point for point in points if point.step == best), None),
         cost=_cost(lines),
     )
 
 
-def _held_out(validations: Sequence[Line], chosen: Sequence[str] | None) -> list[HeldOut]:
-    scores = [(int(line["step"]), Score.from_metrics(line)) for line in validations]
+def _held_out(validations: Sequence[Line], chosen: Sequence[str] | None, declared: Declared) -> list[HeldOut]:
+    scores = [(int(line["step"]), Score.from_metrics(line, declared)) for line in validations]
     agents = list(dict.fromkeys(name for _, score in scores for name in score.by_agent))
     trained = trained_names(agents, chosen)
     found = [_of_agent(name, scores, trained is None or name in ("", *trained)) for name in ("", *sorted(agents))]
@@ -65,12 +65,12 @@ def _estimate(score: Score, agent: str) -> Estimate:
     if not agent:
         return Estimate(score.reward, score.low, score.high)
     tasks = list(score.by_task.get(agent, {}).values())
-    return estimate_mean(tasks, reward_bounds(tasks)) if tasks else Estimate(score.by_agent.get(agent))
+    return estimate_mean(tasks, reward_bounds(tasks, score.declared)) if tasks else Estimate(score.by_agent.get(agent))
 
 
-def _sentence(validations: Sequence[Line], lines: Sequence[Line], steps: Sequence[StepRow]) -> str:
+def _sentence(validations: Sequence[Line], lines: Sequence[Line], steps: Sequence[StepRow], declared: Declared) -> str:
     if len(validations) > 1:
-        first, last = (Score.from_metrics(validations[place]) for place in (0, -1))
+        first, last = (Score.from_metrics(validations[place], declared) for place in (0, -1))
         return held_out_sentence(first, last, *difference(last, first))
     losses = [line["loss"] for line in lines if line["kind"] == "val" and "loss" in line]
     if losses:

@@ -33,7 +33,7 @@ def scale_of(run: Run, reader: StoreReader | None) -> ScalePage:
     if reader is not None:
         values += _rewards_in(reader, run)
         agents |= _rewarded_in(reader, run)
-    low, high, _ = reward_bounds(values)
+    low, high, _ = reward_bounds(values, run.declared)
     return ScalePage(low=low, high=high, agents=sorted(agents))
 
 

@@ -16,7 +16,7 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.store.protocol import Where, whole_list
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.read import among
-from lightning_trainer.intervals import Estimate, estimate_mean, reward_bounds
+from lightning_trainer.intervals import Declared, Estimate, estimate_mean, reward_bounds
 from lightning_trainer.kits.view.answers.groups import GroupRow, RolloutRow, StepPage
 from lightning_trainer.kits.view.answers.runs import StepRow
 from lightning_trainer.kits.view.names import chosen_by
@@ -97,12 +97,13 @@ def overview(reader: StoreReader, run: Run) -> list[StepRow]:
             sums.flat += low == high
     logged = {Step(line["kind"], line["step"]): line for line in run.lines()}
     order = sorted(steps, key=lambda each: (each.number, each.mode != "val"))
-    return [_row(step, steps[step], logged.get(step)) for step in order]
+    declared = run.declared
+    return [_row(step, steps[step], logged.get(step), declared) for step in order]
 
 
-def _row(step: Step, sums: _Sums, line: Line | None) -> StepRow:
+def _row(step: Step, sums: _Sums, line: Line | None, declared: Declared) -> StepRow:
     """Return a step with the mean that the run logged, failures included; without one, of what has succeeded so far."""
-    so_far = estimate_mean(sums.means, reward_bounds([*sums.lows, *sums.highs]))
+    so_far = estimate_mean(sums.means, reward_bounds([*sums.lows, *sums.highs], declared))
     score = so_far if line is None else Estimate(line.get("reward"), line.get("reward_low"), line.get("reward_high"))
     return StepRow(
         mode=step.mode,
