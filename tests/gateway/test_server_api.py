@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import re
 import time
+from contextlib import closing
+from pathlib import Path
 
 import httpx
 import openai
@@ -15,6 +18,7 @@ from lightning_spans.adapter.adapt import adapt
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.json import to_json
 from lightning_spans.schema.rewards import Reward
+from lightning_spans.store import open_store
 from lightning_spans.store.api import API
 from lightning_spans.store.protocol import LISTINGS
 from lightning_spans.store.traces import traces_of
@@ -357,6 +361,25 @@ def test_metrics_count_requests_calls_and_tokens(tmp_path):
     assert 'lightning_calls_total{outcome="ok"} 1.0' in text
     assert 'lightning_tokens_total{kind="completion"} 5.0' in text
     assert "lightning_calls_in_flight 0.0" in text
+
+
+def test_metrics_report_the_queue_that_the_documented_autoscaler_reads(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "kubernetes.md").read_text()
+    read = set(re.findall(r"query: \w+\((\w+)\)", page))
+    with served(tmp_path, FakeEngine()) as server:
+        assert "lightning_queued_rollouts 0.0" in httpx.get(f"{server.url}/metrics").text
+    with closing(open_store(str(tmp_path / "server.db"))) as store:
+        store.enqueue([Rollout(rollout_id=name, group_id="g", task={}) for name in ("one", "two", "three")])
+        store.claim("w")
+        depth, oldest_s = store.backlog()
+    assert depth == 2
+    assert oldest_s > 0.0
+    with served(tmp_path, FakeEngine()) as server:
+        text = httpx.get(f"{server.url}/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert read == {"lightning_queued_rollouts", "lightning_queue_wait_seconds"}
+    assert float(values["lightning_queued_rollouts"]) == 2.0
+    assert float(values["lightning_queue_wait_seconds"]) >= oldest_s
 
 
 def test_no_key_is_ever_logged(tmp_path, caplog):

@@ -164,6 +164,8 @@ def create_app(
     engines, store = [cast(Engine, WatchedEngine(each)) for each in engines], watched_store(store)
     routing = routing or Routing(model=engines[0].model if engines else "policy")
     metrics, writer = Metrics(), RecordWriter(store, max_waiting_spans=limits.waiting_spans)
+    if (backlog := getattr(store, "backlog", None)) is not None:  # stores in memory have none
+        metrics.watch_queue(backlog)
     attempts = EndedAttempts(store)
     access, leases = Access(keys, attempts), Leases(store)
     intake = Intake(limits, Quotas(limits))

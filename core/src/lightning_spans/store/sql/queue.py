@@ -79,6 +79,12 @@ def enqueue(connection: Connection, new: Sequence[Rollout]) -> int:
     return insert_new(connection, rollouts, rows) if rows else 0
 
 
+def backlog(connection: Connection) -> tuple[int, float]:
+    """Return how many rollouts wait to be claimed, and the seconds that the oldest of them has waited since queued."""
+    count, oldest_ns = connection.execute(select(func.count(), func.min(rollouts.c.queued_ns)).where(QUEUED)).one()
+    return count, 0.0 if oldest_ns is None else max(0.0, (time.time_ns() - oldest_ns) / 1e9)
+
+
 def claim(
     connection: Connection,
     clock: LeaseClock,

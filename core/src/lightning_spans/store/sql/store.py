@@ -133,6 +133,11 @@ class SqlStore(Store):
         asked = list(rollouts)  # read twice, and again where the write is
         return self._writer.do(lambda connection: q.enqueue(connection, asked))
 
+    def backlog(self) -> tuple[int, float]:
+        """Return how many rollouts wait to be claimed, and the seconds that the oldest of them has waited."""
+        self._settle()
+        return self._read(q.backlog)
+
     def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Ids = None) -> list[AttemptRecord]:
         """Start attempts for up to `limit` rollouts, oldest first."""
         asked = None if within is None else list(within)  # it may be a generator, and the write may be done again

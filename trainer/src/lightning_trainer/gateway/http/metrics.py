@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Final
@@ -14,11 +18,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
+from lightning_spans.errors import StoreError
 from lightning_spans.record.stalls import stall_counts, stalls
 from lightning_spans.schema.calls import Call
 from lightning_trainer.gateway.http.asgi import send_bytes
 from lightning_trainer.reasons.continuation import BEGINS, CONTINUATION, JOINED, continued_share, slug
 
+logger = logging.getLogger(__name__)
+_FRESH_S: Final = 1.0
 SENDER_OUTCOMES: Final = ("delivered", "spooled", "retried", "refused", "dropped", "sampled_out", "redacted")
 _SENDERS_MOST: Final = 10_000
 _SENDER_DIGITS: Final = 9  # of a number; no process sends a milliard spans
@@ -68,6 +75,8 @@ class Metrics:
         )
         self._heard: OrderedDict[str, dict[str, int]] = OrderedDict()
         self.registry.register(_StallMetrics())
+        self._read_queue: Callable[[], None] = lambda: None
+        self._queue_read_s = -math.inf
         self._in_flight = Gauge("lightning_calls_in_flight", "model calls being answered", registry=self.registry)
 
     def request(self, path: str, status: int) -> None:
@@ -135,8 +144,32 @@ class Metrics:
         finally:
             self._in_flight.dec()
 
+    def watch_queue(self, backlog: Callable[[], tuple[int, float]]) -> None:
+        """Show how many rollouts wait and how long, for autoscaling; `backlog` reads both from the store."""
+        gauges = [
+            Gauge("lightning_queued_rollouts", "rollouts that wait for a runner", registry=self.registry),
+            Gauge("lightning_queue_wait_seconds", "wait of the oldest queued rollout", registry=self.registry),
+        ]
+
+        def read() -> None:
+            for gauge, value in zip(gauges, backlog(), strict=True):
+                gauge.set(value)
+
+        self._read_queue = read
+
+    async def _refresh_queue(self) -> None:
+        """Read the queue, at most once a second: the page needs no key."""
+        if time.monotonic() - self._queue_read_s < _FRESH_S:
+            return
+        self._queue_read_s = time.monotonic()
+        try:
+            await asyncio.to_thread(self._read_queue)
+        except StoreError as error:
+            logger.warning("the queue can't be read, so its metrics are those of the last time: %s", error)
+
     async def page(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
         """Answer ``GET /metrics``."""
+        await self._refresh_queue()
         await send_bytes(send, generate_latest(self.registry), kind=_TEXT)
 
 
