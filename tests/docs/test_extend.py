@@ -22,6 +22,7 @@ from lightning_trainer.gateway.formats.reader import Dialect, parse
 from lightning_trainer.gateway.formats.table import by_name
 from lightning_trainer.judges import open_judge, read_judge
 from lightning_trainer.kits.evaluation.config import EvalConfig
+from lightning_trainer.kits.lineage.callback import LineageKind
 from lightning_trainer.kits.sft.config import SftConfig
 from lightning_trainer.rl.credit.assigners import credit_by_name
 from support.training.judged import rolled
@@ -76,7 +77,7 @@ def test_the_example_of_a_judge_rewards_the_fewest_calls() -> None:
 
 @pytest.mark.usefixtures("example")
 def test_the_example_of_a_callback_adds_its_metric() -> None:
-    (kind,) = wanted_callbacks(config())
+    [kind] = [kind for kind in wanted_callbacks(config()) if not isinstance(kind, LineageKind)]
     outcomes = [SimpleNamespace(attempts=[1]), SimpleNamespace(attempts=[1, 2])]
     with kind.open(None) as callback:
         assert callback.before_batch(SimpleNamespace(outcomes=outcomes)).metrics == {"attempts_per_rollout": 1.5}

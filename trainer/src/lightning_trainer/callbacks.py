@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_trainer import registry
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning_spans.adapter.trace import Trace
     from lightning_trainer.backend_protocol import Learner, OpenRun
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch.attempts import Traces
@@ -49,6 +52,7 @@ class StepRollouts:
         outcomes: of the rollouts.
         traces: reads the traces of attempts.
         spread: what callbacks returned as `Extra.spread` in earlier steps.
+        seen: the traces that were read for the batch; empty before it is made.
     """
 
     name: str
@@ -56,6 +60,7 @@ class StepRollouts:
     outcomes: Sequence[Outcome]
     traces: Traces
     spread: Mapping[str, float]
+    seen: Sequence[Trace] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +96,13 @@ class Callback:
             LightningError: the run can't continue.
         """
         return batch, {}
+
+    def after_save(self, checkpoint: Path, step: int) -> None:
+        """Add files to a checkpoint of so many steps, which is not in its place yet.
+
+        Raises:
+            OSError: they can't be written.
+        """
 
 
 class CallbackKind:

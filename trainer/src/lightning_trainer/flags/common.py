@@ -77,6 +77,19 @@ system_messages_option = click.option(
     help="merge joins system and user messages that the chat template refuses otherwise, as in train.",
 )
 
+allow_blocked_option = click.option(
+    "--allow-blocked",
+    is_flag=True,
+    help="Also take a checkpoint that is blocked because it learned from deleted traces.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+runs_option = click.option(
+    "--runs",
+    default="runs",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Folder of runs in which to look for checkpoints.",
+)
 columns_option = click.option(
     "--columns",
     metavar="NAME,...",

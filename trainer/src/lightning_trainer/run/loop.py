@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.adapter.trace import Trace
@@ -121,12 +122,17 @@ class Loop:
             save(
                 self._run.folder,
                 replace(state, resumable=holds != "weights"),
-                partial(learner.save, resumable=holds != "weights"),
+                partial(self._write, resumable=holds != "weights"),
                 keep=self._run.config.keep,
                 strip=learner.strip if holds == "newest" else None,
             )
         self._saved, self._saved_at = self.state.step, time.monotonic()
         self._run.log.draw()
+
+    def _write(self, checkpoint: Path, *, resumable: bool) -> None:
+        self._learner.save(checkpoint, resumable=resumable)
+        for callback in self._callbacks:
+            callback.after_save(checkpoint, self.state.step)
 
     def _validate_if_due(self) -> None:
         every = self._run.config.val_every
@@ -196,7 +202,7 @@ class Loop:
         self._refuse_barren(batch, outcomes)
         adapted_s = time.monotonic() - began - rolled_s - extra_s
         self._run.check()
-        batch, changed = self._after_batch(batch, replace(rollouts, outcomes=outcomes))
+        batch, changed = self._after_batch(batch, replace(rollouts, outcomes=outcomes, seen=traces.found))
         self._run.progress.phase(f"learning from {len(batch.rows)} rows")
         self._whole = False
         learned = self._learn(batch)

@@ -7,12 +7,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.flags.common import key_file_option, reading, store_option
+from lightning_trainer.flags.common import key_file_option, reading, runs_option, store_option
+from lightning_trainer.report.terminal import printable
+
+if TYPE_CHECKING:
+    from lightning_trainer.lineage.search import AffectedCheckpoint
 
 _EXAMPLE: Final = (
     "From cron, so that live traces are kept for 30 days: "
@@ -40,6 +44,12 @@ def _age_s(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option(
     "--trace", "traces", multiple=True, metavar="ID", help="Only this trace, which has no rollout. May be repeated."
 )
+@runs_option
+@click.option(
+    "--block-checkpoints",
+    is_flag=True,
+    help="Block the checkpoints that learned from it: serve, server and deploy then refuse them.",
+)
 @click.option(
     "--compact",
     is_flag=True,
@@ -54,6 +64,8 @@ def command(
     origin: str | None,
     rollouts: Sequence[str],
     traces: Sequence[str],
+    runs: Path,
+    block_checkpoints: bool,
     compact: bool,
     yes: bool,
     store: str,
@@ -63,13 +75,22 @@ def command(
 
     Waiting and running rollouts are kept, and so is the record of which groups were trained on. The store may be in
     use: rows are deleted in small steps.
+
+    If traces or rollouts are named, the checkpoints that learned from them are listed, and blocked with
+    --block-checkpoints.
     """
+    from lightning_trainer.lineage.blocks import block_checkpoint
+    from lightning_trainer.lineage.search import describe
+
     if age_s is None and origin is None and not rollouts and not traces:
         raise ConfigError("prune: say what to delete: --older-than, --origin, --rollout or --trace.")
+    if block_checkpoints and not (rollouts or traces):
+        raise ConfigError("prune: --block-checkpoints needs the traces: name them with --trace or --rollout.")
     if rollouts and traces:
         raise ConfigError("prune: --trace is for traces without a rollout. Give either --rollout or --trace.")
     what = f"of origin {origin}" if origin is not None else "of every origin"
     named = f", {len(rollouts or traces)} named" if rollouts or traces else ""
+    affected = _affected(runs, [*rollouts, *traces])
     with reading(store, key_file) as opened:
         if not yes:
             _ask(f"Delete traces {what}{named}{'' if age_s is None else ', by age'} in {store}?")
@@ -86,6 +107,18 @@ def command(
             " origin than what is to go."
         )
     click.echo(f"deleted: {deleted} (rollouts, and spans and calls without one)")
+    if block_checkpoints:
+        for one in affected:
+            block_checkpoint(one.folder, "it learned from traces that were deleted", one.ids)
+    for line in describe(affected):
+        click.echo(printable(line))
+
+
+def _affected(runs: Path, ids: Sequence[str]) -> list[AffectedCheckpoint]:
+    """Find the checkpoints that learned from what is named, before it is deleted: a broken manifest stops that."""
+    from lightning_trainer.lineage.search import find_checkpoints
+
+    return find_checkpoints(runs, ids) if ids else []
 
 
 def _ask(question: str) -> None:

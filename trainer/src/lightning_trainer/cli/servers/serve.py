@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from lightning_trainer.cli.servers.serving import tls_options
-from lightning_trainer.flags.common import given, system_messages_option
+from lightning_trainer.flags.common import allow_blocked_option, given, system_messages_option
 
 
 @click.command(name="serve")
@@ -43,6 +43,7 @@ from lightning_trainer.flags.common import given, system_messages_option
     help="File that keeps the key. Default: a temporary file, deleted when the server ends.",
 )
 @click.option("--store", metavar="URL", help="Store that records every call. Default: calls are not recorded.")
+@allow_blocked_option
 @tls_options
 def command(
     *,
@@ -55,6 +56,7 @@ def command(
     tls_cert: Path | None,
     tls_key: Path | None,
     plain_http: bool,
+    allow_blocked: bool,
     **options: Any,
 ) -> None:
     """Serve MODEL behind an OpenAI-compatible endpoint.
@@ -73,6 +75,7 @@ def command(
     from lightning_trainer.backends.torch.backend import need_torch, open_torch
     from lightning_trainer.cli.servers.serving import ListenAddress, check_place, key_files, serve_until_stopped
     from lightning_trainer.gateway.app import create_app
+    from lightning_trainer.lineage.blocks import refuse_blocked
     from lightning_trainer.session.answers import own_loading, read_subject
     from lightning_trainer.session.session import open_database
 
@@ -80,6 +83,7 @@ def command(
     place = ListenAddress(host, port, tls_cert, tls_key, plain_http)
     check_place(place)
     folder = models.resolve(checkpoint)
+    refuse_blocked(folder, allowed=allow_blocked)
     own = own_loading(read_subject(checkpoint))
     with ExitStack() as stack:  # to load weights may take minutes: whether key and calls can be kept is known before
         files = stack.enter_context(key_files(key_file))

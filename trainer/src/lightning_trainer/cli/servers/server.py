@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import click
 
 from lightning_trainer.cli.servers.serving import tls_options
-from lightning_trainer.flags.common import DEFAULT_STORE, name_by_option, system_messages_option
+from lightning_trainer.flags.common import DEFAULT_STORE, allow_blocked_option, name_by_option, system_messages_option
 
 if TYPE_CHECKING:
     from lightning_trainer.gateway.settings import Routing
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     help="Checkpoint of a run with --policy. The vLLM server in --upstream (exactly one) loads its"
     " adapters, each under its own name.",
 )
+@allow_blocked_option
 @click.option(
     "--tokenizer",
     "tokenizers",
@@ -122,6 +123,7 @@ def command(
     store: str,
     upstreams: Sequence[str],
     adapters: Path | None,
+    allow_blocked: bool,
     tokenizers: Sequence[str],
     tool_formats: Sequence[str],
     system_messages: str | None,
@@ -169,8 +171,12 @@ def command(
     from lightning_trainer.kits.view.pages import add_view
     from lightning_trainer.kits.view.routes import Views
     from lightning_trainer.kits.view.runs import Runs
+    from lightning_trainer.lineage.blocks import refuse_blocked
+    from lightning_trainer.lineage.reading import resolve_checkpoint
     from lightning_trainer.naming import parse_rules
 
+    if adapters is not None:
+        refuse_blocked(resolve_checkpoint(adapters), allowed=allow_blocked)
     forwarded = read_upstreams(
         upstreams,
         timeout_s=upstream_timeout,

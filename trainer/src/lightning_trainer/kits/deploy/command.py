@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from lightning_trainer.flags.common import given, key_file_option, print_json, reading, store_option
+from lightning_trainer.flags.common import (
+    allow_blocked_option,
+    given,
+    json_option,
+    key_file_option,
+    print_json,
+    reading,
+    store_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +29,6 @@ if TYPE_CHECKING:
     from lightning_trainer.kits.deploy.transitions import Note
 
 F = TypeVar("F", bound=Callable[..., Any])
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _reason_option = click.option("--reason", default="", metavar="TEXT", help="Why, for the history.")
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
@@ -45,7 +52,7 @@ def _transition_options(function: F) -> F:
             click.option("--by", "actor", metavar="NAME", help="Who, for the history. Default: your login name."),
             store_option,
             key_file_option,
-            _json_option,
+            json_option,
         )
     ):
         function = option(function)
@@ -70,7 +77,7 @@ def _bounds(context: click.Context, option: click.Parameter, values: tuple[str, 
 @click.option("--agent", metavar="NAME", help="Only this agent, with its history.")
 @store_option
 @key_file_option
-@_json_option
+@json_option
 def status(*, agent: str | None, store: str, key_file: Path | None, as_json: bool) -> None:
     """Show which policies answer each agent."""
     from lightning_spans.errors import ConfigError
@@ -96,6 +103,7 @@ def status(*, agent: str | None, store: str, key_file: Path | None, as_json: boo
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Run or checkpoint that holds the agent's adapter.")
 @click.option("--policy", metavar="NAME", help="Adapter in the checkpoint. Default: the agent's own, or the only one.")
 @click.option("--base", metavar="MODEL", help="--upstream of the server that loads the adapter.")
+@allow_blocked_option
 @click.option("--model", metavar="MODEL", help="Model that the server has already, in place of --checkpoint.")
 @click.option("--stable", metavar="MODEL", help="Model that answers the agent today. Needed the first time.")
 @click.option(
@@ -109,6 +117,7 @@ def candidate(
     checkpoint: Path | None,
     policy: str | None,
     base: str | None,
+    allow_blocked: bool,
     model: str | None,
     stable: str | None,
     needs_approval: bool | None,
@@ -121,6 +130,7 @@ def candidate(
     from lightning_trainer.kits.deploy.transitions import name_candidate
 
     chosen = read_policy(agent, checkpoint, policy, base, model)
+    _refuse_blocked(chosen.checkpoint, allowed=allow_blocked)
 
     def name(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
         named = name_candidate(_last(history), agent, chosen, note, stable=stable)
@@ -177,7 +187,7 @@ def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agen
 @click.option("--calls", default=2000, show_default=True, help="Newest calls of the stable policy to read.")
 @store_option
 @key_file_option
-@_json_option
+@json_option
 def estimate(
     *, agent: str, server: str, sources: tuple[str, ...], calls: int, store: str, key_file: Path | None, as_json: bool
 ) -> None:
@@ -269,7 +279,7 @@ def canary(
 @_reason_option
 @store_option
 @key_file_option
-@_json_option
+@json_option
 def approve(
     *, agent: str, candidate: str | None, reason: str, store: str, key_file: Path | None, as_json: bool
 ) -> None:
@@ -290,8 +300,9 @@ def approve(
 
 @command.command(name="promote")
 @click.option("--override", is_flag=True, help="Promote without the gate; needs --reason.")
+@allow_blocked_option
 @_transition_options
-def promote(*, override: bool, agent: str, **options: Any) -> None:
+def promote(*, override: bool, allow_blocked: bool, agent: str, **options: Any) -> None:
     """Make the candidate the stable policy, if the gate has decided so and a needed approval has been given."""
     from lightning_spans.errors import ConfigError
     from lightning_trainer.kits.deploy import transitions
@@ -303,6 +314,7 @@ def promote(*, override: bool, agent: str, **options: Any) -> None:
 
     def make(history: Sequence[Deployment], note: Note, store: Store) -> Deployment:
         made = transitions.promote(_last(history), agent, note)
+        _refuse_blocked(history[-1].checkpoint, allowed=allow_blocked)
         if needs_approval(history) and not is_url(options["store"]):  # a server checks it itself
             Approvals.beside(options["key_file"]).check(history, made.stable)
         return replace(made, details=check_promotion(store, history, override=override))
@@ -315,7 +327,7 @@ def promote(*, override: bool, agent: str, **options: Any) -> None:
 )
 @store_option
 @key_file_option
-@_json_option
+@json_option
 def check(*, store: str, key_file: Path | None, as_json: bool) -> None:
     """Roll back what its gate or a guardrail rejects, with the reason, and show the status of all agents."""
     from lightning_spans.errors import ConfigError
@@ -371,6 +383,13 @@ def _change(
         print_json(status_json(after, findings))
     else:
         show(after, findings)
+
+
+def _refuse_blocked(checkpoint: str | None, *, allowed: bool) -> None:
+    from lightning_trainer.lineage.blocks import refuse_blocked
+
+    if checkpoint is not None:
+        refuse_blocked(Path(checkpoint), allowed=allowed)
 
 
 def _last(history: Sequence[Deployment]) -> Deployment | None:

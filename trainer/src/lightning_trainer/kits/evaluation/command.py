@@ -14,6 +14,7 @@ from lightning_trainer.flags.common import (
     columns_option,
     given,
     isolate_option,
+    json_option,
     name_by_option,
     print_json,
     read_key,
@@ -141,7 +142,7 @@ if TYPE_CHECKING:
     help="Store for the traces. Default: SQLite in the folder. May be given again with --resume.",
 )
 @click.option("--resume", type=click.Path(path_type=Path), help="Resume the evaluation in this folder.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(
     *,
     resume: Path | None,

@@ -138,9 +138,21 @@ def _provenance(branch: Branch, episode: StoredEpisode, reward: float | None, ag
         "group_id": episode.group,
         "task_id": episode.task,
         "span_ids": [said.call.span_id for said in branch],
+        **_lineage(branch, episode),
         "policy": call.policy,
         "policy_version": call.policy_version,
         "origin": episode.origin,
+    }
+
+
+def _lineage(branch: Branch, episode: StoredEpisode) -> Line:
+    """Return the ids by which a checkpoint that learns from the line is found again."""
+    nodes = {node.span.span_id: node for node in episode.trace.chats}
+    own = [nodes[said.call.span_id] for said in branch if said.call.span_id in nodes]
+    return {
+        "call_ids": [node.call.call_id for node in own if node.call is not None],
+        "trace_id": own[-1].span.trace_id if own else None,
+        "reward_ids": [reward.reward_id for reward in episode.trace.rewards],
     }
 
 

@@ -11,7 +11,9 @@ from lightning_trainer.kits.export.files import Line, LineSpool
 from lightning_trainer.kits.export.wanted import Wanted
 
 Pair = tuple[LineCandidate, LineCandidate]  # the better, the worse
-_FROM = ("reward", "rollout_id", "attempt_id", "span_ids", "policy", "policy_version")
+_FROM = (
+    "reward", "rollout_id", "attempt_id", "span_ids", "call_ids", "trace_id", "reward_ids", "policy", "policy_version",
+)  # fmt: skip
 
 
 def pairs(candidates: Sequence[LineCandidate], wanted: Wanted, left_out: Counter[str]) -> list[Pair]:

@@ -14,6 +14,7 @@ from lightning_trainer.flags.common import (
     columns_option,
     given,
     isolate_option,
+    json_option,
     name_by_option,
     print_json,
     read_key,
@@ -73,7 +74,7 @@ from lightning_trainer.report.terminal import decimal, printable
 @name_by_option
 @work_options
 @click.option("--resume", is_flag=True, help="Resume the search that writes to --out; give the same options.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(
     *,
     target: str | None,

@@ -13,6 +13,7 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.common import (
     isolate_option,
+    json_option,
     name_by_option,
     print_json,
     read_key,
@@ -97,7 +98,7 @@ _SHORT = 80  # characters of an answer that a line shows
 )
 @isolate_option
 @store_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(
     *,
     as_json: bool,

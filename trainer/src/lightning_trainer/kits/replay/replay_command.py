@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.flags.common import isolate_option, name_by_option, print_json, screen, store_option
+from lightning_trainer.flags.common import isolate_option, json_option, name_by_option, print_json, screen, store_option
 from lightning_trainer.kits.replay.fork_command import names, subject_of
 from lightning_trainer.report.terminal import decimal, printable
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 @click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
 @isolate_option
 @store_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(
     *,
     as_json: bool,

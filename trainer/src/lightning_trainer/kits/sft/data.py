@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ _ROLES: Final = {
     "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
     "function_response": "tool", "developer": "system",
 }  # fmt: skip
+PROVENANCE: Final = ("call_ids", "reward_ids", "rollout_id", "attempt_id", "trace_id", "origin")
 _SHOWN: Final = 5  # files of a folder
 WANTED: Final = (
     "messages (role, content), conversations (from, value), prompt and completion, instruction and output, or input_ids"
@@ -32,7 +33,8 @@ SILENT: Final = "the assistant says nothing in it"
 _FIELDS: Final = frozenset({  # all that is read of a row; what else a file has may be of any type
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
     "chosen", "rejected", "rewards", "input_ids", "labels", "prompt_ids", "chosen_ids", "rejected_ids", "answers",
-    "agent", "agent_path", "reward", "group_id", "rollout_id", "task_id",
+    "agent", "agent_path", "reward", "group_id", "rollout_id", "task_id", "attempt_id", "trace_id", "call_ids",
+    "reward_ids", "origin", "chosen_from", "rejected_from",
 })  # fmt: skip
 _CALL: Final = "function_call"  # a turn of ShareGPT's shape
 _SHAPES: Final = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
@@ -58,6 +60,7 @@ class Example:
         group: what was drawn for one task; None where nobody said.
         task: which task that was, the same in every run; None where nobody said.
         source: file and line.
+        provenance: ids of the records that it was made of, by their names in the line; empty where it names none.
     """
 
     messages: tuple[Message, ...]
@@ -71,6 +74,7 @@ class Example:
     group: str | None = None
     task: str | None = None
     source: str = ""
+    provenance: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def path(self) -> str | None:
@@ -173,9 +177,17 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
             group=next(filter(None, (_name(line.get(key)) for key in ("group_id", "rollout_id"))), None),
             task=_name(line.get("task_id")),
             source=source,
+            provenance=_provenance(line),
         )
     except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{source}: {error}. It has {list_fields(line)}. Wanted: {WANTED}.") from None
+
+
+def _provenance(line: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the ids that `export` writes into a line; what a user's own file has under these names may be anything."""
+    listed = {name: value if isinstance(value := line.get(name), list) else [value] for name in PROVENANCE}
+    found = {name: tuple(one for one in values if isinstance(one, str)) for name, values in listed.items()}
+    return {name: values for name, values in found.items() if values}
 
 
 def _name(value: Any) -> str | None:

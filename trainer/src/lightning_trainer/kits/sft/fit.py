@@ -12,6 +12,7 @@ from typing import Final
 
 from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.kits.sft.batches import batches
+from lightning_trainer.kits.sft.lineage import LineageWriter
 from lightning_trainer.kits.sft.resume import CHECKPOINT
 from lightning_trainer.kits.sft.standing import Standing
 from lightning_trainer.report.metrics import MetricLog
@@ -71,6 +72,7 @@ class Fit:
         loss: what is looked at; None: the mean loss of a token.
         standing: where it stands: at first where an earlier life did, and the learner is as it was then.
         keep: keeps where this one stands, and the learner as it is: every quarter of an hour, and when asked to stop.
+        lineage: notes what each step learns from, and marks checkpoints; None: nobody does.
     """
 
     learner: Learner
@@ -91,6 +93,7 @@ class Fit:
     loss: Callable[[Sequence[Row]], float] | None = None
     standing: Standing = field(default_factory=Standing)
     keep: Callable[[Standing], None] | None = None
+    lineage: LineageWriter | None = None
     _began: float = field(default_factory=time.monotonic, init=False)
     _kept_at: float = field(default_factory=time.monotonic, init=False)
 
@@ -111,6 +114,8 @@ class Fit:
             for step, batch in islice(enumerate(drawn), self.standing.taken, None):
                 self.check()
                 self.progress.phase("learning", step, self.steps)
+                if self.lineage is not None:
+                    self.lineage.add_step(self.from_step + step, batch)
                 self._took(update(batch), step, len(batch))
                 taken = step + 1
                 if taken % self._every == 0 and taken < self.steps and self._stops():
@@ -180,6 +185,8 @@ class Fit:
     def _save(self) -> None:
         self.progress.phase("saving")
         self.learner.save(self.folder / CHECKPOINT, resumable=False)
+        if self.lineage is not None:
+            self.lineage.mark(self.folder / CHECKPOINT, self.from_step + self.standing.taken)
 
 
 _SHOWN: Final[tuple[str, ...]] = (

@@ -11,7 +11,15 @@ from typing import Any, Final
 from lightning_spans.errors import DataError
 from lightning_trainer.kits.export.asked import UnreadableError
 from lightning_trainer.kits.export.chat import Message
-from lightning_trainer.kits.sft.data import Example, answer_places, conversation, list_fields, read_rows, to_messages
+from lightning_trainer.kits.sft.data import (
+    PROVENANCE,
+    Example,
+    answer_places,
+    conversation,
+    list_fields,
+    read_rows,
+    to_messages,
+)
 
 _OF_BOTH: Final = ("agent", "agent_path", "group_id", "task_id", "tools", "system")  # answers of a pair
 
@@ -72,6 +80,9 @@ def preferred(line: Mapping[str, Any], source: str) -> Preferred:
         for name, messages, reward in zip(("chosen", "rejected"), sides, rewards, strict=True):
             own = {key: line[key] for key in _OF_BOTH if key in line}
             answers = [place for place in answer_places(messages) if place >= first]
+            made_of = line.get(f"{name}_from")
+            if isinstance(made_of, Mapping):
+                own |= {key: made_of[key] for key in PROVENANCE if key in made_of}
             own |= {"messages": messages, "answers": answers, "reward": reward}
             if line.get("prompt_ids") and line.get(f"{name}_ids"):
                 prompt, answer = list(line["prompt_ids"]), list(line[f"{name}_ids"])

@@ -25,6 +25,7 @@ from lightning_trainer.kits.sft.config import SftConfig
 from lightning_trainer.kits.sft.data import Example, is_store, read_file, read_lines_of_store
 from lightning_trainer.kits.sft.dpo import BETA, ONE_LEFT_OUT, SAME_ANSWERS, Dpo, matched
 from lightning_trainer.kits.sft.fit import Fit, Fitted, schedule
+from lightning_trainer.kits.sft.lineage import LineageWriter, sft_facts
 from lightning_trainer.kits.sft.pairs import Preferred, preferred, read_pairs
 from lightning_trainer.kits.sft.render import Renderer
 from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, forget, learning_folder
@@ -94,11 +95,13 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
         log = stack.enter_context(closing(MetricLog(folder, from_step=kept.standing.taken)))
         write_atomically(folder / CONFIG_NAME, to_json(config).encode())
         _tell(progress, task, config.agents)
+        lineage = LineageWriter(folder, sft_facts(config), kept.standing.taken)
+        lineage.learning_from(data.training, data.worse[0] if data.worse else ())
         fit = Fit(
             learner=learner, rows=task.rows, held_out=task.held_out, folder=folder, log=log, progress=progress,
             check=check, batch_size=config.batch_size, group_by_prefix=config.group_by_prefix, steps=steps,
             eval_every=config.eval_every, patience=config.patience, seed=config.seed, update=task.update,
-            loss=task.loss, standing=kept.standing, keep=partial(kept.keep, learner),
+            loss=task.loss, standing=kept.standing, keep=partial(kept.keep, learner), lineage=lineage,
         )  # fmt: skip
         try:
             fitted = fit.run()
@@ -150,7 +153,9 @@ class Data:
     def digest(self) -> str:
         """Text that changes when anything of it does."""
         parts = (self.training, self.held_out, *(self.worse or ()))
-        return digest([[replace(each, source="") for each in part] for part in parts])  # the same from another folder
+        return digest(
+            [[replace(each, source="", provenance={}) for each in part] for part in parts]
+        )  # the same from another folder
 
 
 def read(config: SftConfig) -> Data:

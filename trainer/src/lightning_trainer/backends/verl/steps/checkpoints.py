@@ -10,6 +10,7 @@ from typing import Any, Final
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
 from lightning_trainer.backends.verl.steps.merged import merge_adapters
+from lightning_trainer.lineage.manifest import mark_checkpoint
 from lightning_trainer.report.metrics import write_atomically
 
 POLICIES: Final = "policies.jsonl"
@@ -33,6 +34,7 @@ def register(folder: Path, checkpoint: Path, version: int) -> None:
         checkpoint: verl's folder ``global_step_N``.
         version: number of the weights.
     """
+    mark_checkpoint(folder, checkpoint / "actor" / "huggingface", version)
     link = folder / "checkpoint"
     draft = folder / ".checkpoint.new"
     draft.unlink(missing_ok=True)

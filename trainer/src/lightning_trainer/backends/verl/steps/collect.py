@@ -32,6 +32,7 @@ from lightning_trainer.backends.verl.steps.groups import Groups
 from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, trajectories
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judges import read_judge
+from lightning_trainer.lineage.manifest import Manifest
 from lightning_trainer.report import step_metrics
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.attempts import Traces
@@ -41,6 +42,7 @@ from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import Score, reward_of_failures, score, total
 from lightning_trainer.run.group_ids import name_start
+from lightning_trainer.run.learned_from import run_facts, sources_of
 
 PARTITION: Final = "train"
 
@@ -76,6 +78,8 @@ class RolloutCollector:
         self._agents: set[str] = set()
         self._times: Counter[int] = Counter()
         self._barren = 0  # groups without a row, since the last one with
+        self._manifest = Manifest(Path(lightning.config).parent)
+        self._first_step: int | None = None  # that this start asked for, from 0
 
     @classmethod
     def create(cls, *, config: Any, **_: Any) -> RolloutCollector:
@@ -98,6 +102,9 @@ class RolloutCollector:
                 step=int(row["global_steps"]),
                 values_as_rewards=on_verl(self._run).critic,
             )
+            if self._first_step is None:
+                self._first_step = prompt.step - 1  # verl counts from 1
+                self._manifest.begin(run_facts(self._run), self._first_step)
             name, place = self._place_of(int(row["index"]))
             rollouts = self._plan(row["task"], name, place, self._run.group_size, "train")
             tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
@@ -158,6 +165,7 @@ class RolloutCollector:
         self._store.add_rewards(batch.automatic)
         self._agents |= {name for name in batch.agents if name is not None}
         self._refuse_barren(batch, ended)
+        self._manifest.add_step(prompt.step - 1, sources_of(batch, traces.found))
         rows: dict[str, list[Row]] = defaultdict(list)
         for row in batch.rows:
             rows[row.rollout_id].append(row)

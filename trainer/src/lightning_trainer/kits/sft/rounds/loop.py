@@ -23,6 +23,7 @@ from lightning_trainer.kits.sft.batches import make_rows
 from lightning_trainer.kits.sft.config import RoundsConfig
 from lightning_trainer.kits.sft.data import read_lines_of_store
 from lightning_trainer.kits.sft.fit import Fit, Fitted
+from lightning_trainer.kits.sft.lineage import LineageWriter
 from lightning_trainer.kits.sft.render import Renderer
 from lightning_trainer.kits.sft.resume import CHECKPOINT, forget, keep
 from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME, Round, Rounds, RoundsState
@@ -62,6 +63,7 @@ class RoundLoop:
     check: Callable[[], None]
     name: str = field(default_factory=lambda: f"rounds-{uuid.uuid4().hex[:8]}")  # unique in the store
     state: RoundsState
+    lineage: LineageWriter
     steps: int = 0
     began: float = field(default_factory=time.monotonic)
 
@@ -155,9 +157,11 @@ class RoundLoop:
             lines = better
         if not lines:
             raise NothingToLearnError(_nothing(score(outcomes, config.failed), left_out))
+        examples = read_lines_of_store(lines, "the round's samples")
+        self.lineage.learning_from(examples)
         try:
             made = make_rows(
-                read_lines_of_store(lines, "the round's samples"),
+                examples,
                 Renderer(self.learner.engine.tokenizer, self.learner.end_tokens),
                 agents=config.agents,
                 policies=parse(config.policies),
@@ -196,7 +200,7 @@ class RoundLoop:
         return Fit(
             learner=self.learner, rows=rows, held_out=(), folder=self.folder, log=self.log, progress=self.progress,
             check=self.check, batch_size=config.batch_size, group_by_prefix=config.group_by_prefix,
-            steps=steps_of(config, rows), seed=config.seed, from_step=self.steps,
+            steps=steps_of(config, rows), seed=config.seed, from_step=self.steps, lineage=self.lineage,
         ).run()  # fmt: skip
 
 

@@ -15,10 +15,13 @@ from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.judges import CACHE_NAME, open_judge, read_judge
 from lightning_trainer.kits.sft.config import OF_FILES, RoundsConfig
 from lightning_trainer.kits.sft.fit import schedule
+from lightning_trainer.kits.sft.lineage import LineageWriter
 from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, learning_folder
 from lightning_trainer.kits.sft.rounds.loop import RoundLoop
 from lightning_trainer.kits.sft.rounds.state import STATE_NAME, Rounds, RoundsState
 from lightning_trainer.kits.sft.sft import options_of
+from lightning_trainer.lineage.facts import read_facts
+from lightning_trainer.lineage.manifest import RunFacts
 from lightning_trainer.models import look
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Progress, Silent
@@ -85,7 +88,7 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         loop = RoundLoop(
             config=config, tasks=tasks, val=val, folder=folder, session=session, learner=learner, judge=judge,
             log=log, progress=progress, check=check, state=state, steps=state.steps,
-            began=began - state.seconds,
+            lineage=LineageWriter(folder, _facts(config), state.steps), began=began - state.seconds,
         )  # fmt: skip
         try:
             return loop.run()
@@ -118,6 +121,11 @@ def _options(config: RoundsConfig, tasks: int) -> dict[str, object]:
     """Return the learner's options. How many steps are to come is not known, so the learning rate rises and stays."""
     steps = config.rounds * (config.steps or max(1, tasks * config.kept // config.batch_size))
     return {"warmup_steps": schedule(steps)[0], **options_of(config)}
+
+
+def _facts(config: RoundsConfig) -> RunFacts:
+    data, program = [config.tasks, config.val], config.target or config.command
+    return read_facts(config.model_dump(mode="json"), model=str(config.model), data=data, program=program)
 
 
 def _sampling(config: RoundsConfig) -> SamplingOptions:

@@ -1,0 +1,170 @@
+"""From a checkpoint to what it learned from, from a call to its checkpoints, and what a deletion does to them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.calls import Call
+from lightning_spans.store import open_store
+from lightning_trainer.cli import cli
+from lightning_trainer.lineage.blocks import BLOCKED, block_of, refuse_blocked
+from lightning_trainer.lineage.facts import read_facts
+from lightning_trainer.lineage.manifest import MANIFEST, Manifest, StepSources, mark_checkpoint
+from lightning_trainer.lineage.reading import read_lineage
+from support.postgres import server
+
+KEY = "LIGHTNING_LINEAGE_KEY_FILE"
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[Callable[[], str]]:
+    with server() as fresh:
+        yield fresh
+
+
+def sources(step: int) -> StepSources:
+    return StepSources(calls=[f"call-{step}"], rewards=[f"reward-{step}"], traces=[f"{step:032x}"], sources=["run"])
+
+
+def save(run: Path, step: int) -> Path:
+    checkpoint = run / "checkpoints" / f"step-{step:06d}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "config.json").write_text("{}")
+    mark_checkpoint(run, checkpoint, step)
+    (run / "checkpoint").unlink(missing_ok=True)
+    (run / "checkpoint").symlink_to(checkpoint.relative_to(run))
+    return checkpoint
+
+
+def make_run(run: Path, model: str = "smollm2-135m", *, steps: int = 4, start: int = 0) -> Path:
+    """A run that saved a checkpoint after each step."""
+    run.mkdir(parents=True, exist_ok=True)
+    manifest = Manifest(run)
+    manifest.begin(read_facts({}, model=model, data=[], program=None), 0)
+    for step in range(steps):
+        manifest.add_step(step, sources(start + step))
+        save(run, step + 1)
+    return run
+
+
+def invoke(*arguments: str) -> Any:
+    result = CliRunner().invoke(cli, list(arguments))
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout) if "--json" in arguments else result.output
+
+
+def test_a_checkpoint_lists_what_it_learned_from_also_when_it_is_copied(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "first")
+    copy = shutil.copytree(run / "checkpoints" / "step-000002", tmp_path / "copy")
+    shutil.rmtree(run)
+    found = invoke("lineage", str(copy), "--json")
+    assert (found["calls"], found["rewards"], found["sources"]) == (
+        ["call-0", "call-1"], ["reward-0", "reward-1"], ["run"],
+    )  # fmt: skip
+    assert (found["checkpoints"], found["tainted"], found["model"]) == ([str(copy)], [], "smollm2-135m")
+
+
+def test_what_was_learned_after_the_step_that_a_run_went_on_from_does_not_count(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first", steps=3)
+    later = Manifest(run)
+    later.begin(read_facts({}, model="smollm2-135m", data=[], program=None), 1)
+    later.add_step(1, sources(10))
+    again = save(run, 2)
+    assert read_lineage(again).all_of("calls") == ["call-0", "call-10"]
+    assert read_lineage(run / "checkpoints" / "step-000003").all_of("calls") == ["call-0", "call-1", "call-2"]
+
+
+def test_a_call_leads_to_the_checkpoints_that_learned_from_it_and_to_those_that_began_with_them(
+    tmp_path: Path,
+) -> None:
+    runs = tmp_path / "runs"
+    first = make_run(runs / "first", steps=2)
+    second = make_run(runs / "second", str(first), steps=1, start=20)
+    third = make_run(runs / "third", str(second), steps=1, start=30)
+    make_run(runs / "other", steps=1, start=40)
+    found = invoke("lineage", "call-1", "--runs", str(runs), "--json")
+    assert found["checkpoints"] == [str(first / "checkpoints" / "step-000002")]
+    assert found["tainted"] == [str(run / "checkpoints" / "step-000001") for run in (second, third)]
+    assert invoke("lineage", "nothing", "--runs", str(runs), "--json")["checkpoints"] == []
+    ancestors = invoke("lineage", str(third), "--runs", str(runs), "--json")["checkpoints"]
+    assert [Path(folder).parent.parent.name for folder in ancestors] == ["third", "second", "first"]
+
+
+def test_an_edited_or_rewritten_manifest_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = tmp_path / "lineage.key"
+    key.write_bytes(b"0123456789abcdef")
+    monkeypatch.setenv(KEY, str(key))
+    run = make_run(tmp_path / "first", steps=2)
+    monkeypatch.delenv(KEY)
+    assert "signed, not checked" in invoke("lineage", str(run))
+    assert "signature checked" in invoke("lineage", str(run), "--signing-key", str(key))
+    text = (run / MANIFEST).read_text()
+    (run / MANIFEST).write_text(text.replace("call-0", "call-9"))
+    refused = CliRunner().invoke(cli, ["lineage", str(run)])
+    assert refused.exit_code != 0
+    assert "line 2: it is not what was written" in refused.output
+    (run / MANIFEST).unlink()  # written anew as a whole, without the call
+    forged = Manifest(run)
+    forged.begin(read_facts({}, model="smollm2-135m", data=[], program=None), 0)
+    forged.add_step(0, sources(8))
+    forged.add_step(1, sources(9))
+    newest = run / "checkpoints" / "step-000002"
+    shutil.copy(run / MANIFEST, newest / MANIFEST)
+    with pytest.raises(ConfigError, match="is not the file that"):
+        read_lineage(newest)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_a_deletion_lists_the_checkpoints_and_blocks_them(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    url = str(tmp_path / "s.db") if kind == "sqlite" else request.getfixturevalue("postgres_url")()
+    runs, trace = tmp_path / "runs", f"{1:032x}"
+    first = make_run(runs / "first", steps=2)
+    child = make_run(runs / "child", str(first), steps=1, start=20)
+    store = open_store(url)
+    store.add_calls(
+        [Call(call_id="call-1", response_id="r", start_ns=1, end_ns=2, policy="p", policy_version=0, trace_id=trace)]
+    )
+    store.close()
+    told = invoke("prune", "--trace", trace, "--runs", str(runs), "--block-checkpoints", "--yes", "--store", url)
+    assert "deleted: 1" in told
+    learned, derived = first / "checkpoints" / "step-000002", child / "checkpoints" / "step-000001"
+    assert f"{learned}: learned from 1 of it in step 1. BLOCKED" in told
+    assert f"{derived}: started from a checkpoint above. BLOCKED" in told
+    assert not (first / "checkpoints" / "step-000001" / BLOCKED).exists()
+    assert block_of(learned / "writer") is not None  # an adapter in it
+    with pytest.raises(ConfigError, match=r"is blocked: it learned from traces that were deleted.*--allow-blocked"):
+        refuse_blocked(first / "checkpoint", allowed=False)
+    refuse_blocked(first / "checkpoint", allowed=True)
+    assert invoke("lineage", str(child), "--runs", str(runs), "--json")["tainted"] == [str(derived), str(learned)]
+    invoke("lineage", str(learned), "--unblock")
+    refuse_blocked(learned, allowed=False)
+
+
+def test_serve_server_and_deploy_refuse_a_blocked_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    checkpoint = (run / "checkpoint").resolve()
+    (checkpoint / "adapters.json").write_text('{"base": "m", "adapters": ["writer"]}')
+    adapter = checkpoint / "writer"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"r": 4}')
+    invoke("lineage", str(run), "--block", "a user withdrew")
+    store = str(tmp_path / "s.db")
+    open_store(store).close()
+    candidate = ["deploy", "candidate", "--agent", "writer", "--stable", "gpt", "--checkpoint", str(run)]
+    candidate += ["--base", "base", "--store", store]
+    serving = ["server", "--store", store, "--upstream", "base=http://127.0.0.1:9/v1", "--adapters", str(run)]
+    for command in (candidate, serving):
+        refused = CliRunner().invoke(cli, command)
+        assert refused.exit_code != 0
+        assert "is blocked: a user withdrew" in refused.output
+    invoke(*candidate, "--allow-blocked")

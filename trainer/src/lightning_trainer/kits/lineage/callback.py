@@ -1,0 +1,54 @@
+"""Lineage as a callback of a run: a line of the manifest for each batch, a pointer in each checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind, StepRollouts
+from lightning_trainer.lineage.manifest import Manifest, mark_checkpoint
+from lightning_trainer.run.learned_from import run_facts, sources_of
+
+if TYPE_CHECKING:
+    from lightning_trainer.rl.batch.batch import Batch
+
+
+class LineageKind(CallbackKind):
+    """Takes part in every run."""
+
+    def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
+        """Return what writes the manifest of a run.
+
+        Raises:
+            ConfigError: the signing key, or the manifest of the run that goes on, can't be read.
+        """
+        run = context.run
+        return nullcontext(LineageCallback(Manifest(run.folder), context))
+
+
+class LineageCallback(Callback):
+    """Writes what each step learns from.
+
+    Args:
+        manifest: of the run.
+        context: what it is opened with.
+    """
+
+    def __init__(self, manifest: Manifest, context: CallbackContext) -> None:
+        self._manifest = manifest
+        self._run = context.run
+        self._begun = False
+
+    def after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, Mapping[str, float]]:
+        """Write what the batch is made of, before it is learned."""
+        if not self._begun:
+            self._manifest.begin(run_facts(self._run.config), rollouts.step)
+            self._begun = True
+        self._manifest.add_step(rollouts.step, sources_of(batch, rollouts.seen))
+        return batch, {}
+
+    def after_save(self, checkpoint: Path, step: int) -> None:
+        """Write into a checkpoint which lines of the manifest count for it."""
+        mark_checkpoint(self._run.folder, checkpoint, step)

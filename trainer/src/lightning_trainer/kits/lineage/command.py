@@ -1,0 +1,136 @@
+"""`lightning-rl lineage`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lightning_trainer.flags.common import json_option, print_json, runs_option, screen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_trainer.lineage.reading import CheckpointLineage
+    from lightning_trainer.lineage.search import AffectedCheckpoint
+
+
+@click.command(name="lineage")
+@click.argument("what", metavar="CHECKPOINT|ID")
+@runs_option
+@click.option(
+    "--signing-key",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Key that every line must be signed with. Default: LIGHTNING_LINEAGE_KEY_FILE, otherwise not checked.",
+)
+@click.option("--block", metavar="REASON", help="Block the checkpoints: serve, server and deploy then refuse them.")
+@click.option("--unblock", is_flag=True, help="Allow the checkpoints again.")
+@json_option
+def command(
+    *, what: str, runs: Path, signing_key: Path | None, block: str | None, unblock: bool, as_json: bool
+) -> None:
+    """Show what a checkpoint learned from, or which checkpoints learned from a call.
+
+    CHECKPOINT is a run's folder or a checkpoint. ID is that of a call, reward, rollout, attempt or trace. The lineage
+    is verified: a line that was changed is an error.
+
+    JSON has the keys calls, rewards, sources, checkpoints and tainted. For a checkpoint, checkpoints are itself and
+    those that it started from, and tainted those among them that are blocked. For an ID, checkpoints learned from it,
+    and tainted started from one of these.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.lineage.chain import read_signing_key
+    from lightning_trainer.lineage.reading import read_lineage, resolve_checkpoint
+    from lightning_trainer.lineage.search import find_checkpoints
+
+    if block is not None and unblock:
+        raise ConfigError("lineage: --block and --unblock are opposites. Give one of them.")
+    key = read_signing_key(signing_key)
+    if Path(what).is_dir():
+        _change([resolve_checkpoint(Path(what))], [], block, unblock=unblock)
+        lineage = read_lineage(Path(what), key)
+        if as_json:
+            print_json(_checkpoint_json(lineage, runs))
+        else:
+            _show_checkpoint(lineage, runs)
+        return
+    found = find_checkpoints(runs, {what}, key)
+    _change([one.folder for one in found], [what], block, unblock=unblock)
+    if as_json:
+        print_json(_id_json(what, found))
+    else:
+        _show_affected(what, runs, found)
+
+
+def _change(folders: Sequence[Path], ids: Sequence[str], block: str | None, *, unblock: bool) -> None:
+    from lightning_trainer.lineage.blocks import block_checkpoint, unblock_checkpoint
+
+    for folder in folders:
+        if block is not None:
+            block_checkpoint(folder, block, ids)
+        elif unblock:
+            unblock_checkpoint(folder)
+
+
+def _checkpoint_json(lineage: CheckpointLineage, runs: Path) -> dict[str, Any]:
+    from lightning_trainer.lineage.blocks import block_of
+    from lightning_trainer.lineage.reading import IDS
+    from lightning_trainer.lineage.search import find_ancestors
+
+    folders = [lineage.checkpoint, *find_ancestors(runs, lineage)]
+    begun = lineage.begun
+    return {
+        **{name: lineage.all_of(name) for name in (*IDS, "sources", "lines", "tenants")},
+        "prompts": lineage.prompts,
+        **{name: begun.get(name) for name in ("model", "data", "code", "options")},
+        "steps": len(lineage.steps),
+        "checkpoints": [str(folder) for folder in folders],
+        "tainted": [str(folder) for folder in folders if block_of(folder) is not None],
+        "signed": lineage.signed,
+    }
+
+
+def _id_json(what: str, found: Sequence[AffectedCheckpoint]) -> dict[str, Any]:
+    direct = [one for one in found if one.ids]
+    return {
+        "calls": [what] if any("calls" in one.kinds for one in direct) else [],
+        "rewards": [what] if any("rewards" in one.kinds for one in direct) else [],
+        "sources": [],
+        "checkpoints": [str(one.folder) for one in direct],
+        "tainted": [str(one.folder) for one in found if not one.ids],
+    }
+
+
+def _show_checkpoint(lineage: CheckpointLineage, runs: Path) -> None:
+    facts = _checkpoint_json(lineage, runs)
+    signature = {True: "signature checked", False: "not signed", None: "signed, not checked: give --signing-key"}
+    given = ", ".join(facts["sources"]) or "no source"
+    lines = [
+        f"{lineage.checkpoint}: {facts['steps']} steps, chain intact, {signature[lineage.signed]}",
+        *(f"BLOCKED: {lineage.blocked}" for _ in range(lineage.blocked is not None)),
+        f"started from {facts['model']}",
+        *(f"from checkpoint {folder}" for folder in facts["checkpoints"][1:]),
+        f"{len(facts['calls'])} calls of {len(facts['rollouts'])} rollouts, {len(facts['rewards'])} rewards ({given})",
+        *(f"tenant {tenant}" for tenant in facts["tenants"]),
+        *(f"data {file['path']}  sha256 {file['sha256'][:16]}" for file in facts["data"] or ()),
+        *(f"code {file['path']}  sha256 {file['sha256'][:16]}" for file in facts["code"] or ()),
+        *(f"{len(digests)} system prompts of {agent}" for agent, digests in facts["prompts"].items()),
+    ]
+    _print(lines)
+
+
+def _show_affected(what: str, runs: Path, found: Sequence[AffectedCheckpoint]) -> None:
+    from lightning_trainer.lineage.search import describe
+
+    _print(describe(found) or [f"No checkpoint in {runs} learned from {what}."])
+
+
+def _print(lines: Sequence[str]) -> None:
+    from rich.text import Text
+
+    from lightning_trainer.report.terminal import printable
+
+    for line in lines:
+        screen().print(Text(printable(line)), soft_wrap=True)

@@ -1,0 +1,30 @@
+"""Lineage, registered through the hooks that anybody would use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_spans.hooks import hookimpl
+from lightning_trainer.commands import Listed
+
+
+@hookimpl
+def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
+    """Register what writes the manifest."""
+    from lightning_trainer.kits.lineage.callback import LineageKind
+
+    register("lineage", LineageKind())
+
+
+@hookimpl
+def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
+    """Register the command."""
+    register(
+        "lineage",
+        Listed(
+            "lightning_trainer.kits.lineage.command",
+            "What a checkpoint learned from, or which checkpoints learned from a call or trace.",
+            after="traces",
+        ),
+    )

@@ -1,0 +1,66 @@
+"""Checkpoints that must not be served, such as those that learned from what was deleted since."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from lightning_spans.errors import ConfigError
+
+BLOCKED: Final = "blocked.json"  # in a checkpoint's folder; it goes along when the folder is copied
+ALLOW: Final = "--allow-blocked"
+
+
+def block_checkpoint(checkpoint: Path, reason: str, ids: Sequence[str] = ()) -> None:
+    """Block a checkpoint: nothing serves it any more. An earlier reason is kept.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    path = checkpoint / BLOCKED
+    if path.exists():
+        return
+    values = {"reason": reason, "deleted": sorted(ids), "at": time.strftime("%Y-%m-%d %H:%M:%S")}
+    try:
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{checkpoint} can't be blocked: {error.strerror}.") from None
+
+
+def unblock_checkpoint(checkpoint: Path) -> bool:
+    """Allow a checkpoint again; returns whether it was blocked."""
+    blocked = _folder_of_block(checkpoint)
+    if blocked is not None:
+        (blocked / BLOCKED).unlink()
+    return blocked is not None
+
+
+def block_of(checkpoint: Path) -> str | None:
+    """Return why a checkpoint, or the one that this adapter lies in, is blocked; None: it is not."""
+    blocked = _folder_of_block(checkpoint)
+    if blocked is None:
+        return None
+    try:
+        values = json.loads((blocked / BLOCKED).read_text(encoding="utf-8"))
+        return f"{values['reason']} ({values['at']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{blocked / BLOCKED} can't be read"
+
+
+def refuse_blocked(checkpoint: Path, *, allowed: bool) -> None:
+    """Refuse a checkpoint that is blocked.
+
+    Raises:
+        ConfigError: it is, and `allowed` is False.
+    """
+    reason = None if allowed else block_of(checkpoint)
+    if reason is not None:
+        raise ConfigError(f"{checkpoint} is blocked: {reason}. Serve another checkpoint, or add {ALLOW}.")
+
+
+def _folder_of_block(checkpoint: Path) -> Path | None:
+    folder = checkpoint.resolve()
+    return next((each for each in (folder, folder.parent) if (each / BLOCKED).is_file()), None)

@@ -1,0 +1,215 @@
+"""A file of JSON lines, each with a hash over itself and the line before: whoever edits one breaks all that follow.
+
+With a key each line has an HMAC-SHA256 of its hash, too. Without one, somebody who rewrites the whole file is found
+only by the heads that checkpoints keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+
+KEY_VARIABLE: Final = "LIGHTNING_LINEAGE_KEY_FILE"
+_SHORTEST: Final = 16  # bytes of a key
+_OWN: Final = frozenset({"n", "prev", "hash", "mac"})
+_BLOCK: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The end of a chain.
+
+    Attributes:
+        lines: how many there are.
+        hash: of the last one; empty where there is none.
+    """
+
+    lines: int = 0
+    hash: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedChain:
+    """A chain that is whole.
+
+    Attributes:
+        lines: what each line says, without what makes the chain, in order.
+        hashes: of each line.
+        signed: whether the signature of every line was checked; None: lines are signed, and no key was given.
+    """
+
+    lines: tuple[Mapping[str, Any], ...]
+    hashes: tuple[str, ...]
+    signed: bool | None
+
+
+def read_signing_key(path: Path | None = None) -> bytes | None:
+    """Read the key that signs: of this file, by default of the one that ``LIGHTNING_LINEAGE_KEY_FILE`` names.
+
+    Raises:
+        ConfigError: the file can't be read, or holds too little.
+    """
+    named = path or os.environ.get(KEY_VARIABLE)
+    if not named:
+        return None
+    try:
+        key = Path(named).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"the lineage key {named} can't be read: {error.strerror}.") from None
+    if len(key) < _SHORTEST:
+        raise ConfigError(f"the lineage key {named} has {len(key)} bytes. Give a file with at least {_SHORTEST}.")
+    return key
+
+
+class ChainWriter:
+    """Appends to a chain, which goes on where an earlier writer stopped. May be used from any thread.
+
+    Args:
+        path: of the file; made with its first line.
+        key: signs each line; None: they are not signed.
+
+    Raises:
+        ConfigError: what is there is no chain.
+    """
+
+    def __init__(self, path: Path, key: bytes | None = None) -> None:
+        self._path = path
+        self._key = key
+        self._lock = threading.Lock()
+        _drop_torn_line(path)
+        self._head = read_head(path)
+
+    @property
+    def head(self) -> Head:
+        """Where the chain ends."""
+        return self._head
+
+    def append(self, values: Mapping[str, Any]) -> Head:
+        """Write a line. It is on disk when this returns.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        with self._lock:
+            line = {"n": self._head.lines + 1, **values, "prev": self._head.hash}
+            line["hash"] = _hash(line)
+            if self._key is not None:
+                line["mac"] = _mac(self._key, line["hash"])
+            with self._path.open("ab") as file:
+                file.write(_canonical(line) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self._head = Head(line["n"], line["hash"])
+            return self._head
+
+
+def read_head(path: Path) -> Head:
+    """Read where a chain ends, from the end of its file.
+
+    Raises:
+        ConfigError: what is there is no chain.
+    """
+    last = _last_line(path)
+    if not last:
+        return Head()
+    try:
+        line = json.loads(last)
+        return Head(int(line["n"]), str(line["hash"]))
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{path}: its last line is none of a lineage file. Move the file away.") from None
+
+
+def verify_chain(path: Path, key: bytes | None = None, *, lines: int | None = None) -> VerifiedChain:
+    """Read a chain and check every link of it.
+
+    Args:
+        path: of the file.
+        key: that lines must be signed with; None: signatures are not checked.
+        lines: how many of them, from the beginning; None: all.
+
+    Raises:
+        ConfigError: the file can't be read, a line was changed, taken out or put in, or is not signed with the key.
+    """
+    before, found, hashes, signatures = "", list[Mapping[str, Any]](), list[str](), 0
+    for number, line in enumerate(_read_lines(path, lines), 1):
+        if line.get("n") != number or line.get("prev") != before or line.get("hash") != _hash(line):
+            raise ConfigError(
+                f"{path}, line {number}: it is not what was written, so this file proves nothing from there on."
+                " Restore it from a backup."
+            )
+        before = str(line["hash"])
+        signatures += "mac" in line
+        if key is not None and not hmac.compare_digest(str(line.get("mac", "")), _mac(key, before)):
+            state = "is signed with another key" if "mac" in line else "is not signed"
+            raise ConfigError(f"{path}, line {number} {state}: whoever had no key may have written it.")
+        found.append({name: value for name, value in line.items() if name not in _OWN})
+        hashes.append(before)
+    if lines is not None and len(found) < lines:
+        raise ConfigError(f"{path} has {len(found)} lines, and the checkpoint was made after {lines}: some are gone.")
+    signed = True if key is not None else None if signatures else False
+    return VerifiedChain(tuple(found), tuple(hashes), signed)
+
+
+def _read_lines(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if (most is not None and number > most) or not text.endswith(b"\n"):
+                    return  # a line without an end was being written when its process was killed
+                line = json.loads(text)
+                yield line if isinstance(line, dict) else {}
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
+    except ValueError:
+        raise ConfigError(f"{path}, line {number}: it is not JSON, so it is not what was written.") from None
+
+
+def _hash(line: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_canonical({k: v for k, v in line.items() if k not in {"hash", "mac"}})).hexdigest()
+
+
+def _mac(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _canonical(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _last_line(path: Path) -> bytes:
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        tail = b""
+        while end and tail.count(b"\n") < 2:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            tail, end = file.read(end - start) + tail, start
+    return tail.rstrip(b"\n").rpartition(b"\n")[2]
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off a last line without an end: its process was killed while it wrote."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)

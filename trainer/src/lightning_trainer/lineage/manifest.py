@@ -1,0 +1,123 @@
+"""The manifest of a run: one line when it begins or goes on, and one for what each step learned from."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.lineage.chain import ChainWriter, read_head, read_signing_key
+
+MANIFEST: Final = "lineage.jsonl"  # in a run's folder
+POINTER: Final = "lineage.json"  # in a checkpoint: how much of the manifest it learned from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a run starts from.
+
+    Attributes:
+        model: what it starts with, as it was named.
+        parent: head of the lineage of the checkpoint that it starts with; None: that has none.
+        data: files, each with ``path`` and ``sha256``.
+        code: the program's files, likewise.
+        options: digest of the options.
+    """
+
+    model: str
+    parent: str | None = None
+    data: Sequence[Mapping[str, str]] = ()
+    code: Sequence[Mapping[str, str]] = ()
+    options: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSources:
+    """What a step learned from. Everything is sorted, each once.
+
+    Attributes:
+        calls: ids of the model calls.
+        rewards: ids of the rewards.
+        rollouts: ids of rollouts.
+        attempts: ids of attempts.
+        traces: ids of traces.
+        sources: who gave the rewards, and ``origin:NAME`` of what was recorded elsewhere than in this run.
+        prompts: digests of system prompts by agent.
+        lines: of data files, ``FILE, line N``.
+        tenants: whose data it is.
+    """
+
+    calls: Sequence[str] = ()
+    rewards: Sequence[str] = ()
+    rollouts: Sequence[str] = ()
+    attempts: Sequence[str] = ()
+    traces: Sequence[str] = ()
+    sources: Sequence[str] = ()
+    prompts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    lines: Sequence[str] = ()
+    tenants: Sequence[str] = ()
+
+
+class Manifest:
+    """Writes the manifest of a run. May be used from any thread.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        ConfigError: the signing key or the file that is there can't be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / MANIFEST
+        self._chain = ChainWriter(self._path, read_signing_key())
+
+    def begin(self, facts: RunFacts, step: int) -> None:
+        """Note what a run starts from, or goes on from after so many steps: what was learned later is void then."""
+        self._append({"kind": "begin", "step": step, "at_ns": time.time_ns(), **asdict(facts)})
+
+    def add_step(self, step: int, sources: StepSources) -> None:
+        """Note what a step learns from; steps count from 0."""
+        values = {name: value for name, value in asdict(sources).items() if value}
+        self._append({"kind": "step", "step": step, "at_ns": time.time_ns(), **values})
+
+    def _append(self, values: Mapping[str, Any]) -> None:
+        try:
+            self._chain.append(values)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} can't be written, and a checkpoint must say what it learned from: {error.strerror}."
+            ) from error
+
+
+def mark_checkpoint(run: Path, checkpoint: Path, steps: int) -> None:
+    """Write into a checkpoint how much of its run's manifest it learned from.
+
+    The manifest is linked into the checkpoint, so that it goes along when the checkpoint is copied.
+
+    Raises:
+        OSError: it can't be written.
+        ConfigError: the manifest can't be read.
+    """
+    manifest = run / MANIFEST
+    if not manifest.exists():
+        return
+    head = read_head(manifest)
+    pointer = {"lines": head.lines, "head": head.hash, "steps": steps, "run": str(run.resolve())}
+    (checkpoint / POINTER).write_text(json.dumps(pointer, indent=2) + "\n", encoding="utf-8")
+    linked = checkpoint / MANIFEST
+    linked.unlink(missing_ok=True)
+    try:
+        os.link(manifest, linked)
+    except OSError:  # a file system without hard links
+        linked.write_bytes(manifest.read_bytes())
+
+
+def sorted_once(values: Iterable[str | None]) -> list[str]:
+    """Return what is there, each once, in order."""
+    return sorted({value for value in values if value})

@@ -1,0 +1,146 @@
+"""The lineage of a checkpoint: the lines of its run's manifest that count for it, verified."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.lineage.blocks import block_of
+from lightning_trainer.lineage.chain import VerifiedChain, verify_chain
+from lightning_trainer.lineage.manifest import MANIFEST, POINTER
+
+Line = Mapping[str, Any]
+IDS: Final = ("calls", "rewards", "rollouts", "attempts", "traces")  # of a step, what can be looked for
+_NEWEST: Final = ("checkpoint-best", "checkpoint")  # in a run's folder: the best is what `serve` takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointer:
+    """How much of a manifest a checkpoint learned from.
+
+    Attributes:
+        lines: of the manifest.
+        head: hash of the last of them; it names the checkpoint's lineage.
+        steps: of the run before the checkpoint.
+        run: folder of the run.
+    """
+
+    lines: int
+    head: str
+    steps: int
+    run: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointLineage:
+    """What a checkpoint learned from.
+
+    Attributes:
+        checkpoint: its folder.
+        manifest: the file that says so.
+        head: names its lineage.
+        signed: whether signatures were checked; None: there are some, and no key was given.
+        begun: what its run started from.
+        steps: what each of its steps learned from.
+        blocked: why it must not be served; None: it may.
+    """
+
+    checkpoint: Path
+    manifest: Path
+    head: str
+    signed: bool | None
+    begun: Line
+    steps: tuple[Line, ...] = field(repr=False)
+    blocked: str | None
+
+    def all_of(self, name: str) -> list[str]:
+        """Return one kind of what its steps name, each once, sorted."""
+        return sorted({one for step in self.steps for one in step.get(name, ())})
+
+    @property
+    def prompts(self) -> dict[str, list[str]]:
+        """Digests of the system prompts of each agent."""
+        found: dict[str, set[str]] = {}
+        for step in self.steps:
+            for agent, digests in step.get("prompts", {}).items():
+                found.setdefault(agent, set()).update(digests)
+        return {agent: sorted(digests) for agent, digests in sorted(found.items())}
+
+
+def read_lineage(name: Path, key: bytes | None = None) -> CheckpointLineage:
+    """Read and verify what a checkpoint learned from.
+
+    Args:
+        name: its folder, or that of its run.
+        key: that the manifest must be signed with; None: signatures are not checked.
+
+    Raises:
+        ConfigError: it has no lineage, or the manifest was changed.
+    """
+    checkpoint = resolve_checkpoint(name)
+    pointer = read_pointer(checkpoint)
+    manifest = checkpoint / MANIFEST
+    if pointer is None or not manifest.is_file():
+        raise ConfigError(
+            f"{name} has no lineage: there is no {POINTER} in it. Earlier versions and other programs write none."
+        )
+    chain = verify_chain(manifest, key, lines=pointer.lines)
+    if not chain.hashes or chain.hashes[-1] != pointer.head:
+        raise ConfigError(
+            f"{manifest} is not the file that {checkpoint} was made with: line {pointer.lines} has another hash."
+            " It was written anew, or is of another run."
+        )
+    begun: Line = next((line for line in reversed(chain.lines) if line["kind"] == "begin"), {})
+    return CheckpointLineage(
+        checkpoint=checkpoint, manifest=manifest, head=pointer.head, signed=chain.signed, begun=begun,
+        steps=tuple(line for _, line in steps_of(chain, pointer)), blocked=block_of(checkpoint),
+    )  # fmt: skip
+
+
+def steps_of(chain: VerifiedChain, pointer: Pointer) -> Iterator[tuple[int, Line]]:
+    """Return the lines of steps that count for a checkpoint, each with its place.
+
+    Where a run went on from an earlier step, what it had learned after that is void.
+    """
+    kept: list[tuple[int, Line]] = []
+    for place, line in enumerate(chain.lines[: pointer.lines]):
+        if line["kind"] == "begin":
+            kept = [(at, step) for at, step in kept if step["step"] < line["step"]]
+        else:
+            kept.append((place, line))
+    return ((place, line) for place, line in kept if line["step"] < pointer.steps)
+
+
+def resolve_checkpoint(name: Path) -> Path:
+    """Return the folder of a checkpoint; of a run's folder the one that `serve` takes.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    folder = next((name / each for each in _NEWEST if (name / each).is_dir()), name)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no checkpoint {name}. Give the folder of a run or of a checkpoint.")
+    return folder.resolve()
+
+
+def read_pointer(checkpoint: Path) -> Pointer | None:
+    """Read how much a checkpoint learned from; None where it does not say."""
+    path = checkpoint / POINTER
+    if not path.is_file():
+        return None
+    try:
+        return Pointer(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise ConfigError(f"{path} can't be read, so nobody knows what {checkpoint} learned from.") from None
+
+
+def head_of(name: Path) -> str | None:
+    """Return the head of the lineage of a checkpoint or run; None where it has none, or is no folder."""
+    if not name.is_dir():
+        return None
+    pointer = read_pointer(resolve_checkpoint(name))
+    return pointer.head if pointer is not None else None

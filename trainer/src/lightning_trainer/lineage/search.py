@@ -1,0 +1,115 @@
+"""From a call, a trace or a rollout to the checkpoints that learned from it, and from a checkpoint to its parents."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_trainer.lineage.blocks import block_of
+from lightning_trainer.lineage.chain import VerifiedChain, verify_chain
+from lightning_trainer.lineage.manifest import MANIFEST, POINTER
+from lightning_trainer.lineage.reading import IDS, CheckpointLineage, Pointer, read_pointer, steps_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AffectedCheckpoint:
+    """A checkpoint that learned from what was looked for.
+
+    Attributes:
+        folder: its folder.
+        ids: what it learned from itself; empty: it started from a checkpoint that did.
+        kinds: of these: ``calls``, ``rewards`` and so on.
+        steps: in which; steps count from 0.
+    """
+
+    folder: Path
+    ids: tuple[str, ...] = ()
+    kinds: frozenset[str] = frozenset()
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    affected: AffectedCheckpoint
+    head: str
+    parents: frozenset[str]
+
+
+def find_checkpoints(runs: Path, ids: Collection[str], key: bytes | None = None) -> list[AffectedCheckpoint]:
+    """Find the checkpoints that learned from any of these, and those that started from such a one.
+
+    Args:
+        runs: folder of runs; checkpoints are looked for at any depth.
+        ids: of calls, rewards, rollouts, attempts or traces.
+        key: that manifests must be signed with; None: signatures are not checked.
+
+    Returns:
+        Checkpoints in the order of their folders; first those that learned from it themselves.
+
+    Raises:
+        ConfigError: a manifest was changed.
+    """
+    known = list(_known_checkpoints(runs, frozenset(ids), key))
+    reached = {one.head for one in known if one.affected.ids}
+    while more := {one.head for one in known if one.parents & reached} - reached:
+        reached |= more
+    found = [one.affected for one in known if one.head in reached]
+    return sorted(found, key=lambda one: (not one.ids, str(one.folder)))
+
+
+def find_ancestors(runs: Path, lineage: CheckpointLineage) -> list[Path]:
+    """Find the checkpoints that this one started from, nearest first, as far as they are in a folder of runs.
+
+    Raises:
+        ConfigError: a manifest was changed.
+    """
+    wanted = {lineage.begun["parent"]} if lineage.begun.get("parent") else set[str]()
+    known = list(_known_checkpoints(runs, frozenset(), None)) if wanted else []
+    found: list[Path] = []
+    while wanted:
+        here = [one for one in known if one.head in wanted and one.affected.folder not in found]
+        found += [one.affected.folder for one in here]
+        wanted = {parent for one in here for parent in one.parents}
+    return found
+
+
+def describe(found: Sequence[AffectedCheckpoint]) -> list[str]:
+    """Say which checkpoints learned from what was looked for, a line each."""
+    lines = []
+    for one in found:
+        reason = block_of(one.folder)
+        blocked = f" BLOCKED: {reason}" if reason is not None else ""
+        steps = ", ".join(map(str, one.steps[:5])) + (", ..." if len(one.steps) > 5 else "")
+        how = f"learned from {len(one.ids)} of it in step {steps}" if one.ids else "started from a checkpoint above"
+        lines.append(f"{one.folder}: {how}.{blocked}")
+    return lines
+
+
+def _known_checkpoints(runs: Path, ids: frozenset[str], key: bytes | None) -> Iterator[_Known]:
+    chains: dict[tuple[int, int], VerifiedChain] = {}  # by file: checkpoints of one run have links to one
+    for path in sorted(runs.rglob(POINTER)) if runs.is_dir() else ():
+        manifest, pointer = path.with_name(MANIFEST), read_pointer(path.parent)
+        if pointer is None or not manifest.is_file():
+            continue
+        status = manifest.stat()
+        file = (status.st_dev, status.st_ino)
+        if file not in chains:
+            chains[file] = verify_chain(manifest, key)
+        yield _look_through(path.parent, chains[file], pointer, ids)
+
+
+def _look_through(folder: Path, chain: VerifiedChain, pointer: Pointer, ids: frozenset[str]) -> _Known:
+    found, kinds, steps = set[str](), set[str](), []
+    for _, line in steps_of(chain, pointer):
+        named = {kind: ids.intersection(line.get(kind, ())) for kind in IDS}
+        if any(named.values()):
+            found.update(*named.values())
+            kinds.update(kind for kind, those in named.items() if those)
+            steps.append(int(line["step"]))
+    begun = [line for line in chain.lines[: pointer.lines] if line["kind"] == "begin"]
+    parents = frozenset(line["parent"] for line in begun if line.get("parent"))
+    affected = AffectedCheckpoint(
+        folder=folder.resolve(), ids=tuple(sorted(found)), kinds=frozenset(kinds), steps=tuple(steps)
+    )
+    return _Known(affected, pointer.head, parents)

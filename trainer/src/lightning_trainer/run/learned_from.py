@@ -1,0 +1,52 @@
+"""What a run and each of its batches learn from, for the manifest of its checkpoints."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lightning_trainer.lineage.facts import read_facts
+from lightning_trainer.lineage.manifest import RunFacts, StepSources, sorted_once
+from lightning_trainer.programs import digest, system_prompt
+
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Trace
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.rl.batch.batch import Batch
+
+
+def run_facts(config: TrainConfig) -> RunFacts:
+    """Return what a run starts from: its model, its data, the program's code, its options."""
+    return read_facts(
+        config.model_dump(mode="json"),
+        model=str(config.model),
+        data=[config.data, config.val],
+        program=config.target or config.command,
+    )
+
+
+def sources_of(batch: Batch, traces: Iterable[Trace]) -> StepSources:
+    """Return what a batch is made of.
+
+    Args:
+        batch: its rows are learned, and all rewards of its groups are compared.
+        traces: at least those of the batch's attempts.
+    """
+    rows = {(row.attempt_id, span_id) for row in batch.rows for span_id, _ in row.calls}
+    attempts = {row.attempt_id for row in batch.rows}
+    nodes = [(trace, node) for trace in traces if trace.attempt_id in attempts for node in trace.chats]
+    learned = [node for trace, node in nodes if (trace.attempt_id, node.span.span_id) in rows]
+    rewards = (*batch.given, *batch.automatic)
+    prompts: defaultdict[str, set[str]] = defaultdict(set)
+    for call in batch.calls:
+        prompts[call.transition.agent or ""].add(digest(system_prompt(call.transition.request)))
+    return StepSources(
+        calls=sorted_once(node.call.call_id for node in learned if node.call is not None),
+        rewards=sorted_once(reward.reward_id for reward in rewards),
+        rollouts=sorted_once(row.rollout_id for row in batch.rows),
+        attempts=sorted_once(attempts),
+        traces=sorted_once(node.span.trace_id for node in learned),
+        sources=sorted_once(reward.source for reward in rewards),
+        prompts={agent: sorted(digests) for agent, digests in sorted(prompts.items())},
+    )
