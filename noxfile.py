@@ -89,7 +89,7 @@ def install(session: nox.Session, *requirements: str, trainer: bool = False) -> 
 TRAINING = [
     f"tests/{name}"
     for name in (
-        "comparison", "docs", "engines", "evaluation", "export", "forks", "judging", "prompts", "run", "sft",
+        "docs", "engines", "evaluation", "export", "forks", "improve", "judging", "prompts", "run", "sft",
         "torch_backend", "verl_backend",
     )
 ]  # fmt: skip

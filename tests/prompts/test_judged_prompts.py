@@ -11,7 +11,7 @@ pytest.importorskip("gepa")
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.kits.compare.config import CompareConfig
+from lightning_trainer.kits.improve.config import ImproveConfig
 from lightning_trainer.kits.prompts.optimise import PromptsConfig, optimise
 from lightning_trainer.session.answers import Endpoint
 
@@ -26,8 +26,8 @@ def test_a_search_for_prompts_has_no_judge(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reward", [None, "judge"])
-def test_a_comparison_with_prompts_has_no_judge(reward: str | None) -> None:
+def test_a_choice_between_methods_has_no_judge(reward: str | None) -> None:
     table = {"endpoint": "http://h/v1", "model": "j"}
     train = TrainConfig(target="a:run", data="d.jsonl", val="v.jsonl", model="m", judge=table, reward=reward)
-    with pytest.raises(ConfigError, match="by a judge"):
-        CompareConfig(train=train, budget=512, methods=("prompts",), reflect=AT).check()
+    with pytest.raises(ConfigError, match="a judge ranks"):
+        ImproveConfig(train=train, budget=512, methods=("prompts",), reflect=AT).check()

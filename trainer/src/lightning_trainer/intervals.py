@@ -93,6 +93,8 @@ def estimate_difference(
     this_N: Sequence[float],  # noqa: N803
     other_N: Sequence[float],  # noqa: N803
     declared: Declared = None,
+    *,
+    comparisons: int = 1,
 ) -> Estimate:
     """Return by how much one mean over tasks is above another, paired by task, with its 95 % interval, by Student's t.
 
@@ -106,30 +108,33 @@ def estimate_difference(
         this_N: (N,) one number a task: the mean of its samples.
         other_N: (N,) the same of what it is compared with.
         declared: range of the rewards.
+        comparisons: number of differences of which all intervals together hold the truth in 95 % (Bonferroni): each
+            then has the level 1 - 0.05 / comparisons.
     """
     if len(this_N) == 0:
         return Estimate(None)
     values = np.subtract(this_N, other_N, dtype=np.float64)
     lowest, highest, _ = reward_bounds([*this_N, *other_N], declared)
     width = highest - lowest
-    mean, error = float(values.mean()), _t_error(values)
+    tail = _TAIL / comparisons
+    mean, error = float(values.mean()), _t_error(values, tail)
     if error <= _EQUAL * width:
         low, high = sorted((0.0, 2 * mean)) if abs(mean) > _EQUAL * width else (-width, width)
-        return Estimate(mean, *_ends(values, (max(-width, low), min(width, high))))
+        return Estimate(mean, *_ends(values, (max(-width, low), min(width, high)), tail))
     low, high = max(-width, mean - error), min(width, mean + error)
     if np.isin(values, (-width, 0.0, width)).all():
-        ends = _ends(values, (min(0.0, values.min()), max(0.0, values.max())))
+        ends = _ends(values, (min(0.0, values.min()), max(0.0, values.max())), tail)
         low, high = min(low, ends[0]), max(high, ends[1])
     return Estimate(mean, low, high)
 
 
-def _ends(values: np.ndarray, bounds: Sequence[float]) -> tuple[float, float]:
+def _ends(values: np.ndarray, bounds: Sequence[float], tail: float = _TAIL) -> tuple[float, float]:
     low, width = bounds[0], bounds[1] - bounds[0]
     shares = np.clip((values - low) / width, 0.0, 1.0)
-    return low + width * _lower_share(shares), low + width * (1.0 - _lower_share(1.0 - shares))
+    return low + width * _lower_share(shares, tail), low + width * (1.0 - _lower_share(1.0 - shares, tail))
 
 
-def _lower_share(shares: np.ndarray) -> float:
+def _lower_share(shares: np.ndarray, tail: float) -> float:
     """Return the lower end of the mean of shares in 0..1.
 
     The mean under Dirichlet weights has the first two moments of a beta distribution, and with shares of 0 and 1 is
@@ -141,17 +146,17 @@ def _lower_share(shares: np.ndarray) -> float:
     if variance <= 0:
         return 0.0
     both = mean * (1 - mean) / variance - 1
-    return 1 / (1 + math.exp(-_beta_log_odds(mean * both, (1 - mean) * both, _TAIL)))
+    return 1 / (1 + math.exp(-_beta_log_odds(mean * both, (1 - mean) * both, tail)))
 
 
-def _t_error(values: np.ndarray) -> float:
+def _t_error(values: np.ndarray, tail: float = _TAIL) -> float:
     """Return half the width of Student's interval; 0 where there is but one value."""
     count = len(values)
     if count == 1:
         return 0.0
     # t**2 / (t**2 + degrees) has a beta distribution
     degrees = count - 1
-    quantile = math.sqrt(degrees * math.exp(-_beta_log_odds(degrees / 2, 0.5, 2 * _TAIL)))
+    quantile = math.sqrt(degrees * math.exp(-_beta_log_odds(degrees / 2, 0.5, 2 * tail)))
     return quantile * float(values.std(ddof=1)) / math.sqrt(count)
 
 

@@ -1,6 +1,6 @@
 """The folder of work that can be resumed: made or found when it starts, locked meanwhile, removed if nothing began.
 
-`train`, `sft`, `eval`, `compare` and `prompts` keep their work in such a folder.
+`train`, `sft`, `eval`, `improve` and `prompts` keep their work in such a folder.
 """
 
 from __future__ import annotations

@@ -171,15 +171,22 @@ def summarise_each(sides: Iterable[Sequence[Sample]], counting: Counting) -> lis
     return [summarise(side, alike) for side in sides]
 
 
-def difference(this: Summary | AgentSummary, other: Summary | AgentSummary) -> tuple[Estimate, int]:
+def difference(
+    this: Summary | AgentSummary, other: Summary | AgentSummary, *, comparisons: int = 1
+) -> tuple[Estimate, int]:
     """Return how much more reward this evaluation has than another of the same tasks, and on how many tasks.
 
     Paired: the difference of the two means of each task, whose mean and interval are taken over the tasks that count
     in both.
+
+    Args:
+        this: what is compared.
+        other: what it is compared with.
+        comparisons: see `estimate_difference`.
     """
     both = [task for task in this.by_task if task in other.by_task]
     pairs = [this.by_task[task] for task in both], [other.by_task[task] for task in both]
-    return estimate_difference(*pairs, this.declared), len(both)
+    return estimate_difference(*pairs, this.declared, comparisons=comparisons), len(both)
 
 
 def differences_by_agent(this: Summary, other: Summary) -> dict[str, tuple[Estimate, int]]:

@@ -1,4 +1,4 @@
-"""The comparison of methods, registered through the hooks that anybody would use."""
+"""The choice between methods, registered through the hooks that anybody would use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_trainer.commands import Listed
 
 @hookimpl
 def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
-    """Register the command."""
+    """Register the command, and the name that it had."""
     register(
-        "compare",
+        "improve",
         Listed(
-            "lightning_trainer.kits.compare.command",
-            "Compare training, rejection sampling and prompts with the same budget on the same held-out tasks.",
+            "lightning_trainer.kits.improve.command",
+            "Choose for each agent what improves it: prompts, fine-tuning, RL or distillation, within one budget.",
             after="prompts",
         ),
     )

@@ -1,0 +1,186 @@
+"""Successive halving and the decision: what is chosen, and how seldom the base is replaced by nothing better."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from lightning_trainer.intervals import estimate_difference
+from lightning_trainer.kits.improve.decision import decide
+from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve, rung_count, share_of
+from lightning_trainer.kits.improve.plan import SearchPlan
+
+METHODS = ("prompts", "sft", "rl", "distil")
+Skill = Callable[[str, int], float]  # success rate of a method after that many tokens
+BUDGET = 12_000
+TASKS, SAMPLES = 24, 4
+
+
+class Simulation:
+    """Agents whose rewards are 0 or 1, on tasks of different difficulty."""
+
+    def __init__(self, seed: int, skill: Skill) -> None:
+        self.random = random.Random(seed)
+        self.skill = skill
+        self.spent: dict[str, int] = {}
+        self.easy = {half: [self.random.betavariate(2, 2) for _ in range(TASKS)] for half in ("choose", "decide")}
+
+    def rewards(self, half: str, gain: float) -> Rewards:
+        """Rewards of an agent that solves each task more often by `gain` of what it fails."""
+        rates = [easy + gain * (1 - easy) for easy in self.easy[half]]
+        return {
+            place: sum(self.random.random() < rate for _ in range(SAMPLES)) / SAMPLES
+            for place, rate in enumerate(rates)
+        }
+
+    def spend(self, method: str, rung: int, limit: int) -> Spending:
+        """Spend all that may be spent."""
+        del rung
+        self.spent[method] = limit
+        return Spending(tokens=limit, changed=True)
+
+    def search(self, methods: Sequence[str] = METHODS, budget: int = BUDGET) -> dict[str, MethodResult]:
+        """Search for one agent."""
+        return halve(
+            methods, budget, self.rewards("choose", 0.0), self.spend,
+            lambda method, _: self.rewards("choose", self.skill(method, self.spent[method])),
+        )  # fmt: skip
+
+    def improve(self, methods: Sequence[str] = METHODS, agents: int = 1) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Return the true gain of each agent's candidate, and whose candidates are kept."""
+        gains = {}
+        for agent in range(agents):
+            found = self.search(methods)
+            method = max(found, key=lambda name: found[name].gain)
+            best = found[method].best
+            if best is not None and best.gain > 0:
+                gains[f"agent-{agent}"] = self.skill(method, best.tokens)
+        decision = decide(
+            list(gains),
+            lambda: self.rewards("decide", 0.0),
+            lambda chosen: self.rewards("decide", sum(map(gains.get, chosen))),
+        )
+        return gains, decision.kept
+
+
+def test_the_budget_is_divided_by_rungs_and_then_by_methods_and_the_best_gets_most() -> None:
+    simulation = Simulation(0, lambda method, tokens: 0.9 * (method == "rl"))
+    found = simulation.search()
+    assert [rung_count(count) for count in (1, 2, 3, 4)] == [1, 2, 3, 3]
+    assert share_of(12_000, 4_000, 2, 2) == 2_000
+    assert {name: result.tokens for name, result in found.items() if result.rung == 1} == dict.fromkeys(
+        [name for name in METHODS if found[name].rung == 1], 1_000
+    )
+    assert found["rl"].rung == 3
+    assert found["rl"].tokens > BUDGET / 2
+    assert sum(result.tokens for result in found.values()) == BUDGET
+    assert {"another method did better in rung 1"} == {found[name].ended for name in METHODS if found[name].rung == 1}
+
+
+def test_a_method_that_has_ended_gets_no_more_and_one_that_changed_nothing_is_not_measured() -> None:
+    asked, measured = [], []
+
+    def spend(method: str, rung: int, limit: int) -> Spending:
+        asked.append((method, rung))
+        flat = method == "rl"
+        return Spending(
+            tokens=limit // 2 if flat else limit, changed=not flat, ended="all rewards equal" * flat or None
+        )
+
+    def measure(method: str, rung: int) -> Rewards:
+        measured.append((method, rung))
+        return dict.fromkeys(range(9), 1.0)
+
+    found = halve(("rl", "sft"), 1000, dict.fromkeys(range(9), 0.5), spend, measure)
+    assert asked == [("rl", 1), ("sft", 1), ("sft", 2)]
+    assert measured == [("sft", 1), ("sft", 2)]
+    assert (found["rl"].best, found["rl"].ended, found["rl"].tokens) == (None, "all rewards equal", 125)
+    assert found["sft"].tokens == 875  # what the other did not spend is not lost
+    assert found["sft"].best is not None
+    assert found["sft"].best.rung == 1  # the first of equal ones
+
+
+def test_a_method_that_grows_worse_is_returned_as_it_was_before() -> None:
+    gains = {1: 0.6, 2: -0.4, 3: -0.5}
+    found = halve(
+        ("rl", "sft", "prompts"), 900, dict.fromkeys(range(20), 0.5),
+        lambda _method, _rung, limit: Spending(tokens=limit, changed=True),
+        lambda method, rung: dict.fromkeys(range(20), 0.5 + gains[rung] * (method == "rl")),
+    )  # fmt: skip
+    assert found["rl"].best is not None
+    assert (found["rl"].best.rung, found["rl"].tokens > found["rl"].best.tokens) == (1, True)
+
+
+@pytest.mark.parametrize("agents", [1, 2])
+def test_arms_that_do_nothing_replace_the_base_in_at_most_the_stated_share(agents: int) -> None:
+    kept = [bool(Simulation(seed, lambda *_: 0.0).improve(agents=agents)[1]) for seed in range(300)]
+    assert sum(kept) / len(kept) <= 0.025 + 0.02  # 2.5 %, and two standard errors of 300 searches
+
+
+def test_deciding_by_the_tasks_of_the_choice_would_replace_the_base_more_often() -> None:
+    """The control: without fresh tasks, the best of four that do nothing looks better than the base too often."""
+    wrong = 0
+    for seed in range(200):
+        simulation = Simulation(seed, lambda *_: 0.0)
+        best = max((each.best for each in simulation.search().values() if each.best), key=lambda stage: stage.gain)
+        wrong += best.difference.low is not None and best.difference.low > 0
+    assert wrong / 200 > 0.08
+
+
+@pytest.mark.parametrize("helps", METHODS)
+def test_the_method_that_helps_is_found_and_comes_close_to_it_alone_at_equal_tokens(helps: str) -> None:
+    def skill(method: str, tokens: int) -> float:  # needs a third of the budget for two thirds of what it can
+        return 0.8 * (1 - 3 ** (-3 * tokens / BUDGET)) if method == helps else 0.0
+
+    alone, found = skill(helps, BUDGET), []
+    for seed in range(40):
+        simulation = Simulation(seed, skill)
+        gains, kept = simulation.improve()
+        found.append(max(gains.values()) if kept else 0.0)
+    assert sum(found) / len(found) >= 0.75 * alone
+    others = [skill(name, BUDGET) for name in METHODS if name != helps]
+    assert max(others) == 0.0  # whoever had chosen another method would have nothing
+
+
+def test_several_agents_are_kept_together_only_if_together_they_are_better() -> None:
+    base = dict.fromkeys(range(30), 0.5)
+    good = {place: 0.7 + 0.01 * (place % 3) for place in base}
+
+    def measure(agents: Sequence[str]) -> Rewards:
+        if len(agents) > 1:
+            return {place: 0.2 + 0.01 * (place % 2) for place in base}
+        return good if agents == ["writer"] else {place: 0.6 + 0.01 * (place % 2) for place in base}
+
+    decision = decide(["writer", "checker", "idle"], lambda: base, lambda a: base if a == ["idle"] else measure(a))
+    assert decision.kept == ("writer",)
+    assert decision.comparisons == 4
+    assert decision.together == decision.differences["writer"]
+    assert decide([], lambda: base, measure).kept == ()
+
+
+def test_intervals_of_several_comparisons_are_wider() -> None:
+    this, other = [0.0, 1.0, 1.0, 0.5, 0.8, 0.9], [0.0, 0.2, 0.4, 0.5, 0.3, 0.1]
+    widths = [
+        found.high - found.low
+        for count in (1, 2, 8)
+        if (found := estimate_difference(this, other, comparisons=count)).low is not None and found.high is not None
+    ]
+    assert widths == sorted(widths)
+    assert widths[0] < widths[1]
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_least_that_works() -> None:
+    from lightning_spans.errors import ConfigError
+
+    def plan(budget: int) -> SearchPlan:
+        return SearchPlan(
+            agents=("a", "b"), methods=("sft", "rl"), budget=budget, least={"sft": 100, "rl": 640}, rollout_tokens=20.0,
+            to_choose=40, to_decide=44,
+        )  # fmt: skip
+
+    assert plan(5200).rungs == [(2, 650), (1, 1300)]
+    plan(5120).check()
+    with pytest.raises(ConfigError, match="Give 5120 or more"):
+        plan(5100).check()

@@ -1,0 +1,171 @@
+"""`lightning-rl improve`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json, read_key, screen
+from lightning_trainer.reasons.amounts import amount
+from lightning_trainer.report.terminal import decimal, printable
+
+if TYPE_CHECKING:
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.intervals import Estimate
+    from lightning_trainer.kits.improve.config import ImproveConfig
+    from lightning_trainer.kits.improve.result import Improvement
+
+# Options of `train` that the search sets itself.
+LEFT_OUT: Final = frozenset(
+    (
+        "target", "steps", "epochs", "until", "resume", "out", "val_every", "val_samples", "keep", "checkpoint",
+        "store", "port", "policies", "agent_weight", "rollback_on_cliff", "judge",
+    )
+)  # fmt: skip
+_OWN: Final = ("budget", "samples", "sft")
+_TEACHER: Final = ("teacher", "teacher_options")  # of the method distil
+
+
+@click.command(name="improve", cls=GroupedCommand)
+@click.argument("target", required=False)
+@click.option(
+    "--budget",
+    type=click.IntRange(1),
+    metavar="TOKENS",
+    help="Tokens that all methods of all agents may spend together: those of model calls on training tasks (prompts and"
+    " answers), and those that updates compute.",
+)
+@click.option(
+    "--methods",
+    metavar="NAME,...",
+    help="Methods to choose between: prompts (optimisation of system prompts; needs --reflect), sft (rejection"
+    " sampling: fine-tuning on the best rollouts), rl, distil (needs --teacher). [default: all that have what they"
+    " need]",
+)
+@click.option("--samples", type=click.IntRange(1), help="Rollouts per held-out task. [default: 4]")
+@click.option(
+    "--sft", multiple=True, metavar="NAME=VALUE", help="Option of sft --rounds, such as learning_rate. May be repeated."
+)
+@click.option("--reflect", metavar="[MODEL=]URL", help="OpenAI-compatible server that proposes prompts.")
+@click.option(
+    "--reflect-key",
+    type=click.Path(path_type=Path),
+    help="File with the key of --reflect. Default: LIGHTNING_REFLECT_KEY.",
+)
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with options of train as keys.")
+@click.option("--dry-run", is_flag=True, help="Run a few tasks, print how the budget would be divided, and stop.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the search. Default: runs/DATE.")
+@click.option("--resume", type=click.Path(path_type=Path), help="Resume the search in this folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@config_options(leave_out=LEFT_OUT)
+def command(
+    *, resume: Path | None, out: Path | None, reflect_key: Path | None, dry_run: bool, as_json: bool, **flags: Any
+) -> None:
+    """Improve the agents of the program TARGET (module:function) within one budget of tokens.
+
+    For each agent, successive halving chooses between prompt optimisation, fine-tuning on its best rollouts, RL and
+    distillation: all methods get a small share of the budget, the better half a larger one, the best one the rest. They
+    are compared on held-out tasks. The result is compared with the unchanged agents on other held-out tasks, and
+    replaces them only if it is better with confidence.
+
+    The folder can be passed to eval and serve. --resume continues an interrupted search.
+    """
+    from lightning_trainer.kits.improve.improve import improve, plan_search
+    from lightning_trainer.report.progress import Shown
+
+    config = _read(resume, reflect_key, given(flags if resume is None else {**flags, "out": out}))
+    program = config.train.target or config.train.command
+    if dry_run:
+        plan = plan_search(config)
+        print_json(plan.to_json()) if as_json else click.echo(printable("\n".join(plan.lines()), lines=True))
+        plan.check()
+        return
+    with Shown(f"improving {program}: {', '.join(config.methods)}") as progress:
+        found = improve(config, progress, out=out, resume=resume)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _show(found)
+
+
+def _read(resume: Path | None, reflect_key: Path | None, flags: dict[str, Any]) -> ImproveConfig:
+    from lightning_trainer.kits.improve.config import ImproveConfig, read_options
+    from lightning_trainer.kits.prompts.reflection import read_reflection
+
+    if resume is not None:
+        if flags:
+            wrong = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in flags)
+            raise ConfigError(f"a resumed search keeps its options: leave out {wrong}.")
+        return read_options(resume, read_key(reflect_key) if reflect_key else os.environ.get("LIGHTNING_REFLECT_KEY"))
+    file, reflect, methods = flags.pop("file", None), flags.pop("reflect", None), flags.pop("methods", None)
+    own = {name: flags.pop(name) for name in _OWN if name in flags}
+    distil: dict[str, Any] = {name: flags.pop(name) for name in _TEACHER if name in flags}
+    if "budget" not in own:
+        raise ConfigError("say how many tokens may be spent: --budget TOKENS.")
+    able = ("prompts",) * (reflect is not None) + ("sft", "rl") + ("distil",) * ("teacher" in distil)
+    named = able if methods is None else tuple(name.strip() for name in methods.split(",") if name.strip())
+    return ImproveConfig(
+        train=_with_adapters(file, flags),
+        methods=tuple(dict.fromkeys(named)),
+        reflect=None if reflect is None else read_reflection(reflect, reflect_key),
+        distil=distil,
+        **own,
+    )
+
+
+def _with_adapters(file: Path | None, flags: dict[str, Any]) -> TrainConfig:
+    """Return the options of a run, which trains adapters unless a rank is given: their learning rate depends on it."""
+    from lightning_trainer.config.files import merge, read_toml
+    from lightning_trainer.policies import DEFAULT_RANK
+
+    ranked = "lora_rank" in flags or (file is not None and "lora_rank" in read_toml(file))
+    return merge(file, flags if ranked else {**flags, "lora_rank": DEFAULT_RANK})
+
+
+def _show(found: Improvement) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("agent", "method", "tokens", "difference", "95 %", "rungs", "")
+    for column in ("tokens", "difference", "95 %", "rungs"):
+        next(c for c in table.columns if c.header == column).justify = "right"
+    for name, agent in found.agents.items():
+        for method, bought in agent.methods.items():
+            best = bought.best
+            numbers = ("-", "-") if best is None else _numbers(best.difference)
+            note = "candidate" if method == agent.candidate else bought.ended.split("\n")[0]
+            cells = (str(bought.tokens), *numbers, str(bought.rung), Text(printable(note)))
+            table.add_row(Text(printable(name)), method, *cells)
+    screen().print(table)
+    click.echo(f"Differences to the unchanged agents, paired, on {found.tasks[0]} tasks by which methods were chosen.")
+    for name in found.agents:
+        click.echo(printable(f"{name}: {_verdict(found, name)}"))
+    if found.decision.kept:
+        mean, interval = _numbers(found.decision.together)
+        click.echo(f"together: {mean} ({interval}). Corrected for {amount(found.decision.comparisons, 'comparison')}.")
+    else:
+        click.echo("Nothing is better than the unchanged agents with confidence, so they are returned.")
+    spent = sum(agent.tokens for agent in found.agents.values())
+    click.echo(
+        f"{spent} of {found.budget} tokens spent; measuring took {found.measured} more, in {found.seconds:.0f} s"
+    )
+    if found.prompts is not None:
+        click.echo(f'prompts: attach(prompts="{found.prompts}"), eval --prompts {found.prompts}')
+    click.echo(f"weights: lightning-rl serve {found.folder}")
+
+
+def _verdict(found: Improvement, agent: str) -> str:
+    if agent not in found.decision.differences:
+        return "no method gained anything: the base is kept"
+    mean, interval = _numbers(found.decision.differences[agent])
+    kept = found.method_of(agent)
+    return f"{found.agents[agent].candidate} {mean} ({interval}) on {found.tasks[1]} other tasks: {kept} is kept"
+
+
+def _numbers(found: Estimate) -> tuple[str, str]:
+    mean = "-" if found.mean is None else decimal(found.mean)
+    return mean, "-" if found.low is None or found.high is None else f"{decimal(found.low)} to {decimal(found.high)}"

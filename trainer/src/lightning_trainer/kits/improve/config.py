@@ -1,0 +1,129 @@
+"""What to improve, with which methods, and for how many tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.config.passwords import without_passwords
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.models import look
+from lightning_trainer.policies import ADAPTERS_NAME
+from lightning_trainer.report.metrics import write_atomically
+from lightning_trainer.runner.target import JUDGE
+from lightning_trainer.session.answers import Endpoint
+
+PROMPTS: Final = "prompts"
+SFT: Final = "sft"
+RL: Final = "rl"
+DISTIL: Final = "distil"
+METHODS: Final = (PROMPTS, SFT, RL, DISTIL)
+OPTIONS_NAME: Final = "improve.json"  # in the folder: the options
+_LOADING: Final = ("chat_template", "device", "dtype", "max_model_len", "system_messages")
+_GENERATING: Final = ("slots", "generate_threads", "threads")  # of the backend's own options
+_OWN: Final = ("budget", "samples", "sft", "distil")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImproveConfig:
+    """What to improve, and how.
+
+    Attributes:
+        train: agents, tasks, held-out tasks, model and the other options of a training run.
+        budget: tokens that all methods of all agents may spend together.
+        methods: by name, see `METHODS`.
+        samples: rollouts of each held-out task, each time it is measured.
+        sft: further options of `RoundsConfig`.
+        reflect: the model that proposes prompts; None: prompts are not optimised.
+        distil: further options of distillation: its ``teacher``, and ``teacher_options`` of the teacher ``self``.
+    """
+
+    train: TrainConfig
+    budget: int
+    methods: tuple[str, ...]
+    samples: int = 4
+    sft: Mapping[str, Any] = field(default_factory=dict)
+    reflect: Endpoint | None = None
+    distil: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def load(self) -> dict[str, Any]:
+        """Options with which the model is loaded if it only samples."""
+        options = {name: value for name, value in self.train.backend_options.items() if name in _GENERATING}
+        options |= {name: value for name in _LOADING if (value := getattr(self.train, name)) not in (None, "auto")}
+        return {**options, "tool_format": self.train.tool_format}  # the same for all, whatever the model's run had
+
+    def check(self) -> None:
+        """Refuse what can't work, before anything is started.
+
+        Raises:
+            ConfigError: says what, and what to do.
+        """
+        unknown = [name for name in self.methods if name not in METHODS]
+        if unknown or not self.methods:
+            wrong = f"unknown method {unknown[0]!r}" if unknown else "no method is named"
+            raise ConfigError(f"{wrong}. Use one or more of: {', '.join(METHODS)}.")
+        if self.train.judge or self.train.reward == JUDGE:
+            raise ConfigError(
+                "a judge ranks rollouts of one task against each other, so its scores can't be compared with those of"
+                " the unchanged agents. Give a reward that scores one rollout by itself, --reward module:function, and"
+                " leave --judge out."
+            )
+        if self.train.backend != "torch":
+            raise ConfigError(f"improve trains and samples in this process, and {self.train.backend} does not.")
+        if RL in self.methods and self.train.algorithm == DISTIL:
+            raise ConfigError("algorithm = distil is the method distil. Name it with --methods, and RL's algorithm.")
+        if DISTIL in self.methods and self.distil.get("teacher") is None:
+            raise ConfigError("distil needs a teacher: --teacher MODEL, MODEL=URL or self.")
+        self._check_prompts()
+        self._check_model()
+
+    def _check_prompts(self) -> None:
+        if PROMPTS in self.methods and self.reflect is None:
+            raise ConfigError("prompts needs a model that proposes them: --reflect [MODEL=]URL.")
+        if PROMPTS in self.methods and find_spec("gepa") is None:
+            raise ConfigError('prompts needs GEPA: pip install "lightning-trainer[prompts]".')
+
+    def _check_model(self) -> None:
+        folder = look(self.train.model).folder
+        if folder is not None and (folder / ADAPTERS_NAME).is_file():
+            raise ConfigError(
+                f"{self.train.model} has adapters of agents, and improve gives each agent a new one. Give the model"
+                " that they belong to."
+            )
+        if self.train.policies:
+            raise ConfigError("improve gives each agent its own adapter. Leave policies out.")
+        if not self.train.lora_rank:
+            raise ConfigError("improve trains an adapter for each agent. Give --lora-rank 1 or more, or leave it out.")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as kept in the folder, without keys."""
+        reflect = None if self.reflect is None else {"url": self.reflect.url, "model": self.reflect.model}
+        options = {name: getattr(self, name) for name in _OWN}
+        whole = {"train": self.train.model_dump(mode="json"), "methods": self.methods, **options, "reflect": reflect}
+        return dict(without_passwords(whole))
+
+    def write(self, folder: Path) -> None:
+        """Keep it in the folder."""
+        write_atomically(folder / OPTIONS_NAME, (json.dumps(self.to_json(), indent=2, default=str) + "\n").encode())
+
+
+def read_options(folder: Path, reflect_key: str | None) -> ImproveConfig:
+    """Read what `ImproveConfig.write` wrote.
+
+    Raises:
+        ConfigError: there is nothing to resume, or it is of another version.
+    """
+    try:
+        values: dict[str, Any] = json.loads((folder / OPTIONS_NAME).read_text(encoding="utf-8"))
+        train = {name: value for name, value in values["train"].items() if value is not None}
+        reflect = None if values["reflect"] is None else Endpoint(**values["reflect"], key=reflect_key)
+        options = {name: values[name] for name in _OWN}
+        return ImproveConfig(train=TrainConfig(**train), methods=tuple(values["methods"]), reflect=reflect, **options)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder} has nothing to resume: {error}. Leave --resume out.") from None

@@ -1,0 +1,168 @@
+"""Successive halving: all methods get a small share of the budget, the better half a larger one, the last one the rest.
+
+Pure: what a method does with its tokens and how it is measured are functions. Karnin, Koren and Somekh, "Almost Optimal
+Exploration in Multi-Armed Bandits" (2013), with one rung more, in which the winner alone spends what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lightning_trainer.intervals import Declared, Estimate, estimate_difference
+
+Rewards: TypeAlias = Mapping[int, float]  # mean reward of each held-out task, by its place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spending:
+    """What a method did with its tokens until the end of a rung.
+
+    Attributes:
+        tokens: spent so far, in all rungs.
+        changed: whether there is something to measure: weights or prompts that are not the base's.
+        ended: why more tokens would change nothing; None if it can continue.
+    """
+
+    tokens: int
+    changed: bool
+    ended: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A method after a rung.
+
+    Attributes:
+        rung: from 1.
+        tokens: spent so far.
+        difference: of its reward to the base's on the tasks to choose by.
+        rewards: by task; empty if nothing changed.
+    """
+
+    rung: int
+    tokens: int
+    difference: Estimate
+    rewards: Rewards = field(default_factory=dict, repr=False)
+
+    @property
+    def gain(self) -> float:
+        """The mean difference; 0 if nothing changed."""
+        return self.difference.mean or 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodResult:
+    """What a method bought.
+
+    Attributes:
+        tokens: spent.
+        best: the stage with the highest gain, the first of several; None if the method changed nothing.
+        ended: why it got no more tokens.
+        rung: the last one that it took part in.
+    """
+
+    tokens: int = 0
+    best: Stage | None = None
+    ended: str = ""
+    rung: int = 0
+
+    @property
+    def gain(self) -> float:
+        """The gain of the best stage; 0 if there is none."""
+        return 0.0 if self.best is None else self.best.gain
+
+
+def rung_count(methods: int) -> int:
+    """Return in how many rungs that many methods become one, and that one spends the rest."""
+    return 1 if methods == 1 else math.ceil(math.log2(methods)) + 1
+
+
+def share_of(budget: int, spent: int, rungs_left: int, methods: int) -> int:
+    """Return the tokens of one method in the next rung: what is left is divided by rungs, then by methods."""
+    return max(0, budget - spent) // rungs_left // methods
+
+
+def survivors(results: Mapping[str, MethodResult], declared: Declared = None) -> list[str]:
+    """Return the better half of the methods, the best first, without those that are worse than the best for sure."""
+    ranked = sorted(results, key=lambda name: -results[name].gain)
+    best = results[ranked[0]].best
+    return [
+        name
+        for name in ranked[: math.ceil(len(ranked) / 2)]
+        if name == ranked[0] or best is None or not _is_worse(results[name].best, best, declared)
+    ]
+
+
+def _is_worse(stage: Stage | None, best: Stage, declared: Declared) -> bool:
+    if stage is None or not stage.rewards:
+        return False
+    both = [task for task in best.rewards if task in stage.rewards]
+    found = estimate_difference([best.rewards[t] for t in both], [stage.rewards[t] for t in both], declared)
+    return found.low is not None and found.low > 0
+
+
+def halve(
+    methods: Sequence[str],
+    budget: int,
+    base: Rewards,
+    spend: Callable[[str, int, int], Spending],
+    measure: Callable[[str, int], Rewards],
+    *,
+    declared: Declared = None,
+) -> dict[str, MethodResult]:
+    """Spend a budget on methods.
+
+    Args:
+        methods: by name, at least one.
+        budget: tokens of all of them together.
+        base: rewards of the unchanged agent on the tasks to choose by.
+        spend: of a method, a rung (from 1) and the tokens that it may have spent by then: spends them.
+        measure: of a method and a rung: runs the tasks to choose by with what the method made until then.
+        declared: range of the rewards.
+
+    Returns:
+        What each method bought, in the order of `methods`.
+    """
+    results = {name: MethodResult() for name in methods}
+    alive, rungs = list(methods), rung_count(len(methods))
+    for rung in range(1, rungs + 1):
+        active = [name for name in alive if not results[name].ended]
+        if not active:
+            break
+        share = share_of(budget, sum(each.tokens for each in results.values()), rungs - rung + 1, len(active))
+        for name in active:
+            spending = spend(name, rung, results[name].tokens + share)
+            stage = _stage(rung, spending, base, lambda name=name, rung=rung: measure(name, rung), declared)  # type: ignore[misc]
+            results[name] = _with_stage(results[name], stage, spending, rung)
+        if rung < rungs:
+            kept = survivors({name: results[name] for name in alive}, declared)
+            dropped = [name for name in alive if name not in kept and not results[name].ended]
+            for name in dropped:
+                results[name] = _ended(results[name], f"another method did better in rung {rung}")
+            alive = kept
+    return results
+
+
+def _stage(
+    rung: int, spending: Spending, base: Rewards, measure: Callable[[], Rewards], declared: Declared
+) -> Stage | None:
+    if not spending.changed:
+        return None
+    rewards = measure()
+    both = [task for task in rewards if task in base]
+    found = estimate_difference([rewards[t] for t in both], [base[t] for t in both], declared)
+    return Stage(rung=rung, tokens=spending.tokens, difference=found, rewards=rewards)
+
+
+def _with_stage(before: MethodResult, stage: Stage | None, spending: Spending, rung: int) -> MethodResult:
+    best = before.best
+    if stage is not None and (best is None or stage.gain > best.gain):
+        best = stage
+    return MethodResult(tokens=spending.tokens, best=best, ended=spending.ended or "", rung=rung)
+
+
+def _ended(result: MethodResult, why: str) -> MethodResult:
+    return MethodResult(tokens=result.tokens, best=result.best, ended=why, rung=result.rung)

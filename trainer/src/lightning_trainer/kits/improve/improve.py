@@ -1,0 +1,190 @@
+"""`improve()`: finds the method that helps each agent most, and keeps only what is better than the base for sure."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from lightning_spans.errors import LightningError, UnknownAgentError
+from lightning_spans.schema.agents import selects
+from lightning_trainer.config.passwords import without_passwords
+from lightning_trainer.kits.improve.config import OPTIONS_NAME, ImproveConfig
+from lightning_trainer.kits.improve.decision import decide
+from lightning_trainer.kits.improve.halving import MethodResult
+from lightning_trainer.kits.improve.measuring import Finals, HeldOut, rollout_tokens
+from lightning_trainer.kits.improve.methods import KINDS
+from lightning_trainer.kits.improve.plan import SearchPlan
+from lightning_trainer.kits.improve.record import write_metrics
+from lightning_trainer.kits.improve.result import RESULT_NAME, AgentResult, Improvement
+from lightning_trainer.kits.improve.search import AgentSearch
+from lightning_trainer.kits.improve.snapshots import Snapshot, adapter_names
+from lightning_trainer.kits.improve.tasks import TaskFiles
+from lightning_trainer.report.metrics import write_atomically
+from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.run.data import load_tasks
+from lightning_trainer.run.folders import RUNS
+from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.session.folder import open_folder
+
+_PLAN: Final = "plan.json"  # in the folder, once the budget is known to be enough
+_TRIED: Final = 4  # tasks that a dry run runs
+
+
+def improve(
+    config: ImproveConfig, progress: Progress | None = None, *, out: Path | None = None, resume: Path | None = None
+) -> Improvement:
+    """Improve each agent within one budget.
+
+    Args:
+        config: what, and how; of a search that is resumed, what `read_options` returned.
+        progress: callback for progress events. Default: none.
+        out: folder; None: runs/DATE.
+        resume: folder of a search to resume. What is done is not done again.
+
+    Raises:
+        LightningError: an option, a file or the agent is wrong, or the budget is too small.
+        Interrupted: somebody asked to stop.
+    """
+    progress = progress or Silent()
+    config.check()
+    with open_folder(
+        out, resume, base=RUNS, begun=_begun, resumable=lambda path: (path / OPTIONS_NAME).exists()
+    ) as folder:
+        try:
+            if resume is None:
+                config.write(folder)
+                TaskFiles(folder / "tasks").write(config, progress)
+            return _Search(config, folder, progress).run()
+        except Interrupted:
+            raise Interrupted(f"stopped. Resume with: lightning-rl improve --resume {folder}") from None
+        except LightningError as error:
+            if not _begun(folder):
+                raise
+            raise type(error)(
+                f"{error}\nWhat was found so far is kept. Resume with: lightning-rl improve --resume {folder}"
+            ) from error
+
+
+def plan_search(config: ImproveConfig, progress: Progress | None = None) -> SearchPlan:
+    """Return what a search would do, from a few rollouts of the unchanged program. Nothing is kept.
+
+    Raises:
+        LightningError: see `improve`.
+    """
+    progress = progress or Silent()
+    config.check()
+    with tempfile.TemporaryDirectory(prefix="lightning-improve-") as name:
+        tasks = TaskFiles(Path(name) / "tasks")
+        tasks.write(config, progress)
+        tried = tasks.some_to_learn(_TRIED, config.train.seed, Path(name) / "tried.jsonl")
+        few = replace(config, samples=1)
+        held_out = HeldOut(config=few, tasks=tried, progress=progress, agents=config.train.agents)
+        held_out.measure_base(Path(name) / "base")
+        return _plan(config, held_out, tasks)
+
+
+@dataclass(slots=True)
+class _Search:
+    """A search in its folder."""
+
+    config: ImproveConfig
+    folder: Path
+    progress: Progress
+
+    def run(self) -> Improvement:
+        """Search for each agent, then decide what is kept."""
+        began, tasks = time.monotonic(), TaskFiles(self.folder / "tasks")
+        self.progress.note("the held-out tasks to choose by, with the unchanged agents")
+        choose = HeldOut(
+            config=self.config, tasks=tasks.choose, progress=self.progress, agents=self.config.train.agents
+        )
+        choose.measure_base(self.folder / "base")
+        plan = _plan(self.config, choose, tasks)
+        plan.check()
+        write_atomically(self.folder / _PLAN, (json.dumps(plan.to_json(), indent=2) + "\n").encode())
+        for line in plan.lines():
+            self.progress.note(line)
+        agents = tuple(plan.agents)
+        self.config = choose.config = self._named(agents)
+        choose.agents = agents
+        names, base = adapter_names(agents), choose.summarise([])[0]
+        searches = {
+            agent: AgentSearch(
+                config=self.config, agent=agent, names=names, folder=self.folder / "agents" / names[agent], tasks=tasks,
+                held_out=choose, base=base, rollout_tokens=plan.rollout_tokens, progress=self.progress,
+            )
+            for agent in agents
+        }  # fmt: skip
+        found = {agent: search.run(self.config.budget // len(agents)) for agent, search in searches.items()}
+        return self._decide(found, searches, began)
+
+    def _named(self, agents: Sequence[str]) -> ImproveConfig:
+        return replace(self.config, train=self.config.train.model_copy(update={"agents": tuple(agents)}))
+
+    def _decide(
+        self, found: Mapping[str, Mapping[str, MethodResult]], searches: Mapping[str, AgentSearch], began: float
+    ) -> Improvement:
+        """Compare the best of each agent with the base, and make the folder that of a run with what is kept."""
+        results = {agent: AgentResult(methods=its, candidate=_best(its)) for agent, its in found.items()}
+        changes = {
+            agent: searches[agent].change(each.candidate, best.rung)
+            for agent, each in results.items()
+            if each.candidate is not None and (best := each.methods[each.candidate].best) is not None
+        }
+        first = next(iter(searches.values()))
+        choose, names = first.held_out, first.names
+        held_out = HeldOut(config=self.config, tasks=first.tasks.decide, progress=self.progress, agents=choose.agents)
+        finals = Finals(held_out=held_out, names=names, changes=changes, folder=self.folder / "decide")
+        decision = decide(list(changes), finals.base, finals.measure, declared=self.config.train.declared)
+        result = Snapshot(self.folder)
+        result.write(self.config.train, names, {agent: changes[agent] for agent in decision.kept})
+        before, after = finals.measured.get(()), finals.measured.get(decision.kept) if decision.kept else None
+        write_metrics(self.folder, before or choose.summarise([])[0], after)
+        improvement = Improvement(
+            agents=results, decision=decision, base=before, kept=after, checkpoint=result.checkpoint,
+            prompts=result.prompts, budget=self.config.budget, measured=choose.tokens + held_out.tokens,
+            tasks=(len(load_tasks(choose.tasks)), len(load_tasks(held_out.tasks))), folder=self.folder,
+            seconds=time.monotonic() - began,
+        )  # fmt: skip
+        kept = without_passwords(improvement.to_json())
+        write_atomically(self.folder / RESULT_NAME, (json.dumps(kept, indent=2) + "\n").encode())
+        return improvement
+
+
+def _best(methods: Mapping[str, MethodResult]) -> str | None:
+    """Return the method with the highest gain, the first of several; None if none gained anything."""
+    best = max(methods, key=lambda name: methods[name].gain)
+    return best if methods[best].gain > 0 else None
+
+
+def _plan(config: ImproveConfig, held_out: HeldOut, tasks: TaskFiles) -> SearchPlan:
+    """Name the agents that were seen, and divide the budget among them."""
+    chosen = config.train.agents or ("*",)
+    seen = held_out.summarise([])[0].by_agent
+    agents = [name for name in seen if name and selects(chosen, name)]
+    if not agents:
+        listed = ", ".join(filter(None, seen)) or "none that has a name"
+        raise UnknownAgentError(f"no agent is called {', '.join(chosen)}. Agents seen: {listed}.")
+    each, names = rollout_tokens(held_out.base), adapter_names(agents)
+    methods = {
+        name: KINDS[name](
+            config=config, agent=agents[0], names=names, folder=tasks.folder / name, tasks=tasks, rollout_tokens=each,
+            progress=held_out.progress,
+        )
+        for name in config.methods
+    }  # fmt: skip
+    return SearchPlan(
+        agents=agents, methods=config.methods, budget=config.budget,
+        least={name: method.least for name, method in methods.items()}, rollout_tokens=each,
+        to_choose=len(load_tasks(tasks.choose)) * config.samples,
+        to_decide=len(load_tasks(tasks.decide)) * config.samples,
+    )  # fmt: skip
+
+
+def _begun(folder: Path) -> bool:
+    return (folder / _PLAN).exists()

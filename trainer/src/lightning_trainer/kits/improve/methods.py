@@ -1,0 +1,300 @@
+"""The methods: each is an existing command's function for one agent, which spends tokens up to a limit and stops.
+
+What counts is in `costs`. Whole steps, rounds and proposals are taken, so a method may exceed its limit by the last of
+them; what it has exceeded is taken off its next share.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from lightning_spans.errors import ConfigError, NothingToLearnError, UnknownAgentError
+from lightning_trainer.config.defaults import with_defaults
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.kits.improve.config import DISTIL, PROMPTS, RL, SFT, ImproveConfig
+from lightning_trainer.kits.improve.costs import Costs, costs_of
+from lightning_trainer.kits.improve.halving import Spending
+from lightning_trainer.kits.improve.rounds import rounds_options
+from lightning_trainer.kits.improve.snapshots import Change, without_empty
+from lightning_trainer.kits.improve.tasks import TaskFiles
+from lightning_trainer.models import NEWEST
+from lightning_trainer.policies import BASE
+from lightning_trainer.report.metrics import LOG_NAME, read
+from lightning_trainer.report.progress import Progress
+from lightning_trainer.run.data import load_tasks
+from lightning_trainer.run.folders import read_config
+
+_KEPT_EPOCHS: Final = 2  # of rejection sampling: its best rollouts are learned so often
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method(ABC):
+    """A method for one agent.
+
+    Attributes:
+        config: of the search. `train` names all agents.
+        agent: that it improves.
+        names: adapter of each agent.
+        folder: of its run.
+        tasks: to learn from.
+        rollout_tokens: tokens of a rollout of the unchanged program.
+        progress: callback for progress events.
+    """
+
+    config: ImproveConfig
+    agent: str
+    names: Mapping[str, str]
+    folder: Path
+    tasks: TaskFiles
+    rollout_tokens: float
+    progress: Progress
+
+    @abstractmethod
+    def spend(self, limit: int, rung: int) -> Spending:
+        """Spend tokens until the limit, from where an earlier call, or an interrupted process, stopped."""
+
+    @abstractmethod
+    def change(self) -> Change:
+        """Return what it has made so far."""
+
+    @property
+    @abstractmethod
+    def least(self) -> int:
+        """Fewest tokens with which it can do something."""
+
+    @property
+    def policies(self) -> dict[str, str]:
+        """This agent's own adapter; the other agents get the base."""
+        return {agent: f"lora:{name}" if agent == self.agent else BASE for agent, name in self.names.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training(Method):
+    """`train` for one agent, in whole steps."""
+
+    @property
+    @abstractmethod
+    def run_options(self) -> dict[str, Any]:
+        """Options of its run, those of every method apart."""
+
+    @property
+    def new_run(self) -> TrainConfig:
+        """The run, one step long."""
+        train = self.config.train
+        unset = ("val", "val_every", "epochs", "until", "resume", "store", "tinker_url", "rollback_on_cliff")
+        values = {name: value for name, value in without_empty(dict(train)).items() if name not in unset}
+        own = {
+            "data": self.tasks.train, "columns": (), "out": self.folder, "steps": 1, "keep": 1, "checkpoint": "newest",
+            "agents": (self.agent,), "policies": self.policies,
+        }  # fmt: skip
+        return TrainConfig(**without_empty({**values, **own, **self.run_options}))
+
+    @property
+    def least(self) -> int:
+        """Tokens of a step, sampled and learned."""
+        run = self.new_run
+        groups = run.batch_size * run.group_size
+        return round(self.rollout_tokens * (groups * (2 + run.resample) + run.fork_count))
+
+    def spend(self, limit: int, rung: int) -> Spending:  # noqa: ARG002 - it continues its own run
+        """Take steps: at first half of what is affordable by the estimate, then as many as the steps so far cost."""
+        ended = None
+        while (steps := self._affordable(limit)) and ended is None:
+            taken = self._taken
+            try:
+                self._train(taken + steps)
+            except NothingToLearnError as error:
+                ended = str(error)
+            if self._taken < taken + steps and ended is None:
+                ended = "the run ended early"
+        return Spending(tokens=self._costs.tokens, changed=(self.folder / NEWEST).exists(), ended=ended)
+
+    def change(self) -> Change:
+        """Return the newest checkpoint."""
+        return Change(checkpoint=(self.folder / NEWEST).resolve())
+
+    @property
+    def _costs(self) -> Costs:
+        return costs_of(self.folder, self.new_run.update_epochs)
+
+    @property
+    def _taken(self) -> int:
+        return sum(line["kind"] == "train" for line in read(self.folder / LOG_NAME))
+
+    def _affordable(self, limit: int) -> int:
+        taken, spent = self._taken, self._costs.tokens
+        each = max(1.0, spent / taken if taken else self.least)
+        steps = max(0, int((limit - spent) // each))
+        return max(1, steps // 2) if steps and not taken else steps
+
+    def _train(self, steps: int) -> None:
+        from lightning_trainer.run.train import train
+
+        if (self.folder / NEWEST).exists():
+            kept = {name: value for name, value in read_config(self.folder).items() if name != "epochs"}
+            run = TrainConfig(**{**kept, "resume": self.folder, "steps": steps})
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            run = self.new_run.model_copy(update={"steps": steps})
+        train(run, self.progress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLMethod(_Training):
+    """RL with the options of the command."""
+
+    @property
+    def run_options(self) -> dict[str, Any]:
+        """Nothing else."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistilMethod(_Training):
+    """On-policy distillation from the teacher that is named."""
+
+    # Options of learning from rewards, which distillation refuses or sets by itself.
+    _OF_REWARDS: ClassVar[frozenset[str]] = frozenset(
+        ("algorithm", "credit", "credit_options", "gamma", "forks", "alternatives", "orders", "fork_at", "fork_tools",
+         "rewards", "normalise_std", "alone", "resample", "until", "task_order", "gae_lambda", "value_clip",
+         "value_learning_rate", "kl_in", "group_size", "temperature")
+    )  # fmt: skip
+
+    @property
+    def run_options(self) -> dict[str, Any]:
+        """Return the teacher, and the defaults of distillation in place of those of learning from rewards."""
+        plain = {
+            name: field.get_default(call_default_factory=True)
+            for name, field in TrainConfig.model_fields.items()
+            if name in self._OF_REWARDS
+        }
+        chosen = with_defaults({"algorithm": DISTIL})
+        return {**plain, **chosen, **self.config.distil}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftMethod(Method):
+    """Rejection sampling for one agent: one run in each rung, from the weights of the rung before."""
+
+    @property
+    def least(self) -> int:
+        """Tokens of a group, sampled, and of its best rollout, learned."""
+        return round(self._rollout_cost * self.config.train.group_size)
+
+    @property
+    def _rollout_cost(self) -> float:
+        return self.rollout_tokens * (1 + _KEPT_EPOCHS / self.config.train.group_size)
+
+    def spend(self, limit: int, rung: int) -> Spending:
+        """Sample as many tasks as are affordable, in several rounds if there are not as many, and learn the best."""
+        from lightning_trainer.kits.sft.rounds.rejection import rejection_sampling, resumed
+        from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME
+
+        folder, ended = self._folder(rung), None
+        if not (folder / RESULT_NAME).exists():
+            before = self._costs(rung - 1).tokens
+            try:
+                if (folder / STATE_NAME).exists():
+                    rejection_sampling(resumed(folder), self.progress, resume=folder)
+                else:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    options = self._options(limit - before, rung)
+                    rejection_sampling(rounds_options(self.config, options), self.progress)
+            except NothingToLearnError as error:
+                ended = str(error)
+        return Spending(tokens=self._costs(rung).tokens, changed=self._newest is not None, ended=ended)
+
+    def change(self) -> Change:
+        """Return the checkpoint of the last rung."""
+        return Change(checkpoint=self._newest)
+
+    def _options(self, tokens: int, rung: int) -> dict[str, Any]:
+        groups = max(1, int(tokens // self.least))
+        rounds = math.ceil(groups / len(load_tasks(self.tasks.train)))
+        seed = self.config.train.seed + rung - 1  # other tasks and other samples than in the rung before
+        file = self.tasks.some_to_learn(
+            groups // rounds, seed, self.folder.with_name(f"{self.folder.name}-tasks-{rung}.jsonl")
+        )
+        return {
+            "tasks": file, "rounds": rounds, "out": self._folder(rung), "seed": seed,
+            "model": self.config.train.model if self._newest is None else str(self._newest),
+            "agents": (self.agent,), "policies": self.policies,
+        }  # fmt: skip
+
+    def _folder(self, rung: int) -> Path:
+        return self.folder / f"rung-{rung}"
+
+    def _costs(self, rungs: int) -> Costs:
+        return sum((costs_of(self._folder(rung)) for rung in range(1, rungs + 1)), Costs())
+
+    @property
+    def _newest(self) -> Path | None:
+        found = sorted(self.folder.glob("rung-*/result.json"), key=lambda path: int(path.parent.name[len("rung-") :]))
+        return found[-1].parent / NEWEST if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsMethod(Method):
+    """The search for a better system prompt of one agent; the weights stay."""
+
+    _ROLLOUTS: ClassVar[int] = 14  # with which one proposal can be tried on two tasks
+    _TASKS: ClassVar[int] = 6  # rollouts for each task that is learned from or chosen by
+
+    @property
+    def least(self) -> int:
+        """Tokens of the rollouts with which one proposal can be tried."""
+        return round(self.rollout_tokens * self._ROLLOUTS)
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "prompts.json"
+
+    def spend(self, limit: int, rung: int) -> Spending:  # noqa: ARG002 - it continues its own search
+        """Propose and try prompts until the limit."""
+        from lightning_trainer.kits.prompts.optimise import optimise
+
+        search = self._file.with_name(f"{self._file.name}.search")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        resume = (search / "prompts.json").exists()
+        if not resume:
+            shutil.rmtree(search, ignore_errors=True)
+            self._file.unlink(missing_ok=True)
+        try:
+            found = optimise(self._options(limit, resume=resume), self.progress, resume=resume)
+        except UnknownAgentError as error:  # it was seen in held-out tasks, where its name comes from
+            return Spending(tokens=costs_of(search).tokens, changed=False, ended=str(error))
+        ended = "no prompt can earn more on its tasks" if found.ended == "ceiling" else None
+        return Spending(tokens=found.tokens, changed=bool(found.diff), ended=ended)
+
+    def change(self) -> Change:
+        """Return the file with the prompt."""
+        return Change(prompts=self._file)
+
+    def _options(self, limit: int, *, resume: bool) -> Any:
+        from lightning_trainer.kits.prompts.optimise import PromptsConfig
+        from lightning_trainer.session.answers import read_subject
+
+        train, rollouts = self.config.train, max(self._ROLLOUTS, int(limit // self.rollout_tokens))
+        if self.config.reflect is None:
+            raise ConfigError("prompts needs a model that proposes them: --reflect [MODEL=]URL.")
+        data = self.folder / "tasks.jsonl"
+        if not resume:
+            self.tasks.some_to_learn(max(4, rollouts // self._TASKS), train.seed, data)
+        names = (
+            "target", "command", "reward", "temperature", "max_tokens", "sampling", "name_by", "work", "seed",
+            "concurrency", "isolate", "timeout_s", "max_attempts", "workers",
+        )  # fmt: skip
+        return PromptsConfig(
+            data=data, agents=(self.agent,), reflect=self.config.reflect, budget=2 * rollouts, tokens=limit,
+            out=self._file, subject=read_subject(train.model), answered=tuple(self.names), load=self.config.load,
+            **{name: getattr(train, name) for name in names},
+        )  # fmt: skip
+
+
+KINDS: Final[Mapping[str, type[Method]]] = {PROMPTS: PromptsMethod, SFT: SftMethod, RL: RLMethod, DISTIL: DistilMethod}

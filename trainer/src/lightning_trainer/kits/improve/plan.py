@@ -1,0 +1,103 @@
+"""What a search will do with its budget: the share of each method in each rung, and what measuring takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.kits.improve.halving import rung_count
+from lightning_trainer.reasons.amounts import amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchPlan:
+    """How a budget is divided.
+
+    Attributes:
+        agents: that are improved.
+        methods: of each.
+        budget: tokens of all of them.
+        least: fewest tokens with which a method can do something, by method.
+        rollout_tokens: tokens of a rollout of the unchanged program.
+        to_choose: rollouts on the held-out tasks to choose by, each time they are measured.
+        to_decide: the same of the tasks that decide.
+    """
+
+    agents: Sequence[str]
+    methods: Sequence[str]
+    budget: int
+    least: Mapping[str, int]
+    rollout_tokens: float
+    to_choose: int
+    to_decide: int
+
+    @property
+    def rungs(self) -> list[tuple[int, int]]:
+        """Number of methods, and tokens of each, of each rung."""
+        count, left, rungs = len(self.methods), self.budget // len(self.agents), []
+        for rung in range(rung_count(count), 0, -1):
+            rungs.append((count, left // rung // count))
+            left -= left // rung
+            count = math.ceil(count / 2)
+        return rungs
+
+    @property
+    def measured_rollouts(self) -> int:
+        """Most rollouts on held-out tasks."""
+        agents = len(self.agents)
+        chosen = 1 + agents * sum(count for count, _ in self.rungs)
+        decided = 1 + agents + (agents > 1)
+        return chosen * self.to_choose + decided * self.to_decide
+
+    def check(self) -> None:
+        """Refuse a budget that is too small for the first rung.
+
+        Raises:
+            ConfigError: says how much is needed.
+        """
+        _, share = self.rungs[0]
+        method = max(self.methods, key=lambda name: self.least[name])
+        if share < self.least[method]:
+            factor = len(self.agents) * len(self.methods) * len(self.rungs)
+            raise ConfigError(
+                f"--budget {self.budget} gives each method {share} tokens in the first of"
+                f" {amount(len(self.rungs), 'rung')}, and {method} needs about {self.least[method]}. Give"
+                f" {self.least[method] * factor} or more, name fewer methods with --methods, or make a step smaller"
+                " (--batch-size, --group-size)."
+            )
+
+    def lines(self) -> list[str]:
+        """Return it for people."""
+        agents = len(self.agents)
+        found = [
+            f"agents: {', '.join(self.agents)}; {amount(self.budget // agents, 'token')} each",
+            f"methods of each: {', '.join(self.methods)}",
+            f"a rollout of the unchanged program has about {amount(round(self.rollout_tokens), 'token')}",
+        ]
+        for number, (count, share) in enumerate(self.rungs, 1):
+            rollouts = share / self.rollout_tokens
+            found.append(
+                f"rung {number}: {amount(count, 'method')} with {share} tokens each, as in {rollouts:.0f} rollouts"
+            )
+        tokens = self.measured_rollouts * self.rollout_tokens
+        found.append(
+            f"measuring: up to {self.measured_rollouts} rollouts on held-out tasks, about {tokens:.0f} tokens, which"
+            " are not part of the budget"
+        )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `--dry-run --json` prints."""
+        return {
+            "agents": list(self.agents),
+            "methods": list(self.methods),
+            "budget": self.budget,
+            "rollout_tokens": round(self.rollout_tokens),
+            "rungs": [{"methods": count, "tokens": share} for count, share in self.rungs],
+            "least": dict(self.least),
+            "measured_rollouts": self.measured_rollouts,
+            "measured_tokens": round(self.measured_rollouts * self.rollout_tokens),
+        }

@@ -1,0 +1,100 @@
+"""What a search came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_trainer.kits.evaluation.summary import Summary
+from lightning_trainer.kits.improve.decision import UNCHANGED, Decision
+from lightning_trainer.kits.improve.halving import MethodResult
+
+RESULT_NAME: Final = "result.json"  # in the folder
+BASE_METHOD: Final = "base"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentResult:
+    """What was found for one agent.
+
+    Attributes:
+        methods: what each bought.
+        candidate: the method whose result was compared with the base at the end; None: no method gained anything.
+    """
+
+    methods: Mapping[str, MethodResult]
+    candidate: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its methods."""
+        return sum(each.tokens for each in self.methods.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improvement:
+    """What a search came to.
+
+    Attributes:
+        agents: by name.
+        decision: what is kept.
+        base: of the tasks that decide, with the unchanged agents; None if there was no candidate.
+        kept: of the same tasks, with what is kept; None if nothing is.
+        checkpoint: the model with the kept adapters, or the base.
+        prompts: file with the kept prompts; None if there is none.
+        budget: tokens that could be spent.
+        measured: tokens of all rollouts on held-out tasks.
+        tasks: number of held-out tasks to choose by, and of those that decide.
+        folder: of the search.
+        seconds: that it took.
+    """
+
+    agents: Mapping[str, AgentResult]
+    decision: Decision
+    base: Summary | None
+    kept: Summary | None
+    checkpoint: Path
+    prompts: Path | None
+    budget: int
+    measured: int
+    tasks: tuple[int, int]
+    folder: Path
+    seconds: float
+
+    def method_of(self, agent: str) -> str:
+        """Return the method that is kept for an agent; `base`: none."""
+        candidate = self.agents[agent].candidate
+        return candidate if agent in self.decision.kept and candidate is not None else BASE_METHOD
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `lightning-rl improve --json` prints."""
+        agents = {}
+        for name, each in self.agents.items():
+            found = self.decision.differences.get(name, UNCHANGED)
+            agents[name] = {
+                "method": self.method_of(name), "difference": found.mean, "low": found.low, "high": found.high,
+                "tokens": each.tokens, "candidate": each.candidate,
+                "methods": {method: _method_json(bought) for method, bought in each.methods.items()},
+            }  # fmt: skip
+        together = self.decision.together
+        return {
+            "agents": agents, "checkpoint": str(self.checkpoint),
+            "prompts": None if self.prompts is None else str(self.prompts),
+            "difference": together.mean, "low": together.low, "high": together.high,
+            "comparisons": self.decision.comparisons,
+            "base": None if self.base is None else self.base.reward.to_json(),
+            "kept": None if self.kept is None else self.kept.reward.to_json(),
+            "budget": self.budget, "tokens": sum(each.tokens for each in self.agents.values()),
+            "measured_tokens": self.measured, "tasks_to_choose": self.tasks[0], "tasks_to_decide": self.tasks[1],
+            "folder": str(self.folder), "seconds": round(self.seconds, 1),
+        }  # fmt: skip
+
+
+def _method_json(bought: MethodResult) -> dict[str, Any]:
+    best = bought.best
+    found = UNCHANGED if best is None else best.difference
+    stage = None if best is None else best.rung
+    differences = {"difference": found.mean, "low": found.low, "high": found.high}
+    return {"tokens": bought.tokens, **differences, "rungs": bought.rung, "best_rung": stage, "ended": bought.ended}
