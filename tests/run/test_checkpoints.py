@@ -146,6 +146,8 @@ def test_other_identity_is_an_error_with_both_values(tmp_path: Path) -> None:
     check_identity(STATE, {"seed": 0}, tmp_path)
     with pytest.raises(ConfigError, match="seed = 0, not 1"):
         check_identity(STATE, {"seed": 1}, tmp_path)
+    with pytest.raises(ConfigError, match=r"its data changed since it was started[.] Restore the data, or start again"):
+        check_identity(STATE, {"seed": 0, "data": "def"}, tmp_path)  # a digest says nothing to a reader
 
 
 def test_another_scale_of_adapters_is_another_run(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import BEST, NEWEST
 from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.run.data import Task, digest
+from lightning_trainer.session.folder import check_unchanged
 
 STATE_NAME: Final = "state.json"
 FOLDER: Final = "checkpoints"
@@ -201,16 +202,15 @@ def check_identity(state: State, identity: Mapping[str, Any], checkpoint: Path) 
     """Make sure that a run that goes on is the same run.
 
     Raises:
-        ConfigError: an option differs; the message names it with both values.
+        ConfigError: see `check_unchanged`.
     """
-    for name, now in identity.items():
-        before = state.identity.get(name, now)  # older versions wrote fewer
-        if before != now:
-            raise ConfigError(
-                f"{checkpoint} belongs to a run with {name} = {before!r}, not {now!r}. "
-                f"Use the same value, or start a new run without --resume. Only {', '.join(identity)}, the model and "
-                "its adapters must stay; every other option may change, such as steps, until, learning_rate or val."
-            )
+    check_unchanged(
+        checkpoint,
+        state.identity,
+        identity,
+        f"Only {', '.join(identity)}, the model and its adapters must stay; every other option may change, such as"
+        " steps, until, learning_rate or val.",
+    )
 
 
 def _put(draft: Path, final: Path) -> None:

@@ -10,16 +10,17 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
 from lightning_spans.errors import ConfigError
 
+DIGESTS: Final = ("data", "tasks", "val")  # compared by a digest, which says nothing to a reader
 PRIVATE: Final = 0o700  # of new folders: options, numbers and learned tokens say as much as the store
 _LOCK: Final = ".lock"  # in the folder: locked while a process works there
 HOLDER: Final = ".held-by"  # beside it: which one
@@ -49,6 +50,30 @@ def held(folder: Path) -> Iterator[None]:
     finally:
         (folder / HOLDER).unlink(missing_ok=True)
         lock.release()
+
+
+def check_unchanged(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], advice: str = "") -> None:
+    """Make sure that work which is resumed is the same work.
+
+    Args:
+        folder: what is resumed.
+        before: what the work was started with: options, and digests under the names of `DIGESTS`.
+        now: the same for this process. A name that `before` lacks is not compared: older versions wrote fewer.
+        advice: what else the user should know, after the error.
+
+    Raises:
+        ConfigError: something differs; the message names it, and an option with both values.
+    """
+    for name, value in now.items():
+        began = before.get(name, value)
+        if began == value:
+            continue
+        if name in DIGESTS:
+            what, then = f"its {name} changed since it was started", f"Restore the {name}"
+        else:
+            what, then = f"it was started with {name} = {began!r}, not {value!r}", "Use the same value"
+        more = f" {advice}" if advice else ""
+        raise ConfigError(f"{folder} can't be resumed: {what}. {then}, or start again in another folder.{more}")
 
 
 def is_held(folder: Path) -> bool:

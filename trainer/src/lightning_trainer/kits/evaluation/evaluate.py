@@ -31,7 +31,7 @@ from lightning_trainer.session.answers import (
     read_subject,
     refuse_unheard,
 )
-from lightning_trainer.session.folder import open_folder
+from lightning_trainer.session.folder import check_unchanged, open_folder
 from lightning_trainer.session.session import STORE_NAME, open_database
 
 _OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # that come to a model named here
@@ -198,8 +198,7 @@ def resumed(folder: Path) -> EvalConfig:
 def _asked(config: EvalConfig, tasks: Sequence[Task], folder: Path, resume: Path | None) -> dict[str, Any]:
     if resume is not None:
         asked = files.read_asked(folder)
-        if asked["tasks"] != digest(tasks):
-            raise ConfigError(f"{config.data} has changed since {folder} began. Evaluate it anew, into another folder.")
+        check_unchanged(folder, asked, {"tasks": digest(tasks)}, f"They are in {config.data}.")
         return asked
     asked = {"id": uuid.uuid4().hex[:12], "tasks": digest(tasks), "seconds": 0.0, "config": config.to_json()}
     files.write_asked(folder, asked)

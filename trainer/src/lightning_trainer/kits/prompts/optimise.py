@@ -26,7 +26,7 @@ from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.runner.target import JUDGE, Job
 from lightning_trainer.session.answers import AsItIs, Endpoint, LocalModel, Subject, open_answers
-from lightning_trainer.session.folder import open_folder
+from lightning_trainer.session.folder import check_unchanged, open_folder
 from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import STORE_NAME, Session, open_session
 from lightning_trainer.work import Work
@@ -217,10 +217,7 @@ def _begin(
         except (OSError, ValueError) as error:
             what = f"Delete {folder}, and leave --resume out." if folder.exists() else "Leave --resume out."
             raise ConfigError(f"there is no search to go on with in {folder}: {error}. {what}") from None
-        if state["identity"] != identity:
-            raise ConfigError(
-                f"{folder} is of a search with other tasks, agents, minibatch or seed. Choose another --out."
-            )
+        check_unchanged(folder, state["identity"], identity)
         return state
     if folder.exists() or config.out.exists():
         onward = ", or go on with --resume" if path.exists() and _has_journal(folder) else ""

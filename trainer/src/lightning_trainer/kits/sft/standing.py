@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from lightning_spans.errors import ConfigError
 from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.kits.sft import resume
+from lightning_trainer.session.folder import check_unchanged
 
 STATE_NAME: Final = "learning.json"
 
@@ -64,11 +64,7 @@ class Kept:
             kept = cls(folder=folder, **{**values, "standing": Standing(**values["standing"])})
         except (TypeError, KeyError) as error:
             raise resume.damaged(folder, STATE_NAME, error) from None
-        if kept.data != data:
-            raise ConfigError(
-                f"what is to be learned has changed since {folder} began. Give its data back as it was, or begin anew,"
-                " in another folder."
-            )
+        check_unchanged(folder, {"data": kept.data}, {"data": data})
         return kept
 
     def restore(self, learner: Learner) -> None:

@@ -6,7 +6,6 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from lightning_spans.errors import ConfigError
 from lightning_trainer import registry
 from lightning_trainer.backend_protocol import Backend
 from lightning_trainer.config.workers import worker_count
@@ -30,6 +29,7 @@ from lightning_trainer.run.data import digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.folder import check_unchanged
 from lightning_trainer.session.sampling import SamplingOptions
 from lightning_trainer.session.session import STORE_NAME, cancel_left_over, open_database, open_runner, serve
 
@@ -112,8 +112,7 @@ def resumed(folder: Path) -> RoundsConfig:
 
 def _resumable(folder: Path, data: str) -> RoundsState:
     state = RoundsState.read(folder)
-    if state.data != data:
-        raise ConfigError(f"the tasks have changed since {folder} was started. Start a new run in another folder.")
+    check_unchanged(folder, {"tasks": state.data}, {"tasks": data})
     return state
 
 
