@@ -187,6 +187,19 @@ def test_a_candidate_that_pleases_the_judge_is_stopped_by_the_outcome(tmp_path: 
     assert check(path, [])["stage"] == "rolled_back"
 
 
+def test_a_gate_that_decides_early_waits_for_the_outcomes_of_its_guardrail(tmp_path: Path) -> None:
+    path = begun(tmp_path, "--outcome", "judge", "--guard", "outcome:shop=5%")
+    where = ("--agent", "writer", "--store", path)
+    reward(path, "judge", 0.95, 0.5)
+    told(call("deploy", "promote", *where), "outcome:shop has seen 0 and 0 conversations")
+    reward(path, "shop", 0.5, 0.6)  # below, and not certainly
+    status = json.loads(call("deploy", "status", "--store", path, "--json").stdout)["agents"]["writer"]
+    assert status["guardrails"]["outcome:shop"]["alarm"] is False
+    told(call("deploy", "promote", *where), "above its bound so far: +0.100")
+    reward(path, "shop", 1.0, 0.6)  # more rewards of the same conversations: the mean counts
+    assert call("deploy", "promote", *where).exit_code == 0
+
+
 def test_guardrails_hold_if_outcomes_can_not_be_read_and_for_every_agent(tmp_path: Path) -> None:
     path = begun(tmp_path, "--guard", "failed=5%")
     for words in (["candidate", "--model", "new", "--stable", "old"], ["canary"]):

@@ -14,7 +14,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import Where, each
-from lightning_trainer.kits.deploy.gate import Bounds, Evidence, weigh
+from lightning_trainer.kits.deploy.gate import FEWEST, Bounds, Evidence, weigh
 from lightning_trainer.kits.deploy.guardrails import OUTCOME, check_bounds, raises_alarm, weigh_guardrails
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 
@@ -153,11 +153,10 @@ def check_promotion(store: Store, history: Sequence[Deployment], *, override: bo
     evidence, found = read_evidence(store, history), describe_gate(store, history)
     if evidence is None or found is None:
         raise ConfigError("the candidate's canary stated no gate. Begin it again: lightning-rl deploy canary.")
-    alarm = _alarm(store, history)
     if override:
         return {"evidence": found, "override": True}
-    if alarm is not None:
-        raise ConfigError(f"not promoted: {alarm}. To promote nevertheless: --override --reason TEXT.")
+    if (held := _held_back(describe_guardrails(store, history))) is not None:
+        raise ConfigError(f"not promoted: {held}. To promote nevertheless: --override --reason TEXT.")
     if evidence.decision == "promote":
         return {"evidence": found}
     current = history[-1]
@@ -211,8 +210,22 @@ def describe_guardrails(store: Store, history: Sequence[Deployment]) -> dict[str
     }
 
 
-def _alarm(store: Store, history: Sequence[Deployment]) -> str | None:
-    return _alarm_of(describe_guardrails(store, history))
+def _held_back(guarded: Mapping[str, Mapping[str, Any]] | None) -> str | None:
+    """Return why guardrails allow no promotion yet; None where they do.
+
+    An alarm needs certainty. A promotion needs more than its absence: outcomes that arrive late must be there, and the
+    best estimate must be within the bound. Otherwise a gate that decides early would be ahead of its guardrails.
+    """
+    if (alarm := _alarm_of(guarded)) is not None:
+        return alarm
+    for name, seen in (guarded or {}).items():
+        counted = f"{seen['candidate']} and {seen['stable']} conversations"
+        if seen["difference"] is None:
+            return f"the guardrail {name} has seen {counted}, and at least {FEWEST} of each policy are needed"
+        if seen["difference"] > seen["bound"]:
+            above = f"{seen['difference']:+.3f} with {counted}, at most {seen['bound']:+g} is allowed"
+            return f"the guardrail {name} is above its bound so far: {above}"
+    return None
 
 
 def _alarm_of(guarded: Mapping[str, Mapping[str, Any]] | None) -> str | None:
