@@ -62,6 +62,15 @@ def falling_to(end: float, start: float = 1.2) -> Callable[[float], float]:
     return lambda x: start * (end / start) ** x
 
 
+def test_an_alarm_quotes_no_answer_but_the_one_that_most_prompts_get():
+    """Where nearly all answers are empty, the most frequent answer with a text is a rare one."""
+    lines = history(answers_alike__router=rising, reward=rising)
+    for share, quoted in ((0.06, "one answer"), (0.9, 'the answer "\'"')):
+        lines[-1]["most_frequent"] = {"router": ("'", share)}
+        [alarm] = raised(lines)
+        assert f"router gives {quoted} to" in alarm.text
+
+
 @pytest.mark.parametrize(
     ("lines", "name", "words"),
     [

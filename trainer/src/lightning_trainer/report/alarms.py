@@ -166,9 +166,10 @@ def answers_alike(history: History) -> Found:
         first, now = collapsed[0]
         agent = of.removeprefix("/")
         frequent = [line["most_frequent"] for line in history if line.get("most_frequent")]
-        answer, _ = (frequent[-1] if frequent else {}).get(agent, ("", 0.0))
+        answer, share = (frequent[-1] if frequent else {}).get(agent, ("", 0.0))
+        quoted = f"the answer {answer!r}" if answer and share > 0.5 else "one answer"  # or an empty one, or a long one
         text = (
-            f"{agent or 'The agent'} gives {f'the answer {answer!r}' if answer else 'one answer'} to {now:.0%} of the"
+            f"{agent or 'The agent'} gives {quoted} to {now:.0%} of the"
             f" different prompts, {first:.0%} at first. Look at some with lightning-rl traces. Use an earlier"
             " checkpoint, a lower --learning-rate, or tasks and a reward for which one answer does not pay."
         )
