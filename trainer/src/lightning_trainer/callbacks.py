@@ -51,7 +51,7 @@ class StepRollouts:
         step: steps taken before.
         outcomes: of the rollouts.
         traces: reads the traces of attempts.
-        spread: what callbacks returned as `Extra.spread` in earlier steps.
+        kept: what callbacks returned as `Extra.kept` in earlier steps, by name.
         seen: the traces that were read for the batch; empty before it is made.
     """
 
@@ -59,27 +59,32 @@ class StepRollouts:
     step: int
     outcomes: Sequence[Outcome]
     traces: Traces
-    spread: Mapping[str, float]
+    kept: Mapping[str, Any] = field(default_factory=dict)
     seen: Sequence[Trace] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Extra:
     """What a callback adds to a step before its batch is made.
 
     Attributes:
         outcomes: of rollouts of its own, for the batch.
         metrics: numbers by name.
-        spread: numbers by agent that are kept in the checkpoint for later steps.
+        kept: JSON by name, which the checkpoint holds for later steps; it replaces what the name had.
     """
 
     outcomes: Sequence[Outcome] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    spread: Mapping[str, float] = field(default_factory=dict)
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Callback:
     """Takes part in the steps of one run. Override what it needs."""
+
+    @property
+    def patience(self) -> int:
+        """Number of first steps without anything to learn that a run takes, because it may help later."""
+        return 0
 
     def before_batch(self, rollouts: StepRollouts) -> Extra:  # noqa: ARG002 - for those that override it
         """Run once the rollouts of a step have ended.

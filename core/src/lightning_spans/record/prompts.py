@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -79,6 +79,36 @@ def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt |
             " hold %r. Was the program changed? Make the prompts anew", meant, before[:80],
         )  # fmt: skip
     return changed
+
+
+def own_body(body: Mapping[str, Json], before: str, after: str) -> Mapping[str, Json] | None:
+    """Return the body that a call had before `with_prompts` put `after` in the place of `before`.
+
+    None where that can't be told: the text is not in it, is in it more than once, or does not come back from it.
+    """
+    if sum(_count(text, after) for text in system_texts(body)) != 1:
+        return None
+    own = _replace_prompt(body, after, before)
+    return own if own is not None and _replace_prompt(own, before, after) == body else None
+
+
+def _count(text: str, part: str) -> int:
+    """Count the places at which a text holds another one, overlapping ones among them."""
+    return sum(text.startswith(part, place) for place in range(len(text) - len(part) + 1))
+
+
+def system_texts(body: Mapping[str, Json]) -> Iterator[str]:
+    """Return every system prompt of a request, each as one text."""
+    messages = [m for field in ("messages", "input") for m in _list(body.get(field)) if isinstance(m, Mapping)]
+    contents = [m.get("content") for m in messages if m.get("role") in _ROLES]
+    for content in (body.get("instructions"), body.get("system"), *contents):
+        parts = _list(content) if not isinstance(content, str) else [{"text": content}]
+        texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+        yield "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
 
 
 def _replace_prompt(body: Mapping[str, Json], before: str, after: str) -> dict[str, Json] | None:

@@ -129,6 +129,14 @@ class LearningFields(OptionRecord):
     the result of a call; works with every algorithm (torch)."""
     teacher_options: dict[str, Any] = Field(default_factory=dict)
     """Options of teacher = self: told, top_k, divergence, weight, hint, max_chars."""
+    with_prompts: bool = False
+    """Learn from tasks that no rollout solves: a model proposes an instruction for an agent, the task is sampled under
+    it, and the policy learns the answers that solved it as answers to the agent's own prompt (torch and tinker)."""
+    reflect: str | None = None
+    """Model that proposes instructions for with_prompts: [MODEL=]URL of an OpenAI-compatible server. Its key is read
+    from LIGHTNING_REFLECT_KEY. Default: the model that is trained, with policies without its adapters."""
+    prompt_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of with_prompts: visits, tasks, rollouts, proposals, tokens, solved, weight."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Learning rate of AdamW. With LoRA, the default is 1e-4."""
     credit: str = "identical"

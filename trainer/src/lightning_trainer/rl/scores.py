@@ -173,6 +173,20 @@ def earned(rewards: Sequence[Reward], chosen: frozenset[str] | None) -> float | 
     return total(theirs) if theirs else None
 
 
+def rollout_rewards(
+    outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | None = None
+) -> dict[str, float]:
+    """Return the reward of each rollout that counts, by its id: see `score` for the arguments, and `earned`."""
+    named = {reward.agent for outcome in outcomes for reward in outcome.rewards if reward.agent is not None}
+    chosen, crashed = trained_names(named, agents), reward_of_failures(outcomes, failed)
+    rewards = {
+        outcome.rollout.rollout_id: crashed if counted is outcome.crash else earned(outcome.rewards, chosen)
+        for outcome in outcomes
+        if (counted := outcome.counts(failed)) is not None
+    }
+    return {rollout_id: reward for rollout_id, reward in rewards.items() if reward is not None}
+
+
 def reward_of_failures(outcomes: Sequence[Outcome], failed: Failed) -> float:
     """Return the reward of rollouts that failed by the policy's doing, where they are not left out."""
     if isinstance(failed, str):

@@ -68,6 +68,7 @@ class Loop:
         self._local = local
         self._learner = learner
         self._callbacks = callbacks
+        self._patience = max([PATIENCE, *(callback.patience for callback in callbacks)])
         self._algorithm = algorithm_by_name(run.config.algorithm)
         self._collection = Collection(run, local, state.successes)
         self._guard = CliffGuard(run, learner, state)
@@ -178,9 +179,7 @@ class Loop:
         self._hear()
         rolled_s, windows = time.monotonic() - began, [(from_ns, time.time_ns())]
         traces = step_metrics.TraceCache(collection.traces)
-        rollouts = StepRollouts(
-            name=collection.name, step=step, outcomes=outcomes, traces=traces, spread=self.state.spread
-        )
+        rollouts = StepRollouts(name=collection.name, step=step, outcomes=outcomes, traces=traces, kept=self.state.kept)
         extra = self._before_batch(rollouts)
         extra_s = time.monotonic() - began - rolled_s
         ages = {engine.model: engine.version for engine in self._learner.engines}
@@ -234,17 +233,16 @@ class Loop:
         self._run.progress.step(step, metrics)
         self._name_bottleneck()
         self._tell(batch.account, outcomes)
-        self._advance(batch, result)
+        self._advance(batch, result, extra.kept)
         if step == 0:
             self._tell_unheard()
 
     def _before_batch(self, rollouts: StepRollouts) -> Extra:
         """Let callbacks add rollouts of their own."""
         added = [callback.before_batch(rollouts) for callback in self._callbacks]
-        spread = {agent: value for extra in added for agent, value in extra.spread.items()}
-        self.state = replace(self.state, spread={**self.state.spread, **spread})
         metrics = {name: value for extra in added for name, value in extra.metrics.items()}
-        return Extra(outcomes=[outcome for extra in added for outcome in extra.outcomes], metrics=metrics)
+        kept = {name: value for extra in added for name, value in extra.kept.items()}
+        return Extra([outcome for extra in added for outcome in extra.outcomes], metrics, kept)
 
     def _after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, dict[str, float]]:
         """Let callbacks change what is learned."""
@@ -331,7 +329,7 @@ class Loop:
         learned_tokens.write(self._run.folder, self.state.step, seen)
         return {**agent_entropies(self._learner.seen), **learned, "update_seconds": time.monotonic() - began}
 
-    def _advance(self, batch: Batch, result: Score) -> None:
+    def _advance(self, batch: Batch, result: Score, kept: Mapping[str, Any]) -> None:
         flat = not any(row.has_gradient for row in batch.rows)
         count = None if not flat or self.state.flat_steps is None else self.state.flat_steps + 1
         names = {name for name in batch.agents if name is not None}
@@ -342,6 +340,7 @@ class Loop:
             flat_steps=count,
             rewards=(*self.state.rewards, result.reward),
             successes=self._collection.order.learn(result, batch.rows),
+            kept={**self.state.kept, **kept},
         )
         self._whole = True
         if flat:
@@ -352,7 +351,7 @@ class Loop:
 
     def _refuse_flat(self, *, final: bool) -> None:
         flat = self.state.flat_steps
-        if flat and (final or flat >= PATIENCE):
+        if flat and (final or flat >= self._patience):
             raise NothingToLearnError(all_flat(flat, self.state.rewards, self._run.config))
 
     def _goal_reached(self) -> bool:

@@ -35,7 +35,7 @@ class State:
         identity: options that must be the same for the next batch to be the same, by name.
         agents: names of the agents seen so far.
         flat_steps: steps so far in which no reward differed within its group, if there was no other kind; else None.
-        spread: by agent, the deviation of what came of alternatives to its calls in the last step that drew any.
+        kept: what callbacks keep for later steps, by name: `callbacks.Extra.kept`.
         rewards: mean training reward of each step taken.
         successes: estimates of each task's success by policy: `curriculum.Estimates`.
         slowed: what the learning rate of policies that fell is multiplied by: `cliffs.CliffGuard`.
@@ -47,7 +47,7 @@ class State:
     identity: dict[str, Any]
     agents: tuple[str, ...] = ()
     flat_steps: int | None = 0
-    spread: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
     rewards: tuple[float | None, ...] = field(default=())
     successes: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     slowed: dict[str, float] = field(default_factory=dict)
@@ -162,6 +162,8 @@ def read_state(checkpoint: Path) -> State:
     """
     try:
         values = json.loads((checkpoint / STATE_NAME).read_text(encoding="utf-8"))
+        if "spread" in values:  # of an older version
+            values["kept"] = {"spread": values.pop("spread")}
         return State(**{**values, "agents": tuple(values["agents"]), "rewards": tuple(values["rewards"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{checkpoint / STATE_NAME} can't be read: {error}. Give another checkpoint.") from None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind, Extra, StepRollouts
-from lightning_trainer.kits.forks.steps import Forked, ForkPlan, agent_shares, forked, plan_forks, refuse_ended
+from lightning_trainer.kits.forks.steps import SPREAD, Forked, ForkPlan, agent_shares, forked, plan_forks, refuse_ended
 from lightning_trainer.policies import BASE
 from lightning_trainer.rl.batch.attempts import played_of
 from lightning_trainer.rl.credit.counterfactual import Cells
@@ -67,7 +67,7 @@ class ForksCallback(Callback):
         if config.by_coalitions:  # they are measured, and nothing is trained on them
             forks = []
         metrics = {**found.metrics, **numbers, "fork_seconds": time.monotonic() - began}
-        return Extra(outcomes=forks, metrics=metrics, spread=spread)
+        return Extra(outcomes=forks, metrics=metrics, kept={SPREAD: {**rollouts.kept.get(SPREAD, {}), **spread}})
 
     def _compare(self, rollouts: StepRollouts, forks: list[Outcome]) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Return what each agent of a team adds, and how far the alternatives to each agent's calls differ."""

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lightning_spans.errors import AgentFailedError, ConfigError
 from lightning_spans.schema.agents import selects
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from lightning_trainer.rl.batch.attempts import Traces
     from lightning_trainer.rl.credit.played import Played
     from lightning_trainer.rl.rollouts import Outcome
+
+SPREAD: Final = "spread"  # in what a run keeps: by agent, the deviation of the rewards of alternatives to its calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def _alternatives(config: TrainConfig, store: Store, rollouts: StepRollouts) -> 
     read: dict[str, Recorded] = {}
     # One that can't be forked gives its place to the next, except where the weights are those of a number of places.
     count = config.fork_count // config.alternatives if config.fork_at == "entropy" else len(found)
-    for point in choose(found, count, config.fork_at, numbers, spread=rollouts.spread):
+    for point in choose(found, count, config.fork_at, numbers, spread=rollouts.kept.get(SPREAD)):
         left = config.fork_count - len(made)
         if left < config.alternatives:
             break

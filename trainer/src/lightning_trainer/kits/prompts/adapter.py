@@ -87,7 +87,7 @@ class SpansAdapter:
         ran = self._runner.run(batch, prompts)
         for one in ran:
             _check_reached(one, prompts)
-        told = [{agent: _records(one, agent) for agent in self._before} for one in ran]
+        told = [{agent: agent_records(one, agent) for agent in self._before} for one in ran]
         return {
             "rollouts": len(ran),
             "again": self._runner.again - again,
@@ -129,7 +129,8 @@ def _check_reached(ran: Ran, prompts: Mapping[str, Mapping[str, str]]) -> None:
             )
 
 
-def _records(ran: Ran, agent: str) -> list[dict[str, Any]]:
+def agent_records(ran: Ran, agent: str) -> list[dict[str, Any]]:
+    """Return what an agent was asked in a rollout, what it said, and how the rollout went: GEPA's examples."""
     if ran.trace is None:
         return []
     feedback = _feedback(ran, agent)

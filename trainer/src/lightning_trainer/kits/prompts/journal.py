@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,11 +28,7 @@ class SearchJournal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        written = path.read_bytes() if path.exists() else b""
-        whole = written[: written.rfind(b"\n") + 1]
-        if whole != written:
-            os.truncate(path, len(whole))
-        self._done: deque[dict[str, Any]] = deque(json.loads(line) for line in whole.splitlines())
+        self._done = deque(read_lines(path))
 
     @property
     def waits(self) -> bool:
@@ -47,7 +44,7 @@ class SearchJournal:
         if not self._done:
             return None
         line = self._done.popleft()
-        if (line["kind"], line["asked"]) != (kind, _digest(asked)):
+        if (line["kind"], line["asked"]) != (kind, digest_of(asked)):
             raise ConfigError(
                 f"{self._path} belongs to a search with different calls, because it used another version of gepa or of"
                 " this program. Start a new search with another --out."
@@ -57,12 +54,26 @@ class SearchJournal:
 
     def add(self, kind: str, asked: object, came_to: dict[str, Any]) -> None:
         """Keep what something came to; it is on the disk when this returns."""
-        line = json.dumps({"kind": kind, "asked": _digest(asked), "came_to": came_to})
-        with self._path.open("ab") as file:
-            file.write(f"{line}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
+        add_line(self._path, {"kind": kind, "asked": digest_of(asked), "came_to": came_to})
 
 
-def _digest(asked: object) -> str:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines, and take off a last line that was cut; empty where there is no file."""
+    written = path.read_bytes() if path.exists() else b""
+    whole = written[: written.rfind(b"\n") + 1]
+    if whole != written:
+        os.truncate(path, len(whole))
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def add_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Add a line to a file of JSON lines; it is on the disk when this returns."""
+    with path.open("ab") as file:
+        file.write(f"{json.dumps(line)}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def digest_of(asked: object) -> str:
+    """Return 16 hex digits that tell a request from others."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]

@@ -20,3 +20,11 @@ def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
             after="eval",
         ),
     )
+
+
+@hookimpl
+def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
+    """Register the use of dead groups."""
+    from lightning_trainer.kits.prompts.dead_groups.callback import DeadGroupsKind
+
+    register("with_prompts", DeadGroupsKind())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from lightning_spans.errors import ConfigError, LightningError
-from lightning_trainer.kits.prompts.journal import SearchJournal
 from lightning_trainer.outgoing import at_once, bearer, post_json
 from lightning_trainer.session.answers import Endpoint, endpoint, only_model
 
@@ -42,6 +41,16 @@ def read_reflection(text: str, key_file: Path | None) -> Endpoint:
     return found if found.model else Endpoint(found.url, only_model(found), key)
 
 
+class PaidCalls(Protocol):
+    """Keeps what calls came to, so that none is paid for twice."""
+
+    def next(self, kind: str, asked: object) -> dict[str, Any] | None:
+        """Return what this came to when it was done before; None where it was not."""
+
+    def add(self, kind: str, asked: object, came_to: dict[str, Any]) -> None:
+        """Keep what something came to."""
+
+
 @dataclass
 class Reflection:
     """Called with a prompt, gives the model's text; counts its tokens.
@@ -50,13 +59,15 @@ class Reflection:
         at: where the model is.
         journal: of what it was asked already.
         check: called while it is waited for; raises when somebody asked the program to stop.
+        parameters: further fields of each request.
         tokens: of all prompts and answers so far, as the server counted them.
         failed: why it gave no proposal. GEPA would go on without, and spend rollouts on nothing: it is not asked again.
     """
 
     at: Endpoint
-    journal: SearchJournal
+    journal: PaidCalls
     check: Callable[[], None]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = field(default=0)
     failed: LightningError | None = field(default=None)
 
@@ -83,7 +94,8 @@ class Reflection:
         import httpx
 
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        body, url = {"model": self.at.model, "messages": messages}, f"{self.at.url}/chat/completions"
+        body = {"model": self.at.model, "messages": messages, **self.parameters}
+        url = f"{self.at.url}/chat/completions"
         problem, tokens = "", 0
         for number in range(_TRIES):
             time.sleep(_PAUSE_S * number)

@@ -100,6 +100,8 @@ def check(config: TrainConfig) -> None:
             config.task_order != "shuffled"
         ),
         "rollback_on_cliff is for backend = torch. Leave it out.": (config.rollback_on_cliff),
+        "with_prompts is for backend = torch or tinker: verl samples a batch once, and makes its rows itself. Leave it"
+        " out.": config.with_prompts,
         "verl knows no lr_schedule = linear. Use cosine or constant.": config.lr_schedule == "linear",
         "verl's groups are compared as each ends, before there is a batch. Leave alone out, or train on backend ="
         " torch.": config.alone != "skip",

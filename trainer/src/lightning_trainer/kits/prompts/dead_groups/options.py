@@ -1,0 +1,72 @@
+"""The table `prompt_options` of a configuration: when an instruction is sought, at what cost, and how it is learned."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
+from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.runner.target import JUDGE
+
+if TYPE_CHECKING:
+    from lightning_trainer.config.train import TrainConfig
+
+
+class DeadGroupOptions(BaseModel):
+    """How dead groups are used."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    visits: int = Field(2, ge=1)
+    """Number of consecutive steps with a task in which all of its rollouts had the lowest reward, after which an
+    instruction is sought."""
+    tasks: int = Field(4, ge=1)
+    """Maximum number of tasks per step that are sampled under an instruction."""
+    rollouts: int | None = Field(None, ge=1)
+    """Rollouts of each of these tasks. Default: group_size."""
+    proposals: int = Field(16, ge=1)
+    """Maximum number of instructions that the model proposes in the run."""
+    tokens: int | None = Field(None, ge=1)
+    """Number of tokens, of proposals and of rollouts under an instruction together, after which no further one begins.
+    Default: no limit."""
+    solved: float | None = None
+    """Reward from which on a rollout under an instruction is learned. Default: any reward above the lowest."""
+    weight: float = Field(1.0, gt=0)
+    """Advantage of each token of a distilled answer."""
+
+
+def read_options(config: TrainConfig) -> DeadGroupOptions:
+    """Read how a run uses dead groups.
+
+    Raises:
+        ConfigError: an option is unknown or wrong, or contradicts another one.
+    """
+    try:
+        refuse_unknown(config.prompt_options, DeadGroupOptions.model_fields)
+        options = DeadGroupOptions(**config.prompt_options)
+    except ValidationError as error:
+        raise ConfigError(f"prompt_options: {explain(error)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"prompt_options: {error}") from None
+    refuse(
+        {
+            'with_prompts needs gepa, which is not installed here. Run: pip install "lightning-trainer[prompts]"': (
+                find_spec("gepa") is None
+            ),
+            "with_prompts looks for tasks that no rollout solves, and a judge only ranks rollouts. Give a reward"
+            " function, or let the agent return the reward.": config.reward == JUDGE or bool(config.judge),
+            f"algorithm = {config.algorithm} computes advantages in the update, so with_prompts can't give them to"
+            " answers. Use grpo or another algorithm without a value head.": algorithm_by_name(config.algorithm).critic,
+            "algorithm = distil learns from no rewards, so no task is unsolved for it. Leave with_prompts out.": (
+                config.algorithm == "distil"
+            ),
+            "with_prompts reads the prompt of an agent from several tasks. Set batch_size to 2 or more.": (
+                config.batch_size < 2
+            ),
+        }
+    )
+    return options

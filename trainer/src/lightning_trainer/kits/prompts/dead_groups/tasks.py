@@ -1,0 +1,106 @@
+"""Which tasks are dead, and which instructions were tried on them: all that a resumed run has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+_PROVE: Final = 3  # tasks on which an instruction that has solved none yet is tried
+
+
+@dataclass
+class Instruction:
+    """A text that takes the place of an agent's own prompt.
+
+    Attributes:
+        agent: whose.
+        text: that replaces the prompt.
+        tried: by digest of the task: whether a rollout under it solved the task.
+    """
+
+    agent: str
+    text: str
+    tried: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def solved(self) -> int:
+        """Number of tasks that it solved."""
+        return sum(self.tried.values())
+
+
+@dataclass
+class DeadTasks:
+    """What a run knows of its dead tasks. A task is named by its digest.
+
+    Attributes:
+        lowest: the lowest reward so far, 0 if that is less, or the lower end of the range that is declared.
+        visits: of a task: consecutive steps in which every rollout had the lowest reward.
+        own: prompt of each agent that can be instructed.
+        instructions: in the order in which they were proposed.
+        groups: number of dead groups so far.
+        tokens: of rollouts under an instruction.
+        rollouts: under an instruction.
+    """
+
+    lowest: float = 0.0
+    visits: dict[str, int] = field(default_factory=dict)
+    own: dict[str, str] = field(default_factory=dict)
+    instructions: list[Instruction] = field(default_factory=list)
+    groups: int = 0
+    tokens: int = 0
+    rollouts: int = 0
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> DeadTasks:
+        """Read what `to_json` gave; empty for a new run."""
+        instructions = [Instruction(**each) for each in kept.get("instructions", ())]
+        return cls(**{**kept, "visits": dict(kept.get("visits", {})), "instructions": instructions})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return asdict(self)
+
+    @property
+    def tried(self) -> set[str]:
+        """Tasks that were sampled under an instruction."""
+        return {task for instruction in self.instructions for task in instruction.tried}
+
+    @property
+    def solved(self) -> set[str]:
+        """Tasks that an instruction solved."""
+        return {task for each in self.instructions for task, solved in each.tried.items() if solved}
+
+    def visit(self, rewards: Mapping[str, Sequence[float]], least: float | None = None) -> list[str]:
+        """Count the rollouts of a step.
+
+        Args:
+            rewards: of the rollouts of each task that count; -inf for a failure.
+            least: lower end of the range of rewards, where it is declared.
+
+        Returns:
+            The dead tasks of the step.
+        """
+        seen = [reward for its in rewards.values() for reward in its if reward > float("-inf")]
+        lowest = min([self.lowest, *seen]) if least is None else least
+        if lowest != self.lowest:  # what counted as failed until now was better than this
+            self.lowest, self.visits = lowest, {}
+        dead = [task for task, its in rewards.items() if its and max(its) <= lowest]
+        for task in dead:
+            self.visits[task] = self.visits.get(task, 0) + 1
+        for task in rewards.keys() - dead:
+            if rewards[task]:
+                self.visits.pop(task, None)
+        self.groups += len(dead)
+        return dead
+
+    def choose(self, task: str) -> Instruction | None:
+        """Return the known instruction to try on a task next; None where all that promise something were tried.
+
+        One that solved it comes first, then those that solved the largest share of other tasks. One that has solved
+        nothing is tried on three tasks.
+        """
+        those = [
+            each for each in self.instructions if each.tried.get(task, each.solved > 0 or len(each.tried) < _PROVE)
+        ]
+        return max(those, key=lambda each: (task in each.tried, each.solved / (len(each.tried) or 1)), default=None)
