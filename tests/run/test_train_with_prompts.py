@@ -150,7 +150,7 @@ def test_successes_under_an_instruction_are_learned_without_it(
 
     monkeypatch.setattr(TorchLearner, "update", learning)
     told, options = Notes(), {"proposals": 2, "visits": 2, "weight": 2.0}
-    settings: dict[str, Any] = {"with_prompts": True, "reflect": reflecting.url, "prompt_options": options}
+    settings: dict[str, Any] = {"with_prompts": True, "reflector": reflecting.url, "prompt_options": options}
     train(config(model, steps=3, **settings), told)
     stopped = read_state((folder / "out" / "checkpoint").resolve()).kept["with_prompts"]
     result = train(config(model, steps=9, resume="out", out=None, **settings), told)
@@ -205,7 +205,7 @@ def test_a_program_whose_prompts_cannot_be_replaced_is_refused_by_name(
     command = {"target": None, "command": f"{sys.executable} foreign.py", "agents": None}
     options = {**command, "val": None, "prompt_options": {"visits": 1}}
     with pytest.raises(LightningError, match=r"no instruction reached agent .* Train this program without"):
-        train(config(model, steps=4, with_prompts=True, reflect=reflecting.url, **options))
+        train(config(model, steps=4, with_prompts=True, reflector=reflecting.url, **options))
 
 
 def test_no_further_rollout_begins_once_the_tokens_are_used(
@@ -213,7 +213,7 @@ def test_no_further_rollout_begins_once_the_tokens_are_used(
 ) -> None:
     options = {"visits": 1, "tokens": 2000, "proposals": 5}
     with pytest.raises(NothingToLearnError):
-        train(config(model, steps=4, with_prompts=True, reflect=reflecting.url, prompt_options=options))
+        train(config(model, steps=4, with_prompts=True, reflector=reflecting.url, prompt_options=options))
     assert len(reflecting.requests) == 1
     steps = lines(folder / "out")
     assert [line["instructed_groups"] for line in steps] == [4, 0, 0, 0]
@@ -243,7 +243,7 @@ def test_without_another_model_the_policy_itself_proposes(folder: Path, model: P
         ({"algorithm": "ppo"}, "algorithm = ppo computes advantages in the update"),
         ({"reward": "judge"}, "a judge only ranks rollouts"),
         ({"batch_size": 1}, "Set batch_size to 2 or more"),
-        ({"reflect": "http://127.0.0.1:9/v1"}, "endpoint http://127.0.0.1:9/v1"),
+        ({"reflector": "http://127.0.0.1:9/v1"}, "endpoint http://127.0.0.1:9/v1"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(folder: Path, options: dict[str, Any], says: str) -> None:
@@ -256,7 +256,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(folder: Path, opti
 def test_its_options_need_it_and_verl_refuses_it(folder: Path) -> None:
     from lightning_trainer.backends.verl.options.overrides import check
 
-    with pytest.raises(ConfigError, match="reflect and prompt_options are options of with_prompts"):
+    with pytest.raises(ConfigError, match="reflector and prompt_options are options of with_prompts"):
         config(folder, prompt_options={"visits": 3})
     with pytest.raises(ConfigError, match="with_prompts is for backend = torch or tinker"):
         check(config(folder, with_prompts=True, backend="verl", backend_options={}, checkpoint="newest"))

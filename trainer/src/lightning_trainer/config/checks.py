@@ -49,8 +49,8 @@ def cross_check(config: TrainFields) -> None:
         "teacher_options are of teacher = self. Set it, or leave them out.": (
             bool(config.teacher_options) and config.teacher != SELF
         ),
-        "reflect and prompt_options are options of with_prompts. Set it, or leave them out.": (
-            not config.with_prompts and (config.reflect is not None or bool(config.prompt_options))
+        "reflector and prompt_options are options of with_prompts. Set it, or leave them out.": (
+            not config.with_prompts and (config.reflector is not None or bool(config.prompt_options))
         ),
         **_of_forks(config),
         "rollback_on_cliff compares validations. Set val_every, and name held-out tasks with val.": (

@@ -132,7 +132,7 @@ class LearningFields(OptionRecord):
     with_prompts: bool = False
     """Learn from tasks that no rollout solves: a model proposes an instruction for an agent, the task is sampled under
     it, and the policy learns the answers that solved it as answers to the agent's own prompt (torch and tinker)."""
-    reflect: str | None = None
+    reflector: str | None = None
     """Model that proposes instructions for with_prompts: [MODEL=]URL of an OpenAI-compatible server. Its key is read
     from LIGHTNING_REFLECT_KEY. Default: the model that is trained, with policies without its adapters."""
     prompt_options: dict[str, Any] = Field(default_factory=dict)

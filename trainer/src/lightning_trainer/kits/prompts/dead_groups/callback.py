@@ -16,7 +16,7 @@ from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind,
 from lightning_trainer.gateway.auth.keys import RUN_S
 from lightning_trainer.kits.prompts.adapter import agent_records
 from lightning_trainer.kits.prompts.dead_groups.distil import InstructedRollout, distilled_rows
-from lightning_trainer.kits.prompts.dead_groups.options import DeadGroupOptions, read_options
+from lightning_trainer.kits.prompts.dead_groups.options import DeadGroupRules, read_options
 from lightning_trainer.kits.prompts.dead_groups.proposals import EXAMPLES, FILE, PaidProposals, propose
 from lightning_trainer.kits.prompts.dead_groups.sampling import InstructedSampler, InstructedTask, counted_rewards
 from lightning_trainer.kits.prompts.dead_groups.tasks import DeadTasks, Instruction
@@ -45,8 +45,8 @@ class DeadGroupsKind(CallbackKind):
     def check(self, config: TrainConfig) -> None:
         """Refuse wrong options, and a model for proposals that can't be reached."""
         read_options(config)
-        if config.reflect is not None:
-            read_reflection(config.reflect, None)
+        if config.reflector is not None:
+            read_reflection(config.reflector, None)
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
         """Open what proposes instructions."""
@@ -56,7 +56,7 @@ class DeadGroupsKind(CallbackKind):
 @contextmanager
 def _open(context: CallbackContext) -> Iterator[DeadGroupsCallback]:
     run = context.run
-    reflect = run.config.reflect
+    reflect = run.config.reflector
     at = _policy(context) if reflect is None else read_reflection(reflect, None)
     seed = {"seed": run.config.seed} if reflect is None else {}
     paid = PaidProposals(run.folder / FILE)
@@ -85,7 +85,7 @@ class DeadGroupsCallback(Callback):
     """
 
     def __init__(
-        self, context: CallbackContext, options: DeadGroupOptions, reflection: Reflection, paid: PaidProposals
+        self, context: CallbackContext, options: DeadGroupRules, reflection: Reflection, paid: PaidProposals
     ) -> None:
         self._run, self._session, self._learner = context.run, context.session, context.learner
         self._options, self._reflection, self._paid = options, reflection, paid

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
 
 
-class DeadGroupOptions(BaseModel):
+class DeadGroupRules(BaseModel):
     """How dead groups are used."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -39,15 +39,15 @@ class DeadGroupOptions(BaseModel):
     """Advantage of each token of a distilled answer."""
 
 
-def read_options(config: TrainConfig) -> DeadGroupOptions:
+def read_options(config: TrainConfig) -> DeadGroupRules:
     """Read how a run uses dead groups.
 
     Raises:
         ConfigError: an option is unknown or wrong, or contradicts another one.
     """
     try:
-        refuse_unknown(config.prompt_options, DeadGroupOptions.model_fields)
-        options = DeadGroupOptions(**config.prompt_options)
+        refuse_unknown(config.prompt_options, DeadGroupRules.model_fields)
+        options = DeadGroupRules(**config.prompt_options)
     except ValidationError as error:
         raise ConfigError(f"prompt_options: {explain(error)}") from None
     except ConfigError as error:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
     from lightning_trainer.callbacks import CallbackContext, StepRollouts
     from lightning_trainer.config.train import TrainConfig
-    from lightning_trainer.kits.prompts.dead_groups.options import DeadGroupOptions
+    from lightning_trainer.kits.prompts.dead_groups.options import DeadGroupRules
     from lightning_trainer.kits.prompts.dead_groups.tasks import DeadTasks, Instruction
 
 
@@ -64,7 +64,7 @@ class InstructedSampler:
         options: how many rollouts, and which of them solve a task.
     """
 
-    def __init__(self, context: CallbackContext, options: DeadGroupOptions) -> None:
+    def __init__(self, context: CallbackContext, options: DeadGroupRules) -> None:
         self._run, self._session, self._options = context.run, context.session, options
 
     def sample(
