@@ -25,6 +25,7 @@ from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer import train
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import ChatFormat
+from lightning_trainer.lineage.manifest import MANIFEST
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.run.state import read_state
@@ -185,11 +186,14 @@ def test_successes_under_an_instruction_are_learned_without_it(
     }
     distilled = [row for row in learned if rollouts[row.rollout_id].mode == "prompts"]
     assert len(distilled) == sum(line.get("distilled_calls", 0) for line in steps) / 2
+    learned_from = [json.loads(line) for line in (folder / "out" / MANIFEST).read_text().splitlines()]
+    listed = {call for line in learned_from for call in line.get("calls", ())}
     for row in distilled:
         assert (row.agent, row.transitions) == ("writer", 2)
         first, second = (call for call in traces[row.attempt_id].chats if call.path == "writer")
         assert first.call is not None
         assert second.call is not None
+        assert {first.call.call_id, second.call.call_id} <= listed
         prompt = own[rollouts[row.rollout_id].task["q"], 2]
         width = len(prompt) - len(first.call.prompt_token_ids)
         assert tuple(row.tokens[: len(prompt)]) == prompt

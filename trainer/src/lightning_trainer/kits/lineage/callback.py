@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_spans.store.traces import traces_of
 from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind, StepRollouts
 from lightning_trainer.lineage.manifest import Manifest, mark_checkpoint
 from lightning_trainer.run.learned_from import run_facts, sources_of
 
 if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Trace
     from lightning_trainer.rl.batch.batch import Batch
 
 
@@ -46,8 +48,13 @@ class LineageCallback(Callback):
         if not self._begun:
             self._manifest.begin(run_facts(self._run.config), rollouts.step)
             self._begun = True
-        self._manifest.add_step(rollouts.step, sources_of(batch, rollouts.seen))
+        self._manifest.add_step(rollouts.step, sources_of(batch, [*rollouts.seen, *self._added(batch, rollouts)]))
         return batch, {}
+
+    def _added(self, batch: Batch, rollouts: StepRollouts) -> list[Trace]:
+        """Read the traces of rows that another callback added."""
+        added = {row.attempt_id for row in batch.rows} - {trace.attempt_id for trace in rollouts.seen}
+        return traces_of(self._run.store, attempt_ids=sorted(added)) if added else []
 
     def after_save(self, checkpoint: Path, step: int) -> None:
         """Write into a checkpoint which lines of the manifest count for it."""

@@ -27,4 +27,4 @@ def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
     """Register the use of dead groups."""
     from lightning_trainer.kits.prompts.dead_groups.callback import DeadGroupsKind
 
-    register("with_prompts", DeadGroupsKind())
+    register("dead_groups", DeadGroupsKind())  # before the lineage, which lists its rows

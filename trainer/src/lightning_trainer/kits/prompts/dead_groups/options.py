@@ -64,6 +64,8 @@ def read_options(config: TrainConfig) -> DeadGroupRules:
             "algorithm = distil learns from no rewards, so no task is unsolved for it. Leave with_prompts out.": (
                 config.algorithm == "distil"
             ),
+            "teacher = self reads the calls of a batch, and with_prompts adds answers of other rollouts. Leave one of"
+            " them out.": config.teacher is not None,
             "with_prompts reads the prompt of an agent from several tasks. Set batch_size to 2 or more.": (
                 config.batch_size < 2
             ),
