@@ -75,7 +75,7 @@ def test_what_can_not_follow_is_refused_with_what_to_do(path: Path) -> None:
     refused("rollback", "--agent", "writer", say="nothing to roll back")
     deploy(path, *STEPS["candidate"])
     refused(*STEPS["candidate"], say="roll it back first")
-    refused(*STEPS["promote"], say="Begin a canary first")
+    refused(*STEPS["promote"], say="Start a canary first")
     refused("canary", "--agent", "writer", "--share", "120%", say="at most 100 %")
     refused("canary", "--agent", "writer", "--share", "much", say="such as 5%")
     deploy(path, *STEPS["rollback"])

@@ -158,7 +158,7 @@ def test_options_that_contradict_each_other_are_refused(tiny_model, folder, tmp_
         ({"engine": "vllm", "policies": {}, "lora_rank": 0}, "keeps the old output layer if it is tied"),
         ({"engine_url": "http://127.0.0.1:9/v1", "policies": {}, "lora_rank": 0}, "take LoRA adapters only"),
         ({"engine": "vllm", "lora_rank": 600}, "rank 512 at most"),
-        ({"engine": "embedded", "engine_gpus": "1"}, "are of engine = vllm"),
+        ({"engine": "embedded", "engine_gpus": "1"}, "need engine = vllm"),
         ({"engine": "vllm"}, "vLLM is not installed here"),
         ({"engine_python": str(tmp_path / "none")}, "does not run"),
         ({"engine": "vllm", "engine_url": "http://elsewhere:8000/v1"}, "Name it: engine_options = {folder"),

@@ -427,7 +427,7 @@ def test_a_judge_that_does_not_answer_loses_no_sample(folder, monkeypatch):
         judged = [f"endpoint={judges.url}", "model=j", "retries=0"]
         refused = rl(*args, "--reward", "judge", *(word for option in judged for word in ("--judge", option)))
         assert refused.exit_code == 2
-        assert "go on with: lightning-rl eval --resume e" in refused.output.replace("\n", " ")
+        assert "continue with: lightning-rl eval --resume e" in refused.output.replace("\n", " ")
         drawn = len(server.requests)
         still = rl("--resume", "e", "--json")
         assert "the judge gave no verdict on any of 3 groups" in still.output.replace("\n", " ")

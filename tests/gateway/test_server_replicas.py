@@ -216,10 +216,10 @@ def test_a_stream_that_falls_silent_ends_within_its_bound_and_one_that_goes_on_d
         assert whole.endswith("data: [DONE]\n\n")
         cut = front.post({"messages": [{"role": "user", "content": "for ever"}], "stream": True}, attempt="b").text
         assert cut.count('"x"') == 8
-        assert "nothing came for 1 s" in cut
+        assert "nothing arrived for 1 s" in cut
         assert gone.wait(60), "the upstream's answer is not read any more"
         (call,) = front.calls("b")
-        assert "nothing came for 1 s" in call.error
+        assert "nothing arrived for 1 s" in call.error
         assert call.choices[0].message["content"] == "x" * 8
 
 

@@ -356,7 +356,7 @@ def test_an_agent_that_seldom_speaks_is_waited_for(folder, monkeypatch):
         (folder / "team.py").write_text(program.replace("RARE", "task['q'] == 'word5'"))
         result = rl(*args, "--out", "once.json")
         assert result.exit_code == 2, result.output
-        assert "'checker' was seen once, too seldom to tell what its prompt is, in 8 rollouts" in result.output
+        assert "'checker' was seen once, which is too rarely to find its prompt, in 8 rollouts" in result.output
         (folder / "team.py").write_text(program.replace("RARE", "False"))
         result = rl(*args, "--out", "never.json")
         assert result.exit_code == 2, result.output
@@ -373,7 +373,7 @@ def test_mistakes_are_told_and_nothing_is_left(folder, monkeypatch):
             (["--agents", "writer", "--budget", "5"], "is too little"),
             (["--agents", "write*", "--budget", "50"], "exact names"),
             (["--agents", "writr", "--budget", "50"], "was never seen"),
-            (["--agents", "writer", "--budget", "50", "--resume"], "no search to go on with"),
+            (["--agents", "writer", "--budget", "50", "--resume"], "no search to resume"),
         ):
             result = rl(*args, *more)
             assert result.exit_code == 2, result.output

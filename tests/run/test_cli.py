@@ -419,12 +419,12 @@ def test_interrupt_says_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPat
     from lightning_trainer.run.interrupts import Interrupted
 
     def interrupted(*_: Any) -> None:
-        raise Interrupted("stopped after 3 steps. Go on with: lightning-rl train --resume out")
+        raise Interrupted("stopped after 3 steps. Continue with: lightning-rl train --resume out")
 
     monkeypatch.setattr(module, "train", interrupted)
     result = train("cli_plain:run")
     assert result.exit_code == 130
-    assert "Go on with: lightning-rl train --resume out" in result.stderr
+    assert "Continue with: lightning-rl train --resume out" in result.stderr
 
 
 def test_store_that_is_not_there(folder: Path) -> None:

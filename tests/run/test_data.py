@@ -67,7 +67,7 @@ def test_missing_file_and_folder_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         load_tasks(tmp_path / "none.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(DataError, match="holds no data set"):
+    with pytest.raises(DataError, match="contains no data set"):
         load_tasks(tmp_path / "folder.jsonl")
 
 
@@ -171,7 +171,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
 
 
 def test_a_folder_of_several_splits_or_of_nothing_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no data set"):
+    with pytest.raises(DataError, match="contains no data set"):
         load_tasks(tmp_path)
     (tmp_path / "dataset_dict.json").write_text("{}")
     (tmp_path / "train").mkdir()

@@ -143,7 +143,7 @@ def test_a_wrong_option_is_refused_with_what_to_do(options: dict[str, Any], says
 
 
 def test_options_of_the_self_teacher_need_it_and_it_goes_with_any_algorithm() -> None:
-    with pytest.raises(ConfigError, match="teacher_options are of teacher = self"):
+    with pytest.raises(ConfigError, match="teacher_options need teacher = self"):
         config("m", teacher="big", teacher_options={"top_k": 5})
     options = read_self(config("m", algorithm="grpo", teacher_options={"told": "errors, best", "weight": 0.5}))
     assert (options.told, options.weight, options.top_k, options.hint) == (("errors", "best"), 0.5, 100, HINT)
@@ -159,7 +159,7 @@ def test_a_wrong_option_is_told_before_anything_is_loaded(folder: Path, tiny_mod
 def test_verl_refuses_it() -> None:
     from lightning_trainer.backends.verl.options.overrides import check
 
-    with pytest.raises(ConfigError, match="teacher = self is of backend = torch"):
+    with pytest.raises(ConfigError, match="teacher = self needs backend = torch"):
         check(config("m", algorithm="grpo", backend="verl", backend_options={}))
 
 

@@ -115,7 +115,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_the_first_rollout(
 def test_a_teacher_needs_its_algorithm_and_the_algorithm_a_teacher(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="distil needs a teacher"):
         config(tiny_model, algorithm="distil")
-    with pytest.raises(ConfigError, match="teacher is of algorithm = distil"):
+    with pytest.raises(ConfigError, match="teacher needs algorithm = distil"):
         config(tiny_model, teacher="x")
     with pytest.raises(ConfigError, match="Set temperature to 1"):
         distil(tiny_model, "big=http://127.0.0.1:9/v1", temperature=0.7)

@@ -196,7 +196,7 @@ def test_a_program_that_never_comes_back_to_its_call_is_refused_with_what_differ
     [
         (
             {"credit": "identical", "group_size": 2},
-            "forks, alternatives, fork_at and fork_tools are of credit = counterfactual",
+            "forks, alternatives, fork_at and fork_tools need credit = counterfactual",
         ),
         ({"target": None, "command": "node agent.js"}, "a command of another language would run its tools twice"),
         ({"reward": "judge"}, "a judge compares rollouts with others of their group"),

@@ -253,7 +253,7 @@ class StopAt(Silent):
 def test_ctrl_c_ends_the_step_and_saves(folder: Path, model: Path) -> None:
     before = signal.getsignal(signal.SIGINT)  # a process that was started in the background ignores it
     progress = StopAt(0)
-    with pytest.raises(Interrupted, match=r"stopped after 1 step\. Go on with: lightning-rl train --resume out"):
+    with pytest.raises(Interrupted, match=r"stopped after 1 step\. Continue with: lightning-rl train --resume out"):
         train(config(model), progress)
     assert progress.told == 1
     assert (folder / "out" / "checkpoint").resolve().name == "step-000001"

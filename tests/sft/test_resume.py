@@ -97,7 +97,7 @@ def test_what_was_asked_to_stop_goes_on_where_it_stopped(
     monkeypatch.setattr(fit, "LONGEST_UNSAVED_S", 1e9)
     cut(monkeypatch, 4, Interrupted())
     stopped = run(data, *options(tiny_model), "--out", tmp_path / "cut")
-    assert f"Go on with: lightning-rl sft --resume {tmp_path / 'cut'}" in stopped.output.replace("\n", "")
+    assert f"Continue with: lightning-rl sft --resume {tmp_path / 'cut'}" in stopped.output.replace("\n", "")
     assert json.loads((tmp_path / "cut" / "learning.json").read_text())["standing"]["taken"] == 4
     assert run("--resume", tmp_path / "cut").exit_code == 0
     assert [step for kind, step, _ in numbers(tmp_path / "cut") if kind == "train"] == list(range(8))
@@ -118,7 +118,7 @@ def test_other_data_or_options_are_refused_and_nothing_is_lost(
     assert run("--resume", tmp_path / "cut").exit_code == 0
     again = run("--resume", tmp_path / "cut")
     assert again.exit_code == 2
-    assert "has nothing to go on with" in again.output
+    assert "can't be resumed" in again.output
 
 
 def test_what_a_killed_life_left_half_written_is_swept(

@@ -230,5 +230,5 @@ def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
     assert weights[0] == weights[1]
     assert not list((folder / "cut").glob("resume*"))
     again = CliRunner().invoke(cli, ["sft", "--resume", "cut"])
-    assert "has nothing to go on with" in again.output
+    assert "can't be resumed" in again.output
     assert again.exit_code == 2

@@ -267,7 +267,7 @@ def test_a_file_of_another_program_is_refused(path: Path) -> None:
     with pytest.raises(StoreError, match=r"invoices.*not a store"):
         SqlStore(f"sqlite:///{path}")
     path.write_text("no database at all, but long enough to have a header" * 10)
-    with pytest.raises(StoreError, match=r"not a database\. Is it a store's file, and may it and its"):
+    with pytest.raises(StoreError, match=r"not a database\. Is it the file of a store\? Are the file"):
         SqlStore(f"sqlite:///{path}")
 
 

@@ -55,7 +55,7 @@ def test_our_own_errors_come_out_of_rays_wrapping(tmp_path):
     assert explained(RayTaskError("run", "traceback", inner), place) is inner
     wrapped = explained(RayTaskError("run", "traceback", ValueError("bad value")), place)
     assert isinstance(wrapped, LightningError)
-    assert "Go on with" not in str(wrapped)
+    assert "Continue with" not in str(wrapped)
     (tmp_path / "checkpoint").mkdir()
     died = explained(RayTaskError("run", "traceback", RayActorError()), place)
     assert "a process of verl died" in str(died)

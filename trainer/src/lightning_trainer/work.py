@@ -101,13 +101,13 @@ class Work:
         _ = self.bounds
         by_command = command is not None and reward is None
         problems = {
-            "reward_from is of rewards that a command gives. Give --command, or leave reward_from out.": (
+            "reward_from needs a command's rewards. Give --command, or leave reward_from out.": (
                 self.reward_from is not None and not by_command
             ),
-            "workdir is of agents that are a command. Give --command, or leave workdir out.": (
+            "workdir needs an agent that is a command. Give --command, or leave workdir out.": (
                 self.workdir is not None and command is None
             ),
-            "reward_command is of agents that are a command. Give --command, or --reward module:function.": (
+            "reward_command needs an agent that is a command. Give --command, or --reward module:function.": (
                 self.reward_command is not None and command is None
             ),
             "reward and reward_command are two rewards. Give one of them.": (
@@ -116,15 +116,15 @@ class Work:
             "restore puts files of a workdir back before the reward_command. Give both, or leave restore out.": (
                 bool(self.restore) and None in (self.workdir, self.reward_command)
             ),
-            "sandbox is of commands that work in a folder of their own: it sees nothing else. Give --command and"
+            "sandbox needs a command with a work folder, because the command sees nothing else. Give --command and"
             " --workdir, or leave sandbox out.": (self.sandbox is not None and None in (command, self.workdir)),
             "sandbox docker and podman start a container. Name its image with --sandbox-image.": (
                 self.sandbox not in (None, BUBBLEWRAP) and self.sandbox_image is None
             ),
-            "sandbox_image is of docker and podman. Choose one of them with --sandbox, or leave it out.": (
+            "sandbox_image needs docker or podman. Choose one of them with --sandbox, or leave it out.": (
                 self.sandbox_image is not None and self.sandbox in (None, BUBBLEWRAP)
             ),
-            "sandbox_read and sandbox_env are of a sandbox. Give --sandbox, or leave them out.": (
+            "sandbox_read and sandbox_env need a sandbox. Give --sandbox, or leave them out.": (
                 self.sandbox is None and bool(self.sandbox_read or self.sandbox_env)
             ),
         }

@@ -76,7 +76,7 @@ def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt |
         _missing.add(meant)
         logger.warning(
             "lightning: the prompt of %r is not the one that its other prompt is for, and stays as it is: it does not"
-            " hold %r. Was the program changed? Make the prompts anew", meant, before[:80],
+            " hold %r. Was the program changed? Optimise the prompts again", meant, before[:80],
         )  # fmt: skip
     return changed
 

@@ -244,7 +244,9 @@ def _wrap_process_response(original: Callable[..., Any]) -> Callable[..., Any]:
         if call is not None:
             call.responded(response, kwargs.get("retries_taken"))
         elif _recorders and endpoint_of(kwargs["options"].method, str(kwargs["options"].url)) and _put_back():
-            logger.warning("lightning: somebody took our patch out of %s; a call is not recorded", type(self).__name__)
+            logger.warning(
+                "lightning: other code removed our patch from %s; a call is not recorded", type(self).__name__
+            )
         return original(self, response=response, **kwargs)
 
     return process_response

@@ -43,10 +43,10 @@ def cross_check(config: TrainFields) -> None:
         "min_lr_ratio is where a falling learning rate ends. Set lr_schedule to cosine or linear, or leave it out.": (
             config.min_lr_ratio > 0 and config.lr_schedule == "constant"
         ),
-        "teacher is of algorithm = distil. Set it, leave teacher out, or let the policy teach itself (self).": (
+        "teacher needs algorithm = distil. Set it, leave teacher out, or let the policy teach itself (self).": (
             config.teacher not in (None, SELF) and config.algorithm != "distil"
         ),
-        "teacher_options are of teacher = self. Set it, or leave them out.": (
+        "teacher_options need teacher = self. Set it, or leave them out.": (
             bool(config.teacher_options) and config.teacher != SELF
         ),
         "reflector and prompt_options are options of with_prompts. Set it, or leave them out.": (
@@ -93,7 +93,7 @@ def _of_forks(config: TrainFields) -> dict[str, bool]:
     if not config.forked:
         given = (config.forks, config.alternatives, config.fork_at, config.fork_tools) != (None, 3, "agents", {})
         return {
-            "forks, alternatives, fork_at and fork_tools are of credit = counterfactual. Set it, or leave these out.": (
+            "forks, alternatives, fork_at and fork_tools need credit = counterfactual. Set it, or leave these out.": (
                 given
             )
         }
@@ -131,7 +131,7 @@ def _of_coalitions(config: TrainFields) -> dict[str, bool]:
         f"{what} runs the program again with the tools' results from the record; a command of another language would"
         " run its tools twice. Give a Python target.": config.command is not None,
         f"{what} is odd: each order comes next to its reverse. Give an even number.": bool(config.orders % 2),
-        f"agents has a glob, so nobody knows how many runs {what} comes to. Say with forks how many a step may take.": (
+        f"agents has a glob, so the number of runs of {what} is not known. Say with forks how many a step may take.": (
             config.forks is None and not config.coalitions
         ),
         f"forks = {config.forks} is fewer than the {config.coalitions} runs that one rollout takes. Raise forks.": (

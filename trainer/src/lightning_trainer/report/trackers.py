@@ -159,4 +159,4 @@ def _read_ids(folder: Path) -> dict[str, str]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
     except ValueError as error:
-        raise ConfigError(f"{path} can't be read: {error}. Remove it to track the run anew.") from None
+        raise ConfigError(f"{path} can't be read: {error}. Remove it to track the run as a new one.") from None

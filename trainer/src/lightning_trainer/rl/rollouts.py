@@ -85,7 +85,7 @@ class Outcome:
         if self.attempt is not None:
             return None
         errors = [attempt.error for attempt in self.attempts if attempt.error]
-        return errors[-1] if errors else f"it was {self.rollout.status} before an attempt began"
+        return errors[-1] if errors else f"it was {self.rollout.status} before an attempt started"
 
 
 def plan(

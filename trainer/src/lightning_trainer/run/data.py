@@ -139,7 +139,7 @@ def _folder(path: Path) -> list[Path]:
         if files := sorted(file for file in path.glob(kind) if not _CACHE.fullmatch(file.name)):
             _check_one_split(path, files)
             return files
-    raise DataError(f"data folder {path} holds no data set: no .arrow, .parquet or .jsonl file is in it.")
+    raise DataError(f"data folder {path} contains no data set: no .arrow, .parquet or .jsonl file is in it.")
 
 
 def _saved_files(path: Path) -> list[Path]:

@@ -263,7 +263,7 @@ def _unwritten(run: Path, final: Path, error: OSError) -> str:
     if not (run / NEWEST).exists():
         return f"{what} There is none before it. --checkpoint weights writes smaller ones."
     newest = (run / NEWEST).resolve()
-    then = f"then go on with --resume {run}" if read_state(newest).resumable else f"then start from --model {newest}"
+    then = f"then continue with --resume {run}" if read_state(newest).resumable else f"then start from --model {newest}"
     return f"{what} {newest.name} is whole; make room, {then}."
 
 

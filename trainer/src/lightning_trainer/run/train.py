@@ -165,4 +165,4 @@ def _stop_message(run: OpenRun) -> str:
     newest = (run.folder / NEWEST).resolve()
     if not read_state(newest).resumable:
         return f"stopped after {steps}. The weights are in {newest}, without what --resume needs (--checkpoint weights)"
-    return f"stopped after {steps}. Go on with: lightning-rl train --resume {run.folder}"
+    return f"stopped after {steps}. Continue with: lightning-rl train --resume {run.folder}"

@@ -262,7 +262,7 @@ class Fleet:
     def _end_standing(self, place: WorkerPlace, held: Blocking | None) -> None:
         place.stood_still, place.held_by = True, held
         where = "" if held is None else f", at {held.where}"
-        logger.warning("the event loop of worker %s stands still%s: it is ended", place.worker.name, where)
+        logger.warning("the event loop of worker %s hangs%s: it is ended", place.worker.name, where)
         place.worker.kill()  # `_replace_worker` then tells of all its attempts
 
     def _set_apart(self, place: WorkerPlace) -> None:

@@ -294,7 +294,7 @@ class Runner:
                     await self._ask(end, record.attempt_id, record.fence)
                     return
                 except LeaseLostError:
-                    logger.info("the result of attempt %s came too late", record.attempt_id)
+                    logger.info("the result of attempt %s arrived too late", record.attempt_id)
                     return
                 except UnauthorizedError as error:  # the key may be renewed: the result is not at fault
                     logger.warning("the end of attempt %s can't be reported yet: %s", record.attempt_id, error)

@@ -92,7 +92,9 @@ class SpanFeed:
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 left = len(self._queue)
-                logger.warning("lightning: %s takes longer than %g s; %d spans are not told", self._what, limit_s, left)
+                logger.warning(
+                    "lightning: %s takes longer than %g s; it does not get %d spans", self._what, limit_s, left
+                )
                 self._queue.clear()
 
     def _run(self) -> None:
@@ -109,12 +111,12 @@ class SpanFeed:
                 with waiting(self._part, self._waits_for):
                     self._hand(span)
             except BaseException:  # what would end a program ends no thread of ours
-                logger.exception("lightning: %s was not told of span %s", self._what, span.span_id)
+                logger.exception("lightning: %s did not get span %s", self._what, span.span_id)
 
     def _warn(self) -> None:
         if time.monotonic() - self._warned_at >= 60.0:
             self._warned_at = time.monotonic()
-            logger.warning("lightning: %s is not told of spans: it is too slow, or hangs", self._what)
+            logger.warning("lightning: %s gets no more spans: it is too slow, or hangs", self._what)
 
 
 class Listeners(SpanFeed):

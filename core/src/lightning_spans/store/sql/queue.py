@@ -31,7 +31,7 @@ from lightning_spans.store.sql.schema import QUEUED, RUNNING, attempts, consumed
 T = TypeVar("T")
 CHUNK: Final = 500  # ids in one statement: databases limit the parameters of a statement, some to 999
 
-LEASE_RAN_OUT: Final = "no heartbeat came before the lease ran out"
+LEASE_RAN_OUT: Final = "there was no heartbeat before the lease ran out"
 _END_STATUS: Final = frozenset(get_args(AttemptStatus)) - {"running"}
 
 

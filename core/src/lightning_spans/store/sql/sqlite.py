@@ -72,7 +72,7 @@ def open_database(url: URL, *, create: bool) -> Database:
         error=sqlite3.Error,
         transient=lambda _: False,  # others are waited for while a transaction begins
         name=path.name,
-        advice="Is it a store's file, and may it and its folder be written here? Its disk may also be full.",
+        advice="Is it the file of a store? Are the file and its folder writable? Its disk may also be full.",
     )
 
 

@@ -282,7 +282,7 @@ class MemoryStore(Store):
         """Mark attempts as lost whose lease ran out."""
         for attempt in list(self._kept.attempts.values()):
             if attempt.status == "running" and attempt.lease_until_ns < _after_s(0):
-                self._end(attempt, "lost", "no heartbeat came before the lease ran out")
+                self._end(attempt, "lost", "there was no heartbeat before the lease ran out")
 
     def _end(self, attempt: AttemptRecord, status: AttemptStatus, error: str | None, *, final: bool = False) -> None:
         ended = replace(attempt, status=status, ended_ns=time.time_ns(), error=error)

@@ -143,13 +143,13 @@ def check(config: TrainConfig) -> None:
                 value.partition(":")[0] == "fixed" for value in config.policies.values()
             ),
             f"{', '.join(given)}: of a learner on this machine. With backend = tinker, leave it out.": bool(given),
-            "engine and its options are of backend = torch: a Tinker server samples itself. Leave them out.": (
+            "engine and its options need backend = torch, because a Tinker server samples itself. Leave them out.": (
                 any(each is not None for each in elsewhere) or bool(config.engine_options)
             ),
             "gpus, nodes and verl are options of backend = verl. Leave them out.": (
                 (config.gpus, config.nodes, dict(config.verl)) != (1, 1, {})
             ),
-            "rollback_on_cliff is of backend = torch. Leave it out.": (config.rollback_on_cliff),
+            "rollback_on_cliff needs backend = torch. Leave it out.": (config.rollback_on_cliff),
         }
     )
     options_of(config).read_prices()

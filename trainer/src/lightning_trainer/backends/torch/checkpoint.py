@@ -171,7 +171,7 @@ def restore(
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"{folder}: {TENSORS} does not fit this model or is damaged: {error}. Resume from an earlier checkpoint of"
-            " the run, or begin anew with the weights in it as --model."
+            " the run, or start a new run with its weights as --model."
         ) from error
     try:
         kind, numbers, gauss = state["random"]

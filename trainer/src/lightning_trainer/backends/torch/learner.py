@@ -188,7 +188,7 @@ class TorchLearner:
             RuntimeError: a step was taken already.
         """
         if self._policies:
-            raise RuntimeError("the learning rate of an optimiser that is there can't be planned anew")
+            raise RuntimeError("the learning rate of an optimiser that is there can't be planned again")
         self.options = replace(
             self.options, warmup_steps=rise, lr_schedule="linear", min_lr_ratio=0.1, total_steps=steps
         )

@@ -31,7 +31,7 @@ class EmbeddedKind:
         """
         if request.python or request.urls or request.gpus or request.options:
             raise ConfigError(
-                "engine_python, engine_url, engine_gpus and engine_options are of engine = vllm. Set it, or leave them"
+                "engine_python, engine_url, engine_gpus and engine_options need engine = vllm. Set it, or leave them"
                 " out."
             )
 

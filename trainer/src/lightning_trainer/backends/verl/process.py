@@ -125,7 +125,7 @@ def explained(error: BaseException, site: Site) -> BaseException:
     if isinstance(inner, LightningError):
         return inner
     newest = site.folder / "checkpoint"
-    onward = f" Go on with: lightning-rl train --resume {site.folder}" if newest.exists() else ""
+    onward = f" Continue with: lightning-rl train --resume {site.folder}" if newest.exists() else ""
     if isinstance(inner, RayActorError):
         return LightningError(f"a process of verl died: {str(inner)[:2000]}{onward}")
     told = f"verl failed: {str(error)[-4000:]}{onward}"

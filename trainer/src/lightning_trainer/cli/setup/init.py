@@ -24,7 +24,7 @@ def command(*, folder: Path, framework: str | None) -> None:
     if framework is None and folder.name in FRAMEWORKS:
         raise click.UsageError(
             f"{folder.name} is a framework, but a folder is needed. Run `lightning-rl init my-agent "
-            f"--framework {folder.name}`, or name the framework besides the folder."
+            f"--framework {folder.name}`, or name the framework next to the folder."
         )
     framework = framework or "langgraph"
     made = write_project(folder, framework)

@@ -48,7 +48,7 @@ class MemoryPlan:
         served = self.weights + self.cache + OVERHEAD
         return (
             f"GPU memory: {gib(self.total)}; vLLM {gib(served)} (model {gib(self.weights)}, cache {gib(self.cache)} for"
-            f" {self.tokens:,} tokens, {gib(OVERHEAD)} besides), learner {gib(self.learner)}"
+            f" {self.tokens:,} tokens, {gib(OVERHEAD)} more), learner {gib(self.learner)}"
         )
 
 

@@ -182,7 +182,7 @@ class Keys:
         except (BadData, ValueError, TypeError):
             raise KeyRefusedError("this key is not one of this server's") from None
         if scope not in get_args(Scope):
-            raise KeyRefusedError("this key is of a kind that this server does not know")
+            raise KeyRefusedError("this server does not know this kind of key")
         grant = Grant(scope, rollout_id, attempt_id, agent, expires_s, holder, fence, key_id, failures, bool(replay))
         self.check_grant(grant)
         return grant

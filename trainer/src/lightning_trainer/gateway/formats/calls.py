@@ -122,7 +122,7 @@ def parse_json(text: str) -> Any:
     """
     value, end = json_at(text, 0)
     if text[end:].strip():
-        raise ValueError("something stands after the JSON")
+        raise ValueError("there is text after the JSON")
     return value
 
 

@@ -35,7 +35,7 @@ def _one_after_another(text: str, part: re.Pattern[str], parts: str) -> Iterator
     while at < len(text):
         match = part.match(text, at)
         if match is None:
-            raise ValueError(f"something stands between the {parts}")
+            raise ValueError(f"there is text between the {parts}")
         yield match
         at = skip_space(text, match.end())
 

@@ -216,7 +216,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
         kind = tool.get("type") if isinstance(tool, dict) else tool
         if isinstance(kind, str) and kind.startswith(("bash_", "text_editor_", "computer_", "memory_")):
-            raise bad_request(f"tool {kind!r} has no schema of its own. Give it one.", "unsupported_tool")
+            raise bad_request(f"tool {kind!r} has no schema. Give it one.", "unsupported_tool")
         raise _tool_refused(kind)
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}
     if tool.get("description") is not None:

@@ -69,7 +69,7 @@ class ResponseTools:
         elif kind in {"function", "custom"}:
             own = OwnTool(kind, str(tool.get("name")), namespace)
             if self._own.setdefault(own.chat_name, own) != own:
-                raise bad_request(f"tools: {own.chat_name!r} is there twice. Give each tool a name of its own.")
+                raise bad_request(f"tools: {own.chat_name!r} is there twice. Give each tool another name.")
             self.chat.append({"type": "function", "function": _function(tool, own)})
         elif isinstance(kind, str) and kind.startswith(_HOSTED):
             self.left_out.append(kind)

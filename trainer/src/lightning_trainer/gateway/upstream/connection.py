@@ -272,7 +272,7 @@ class Arriving:
             found = await self._response.content.readany()
         except Exception as error:
             if self._silent:
-                raise TimeoutError(f"nothing came for {self._silence_s:g} s") from error
+                raise TimeoutError(f"nothing arrived for {self._silence_s:g} s") from error
             raise
         self._wait.moved()
         self._size += len(found)

@@ -118,7 +118,7 @@ def show_estimate(current: Deployment, found: RecordedEstimate) -> None:
     seen = found.estimate
     lines = [f"{seen.n} conversations, {found.calls} calls; effective sample size {seen.effective:.1f}"]
     if seen.refused is not None:
-        lines.append(f"no estimate of {current.candidate}: {seen.refused}. Begin a shadow or a small canary.")
+        lines.append(f"no estimate of {current.candidate}: {seen.refused}. Start a shadow or a small canary.")
     else:
         difference = f"{seen.difference:+.3f} [{seen.low:+.3f}, {seen.high:+.3f}]"
         lines.append(

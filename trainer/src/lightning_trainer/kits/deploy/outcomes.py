@@ -129,7 +129,7 @@ def _counts(reward: Reward, agent: str, sources: Sequence[str]) -> bool:
     if not 0.0 <= reward.value <= 1.0:
         raise ConfigError(
             f"the reward {reward.value:g} of {reward.source} for {reward.attempt_id} is not between 0 and 1, so the"
-            " gate can't judge by it. Begin the canary with --outcome SOURCE for rewards that are."
+            " gate can't judge by it. Start the canary with --outcome SOURCE for rewards that are."
         )
     return True
 
@@ -152,7 +152,7 @@ def check_promotion(store: Store, history: Sequence[Deployment], *, override: bo
     """
     evidence, found = read_evidence(store, history), describe_gate(store, history)
     if evidence is None or found is None:
-        raise ConfigError("the candidate's canary stated no gate. Begin it again: lightning-rl deploy canary.")
+        raise ConfigError("the candidate's canary has no gate. Start it again: lightning-rl deploy canary.")
     if override:
         return {"evidence": found, "override": True}
     if (held := _held_back(describe_guardrails(store, history))) is not None:

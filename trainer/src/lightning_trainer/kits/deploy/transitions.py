@@ -195,7 +195,7 @@ def _in_canary(current: Deployment | None, agent: str) -> Deployment:
     tried = _tried(current, agent)
     if tried.stage != "canary":
         raise ConfigError(
-            f"the candidate {tried.candidate} of {agent} is in the stage {tried.stage}. Begin a canary first:"
+            f"the candidate {tried.candidate} of {agent} is in the stage {tried.stage}. Start a canary first:"
             f" lightning-rl deploy canary --agent {agent} --share 5%."
         )
     return tried

@@ -182,7 +182,7 @@ def _measure(
                 )
                 drawn.append(side.measure())
             except Interrupted:
-                raise Interrupted(f"stopped. Go on with: lightning-rl eval --resume {folder}") from None
+                raise Interrupted(f"stopped. Continue with: lightning-rl eval --resume {folder}") from None
     return drawn
 
 

@@ -64,7 +64,7 @@ def read_samples(folder: Path) -> list[Sample]:
     try:
         return [Sample.from_json(json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except FileNotFoundError:
-        raise ConfigError(f"{folder} has no {SAMPLES_NAME}: nothing of it was measured yet.") from None
+        raise ConfigError(f"{folder} has no {SAMPLES_NAME}: nothing was measured yet.") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} can't be read: {error}. Evaluate again into another folder.") from None
 

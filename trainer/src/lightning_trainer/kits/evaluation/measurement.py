@@ -139,7 +139,7 @@ class Measurement:
         files.write_samples(self.folder, list(self.samples.values()))
         if (problem := silent(found)) is not None:
             raise LightningError(
-                f"{problem}. What it is to judge is kept: once it answers, go on with: lightning-rl eval --resume"
+                f"{problem}. What it is to judge is kept: once it answers, continue with: lightning-rl eval --resume"
                 f" {self.folder}"
             )
         return new

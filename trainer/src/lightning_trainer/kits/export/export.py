@@ -238,7 +238,7 @@ def _nothing(chosen: Selection, wanted: Wanted, held_out: int, elsewhere: set[st
     if held_out:
         return f"all {held_out} lines are held out, and none is left to learn from. Give a smaller --split."
     if elsewhere:
-        return f"this store holds nothing of the origin {wanted.origin!r}. It has: {', '.join(sorted(elsewhere))}."
+        return f"this store has no traces of the origin {wanted.origin!r}. It has: {', '.join(sorted(elsewhere))}."
     if not chosen.left_out:
         return (
             "this store holds no model call, so there is nothing to export. Which stores hold some: lightning-rl traces"

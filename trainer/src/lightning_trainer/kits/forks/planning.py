@@ -170,7 +170,7 @@ def _check_stand_ins(record: Record, replay: Replay) -> None:
         return
     if again := side_effects_after(record, anew[0], replay):
         raise ConfigError(
-            f"the tool {', '.join(again)} has side effects and ran after call {anew[0]}, which is answered anew: it"
+            f"the tool {', '.join(again)} has side effects and ran after call {anew[0]}, which is sampled again: it"
             " might run again."
         )
 

@@ -175,7 +175,7 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
     except Interrupted:
         if not _has_journal(folder):
             raise Interrupted("stopped before any prompt was tried, so nothing is kept") from None
-        raise Interrupted("stopped. Go on with the same command and --resume") from None
+        raise Interrupted("stopped. Continue with the same command and --resume") from None
 
 
 def _session(config: PromptsConfig, folder: Path, progress: Progress) -> AbstractContextManager[Session]:
@@ -216,11 +216,11 @@ def _begin(
             state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             what = f"Delete {folder}, and leave --resume out." if folder.exists() else "Leave --resume out."
-            raise ConfigError(f"there is no search to go on with in {folder}: {error}. {what}") from None
+            raise ConfigError(f"there is no search to resume in {folder}: {error}. {what}") from None
         check_unchanged(folder, state["identity"], identity)
         return state
     if folder.exists() or config.out.exists():
-        onward = ", or go on with --resume" if path.exists() and _has_journal(folder) else ""
+        onward = ", or continue with --resume" if path.exists() and _has_journal(folder) else ""
         there = folder if folder.exists() else config.out
         raise ConfigError(f"{there} exists already. Choose another --out{onward}.")
     need = 2 * len(val) + 2 * config.minibatch + _LOOK
@@ -271,7 +271,7 @@ def _heard(agent: str, traces: Sequence[Trace]) -> int:
 
 def _unheard(agent: str, traces: Sequence[Trace], ran: int) -> str:
     names = sorted(labels(path for trace in traces for path in trace.agent_paths).values())
-    often = "was never seen" if not _heard(agent, traces) else "was seen once, too seldom to tell what its prompt is,"
+    often = "was never seen" if not _heard(agent, traces) else "was seen once, which is too rarely to find its prompt,"
     told = ", ".join(names) or "none: no call carried an agent name. Is attach() called?"
     return f"agent {agent!r} {often} in {ran} rollouts. Agents seen: {told}. Name one of these, or give other tasks."
 
@@ -329,7 +329,7 @@ def _search(
         if best:
             result.write(config.out, before, after, facts)
             so_far = f"The best that was found so far is in {config.out}"
-        raise LightningError(f"{reflection.failed}. {so_far}; {rollouts} rollouts are kept. Go on with --resume.")
+        raise LightningError(f"{reflection.failed}. {so_far}; {rollouts} rollouts are kept. Continue with --resume.")
     beside = result.write(config.out, before, after, facts)
     return Optimised(
         before=scores[0],

@@ -58,7 +58,7 @@ def _prompt(agent: str, texts: Sequence[str | None]) -> Prompt:
     if len(known) < len(texts) or not known:
         count = f"{len(texts) - len(known)} of {len(texts)} calls"
         raise ConfigError(
-            f"{count} of agent {agent!r} have no system prompt, so there is none to propose anew. Give it one in the"
+            f"{count} of agent {agent!r} have no system prompt, so there is no prompt to optimise. Give it one in the"
             " program: a first message of the role system."
         )
     different = sorted(set(known))

@@ -150,7 +150,7 @@ class AttackResult:
             )
         if unsure := self.named("unsure"):
             return (
-                f"No attack surely paid, but {', '.join(unsure)} earned something, and"
+                f"No attack paid for certain, but {', '.join(unsure)} earned something, and"
                 f" {amount(self.base.tasks, 'task')} can't tell whether it is less than for the task: use more tasks"
                 " and --attacks."
             )

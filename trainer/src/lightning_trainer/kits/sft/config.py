@@ -122,8 +122,8 @@ class SftConfig(OptionRecord):
         refuse(
             {
                 "steps and epochs are two lengths. Give one of them.": None not in (config.steps, config.epochs),
-                "beta is of loss = dpo. Set it, or leave beta out.": config.loss != "dpo" and config.beta is not None,
-                "best is of conversations: pairs are of the best and the worst. Leave it out.": (
+                "beta needs loss = dpo. Set it, or leave beta out.": config.loss != "dpo" and config.beta is not None,
+                "best applies to conversations: pairs already consist of the best and the worst. Leave it out.": (
                     config.loss == "dpo" and config.best is not None
                 ),
                 "agents is empty. Name the agents to train, or leave it out.": config.agents == (),

@@ -16,9 +16,9 @@ from lightning_trainer.kits.export.chat import is_text
 from lightning_trainer.kits.export.wanted import HALF
 from lightning_trainer.kits.sft.data import Example
 
-OTHER_TOKENIZER: Final = "tokens of another tokenizer, and no messages to write anew"
+OTHER_TOKENIZER: Final = "tokens of another tokenizer, and no messages to tokenise again"
 REFUSED: Final = "the model's chat template refuses it"
-NO_ANSWER: Final = "nothing of it would be learned"
+NO_ANSWER: Final = "nothing would be learned from it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,8 @@ def read(folder: Path, name: str) -> dict[str, Any]:
         return dict(values)
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} has nothing to go on with: nothing was kept yet, or all is done. Begin anew; from what it"
-            f" learned with --model {folder / CHECKPOINT}."
+            f"{folder} can't be resumed: nothing was saved yet, or it is finished. Start a new run; to start from its"
+            f" weights, give --model {folder / CHECKPOINT}."
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise damaged(folder, name, error) from None
@@ -64,7 +64,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
 
 def damaged(folder: Path, name: str, error: Exception) -> ConfigError:
     """Return the error of a file that holds something else."""
-    return ConfigError(f"{folder / name} can't be read: {error!r}. Begin anew.")
+    return ConfigError(f"{folder / name} can't be read: {error!r}. Start a new run.")
 
 
 def forget(folder: Path, name: str) -> None:
@@ -94,5 +94,5 @@ def began_with(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: they can't be read.
     """
-    values = read_kept(folder, "Begin anew.")
+    values = read_kept(folder, "Start a new run.")
     return {name: value for name, value in values.items() if value is not None and name != "out"}

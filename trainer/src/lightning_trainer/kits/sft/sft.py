@@ -108,7 +108,7 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
         except Interrupted:
             saved = (folder / CHECKPOINT).exists()
             what = f"what was learned is in {folder / CHECKPOINT}" if saved else "before anything was learned"
-            then = f". Go on with: lightning-rl sft --resume {folder}" if (folder / STATE_NAME).exists() else ""
+            then = f". Continue with: lightning-rl sft --resume {folder}" if (folder / STATE_NAME).exists() else ""
             raise Interrupted(f"stopped: {what}{then}") from None
         forget(folder, STATE_NAME)
         return Learned(

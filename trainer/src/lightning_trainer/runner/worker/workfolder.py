@@ -68,7 +68,7 @@ def source_of(text: str, task: Mapping[str, Any] | None = None) -> Source:
     if not source.path.is_dir():
         raise ConfigError(f"workdir {whole!r}: there is no folder {source.path}. Start where it can be found.")
     if shutil.which("git") is None:
-        raise ConfigError("workdir needs git, which tells what an agent changed. Install it.")
+        raise ConfigError("workdir needs git, which finds what an agent changed. Install it.")
     if revision and not source.repository:
         raise ConfigError(f"workdir {whole!r}: {source.path} is not a git repository, so it has no {revision}.")
     return source

@@ -102,7 +102,7 @@ def _attention(  # noqa: PLR0917  transformers passes them by position
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks for it: (1, H, N, D) queries, (1, KV, N, D) keys and values, (1, N, H, D) back."""
     if plan is None:
-        raise ValueError("this model was loaded for the embedded engine: call it with a plan, or load it anew")
+        raise ValueError("this model was loaded for the embedded engine: call it with a plan, or load it again")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     place: int = getattr(module, _NUMBER, module.layer_idx)  # type: ignore[arg-type]  # every attention module of transformers has an index
     layer = AttentionLayer(place, scale, sliding_window, s_aux, softcap)

@@ -271,9 +271,9 @@ def _prove(loaded: LoadedModel) -> None:
         try:
             ours = loaded.head(_by_plan(loaded, tokens)).float()
         except (RuntimeError, TypeError, AttributeError) as error:
-            form = "its attention is of another form"
+            form = "its attention has another form"
             if loaded.shape.recurrent:
-                form = "its layers that remember are of another form (with transformers 5.23 they are not)"
+                form = "its recurrent layers have another form (with transformers 5.23 they are not)"
             reason = f"{form}: {str(error).partition(chr(10))[0]}"
             raise _refusal(loaded.causal, loaded.source, reason) from error
         loaded.causal.set_attn_implementation("eager")  # which alone knows sinks and caps

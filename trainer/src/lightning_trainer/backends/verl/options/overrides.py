@@ -85,7 +85,7 @@ def check(config: TrainConfig) -> None:
         ConfigError: says which, and what to do.
     """
     problems = {
-        "verl writes checkpoints of its own. Leave checkpoint out.": config.checkpoint != "newest",
+        "verl writes its own checkpoints. Leave checkpoint out.": config.checkpoint != "newest",
         "old_logprobs = engine, update_epochs and minibatches are for backend = torch. Leave them out, and give verl's"
         " own in the table verl.": (
             config.old_logprobs == "engine" or (config.update_epochs, config.minibatches) != (1, 1)
@@ -106,7 +106,7 @@ def check(config: TrainConfig) -> None:
         "verl's groups are compared as each ends, before there is a batch. Leave alone out, or train on backend ="
         " torch.": config.alone != "skip",
         "verl's loss takes one advantage a token, and none of its workers reads a prompt with more in it than was"
-        " asked: teacher = self is of backend = torch. Leave teacher out.": config.teacher is not None,
+        " asked: teacher = self needs backend = torch. Leave teacher out.": config.teacher is not None,
         "verl trains one policy for all agents. Leave policies out, or train an adapter for each agent with"
         " --backend torch --engine vllm.": bool(config.policies),
         f"verl weighs no {config.loss_aggregation}. Use one of: {', '.join(AGGREGATIONS)}.": config.loss_aggregation
@@ -134,10 +134,10 @@ def check(config: TrainConfig) -> None:
         f"device = {config.device!r} names one device. With verl, say cpu, or give the number of gpus.": (
             config.device not in {"auto", "cpu", "cuda"}
         ),
-        "backend_options are of the torch backend. With verl, put its own options into the table verl.": bool(
+        "backend_options belong to the torch backend. With verl, put its own options into the table verl.": bool(
             config.backend_options
         ),
-        "engine, engine_python, engine_url, engine_gpus and engine_options are of the torch backend: verl always"
+        "engine, engine_python, engine_url, engine_gpus and engine_options belong to the torch backend: verl always"
         " samples with vLLM. Leave them out.": (
             (config.engine, config.engine_python, config.engine_url, config.engine_gpus) != (None,) * 4
             or bool(config.engine_options)
