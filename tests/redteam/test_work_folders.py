@@ -153,6 +153,28 @@ def test_links_lead_nobody_out_of_the_folder(folder, tmp_path):
     assert {path.read_text() for path in outside.iterdir()} == {"another's\n"}
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_whose_place_is_taken_away_is_made_again_and_nothing_is_written_elsewhere(folder, tmp_path, linked):
+    place = folder.path.parent
+    shutil.rmtree(place)
+    outside = tmp_path / "outside"
+    (outside / folder.path.name).mkdir(parents=True)
+    if linked:
+        place.symlink_to(outside)
+    assert "deleted file" in folder.diff()
+    folder.restore(["tests/**"])
+    assert (folder.path / "tests" / "test_calc.py").read_text() == "assert add(2, 3) == 5\n"
+    assert list((outside / folder.path.name).iterdir()) == []
+    assert not place.is_symlink()
+
+
+def test_without_what_it_is_compared_with_a_folder_fails_in_words(folder):
+    shutil.rmtree(folder._beside)
+    for look in (folder.diff, lambda: folder.restore(["tests/**"])):
+        with pytest.raises(WorkFolderError, match=r"work folder|put back"):
+            look()
+
+
 def test_modes_of_an_agent_keep_nothing_from_being_put_back(folder):
     (folder.path / "tests" / "conftest.py").write_text("forged\n")
     (folder.path / "tests" / "test_calc.py").write_text("pass\n")

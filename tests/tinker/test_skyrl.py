@@ -27,6 +27,7 @@ from lightning_trainer.backends.tinker.learner import TinkerLearner
 from lightning_trainer.backends.tinker.options import make
 from lightning_trainer.backends.torch.learn.policy import TrainedWeights
 from lightning_trainer.backends.torch.learner import TorchLearner
+from lightning_trainer.kits.sft.dpo import Dpo
 from lightning_trainer.rl.rows import Row
 from support.models.tiny import make_tiny_model
 
@@ -107,7 +108,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {}, "dapo": {"clip_dual": 3.0}, "rloo": {"loss_aggregation": "sequence-mean"},
     "gspo": {"clip_low": 3.0, "clip_high": 4.0, "loss_aggregation": "sequence-mean"},
     "cispo": {"clip_low": 1.0}, "reinforce++": {"clip_high": 0.2},
-    "distil": {"old_logprobs": "recompute"}, "likelihood": {},
+    "distil": {"old_logprobs": "recompute"}, "likelihood": {}, "dpo": {"loss_aggregation": "sequence-sum"},
 }  # fmt: skip
 
 
@@ -115,8 +116,10 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def torch_gradient(folder: Path, rows: Sequence[Row], monkeypatch: Any, **options: Any) -> dict[str, np.ndarray]:
-    """The gradient of the torch backend at the weights of a checkpoint of one adapter."""
+def torch_gradient(
+    folder: Path, rows: Sequence[Row], monkeypatch: Any, start: Path | None = None, **options: Any
+) -> dict[str, np.ndarray]:
+    """The gradient of the torch backend at a checkpoint of one adapter; with a start, that of DPO."""
     found: dict[str, np.ndarray] = {}
 
     def keep(policy: TrainedWeights) -> tuple[float, bool]:
@@ -127,11 +130,25 @@ def torch_gradient(folder: Path, rows: Sequence[Row], monkeypatch: Any, **option
 
     monkeypatch.setattr(TrainedWeights, "step", keep)
     learner = TorchLearner(folder, device="cpu", dtype="float32", **options)
+    reference = TorchLearner(start, device="cpu", dtype="float32") if start is not None else None
     try:
-        learner.update([replace(each, policy="writer") for each in rows])
+        learns_from(learner, rows, reference)
     finally:
-        learner.close()
+        for each in (learner, reference):
+            if each is not None:
+                each.close()
     return found
+
+
+def learns_from(learner: Any, rows: Sequence[Row], reference: Any = None) -> None:
+    """Learn from rows; with a reference, prefer the first to the second and the third to the fourth, by DPO."""
+    if reference is None:
+        learner.update(rows)
+        return
+    named = [replace(each, attempt_id=str(number // 2)) for number, each in enumerate(rows)]
+    dpo = Dpo(reference, list(zip(named[::2], named[1::2], strict=True)), beta=0.5)
+    dpo._learner = learner
+    dpo.update(named[::2])
 
 
 def norm(gradient: dict[str, np.ndarray]) -> float:
@@ -146,8 +163,8 @@ def short(name: str) -> str:
 
 def test_gradients_are_those_of_torch(server: SkyRL, model: Path, tmp_path: Path, monkeypatch) -> None:
     batch = [row(np.random.default_rng(seed), length) for seed, length in enumerate((9, 30, 14, 5))]
-    learner = TinkerLearner(make(str(model), {"tinker_url": server.url, "lora_rank": 4, "adapters": ("writer",)}))
-    step = Adapter.step
+    given = make(str(model), {"tinker_url": server.url, "lora_rank": 4, "adapters": ("writer",)})
+    learner, step = TinkerLearner(given), Adapter.step
     try:
         learner.update(batch)  # B is zero before, and A has no gradient
         learner.save(tmp_path / "start")
@@ -155,17 +172,21 @@ def test_gradients_are_those_of_torch(server: SkyRL, model: Path, tmp_path: Path
         start, far = weights(tmp_path / "start/writer"), {}
         for name, options in LOSSES.items():
             learner.load(tmp_path / "start")
-            learner.learner_options = replace(learner.options.learner, algorithm=name, **options)
+            algorithm = "likelihood" if name == "dpo" else name
+            learner.learner_options = replace(learner.options.learner, algorithm=algorithm, **options)
+            untrained = TinkerLearner(given) if name == "dpo" else None
             with monkeypatch.context() as patch:
                 patch.setattr(Adapter, "step", lambda self, **_: step(self, **plain))
-                learner.update(batch)
+                learns_from(learner, batch, untrained)
+            if untrained is not None:
+                untrained.save(tmp_path / "untrained")
+                untrained.close()
             learner.save(tmp_path / name)
             moved = {short(key): start[key] - its for key, its in weights(tmp_path / name / "writer").items()}
             with monkeypatch.context() as patch:
-                wanted = {
-                    short(key): its
-                    for key, its in torch_gradient(tmp_path / "start", batch, patch, algorithm=name, **options).items()
-                }
+                known = None if untrained is None else tmp_path / "untrained"
+                found = torch_gradient(tmp_path / "start", batch, patch, known, algorithm=algorithm, **options)
+            wanted = {short(key): its for key, its in found.items()}
             assert moved.keys() == wanted.keys()
             assert norm(wanted) > 1e-3
             far[name] = norm({key: moved[key] - its for key, its in wanted.items()}) / norm(wanted)

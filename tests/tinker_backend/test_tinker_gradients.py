@@ -12,6 +12,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.tinker.adapter import Scaling
 from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.learner import TinkerLearner
+from lightning_trainer.kits.sft.dpo import Dpo
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
 from lightning_trainer.rl.losses import importance_weights, kl_divergence
@@ -79,6 +80,30 @@ def test_gradient_is_that_of_the_loss_on_servers_that_sum_and_that_average(
     wanted = expected(server, batch, name, 0.0, LOSSES[name])
     assert np.abs(wanted).max() > 1e-3
     assert np.allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("averages", ["nothing", "step"])
+def test_gradient_of_preferences_is_that_of_dpo(averages: str, server: Server, opened, rows) -> None:
+    server.averages, beta = averages, 0.5
+    pairs = list(zip(rows(9, 30), rows(14, 5, seed=1), strict=True))
+    learner = opened(algorithm="likelihood", loss_aggregation="sequence-sum", learning_rate=0.05)
+    dpo = Dpo(learner, pairs, beta)
+    dpo.update([chosen for chosen, _ in pairs])  # from there on the margins are not 0
+    adapter = next(iter(learner._policies.values())).adapter
+    table = torch.from_numpy(adapter.client.table.weights.copy()).requires_grad_()
+    base = torch.from_numpy(server.base)
+
+    def gained(row: Row) -> torch.Tensor:
+        before, after = (torch.from_numpy(part[row.mask[1:]]).long() for part in (row.tokens[:-1], row.tokens[1:]))
+        now, start = (torch.log_softmax(scores, -1)[before, after] for scores in (base + table, base))
+        return (now - start).sum()
+
+    margins = torch.stack([gained(chosen) - gained(rejected) for chosen, rejected in pairs])
+    assert margins.abs().min().item() > 0.1
+    responses = sum(row.transitions for pair in pairs for row in pair)
+    (-torch.nn.functional.logsigmoid(beta * margins).sum() * 2 / responses).backward()
+    dpo.update([chosen for chosen, _ in pairs])
+    assert np.allclose(server.gradients[adapter.model_id][-1], table.grad.numpy(), atol=1e-6)
 
 
 def test_divergence_is_part_of_the_gradient(server: Server, opened, rows) -> None:

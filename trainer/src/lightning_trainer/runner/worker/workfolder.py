@@ -11,7 +11,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -204,9 +205,9 @@ class WorkFolder:
         Raises:
             WorkFolderError: it has grown too large, or git failed.
         """
-        self._mend()
-        self.check_size(ended=True)
-        text = self._baseline.diff(self.path, _LONGEST_DIFF + 1)
+        with self._mended():
+            self.check_size(ended=True)
+            text = self._baseline.diff(self.path, _LONGEST_DIFF + 1)
         return text if len(text) <= _LONGEST_DIFF else f"{text[:_LONGEST_DIFF]}\n... and more"
 
     def restore(self, paths: Sequence[str]) -> None:
@@ -215,14 +216,20 @@ class WorkFolder:
         Raises:
             WorkFolderError: a glob meets no file that was there, or a file can't be put back.
         """
-        self._mend()
-        self._baseline.restore(self.path, paths)
+        with self._mended():
+            self._baseline.restore(self.path, paths)
 
-    def _mend(self) -> None:
-        """Make the folder again where the agent has taken it away, and all files with it."""
-        if self.path.is_symlink() or not self.path.is_dir():
-            self.path.unlink(missing_ok=True)
-            self.path.mkdir()
+    @contextmanager
+    def _mended(self) -> Iterator[None]:
+        """Make the folder again where the agent has taken it or the one around it away, and all files with it."""
+        try:
+            for folder in (self._root, self.path):
+                if folder.is_symlink() or not folder.is_dir():
+                    folder.unlink(missing_ok=True)
+                    folder.mkdir(0o700 if folder == self._root else 0o777)
+            yield
+        except OSError as error:
+            raise WorkFolderError(f"the work folder was taken away in part: {error}") from None
 
     def remove(self) -> None:
         """Delete it; what can't be deleted is told in the log."""
