@@ -385,6 +385,14 @@ def pools(session: nox.Session) -> None:
 
 
 @nox.session
+def deploy(session: nox.Session) -> None:
+    """Bring a bad, a good and a flattering candidate to simulated users of a LangGraph service: `-- --curve FILE`."""
+    session.env.update(PINNED)
+    install(session, "langgraph", "langchain-openai", "-e", f"{ROOT / 'trainer'}[torch]", TORCH)
+    session.run("python", "bench/deploy_demo.py", *session.posargs)
+
+
+@nox.session
 def chaos(session: nox.Session) -> None:
     """Kill server, runner, agents and trainer at random, and see that nothing is lost: `-- --kills 10000 --seed 1`."""
     session.env.update(PINNED)
@@ -420,6 +428,7 @@ def full(session: nox.Session) -> None:
         "interop",
         "ray",
         "pools",
+        "deploy",
         "view",
         "wheels",
     )
