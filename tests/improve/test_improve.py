@@ -26,7 +26,7 @@ from lightning_trainer.kits.improve import methods
 from lightning_trainer.kits.improve.config import ImproveConfig
 from lightning_trainer.kits.improve.costs import costs_of, learned_from
 from lightning_trainer.kits.improve.decision import Decision
-from lightning_trainer.kits.improve.measuring import HeldOut
+from lightning_trainer.kits.improve.measuring import HeldOutMeasurement
 from lightning_trainer.kits.improve.methods import KINDS
 from lightning_trainer.kits.improve.snapshots import adapter_names
 from lightning_trainer.kits.improve.tasks import TaskFiles
@@ -293,7 +293,7 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
             method.spend(20_000, 1)
         asked[name] = found.value.args[0]
     with pytest.raises(Asked) as found:
-        HeldOut(config=config, tasks=files.choose, progress=Silent()).measure_base(folder / "base")
+        HeldOutMeasurement(config=config, tasks=files.choose, progress=Silent()).measure_base(folder / "base")
     asked["base"] = found.value.args[0]
     assert all((each.work, each.name_by) == (work, ("clerk=model:own",)) for each in asked.values())
     assert {(each.workers, each.max_attempts) for each in asked.values()} == {(3, 5)}

@@ -13,7 +13,7 @@ import orjson
 from lightning_openai import reroute
 from lightning_openai.abandoned import abandoned
 from lightning_openai.attributes import request_attributes, response_attributes
-from lightning_openai.call_state import OPEN, SENT, WHOLE, Destination
+from lightning_openai.call_state import OPEN, SENT, WHOLE, CallDestination
 from lightning_openai.events import is_whole, read_events
 from lightning_openai.json_text import to_json
 from lightning_openai.recorded_body import RecordedBody, body_of, record_body
@@ -72,7 +72,7 @@ class ModelCall:
         self._prompted: Mapping[str, Json] | None = (
             None  # the body with its agent's other prompt; None: the agent's own
         )
-        self._destination = Destination.PROGRAM
+        self._destination = CallDestination.PROGRAM
         self.state = SENT
         self._failed = False  # something went wrong other than that the agent reads no further
         self.events: int | None = None  # items of an event stream that the agent took; None: it reads in another way
@@ -112,7 +112,7 @@ class ModelCall:
         """
         options = self._with_prompts(client, options)
         span, attempt = self.span, self.span.attempt
-        if client is not self._user or attempt is None or self._destination is Destination.RETURNED:
+        if client is not self._user or attempt is None or self._destination is CallDestination.RETURNED:
             return client, options
         trained = self._recorder.reroutes(span)
         if not trained and (attempt.replay is None or attempt.endpoint is None):
@@ -126,7 +126,7 @@ class ModelCall:
                 span.set(**{names.REQUEST_MODEL: attempt.model})
                 span.name = attempt.model
             self._body = body
-            self.client, self._base_url, self._destination = client, client.base_url, Destination.GATEWAY
+            self.client, self._base_url, self._destination = client, client.base_url, CallDestination.GATEWAY
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, span)
             return self._user, options
@@ -138,12 +138,12 @@ class ModelCall:
             return None
         lead: Any = next((scope.call for scope in scopes_around() if getattr(scope.call, "leads", False)), None)
         if lead is not None:  # who led it to the gateway knows where else it goes
-            self._destination, lead.left = Destination.REPLACED, True
+            self._destination, lead.left = CallDestination.REPLACED, True
             return None
         if self._prompted is not None:  # its other system prompt goes along
             options = reroute.with_body(options, self._body)
         self.client, self._base_url = self._user, self._user.base_url
-        self._destination = Destination.RETURNED
+        self._destination = CallDestination.RETURNED
         self.span.attributes.pop(names.REROUTED, None)
         return self._user, options
 
@@ -198,7 +198,7 @@ class ModelCall:
     def failed(self, error: BaseException) -> None:
         """End the span of a call that raised."""
         with self._recorder.guard(PLUGIN, self.span):
-            if self._destination is Destination.REPLACED:
+            if self._destination is CallDestination.REPLACED:
                 unfinished.discard(self)
                 self.leave()
             if self.span.end_ns is not None:

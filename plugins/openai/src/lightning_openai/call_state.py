@@ -6,7 +6,7 @@ import enum
 from typing import Final
 
 
-class Destination(enum.Enum):
+class CallDestination(enum.Enum):
     """Where a call goes."""
 
     PROGRAM = "the endpoint of the program"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
+from lightning_trainer.choices import Aggregation, Alone, KlEstimator, Schedule
 from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.options.limits import FailureOptions, LimitOptions
@@ -168,7 +168,7 @@ class LearningFields(OptionRecord):
     options. Default: none."""
     normalise_std: bool = True
     """Divide advantages by the standard deviation of their group."""
-    alone: Literal["skip", "batch"] = "skip"
+    alone: Alone = "skip"
     """What to do if only one rollout of a group contains calls of an agent, so that there is nothing to compare them
     with: ignore these calls (skip), or compare them with the agent's calls in the whole batch (torch)."""
     advantage_eps: float = Field(default=1e-4, gt=0)

@@ -16,7 +16,7 @@ from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.kits.improve.config import OPTIONS_NAME, ImproveConfig
 from lightning_trainer.kits.improve.decision import decide
 from lightning_trainer.kits.improve.halving import MethodResult
-from lightning_trainer.kits.improve.measuring import Finals, HeldOut, rollout_tokens
+from lightning_trainer.kits.improve.measuring import Finals, HeldOutMeasurement, rollout_tokens
 from lightning_trainer.kits.improve.methods import KINDS
 from lightning_trainer.kits.improve.plan import SearchPlan
 from lightning_trainer.kits.improve.record import write_metrics
@@ -83,7 +83,7 @@ def plan_search(config: ImproveConfig, progress: Progress | None = None) -> Sear
         tasks.write(config, progress)
         tried = tasks.some_to_learn(_TRIED, config.train.seed, Path(name) / "tried.jsonl")
         few = replace(config, samples=1)
-        held_out = HeldOut(config=few, tasks=tried, progress=progress, agents=config.train.agents)
+        held_out = HeldOutMeasurement(config=few, tasks=tried, progress=progress, agents=config.train.agents)
         held_out.measure_base(Path(name) / "base")
         return _plan(config, held_out, tasks)
 
@@ -100,7 +100,7 @@ class _Search:
         """Search for each agent, then decide what is kept."""
         began, tasks = time.monotonic(), TaskFiles(self.folder / "tasks")
         self.progress.note("the held-out tasks to choose by, with the unchanged agents")
-        choose = HeldOut(
+        choose = HeldOutMeasurement(
             config=self.config, tasks=tasks.choose, progress=self.progress, agents=self.config.train.agents
         )
         choose.measure_base(self.folder / "base")
@@ -138,7 +138,9 @@ class _Search:
         }
         first = next(iter(searches.values()))
         choose, names = first.held_out, first.names
-        held_out = HeldOut(config=self.config, tasks=first.tasks.decide, progress=self.progress, agents=choose.agents)
+        held_out = HeldOutMeasurement(
+            config=self.config, tasks=first.tasks.decide, progress=self.progress, agents=choose.agents
+        )
         finals = Finals(held_out=held_out, names=names, changes=changes, folder=self.folder / "decide")
         decision = decide(list(changes), finals.base, finals.measure, declared=self.config.train.declared)
         result = Snapshot(self.folder)
@@ -162,7 +164,7 @@ def _best(methods: Mapping[str, MethodResult]) -> str | None:
     return best if methods[best].gain > 0 else None
 
 
-def _plan(config: ImproveConfig, held_out: HeldOut, tasks: TaskFiles) -> SearchPlan:
+def _plan(config: ImproveConfig, held_out: HeldOutMeasurement, tasks: TaskFiles) -> SearchPlan:
     """Name the agents that were seen, and divide the budget among them."""
     chosen = config.train.agents or ("*",)
     seen = held_out.summarise([])[0].by_agent

@@ -18,7 +18,7 @@ from lightning_trainer.report.progress import Progress
 
 
 @dataclass(slots=True, kw_only=True)
-class HeldOut:
+class HeldOutMeasurement:
     """Measures on one set of held-out tasks, always with the same seeds.
 
     Attributes:
@@ -91,7 +91,7 @@ class Finals:
         measured: summary of what was measured, by the agents with their candidates; () is the base.
     """
 
-    held_out: HeldOut
+    held_out: HeldOutMeasurement
     names: Mapping[str, str]
     changes: Mapping[str, Change]
     folder: Path

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_trainer.kits.evaluation.summary import Summary
 from lightning_trainer.kits.improve.config import ImproveConfig
 from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve
-from lightning_trainer.kits.improve.measuring import HeldOut
+from lightning_trainer.kits.improve.measuring import HeldOutMeasurement
 from lightning_trainer.kits.improve.methods import KINDS, Method
 from lightning_trainer.kits.improve.snapshots import PROMPTS_NAME, Change, Snapshot
 from lightning_trainer.kits.improve.tasks import TaskFiles
@@ -41,7 +41,7 @@ class AgentSearch:
     names: Mapping[str, str]
     folder: Path
     tasks: TaskFiles
-    held_out: HeldOut
+    held_out: HeldOutMeasurement
     base: Summary
     rollout_tokens: float
     progress: Progress

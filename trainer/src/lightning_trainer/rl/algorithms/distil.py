@@ -104,7 +104,7 @@ class Distil:
             weights={},
             apart=False,
             known_agents=known_agents,
-            lone=True,
+            alone="batch",
         )
         still = NoContrast(frozenset(), frozenset())
         return batch_of(calls, np.ones(len(calls.compared)), still, merge=merge)

@@ -102,7 +102,7 @@ class Grpo:
             weights=weights,
             apart=config.normalise_std,
             known_agents=known_agents,
-            lone=config.alone == "batch",
+            alone=config.alone,
         )
         # 2. How much better did each call do than its group? Nothing is dropped before: a call whose tokens were lost
         #    is part of the baseline all the same.
@@ -113,7 +113,7 @@ class Grpo:
             leave_one_out if across else self.compare,
             normalise=config.normalise_std,
             eps=config.advantage_eps,
-            over_batch=config.alone == "batch",
+            alone=config.alone,
         )
         parts = comparison(penalties_M=penalties_of(calls, penalty))
         still = no_contrast(calls, parts, comparison() if penalty is not None else None)

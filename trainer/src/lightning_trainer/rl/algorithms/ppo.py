@@ -89,7 +89,7 @@ class Ppo:
             weights=source_weights(config),
             apart=False,
             known_agents=known_agents,
-            lone=True,
+            alone="batch",
         )
         parts = compared(calls, uncompared, normalise=False, eps=config.advantage_eps)
         return batch_of(calls, parts[FINAL], no_contrast(calls, parts), merge=merge)

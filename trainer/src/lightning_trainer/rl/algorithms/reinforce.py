@@ -93,7 +93,7 @@ class Reinforce:
             weights=weights,
             apart=whole,
             known_agents=known_agents,
-            lone=not self.grouped or config.alone == "batch",
+            alone=config.alone if self.grouped else "batch",
         )
         # 2. The group's mean is taken off where it is the baseline, never divided by its deviation; then the batch.
         comparison = partial(
@@ -102,7 +102,7 @@ class Reinforce:
             transition_advantages if self.grouped else uncompared,
             normalise=False,
             eps=config.advantage_eps,
-            over_batch=self.grouped and config.alone == "batch",
+            alone=config.alone if self.grouped else "skip",
         )
         parts = comparison(penalties_M=penalties_of(calls, penalty))
         still = no_contrast(calls, parts, comparison() if penalty is not None else None)

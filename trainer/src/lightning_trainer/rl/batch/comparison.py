@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_trainer.choices import Alone
 from lightning_trainer.rl.advantages import FloatArray
 from lightning_trainer.rl.batch.calls import FINAL, Calls
 from lightning_trainer.rl.rows import Row, make_rows
@@ -30,7 +31,7 @@ def compared(
     penalties_M: FloatArray | float = 0.0,
     normalise: bool,
     eps: float,
-    over_batch: bool = False,
+    alone: Alone = "skip",
 ) -> Parts:
     """Compare calls within their groups, what each source gave by itself.
 
@@ -43,16 +44,16 @@ def compared(
         penalties_M: (M,) what is taken off the values before, except those of automatic rules.
         normalise: divide by the deviation of the group.
         eps: added to that deviation.
-        over_batch: whether calls of an agent that spoke in one attempt of its group alone are compared with the
-            agent's calls in the whole batch; else they have an advantage of 0.
+        alone: with `batch`, calls of an agent that spoke in only one attempt of its group are compared with the
+            agent's calls in the whole batch; with `skip` they have an advantage of 0.
 
     Returns:
         By source, (M,) the weighted sum of the comparisons that the credit asks for; `FINAL` is there always.
     """
     rules = sorted({source for call in calls.compared for source in call.parts} - {FINAL})
     compare = functools.partial(compare, normalise=normalise, eps=eps)
-    parts = {FINAL: _compare_source(calls, FINAL, compare, penalties_M, over_batch=over_batch)}
-    return parts | {rule: _compare_source(calls, rule, compare, 0.0, over_batch=over_batch) for rule in rules}
+    parts = {FINAL: _compare_source(calls, FINAL, compare, penalties_M, alone=alone)}
+    return parts | {rule: _compare_source(calls, rule, compare, 0.0, alone=alone) for rule in rules}
 
 
 def _compare_source(
@@ -61,7 +62,7 @@ def _compare_source(
     compare: Callable[..., FloatArray],
     penalties_M: FloatArray | float,
     *,
-    over_batch: bool,
+    alone: Alone,
 ) -> FloatArray:
     total_M = np.zeros(len(calls.compared))
     for level, values in enumerate(zip(*(call.values for call in calls.compared), strict=True)):
@@ -72,14 +73,14 @@ def _compare_source(
         agents = [f"{t.agent or ''}\0{v.place}" for t, v in zip(calls.transitions, values, strict=True)]
         by_step = values[0].by_step
         advantages_M = compare(given_M, range(len(values)) if by_step else attempts, groups, agent_M=agents)
-        if over_batch and not by_step:
+        if alone == "batch" and not by_step:
             with_all_M = compare(given_M, attempts, [""] * len(groups), agent_M=agents)
-            advantages_M = np.where(_lone(attempts, groups, agents), with_all_M, advantages_M)
+            advantages_M = np.where(_is_alone(attempts, groups, agents), with_all_M, advantages_M)
         total_M += np.array([value.weight for value in values]) * advantages_M
     return total_M
 
 
-def _lone(attempts: Sequence[str], groups: Sequence[str], agents: Sequence[str]) -> NDArray[np.bool_]:
+def _is_alone(attempts: Sequence[str], groups: Sequence[str], agents: Sequence[str]) -> NDArray[np.bool_]:
     """(M,) whether the agent called in no other attempt of the group."""
     calling: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for attempt, *cell in zip(attempts, groups, agents, strict=True):

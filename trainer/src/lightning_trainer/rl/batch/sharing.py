@@ -13,6 +13,7 @@ from lightning_spans.schema.agents import check_spelling, selects
 from lightning_spans.schema.replays import REPLAYED
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
+from lightning_trainer.choices import Alone
 from lightning_trainer.rl import account as reasons
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.attempts import (
@@ -42,7 +43,7 @@ def calls_of(
     weights: Mapping[str, float],
     apart: bool,
     known_agents: Iterable[str] = (),
-    lone: bool = False,
+    alone: Alone = "skip",
 ) -> Calls:
     """Share the rewards of each attempt out over its calls, and choose the calls that are compared.
 
@@ -57,7 +58,7 @@ def calls_of(
         apart: whether each rule is compared by itself and weighed after, as where advantages are divided by a
             deviation. What others give is added up as it is.
         known_agents: names seen earlier in the run: an agent need not speak in every batch.
-        lone: whether the calls of a rollout that is alone in its group are compared too.
+        alone: with `batch`, the calls of a rollout that is alone in its group are compared, too.
 
     Raises:
         UnknownAgentError: an agent was selected by a name that was never seen, and is nearly one that was.
@@ -80,7 +81,7 @@ def calls_of(
     ]
     for episode in episodes:
         account = account.plus_unclaimed(episode.unclaimed)
-    chosen, left_out = _choose_calls(episodes, patterns, across=across, lone=lone)
+    chosen, left_out = _choose_calls(episodes, patterns, across=across, alone=alone)
     for reason, count in Counter(call.left_out for call in left_out if call.left_out is not None).items():
         account = account.plus_dropped(reason, count)
     automatic = tuple(reward for its in counted for reward in its.automatic)
@@ -122,16 +123,16 @@ def _that_count(
 
 
 def _choose_calls(
-    episodes: Sequence[Episode], patterns: Sequence[str], *, across: bool, lone: bool
+    episodes: Sequence[Episode], patterns: Sequence[str], *, across: bool, alone: Alone
 ) -> tuple[list[CreditedCall], list[Judged]]:
     """Return the calls that are compared, and the others, each with its reason."""
     members = Counter(episode.group_id for episode in episodes)
     chosen: list[CreditedCall] = []
     left_out: list[Judged] = []
     for episode in episodes:
-        alone = not lone and not across and members[episode.group_id] < 2
+        is_alone = alone == "skip" and not across and members[episode.group_id] < 2
         for call in episode.calls():
-            reason = _why_left_out(call.transition, call.credit, patterns, alone=alone)
+            reason = _why_left_out(call.transition, call.credit, patterns, is_alone=is_alone)
             reason = reasons.NO_ALTERNATIVE if across and reason == reasons.NO_REWARD else reason
             if reason is None:
                 chosen.append(call)
@@ -199,7 +200,7 @@ def _episode(
     )
 
 
-def _why_left_out(transition: Transition, value: float, patterns: Sequence[str], *, alone: bool) -> str | None:
+def _why_left_out(transition: Transition, value: float, patterns: Sequence[str], *, is_alone: bool) -> str | None:
     """Say why a transition takes no part in the comparison of its group; None when it does.
 
     Nothing else is left out before advantages are made: a call without tokens is part of its group's baseline.
@@ -208,6 +209,6 @@ def _why_left_out(transition: Transition, value: float, patterns: Sequence[str],
         return reasons.NOT_SELECTED
     if REPLAYED in transition.sampling:
         return reasons.REPLAYED
-    if alone:
+    if is_alone:
         return reasons.GROUP_INCOMPLETE
     return reasons.NO_REWARD if math.isnan(value) else None
