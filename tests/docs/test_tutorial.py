@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,26 @@ def test_the_tasks_of_the_tutorial_are_written_and_its_program_runs_on_them(tmp_
         command = [sys.executable, "-c", code, json.dumps(tasks[0])]
         done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
     assert as_rewards(json.loads(done.stdout)) == {"sorter": 1.0, "writer": 1.0}
+
+
+def test_the_skill_for_coding_agents_names_what_its_first_commands_create(tmp_path: Path) -> None:
+    """The project that it creates has each file, function and agent that the later commands name."""
+    page = ROOT / "docs/AGENTS.md"
+    _, front, _ = page.read_text(encoding="utf-8").split("---\n", 2)
+    assert re.fullmatch(r"name: [a-z-]+\ndescription: .{20,1024}\n", front)
+    (create,) = [calls_of("lightning-rl", line) for block in blocks(page) for line in block if " init " in line]
+    command = [sys.executable, "-m", "lightning_trainer.cli", *create]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    folder = tmp_path / create[1]
+    program = (folder / "agent.py").read_text(encoding="utf-8")
+    for line in [line for block in blocks(page) for line in block if "agent:run" in line]:
+        words = line.split()
+        options = dict(pairwise(words))
+        module, function = options["--reward"].split(":")
+        assert f"def {function}(" in (folder / f"{module}.py").read_text(encoding="utf-8")
+        assert all((folder / options[name]).is_file() for name in ("--data", "--val") if name in options)
+        assert all(f'"{agent}"' in program for agent in options.get("--agents", "").split(",") if agent)
+        assert re.search(r"def run\(", program)
 
 
 @pytest.fixture
