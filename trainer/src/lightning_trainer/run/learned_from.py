@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_trainer.lineage.facts import read_facts
 from lightning_trainer.lineage.manifest import RunFacts, StepSources, sorted_once
-from lightning_trainer.programs import digest, system_prompt
+from lightning_trainer.session.programs import digest, system_prompt
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace

@@ -48,10 +48,10 @@ class LineageCallback(Callback):
         if not self._begun:
             self._manifest.begin(run_facts(self._run.config), rollouts.step)
             self._begun = True
-        self._manifest.add_step(rollouts.step, sources_of(batch, [*rollouts.seen, *self._added(batch, rollouts)]))
+        self._manifest.add_step(rollouts.step, sources_of(batch, [*rollouts.seen, *self._more_traces(batch, rollouts)]))
         return batch, {}
 
-    def _added(self, batch: Batch, rollouts: StepRollouts) -> list[Trace]:
+    def _more_traces(self, batch: Batch, rollouts: StepRollouts) -> list[Trace]:
         """Read the traces of rows that another callback added."""
         added = {row.attempt_id for row in batch.rows} - {trace.attempt_id for trace in rollouts.seen}
         return traces_of(self._run.store, attempt_ids=sorted(added)) if added else []

@@ -9,8 +9,8 @@ from lightning_trainer.kits.sft.config import SftConfig
 from lightning_trainer.kits.sft.data import Example, is_store
 from lightning_trainer.lineage.facts import read_facts
 from lightning_trainer.lineage.manifest import Manifest, RunFacts, StepSources, mark_checkpoint, sorted_once
-from lightning_trainer.programs import digest, system_prompt
 from lightning_trainer.rl.rows import Row
+from lightning_trainer.session.programs import digest, system_prompt
 
 _KINDS = {
     "calls": "call_ids", "rewards": "reward_ids", "rollouts": "rollout_id", "attempts": "attempt_id",

@@ -205,7 +205,7 @@ class WorkFolder:
         Raises:
             WorkFolderError: it has grown too large, or git failed.
         """
-        with self._mended():
+        with self._mend_folder():
             self.check_size(ended=True)
             text = self._baseline.diff(self.path, _LONGEST_DIFF + 1)
         return text if len(text) <= _LONGEST_DIFF else f"{text[:_LONGEST_DIFF]}\n... and more"
@@ -216,11 +216,11 @@ class WorkFolder:
         Raises:
             WorkFolderError: a glob meets no file that was there, or a file can't be put back.
         """
-        with self._mended():
+        with self._mend_folder():
             self._baseline.restore(self.path, paths)
 
     @contextmanager
-    def _mended(self) -> Iterator[None]:
+    def _mend_folder(self) -> Iterator[None]:
         """Make the folder again where the agent has taken it or the one around it away, and all files with it."""
         try:
             for folder in (self._root, self.path):

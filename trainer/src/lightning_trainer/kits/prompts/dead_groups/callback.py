@@ -115,7 +115,7 @@ class DeadGroupsCallback(Callback):
         return self._paid.tokens + self._known.tokens
 
     @property
-    def _spent(self) -> bool:
+    def _is_spent(self) -> bool:
         return self._options.tokens is not None and self._tokens >= self._options.tokens
 
     def before_batch(self, rollouts: StepRollouts) -> Extra:
@@ -131,8 +131,8 @@ class DeadGroupsCallback(Callback):
         dead = known.visit(by_task, None if declared is None else declared[0])
         due = [task for task in dead if known.visits[task] >= self._options.visits]
         self._read_own(rollouts)
-        tasks = [] if self._spent else self._plan(due, rollouts)
-        self._sampled = [] if self._spent or not tasks else self._sampler.sample(tasks, known, rollouts)
+        tasks = [] if self._is_spent else self._plan(due, rollouts)
+        self._sampled = [] if self._is_spent or not tasks else self._sampler.sample(tasks, known, rollouts)
         tried = {rollout.outcome.rollout.group_id: False for rollout in self._sampled}
         tried |= {rollout.outcome.rollout.group_id: True for rollout in self._sampled if rollout.solved}
         metrics = {
@@ -191,7 +191,7 @@ class DeadGroupsCallback(Callback):
     def _propose(self, tasks: Sequence[str], rollouts: StepRollouts) -> Instruction | None:
         """Propose an instruction from the failed rollouts of some tasks; the agents take turns."""
         known, examples, agent = self._known, [], ""
-        ran = self._failed(tasks[:EXAMPLES], rollouts)
+        ran = self._failed_rollouts(tasks[:EXAMPLES], rollouts)
         agents = sorted(known.own)
         for number in range(len(agents)):
             agent = agents[(self._paid.count + number) % len(agents)]
@@ -212,7 +212,7 @@ class DeadGroupsCallback(Callback):
         self._run.progress.note(f"{agent}: an instruction for {amount(len(tasks), 'task')} that no rollout solves")
         return known.instructions[-1]
 
-    def _failed(self, tasks: Sequence[str], rollouts: StepRollouts) -> list[Ran]:
+    def _failed_rollouts(self, tasks: Sequence[str], rollouts: StepRollouts) -> list[Ran]:
         """Return a rollout of each task."""
         counted = {task_digest(o.rollout.task): o for o in rollouts.outcomes if o.counts(self._run.config.failed)}
         attempts = {task: counted[task].counts(self._run.config.failed) for task in tasks}
