@@ -79,7 +79,7 @@ def _divide(config: ImproveConfig, progress: Progress) -> tuple[list[Task], list
         known = {_key(task) for task in held_out}
         train = [task for task in tasks if _key(task) not in known]
         if len(train) < len(tasks):
-            progress.note(f"{len(tasks) - len(train)} tasks of {config.train.data} are held out, too: not learned from")
+            progress.note(f"{len(tasks) - len(train)} tasks of {config.train.data} are held out, not trained on")
     else:
         distinct = list(dict.fromkeys(map(_key, tasks)))  # a task that is there twice is on one side only
         count = len(distinct) // 3

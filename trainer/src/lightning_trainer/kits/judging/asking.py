@@ -139,7 +139,7 @@ def read_scores(text: str, count: int, told: str = "") -> tuple[JudgeScore, ...]
         if number in found:
             raise _NonsenseError(f"it scores attempt {number} twice")
         if not _is_number(score):
-            raise _NonsenseError(f"the score of attempt {number} is {repr(score)[:40]}, no number")
+            raise _NonsenseError(f"the score of attempt {number} is {repr(score)[:40]}, which is not a number")
         if not 0 <= score <= 1:
             raise _NonsenseError(f"the score of attempt {number} is {str(score)[:20]}, not from 0 to 1")
         found[number] = JudgeScore(float(score), str(item.get("explanation") or ""))
