@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def blame(*words: str):
     return CliRunner().invoke(cli, ["blame", *words, "--json"])
 
 
-def view(folder: Path, *, trusted: bool = False) -> None:
+def view(folder: Path, *pages: str, trusted: bool = False) -> None:
     from starlette.testclient import TestClient
 
     from lightning_trainer.gateway.auth.keys import Keys
@@ -57,7 +58,7 @@ def view(folder: Path, *, trusted: bool = False) -> None:
     keys = Keys.fresh()
     client = TestClient(create_view(Views(Runs(folder, trusted=trusted)), keys))
     headers = {"authorization": f"Bearer {keys.issue('viewer')}"}
-    for page in ("credit", "account"):
+    for page in pages or ("credit", "account"):
         client.get(f"/api/view/{page}", params={"run": folder.name, "step": 0}, headers=headers).raise_for_status()
 
 
@@ -69,6 +70,30 @@ def test_code_that_a_runs_folder_names_is_not_imported(strange):
     assert not (strange / "it ran").exists()
     assert blame(str(strange), "--trust").exit_code == 0
     assert (strange / "it ran").exists()
+
+
+STRANGE = {
+    "a list of rules": lambda path: path.write_text('{"rewards": ["runs.strange.payload:rule"]}'),
+    "a number of rules": lambda path: path.write_text('{"rewards": 5}'),
+    "nested": lambda path: path.write_text('{"rewards": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+    "half a character": lambda path: path.write_text('{"model": "\\ud800"}'),
+    "a pipe": os.mkfifo,
+    "no end": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", STRANGE)
+def test_options_that_are_none_hold_up_neither_their_run_nor_the_others(strange, name):
+    other = make_run(strange.parent / "other", steps=1, groups=1, size=2)
+    (strange / "config.json").unlink()
+    STRANGE[name](strange / "config.json")
+    refused, listed = blame(str(strange)), CliRunner().invoke(cli, ["runs", str(strange.parent), "--json"])
+    assert isinstance(refused.exception, SystemExit)
+    assert "config.json" in refused.output
+    assert listed.exit_code == 0, listed.output
+    assert other.name in listed.output
+    view(strange, "runs", "run", "rewards")
 
 
 def test_a_store_that_a_runs_folder_names_is_not_connected_to(strange):

@@ -19,6 +19,8 @@ from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
+_MOST_KEPT: Final = 4 << 20  # characters of it
+_TABLES: Final = ("rewards", "policies", "credit_options")  # whose entries are read from folders of anybody
 _OF_COMMANDS: Final = (
     "workdir", "restore", "reward_command", "sandbox", "sandbox_image", "sandbox_read", "sandbox_env",
 )  # fmt: skip
@@ -98,11 +100,17 @@ def read_kept(folder: Path, otherwise: str) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if path.exists() and not path.is_file():  # a pipe is waited for, a device has no end
+            raise ValueError("it is not a file")
+        with path.open(encoding="utf-8") as file:
+            values = json.loads(file.read(_MOST_KEPT))
+        json.dumps(values, ensure_ascii=False).encode()  # half a character can't be shown
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}. {otherwise}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a JSON object, so it contains no options. {otherwise}")
+    if wrong := [name for name in _TABLES if not isinstance(values.get(name) or {}, dict)]:
+        raise ConfigError(f"{path}: {', '.join(wrong)} is not a JSON object. {otherwise}")
     return values
 
 

@@ -104,21 +104,13 @@ def _store_of(run: Path, config: TrainConfig, *, trust: bool) -> str | None:
 
 
 def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[str, Any]) -> TrainConfig:
-    import json
-
+    from lightning_trainer.config.files import CONFIG_NAME, read_kept
     from lightning_trainer.config.train import TrainConfig
 
-    path = run / "config.json"
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"there is no {path.name} in {run}. Give the folder of a run, such as runs/2026-11-20."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} can't be read: {error}. Give the folder of a run, such as runs/2026-11-20."
-        ) from None
+    instead = "Give the folder of a run, such as runs/2026-11-20."
+    if not (run / CONFIG_NAME).exists():
+        raise ConfigError(f"there is no {CONFIG_NAME} in {run}. {instead}")
+    values = read_kept(run, instead)
     if credit is not None:
         values |= {"credit": credit, "gamma": None, "credit_options": {}}
         values |= dict.fromkeys(_OF_FORKS)  # what was drawn again is there; nothing is now
