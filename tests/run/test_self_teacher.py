@@ -134,6 +134,9 @@ def test_a_long_error_loses_its_middle_and_reasoning_is_not_told() -> None:
         ({"teacher_options": {"top_k": -1}}, "teacher_options: top_k"),
         ({"teacher_options": {"weight": 0.5}}, "weight is the weight of the teacher relative to the rewards"),
         ({"teacher_options": {"top_k": 0, "divergence": "forward"}}, "Leave divergence out"),
+        ({"teacher_options": {"weights": "oldest"}}, "teacher_options: weights"),
+        ({"teacher_options": {"ema_decay": 0.5}}, "ema_decay is of weights = ema"),
+        ({"backend": "verl", "algorithm": "grpo", "teacher_options": {"weights": "ema"}}, "ema needs backend = torch"),
         ({"algorithm": "ppo", "teacher_options": {"top_k": 0}}, "Set top_k to 1 or more"),
     ],
 )
@@ -169,12 +172,12 @@ def test_verl_refuses_it() -> None:
 class Seen:
     """What a run asked of its learner."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, reader: str = "logprobs") -> None:
         from lightning_trainer.backends.torch import TorchLearner
 
         self.hinted: list[Row] = []
         self.learned: list[Row] = []
-        update, logprobs = TorchLearner.update, TorchLearner.logprobs
+        update, logprobs = TorchLearner.update, getattr(TorchLearner, reader)
 
         def reading(learner: TorchLearner, rows: list[Row], *candidates: Any) -> Any:
             self.hinted += rows
@@ -184,7 +187,7 @@ class Seen:
             self.learned += rows
             return update(learner, rows)
 
-        patch.setattr(TorchLearner, "logprobs", reading)
+        patch.setattr(TorchLearner, reader, reading)
         patch.setattr(TorchLearner, "update", learning)
 
 
@@ -241,6 +244,25 @@ def test_the_failed_call_alone_is_taught_by_itself_under_the_hinted_prompt(
     assert line["calls_untaught/nothing_to_tell_the_teacher_of_it"] == 6
     assert line["teacher_kl"] > 0
     assert line["teacher_seconds"] > 0
+
+
+@pytest.mark.torch
+def test_a_teacher_with_the_first_weights_teaches_the_same_in_later_steps(
+    folder: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("openai")
+    seen = Seen(monkeypatch, "teacher_logprobs")
+    options = {"top_k": 9, "weights": "base"}
+    train(config(tiny_model, teacher_options=options, steps=2, learning_rate=1e-2))
+    assert len(seen.hinted) == 4
+    rows = {row.calls[0]: row for row in seen.learned}
+    for hinted in seen.hinted:
+        row, length = rows[hinted.calls[0]], hinted.lengths[0]
+        assert row.target is not None
+        whole = plain_logprobs(tiny_model, hinted.tokens.tolist(), length)
+        teacher = np.take_along_axis(whole, row.target.tokens_KC[:length], axis=1)
+        assert row.target.logprobs_KC[:length] == pytest.approx(teacher, abs=1e-4)
 
 
 @pytest.mark.torch

@@ -24,6 +24,7 @@ from lightning_trainer import train
 from lightning_trainer.report.alarms import Alarm
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.run.state import read_state
+from support.models.tiny import make_tiny_model
 from support.training.policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
 
 
@@ -165,3 +166,33 @@ def test_a_curriculum_goes_on_exactly_where_it_stopped(tiny_model: Path, folder:
     run(steps=3, out="halves")
     assert run(steps=4, out=None, resume="halves") == whole
     assert set(whole[1]) == {"writer", "rewriter"}  # type: ignore[call-overload]
+
+
+def test_one_agent_of_a_team_is_distilled_into_a_smaller_model(
+    tiny_model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    small = make_tiny_model(
+        tmp_path_factory.mktemp("small") / "model", hidden_size=32, intermediate_size=48, num_hidden_layers=1
+    )
+    policies = "writer=lora,rewriter=base,checker=base"
+    learning = {"algorithm": "distil", "teacher": str(tiny_model), "steps": 4, "learning_rate": 3e-2, "batch_size": 4}
+    result = train(config(small, policies=policies, **learning))
+    steps = [line for line in lines(folder / "out") if line["kind"] == "train"]
+    assert {(call.agent, call.policy) for call in calls(folder / "out")} == {
+        ("writer", "writer"), ("rewriter", "base"), ("checker", "base"),
+    }  # fmt: skip
+    teacher, gaps = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), []
+    for call in calls(folder / "out"):
+        if (call.agent, call.policy_version) == ("writer", 0):
+            (choice,) = call.choices
+            ids = torch.tensor([*call.prompt_token_ids, *choice.token_ids])
+            with torch.no_grad():
+                likely = teacher(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            gaps += (torch.tensor(choice.logprobs) - likely[-len(choice.token_ids) :]).tolist()
+    assert steps[0]["teacher_kl"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-3)
+    assert steps[-1]["teacher_kl"] < steps[0]["teacher_kl"]
+    assert result.checkpoint is not None
+    assert not (result.checkpoint / "rewriter").exists()

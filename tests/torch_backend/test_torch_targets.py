@@ -140,3 +140,77 @@ def test_a_target_has_a_line_for_each_trained_token() -> None:
     with pytest.raises(ValueError, match="shapes differ"):
         Target(np.zeros((2, 3), np.int64), np.zeros((2, 2), np.float32), np.zeros(2, np.float32))
     assert not make_row([5, 6, 7], slice(1, None), 0.0).has_gradient
+
+
+# The weights of a policy that is its own teacher.
+
+
+def plain_logprobs(folder: Path, rows: list[Row], weights: dict[str, torch.Tensor] | None = None) -> list[np.ndarray]:
+    """Return log-probabilities of trained tokens by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(weights or {}, strict=False)
+    found = []
+    for row in rows:
+        tokens = torch.from_numpy(row.tokens.astype(np.int64))
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        found.append(logprobs.gather(1, tokens[1:, None])[:, 0][torch.from_numpy(row.mask[1:])].numpy())
+    return found
+
+
+def furthest(these: list[np.ndarray], others: list[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(these, others, strict=True))
+
+
+def test_a_teacher_with_averaged_weights_is_the_average_of_all_steps_and_is_resumed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    options = {"teacher_weights": "ema", "ema_decay": 0.75, "learning_rate": 1e-2}
+    learner, rows = make_backend(tiny_model, **options), make_batch()
+    masters = learner._weights_of().masters
+    average = {name: master.detach().clone() for name, master in masters.items()}
+    for _ in range(3):
+        learner.update(rows)
+        average = {name: 0.75 * old + 0.25 * masters[name].detach() for name, old in average.items()}
+    expected, newest = plain_logprobs(tiny_model, rows, average), learner.logprobs(rows)
+    assert furthest(learner.teacher_logprobs(rows), expected) < 1e-4
+    assert furthest(newest, expected) > 1e-2  # it is another model
+    assert furthest(newest, learner.logprobs(rows)) == 0.0  # and the policy is what it was
+    learner.save(tmp_path / "kept")
+    resumed = make_backend(tiny_model, **options)
+    resumed.load(tmp_path / "kept")
+    assert furthest(learner.teacher_logprobs(rows), resumed.teacher_logprobs(rows)) == 0.0
+    learner.close()
+    resumed.close()
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}, {"lora_rank": 4, "adapters": ("writer",)}])
+def test_a_teacher_with_the_first_weights_stays_what_it_was(tiny_model: Path, lora: dict[str, object]) -> None:
+    learner = make_backend(tiny_model, teacher_weights="base", learning_rate=1e-2, **lora)
+    rows = [replace(row, policy="writer" if "adapters" in lora else row.policy) for row in make_batch()]
+    expected = plain_logprobs(tiny_model, rows)
+    for _ in range(2):
+        learner.update(rows)
+    assert furthest(learner.teacher_logprobs(rows), expected) < 1e-4
+    assert furthest(learner.logprobs(rows), expected) > 1e-3
+    learner.close()
+
+
+def test_averages_of_several_adapters_are_their_own(tiny_model: Path) -> None:
+    options = {"lora_rank": 4, "adapters": ("writer", "checker"), "learning_rate": 1e-2}
+    learner = make_backend(tiny_model, teacher_weights="ema", ema_decay=0.5, **options)
+    rows = [replace(row, policy=("writer", "checker")[n % 2]) for n, row in enumerate(make_batch())]
+    first = learner.logprobs(rows)
+    learner.update(rows[::2])
+    found = learner.teacher_logprobs(rows)
+    assert furthest(found[1::2], first[1::2]) == 0.0  # the checker has learned nothing
+    assert furthest(found[::2], first[::2]) > 1e-4
+    assert furthest(found[::2], learner.logprobs(rows[::2])) > 1e-4
+    learner.close()
+
+
+def test_unknown_weights_of_a_teacher_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="teacher_weights must be one of newest, base, ema"):
+        make_backend(tiny_model, teacher_weights="oldest")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning_spans.errors import LightningError
 from lightning_trainer.config.files import CONFIG_NAME, to_json
@@ -258,4 +258,15 @@ class Learner(Protocol):
 
     def close(self) -> None:
         """Stop the engine and free memory."""
+        ...
+
+
+@runtime_checkable
+class TeacherPolicy(Protocol):
+    """A learner that keeps other weights of its policy than the newest, for a teacher that is the policy itself."""
+
+    def teacher_logprobs(
+        self, rows: Sequence[Row], candidates: Sequence[NDArray[Any]] | None = None
+    ) -> Sequence[NDArray[Any]]:
+        """Return what `Learner.logprobs` does, with the weights that the learner's options name."""
         ...

@@ -10,6 +10,7 @@ Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum", 
 AgentWeight: TypeAlias = Literal["equal"] | Mapping[str, float]
 KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "abs", "low_var", "k1+", "k3+", "abs+", "low_var+"]
 Divergence: TypeAlias = Literal["reverse", "forward", "jensen-shannon"]
+TeacherWeights: TypeAlias = Literal["newest", "base", "ema"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 Timeouts: TypeAlias = Literal["count", "exclude"]
 """Whether an attempt that was too slow counts as the policy's failure or is left out, for slow infrastructure."""

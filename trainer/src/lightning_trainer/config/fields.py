@@ -128,7 +128,7 @@ class LearningFields(OptionRecord):
     MODEL=URL of a vLLM server, with the same vocabulary as the policy. Or `self`: the policy itself, after it has read
     the result of a call; works with every algorithm (torch)."""
     teacher_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of teacher = self: told, top_k, divergence, weight, hint, max_chars."""
+    """Options of teacher = self: told, top_k, divergence, weights, ema_decay, weight, hint, max_chars."""
     with_prompts: bool = False
     """Learn from tasks that no rollout solves: a model proposes an instruction for an agent, the task is sampled under
     it, and the policy learns the answers that solved it as answers to the agent's own prompt (torch and tinker)."""

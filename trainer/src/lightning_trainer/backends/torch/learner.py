@@ -70,7 +70,8 @@ class TorchLearner:
         self._policies: dict[str | None, TrainedWeights] = {}
         self._seen: dict[Row, SeenTokens] = {}
         self._frozen: LoadedModel | None = None
-        if self.options.kl_coef > 0 and not has_adapters(self._model):
+        frozen = self.options.kl_coef > 0 or self.options.teacher_weights == "base"
+        if frozen and not has_adapters(self._model):
             self._frozen = load(self.options)
         self._engine: PolicyEngines = self._open(*sampler) if sampler else TorchEngine(self._model, self.options)
 
@@ -201,13 +202,46 @@ class TorchLearner:
         Raises:
             ValueError: a row is of no adapter that there is.
         """
-        most = self.options.micro_batch_tokens
+        return self._by_adapter(rows, lambda places: self._read(self._model, rows, places, candidates))
 
-        def read(places: Sequence[int]) -> list[NDArray[np.float32]]:
-            asked = None if candidates is None else [candidates[place] for place in places]
-            return row_logprobs(self._model, [rows[place] for place in places], most, asked)
+    def teacher_logprobs(
+        self, rows: Sequence[Row], candidates: Sequence[NDArray[np.int64]] | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Return the same with the weights of the policy as its own teacher: `TeacherPolicy.teacher_logprobs`.
 
-        return self._by_adapter(rows, read)
+        Raises:
+            ValueError: a row is of no adapter that there is.
+        """
+        kind = self.options.teacher_weights
+        if kind == "base":
+            return self._by_adapter(rows, lambda places: self._read_base(rows, places, candidates))
+        if kind == "newest":
+            return self.logprobs(rows, candidates)
+        return self._by_adapter(rows, lambda places: self._read_average(rows, places, candidates))
+
+    def _read_average(
+        self, rows: Sequence[Row], places: Sequence[int], candidates: Sequence[NDArray[np.int64]] | None
+    ) -> list[NDArray[np.float32]]:
+        adapter = rows[places[0]].policy if self.options.adapters else None
+        with self._weights_of(adapter).averaged():
+            return self._read(self._model, rows, places, candidates)
+
+    def _read_base(
+        self, rows: Sequence[Row], places: Sequence[int], candidates: Sequence[NDArray[np.int64]] | None
+    ) -> list[NDArray[np.float32]]:
+        with reference(self._model, self._frozen) as base:
+            return self._read(base, rows, places, candidates)
+
+    def _read(
+        self,
+        model: LoadedModel,
+        rows: Sequence[Row],
+        places: Sequence[int],
+        candidates: Sequence[NDArray[np.int64]] | None,
+    ) -> list[NDArray[np.float32]]:
+        """Read some of the rows with a model."""
+        asked = None if candidates is None else [candidates[place] for place in places]
+        return row_logprobs(model, [rows[place] for place in places], self.options.micro_batch_tokens, asked)
 
     def likeliest(self, rows: Sequence[Row], count: int) -> list[NDArray[np.int64]]:
         """Return the likeliest tokens at trained tokens: `Learner.likeliest`.

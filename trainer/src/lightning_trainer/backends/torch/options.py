@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.choices import AgentWeight, Aggregation, Divergence, KlEstimator, Schedule
+from lightning_trainer.choices import AgentWeight, Aggregation, Divergence, KlEstimator, Schedule, TeacherWeights
 from lightning_trainer.rl.algorithms import algorithm_by_name
 
 _DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
@@ -62,6 +62,9 @@ class TorchOptions:
         value_learning_rate: step size of the value head.
         value_clip: of `losses.value_loss`.
         divergence: from a teacher's targets, where rows have some: `losses.candidate_divergence`.
+        teacher_weights: weights of the policy as its own teacher: the newest, those that it started from (``base``, of
+            which all weights need a frozen copy), or an average over the steps (``ema``, a second copy of the masters).
+        ema_decay: share of that average that stays in each step.
         old_logprobs: what ratios compare with: what the engine recorded, or the trainer's own before the update.
         update_epochs: passes over a batch.
         minibatches: pieces of a batch, each with an optimiser step of its own.
@@ -118,6 +121,8 @@ class TorchOptions:
     value_learning_rate: float = 1e-3
     value_clip: float | None = None
     divergence: Divergence = "reverse"
+    teacher_weights: TeacherWeights = "newest"
+    ema_decay: float = 0.99
     old_logprobs: Literal["engine", "recompute"] = "engine"
     update_epochs: int = 1
     minibatches: int = 1
@@ -169,6 +174,9 @@ class TorchOptions:
             "value_learning_rate must be above 0": 0 < self.value_learning_rate < math.inf,
             "value_clip must be above 0": self.value_clip is None or self.value_clip > 0,
             "kl_coef must be 0 or more": 0 <= self.kl_coef < math.inf,
+            f"teacher_weights must be one of {', '.join(get_args(TeacherWeights))}": self.teacher_weights
+            in get_args(TeacherWeights),
+            "ema_decay must be above 0 and below 1": 0 < self.ema_decay < 1,
             f"divergence must be one of {', '.join(get_args(Divergence))}": self.divergence in get_args(Divergence),
             "old_logprobs must be engine or recompute": self.old_logprobs in ("engine", "recompute"),
             "update_epochs and minibatches must be at least 1": min(self.update_epochs, self.minibatches) >= 1,

@@ -163,7 +163,7 @@ class DistilMethod(_Training):
     _OF_REWARDS: ClassVar[frozenset[str]] = frozenset(
         ("algorithm", "credit", "credit_options", "gamma", "forks", "alternatives", "orders", "fork_at", "fork_tools",
          "rewards", "normalise_std", "alone", "resample", "until", "task_order", "gae_lambda", "value_clip",
-         "value_learning_rate", "kl_in", "group_size", "temperature")
+         "value_learning_rate", "kl_in", "group_size", "temperature", "with_prompts", "reflector", "prompt_options")
     )  # fmt: skip
 
     @property

@@ -33,8 +33,12 @@ class TeacherKind(CallbackKind):
             read_self(config)
 
     def learner_options(self, config: TrainConfig) -> Mapping[str, Any]:
-        """Return the divergence that the update minimises."""
-        return {"divergence": read_self(config).divergence} if config.teacher == SELF else {}
+        """Return the divergence that the update minimises, and the weights that the self-teacher has."""
+        if config.teacher != SELF:
+            return {}
+        options = read_self(config)
+        weights = {"teacher_weights": options.weights, "ema_decay": options.ema_decay}
+        return {"divergence": options.divergence, **(weights if options.weights != "newest" else {})}
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
         """Open the teacher that the configuration names."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.choices import Divergence
+from lightning_trainer.choices import Divergence, TeacherWeights
 from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ class SelfOptions(BaseModel):
     count as one more. 0 compares only the sampled tokens."""
     divergence: Divergence = "reverse"
     """Divergence of the policy from its teacher that is minimised."""
+    weights: TeacherWeights = "newest"
+    """Weights of the teacher: the policy's `newest`, those that the run started from (`base`), or their exponential
+    moving average over the steps (`ema`)."""
+    ema_decay: float = Field(0.99, gt=0, lt=1)
+    """Share of the average that stays in each step, for weights = ema."""
     weight: float = Field(1.0, gt=0)
     """Weight of the teacher relative to the loss of the algorithm."""
     hint: str = HINT
@@ -67,6 +72,13 @@ def read_self(config: TrainConfig) -> SelfOptions:
             ),
             "teacher_options: weight is the weight of the teacher relative to the rewards, and algorithm = distil uses"
             " none. Leave it out, or choose another algorithm.": config.algorithm == "distil" and options.weight != 1.0,
+            f"teacher_options: weights = {options.weights} needs backend = torch, which keeps such weights. Backend ="
+            f" {config.backend} does not: leave weights out.": (
+                options.weights != "newest" and config.backend != "torch"
+            ),
+            "teacher_options: ema_decay is of weights = ema. Set weights, or leave ema_decay out.": (
+                options.weights != "ema" and "ema_decay" in config.teacher_options
+            ),
             "teacher_options: top_k = 0 has no divergence. Leave divergence out, or set top_k.": (
                 options.top_k == 0 and "divergence" in config.teacher_options
             ),

@@ -2,20 +2,22 @@
 
 SDPO, "Reinforcement Learning via Self-Distillation", arXiv 2601.20802. A call's prompt x gets a message with the
 feedback f. Under it the same weights give another distribution over each next token of the answer y that was sampled,
-without a gradient, and what is made small is the sum over t of KL(p(. | x, y_<t) || p(. | x, f, y_<t)). We leave the
-paper's method in one thing: the teacher has the newest weights, not an average over steps or one held near the start.
+without a gradient, and what is made small is the sum over t of KL(p(. | x, y_<t) || p(. | x, f, y_<t)). The teacher
+has the newest weights, those that the run started from, or their average over the steps: `SelfOptions.weights`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backend_protocol import TeacherPolicy
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.kits.teaching.feedback import CallKey, earnings, feedback, key_of
@@ -58,11 +60,13 @@ class SelfTeacher:
         failed: the reward of a rollout that failed by the policy's doing.
 
     Raises:
-        ConfigError: the chat template does not let a message be put before the answer.
+        ConfigError: the chat template does not let a message be put before the answer, or the learner keeps no weights
+            but the newest and the options name others.
     """
 
     def __init__(self, learner: Learner, options: SelfOptions, *, alone: bool, failed: Failed) -> None:
         self._learner, self._options = learner, options
+        self._teacher_logprobs = _reader(learner, options)
         self._alone, self._failed = alone, failed
         engine = learner.engine
         self._hints = Hints(ChatFormat(engine.tokenizer, tool_format(engine)), learner.end_tokens)
@@ -126,7 +130,7 @@ class SelfTeacher:
         taught = sorted({segment.row for segment in segments})
         ids = dict(zip(taught, self._learner.likeliest([rows[r] for r in taught], self._options.top_k), strict=True))
         candidates = [ids[each.row][each.start : each.end] for each in segments]
-        found = self._learner.logprobs([each.hinted for each in segments], candidates)
+        found = self._teacher_logprobs([each.hinted for each in segments], candidates)
         targets = {r: _empty(ids[r]) for r in taught}
         for each, logprobs in zip(segments, found, strict=True):
             targets[each.row].logprobs_KC[each.start : each.end] = logprobs
@@ -137,7 +141,7 @@ class SelfTeacher:
         self, rows: list[Row], segments: Sequence[_Segment]
     ) -> tuple[list[Row], dict[str, float]]:
         """Add log p_teacher - log p_student of the sampled tokens to the advantages of taught calls."""
-        found = self._learner.logprobs([each.hinted for each in segments])
+        found = self._teacher_logprobs([each.hinted for each in segments], None)
         total, count = 0.0, 0
         for each, own in zip(segments, found, strict=True):
             recorded = each.hinted.logprobs[each.hinted.mask].astype(np.float64)
@@ -148,6 +152,18 @@ class SelfTeacher:
             rows[each.row] = replace(row, advantages=advantages)
             total, count = total - float(gap.sum()), count + len(gap)
         return rows, {"teacher_kl": total / count, "taught_tokens": float(count)}
+
+
+def _reader(learner: Learner, options: SelfOptions) -> Callable[[Sequence[Row], Any], Sequence[NDArray[Any]]]:
+    """Return what reads rows with the teacher's weights."""
+    if options.weights == "newest":
+        return learner.logprobs
+    if not isinstance(learner, TeacherPolicy):
+        raise ConfigError(
+            f"teacher_options: weights = {options.weights}: this backend keeps no weights but the newest. Leave weights"
+            " out, or set backend = torch."
+        )
+    return learner.teacher_logprobs
 
 
 def keys_of(row: Row) -> list[CallKey]:

@@ -47,6 +47,8 @@ class TrainedWeights:
         self._schedule = schedule(options)
         self.factor = 1.0  # of the learning rate, besides the schedule's
         self.value = ValueHead(model, options) if options.critic else None
+        averaging = options.teacher_weights == "ema"
+        self.average = {name: master.detach().clone() for name, master in self.masters.items()} if averaging else {}
 
     def step(self) -> tuple[float, bool]:
         """Take an optimiser step with the gradients that have come in, and round the masters into the working copy.
@@ -60,11 +62,33 @@ class TrainedWeights:
         if taken:
             self._set_learning_rate()
             self.optimiser.step()
+            self._average_in()
             self.publish()
         self.optimiser.zero_grad(set_to_none=True)
         if self.value is not None:
             self.value.step(taken=taken)
         return float(norm), taken
+
+    @torch.no_grad()
+    def _average_in(self) -> None:
+        """Move the average towards the newest masters: average = decay * average + (1 - decay) * masters."""
+        for name, average in self.average.items():
+            average.lerp_(self.masters[name].detach(), 1.0 - self._options.ema_decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model compute with the average until the block ends. Its weights return bit for bit."""
+        kept = {name: parameter.detach().clone() for name, parameter in self.working.items()}
+        try:
+            self._write_working(self.average)
+            yield
+        finally:
+            self._write_working(kept)
+
+    @torch.no_grad()
+    def _write_working(self, tensors: dict[str, Tensor]) -> None:
+        for name, parameter in self.working.items():
+            parameter.copy_(tensors[name])
 
     @property
     def steps(self) -> int:
@@ -81,6 +105,7 @@ class TrainedWeights:
         tensors = self.weights()
         for name, master in self.masters.items():
             tensors |= {f"{key}.{name}": value for key, value in self.optimiser.state.get(master, {}).items()}
+        tensors |= {f"average.{name}": average for name, average in self.average.items()}
         return tensors if self.value is None else {**tensors, **self.value.state()}
 
     @torch.no_grad()
@@ -102,6 +127,8 @@ class TrainedWeights:
                 self.optimiser.state[master] = {
                     key: value.to(master.device, copy=True) for key, value in moments.items() if value is not None
                 }
+        for name, average in self.average.items():  # a run that had no such teacher begins its average here
+            average.copy_(tensors.get(f"average.{name}", self.masters[name]))
         if self.value is not None:
             self.value.set_state(tensors)
         self.publish()
@@ -119,6 +146,8 @@ class TrainedWeights:
         """
         for name, master in self.masters.items():
             master.copy_(weights[f"master.{name}"])
+        for name, average in self.average.items():
+            average.copy_(self.masters[name])
         for state in self.optimiser.state.values():
             state["exp_avg"].zero_()
             state["exp_avg_sq"].zero_()
