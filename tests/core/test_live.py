@@ -389,7 +389,9 @@ def test_traces_become_tasks_when_asked(tmp_path: Path, monkeypatch: pytest.Monk
     tool = a_span(operation=EXECUTE_TOOL, origin="live")
     store.add_spans([Span(**{**_fields(chat()), "origin": "live", "agent": "support"}), tool, chat()])
     store.close()
-    result = call("traces", "--origin", "live", "--to-tasks", "tasks.jsonl", "--task-field", "q")
+    arguments = ("traces", "--origin", "live", "--to-tasks", "tasks.jsonl", "--task-field", "q")
+    told(call(*arguments), "2 traces may not be used")
+    result = call(*arguments, "--assume-consent")
     assert result.exit_code == 0, result.output
     [task] = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
     assert task["q"] == "my mail is bob@example.com"

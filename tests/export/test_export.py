@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from lightning_spans.errors import ConfigError, DataError, UnknownAgentError
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import ABANDONED, REQUEST, RESPONSE
+from lightning_spans.schema.terms import CONSENT, GRANTED
 from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.export import choose, files
@@ -116,7 +117,7 @@ def test_traces_of_production_are_conversations_without_a_reward(made: Made, tmp
     request = {"model": "big", "input": [user("hi")], "instructions": "Be brief."}
     output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hello"}]}]
     body = {"id": "resp", "status": "completed", "output": output}
-    attributes = {REQUEST: json.dumps(request), RESPONSE: json.dumps(body)}
+    attributes = {REQUEST: json.dumps(request), RESPONSE: json.dumps(body), CONSENT: GRANTED}
     made.store.add_spans([a_span(operation="chat", agent="writer", origin="live", attributes=attributes)])
     two_turns(made)
     [line], _ = run(made, tmp_path / "out.jsonl", origin="live")
@@ -465,7 +466,7 @@ DONE: dict[str, Any] = {"role": "assistant", "content": "hello"}
 
 
 def live(made: Made, request: dict[str, Any], response: dict[str, Any], **more: Any) -> None:
-    attributes = {REQUEST: json.dumps(request), RESPONSE: json.dumps(response), **more}
+    attributes = {REQUEST: json.dumps(request), RESPONSE: json.dumps(response), CONSENT: GRANTED, **more}
     made.store.add_spans([a_span(operation="chat", agent="writer", origin="live", attributes=attributes)])
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_spans.record.children import child_environment
     from lightning_spans.record.context import use_attempt
     from lightning_spans.record.program.agent import agent, workflow
+    from lightning_spans.record.program.data_terms import data_terms
     from lightning_spans.record.program.emit import emit_reward
     from lightning_spans.record.program.tool import tool
     from lightning_spans.schema.attempts import Attempt
@@ -38,6 +39,7 @@ _HOMES = {
     "agent": "record.program.agent",
     "attach": "record.attach",
     "child_environment": "record.children",
+    "data_terms": "record.program.data_terms",
     "emit_reward": "record.program.emit",
     "hookimpl": "hooks",
     "open_store": "store",
@@ -61,6 +63,7 @@ __all__ = [
     "agent",
     "attach",
     "child_environment",
+    "data_terms",
     "emit_reward",
     "hookimpl",
     "open_store",

@@ -25,6 +25,7 @@ SCOPE = "lightning-scope"  # under which the innermost `Entry` is kept; see `ins
 AGENT_VARIABLE = "LIGHTNING_AGENT"  # names the agent that a process works for, where nothing in it does
 _PREFIX = "lightning-"  # of all that we keep in the OTel Context
 _AGENT = "lightning-agent"
+_TERMS = "lightning-terms"
 _ATTEMPT = "lightning-attempt"
 
 T = TypeVar("T")
@@ -127,6 +128,18 @@ def given_attempt(context: Context) -> Attempt | None:
 def with_agent(name: str | None, context: Context | None = None) -> Context:
     """Return a context in which this agent is at work."""
     return Context({**(settled() if context is None else context), _AGENT: name})
+
+
+def current_terms(context: Context) -> Mapping[str, Any]:
+    """Return the terms of data that a program stated around this context, as attributes."""
+    terms = context.get(_TERMS)
+    return terms if isinstance(terms, Mapping) else {}
+
+
+def with_terms(terms: Mapping[str, Any]) -> Context:
+    """Return a context in which data has these terms, besides those that it has already."""
+    context = settled()
+    return Context({**context, _TERMS: {**current_terms(context), **terms}})
 
 
 def with_attempt(attempt: Attempt, context: Context | None = None) -> Context:

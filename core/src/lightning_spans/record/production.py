@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.redaction import NOTHING, Redaction, read_rules
 from lightning_spans.schema.attempts import Attempt
-from lightning_spans.schema.spans import TRAINING, Span
+from lightning_spans.schema.spans import TRAINING, Json, Span
+from lightning_spans.schema.terms import make_terms
 
 if TYPE_CHECKING:
     from lightning_spans.record.delivery.ended import EndedSpan
@@ -26,11 +27,13 @@ class Live:
         origin: the label they get.
         rate: share of the traces that is kept, 0 to 1: whole traces, the same in every process that sees one.
         redaction: what is masked in them.
+        terms: of data, as attributes, where a span states none: `schema.terms`.
     """
 
     origin: str = TRAINING
     rate: float = 1.0
     redaction: Redaction = NOTHING
+    terms: Mapping[str, Json] = field(default_factory=dict)
 
     def keeps(self, span: Span | EndedSpan, attempt: Attempt | None) -> bool:
         """Whether the span is recorded."""
@@ -40,6 +43,8 @@ class Live:
         """Label and mask a span, before it leaves the process."""
         if attempt is not None:
             return span
+        if self.terms:
+            span = replace(span, attributes={**self.terms, **span.attributes})
         masked = self.redaction(span) if self.redaction else span
         return masked if masked.origin == self.origin else replace(masked, origin=self.origin)
 
@@ -53,14 +58,21 @@ def sampled(trace_id: str, rate: float) -> bool:
 
 
 def read_live(environ: Mapping[str, str] | None = None) -> Live:
-    """Read ``LIGHTNING_ORIGIN``, ``LIGHTNING_SAMPLE``, ``LIGHTNING_REDACT`` and ``OPENINFERENCE_HIDE_*``.
+    """Read ``LIGHTNING_ORIGIN``, ``_SAMPLE``, ``_REDACT``, the terms of data, and ``OPENINFERENCE_HIDE_*``.
 
     Raises:
         ConfigError: one of them makes no sense.
     """
     env = os.environ if environ is None else environ
     redaction = read_rules(env.get("LIGHTNING_REDACT", "").splitlines(), env)
-    return Live(env.get("LIGHTNING_ORIGIN") or TRAINING, parse_rate(env.get("LIGHTNING_SAMPLE") or "1"), redaction)
+    terms = make_terms(
+        tenant=env.get("LIGHTNING_TENANT"),
+        consent=env.get("LIGHTNING_CONSENT"),
+        retention_days=env.get("LIGHTNING_RETENTION_DAYS"),
+        source=env.get("LIGHTNING_SOURCE"),
+    )
+    rate = parse_rate(env.get("LIGHTNING_SAMPLE") or "1")
+    return Live(env.get("LIGHTNING_ORIGIN") or TRAINING, rate, redaction, terms)
 
 
 def parse_rate(text: str) -> float:

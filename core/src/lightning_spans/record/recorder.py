@@ -17,6 +17,7 @@ from lightning_spans.record.context import (
     at_work,
     current_agent,
     current_attempt,
+    current_terms,
     overlaid,
     settled,
 )
@@ -281,6 +282,8 @@ class SpanRecorder:
         span.parent = above
         # A span takes its attempt from its open parent; only a root takes it from the context.
         span.attempt = above.attempt if above is not None else current_attempt(context)
+        if span.attempt is None:  # training needs no terms: its data is the user's own
+            kept.update(current_terms(context))
         span.start_ns = time.time_ns() if start_ns is None else start_ns
         self.tracer.start(span, context)
         return span

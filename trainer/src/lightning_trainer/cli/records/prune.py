@@ -16,6 +16,7 @@ from lightning_trainer.flags.common import key_file_option, reading, runs_option
 from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:
+    from lightning_spans.store import Store
     from lightning_trainer.lineage.search import AffectedCheckpoint
 
 _EXAMPLE: Final = (
@@ -44,6 +45,7 @@ def _age_s(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option(
     "--trace", "traces", multiple=True, metavar="ID", help="Only this trace, which has no rollout. May be repeated."
 )
+@click.option("--expired", is_flag=True, help="Delete live traces that are past the retention that they state.")
 @runs_option
 @click.option(
     "--block-checkpoints",
@@ -64,6 +66,7 @@ def command(
     origin: str | None,
     rollouts: Sequence[str],
     traces: Sequence[str],
+    expired: bool,
     runs: Path,
     block_checkpoints: bool,
     compact: bool,
@@ -82,16 +85,23 @@ def command(
     from lightning_trainer.lineage.blocks import block_checkpoint
     from lightning_trainer.lineage.search import describe
 
-    if age_s is None and origin is None and not rollouts and not traces:
-        raise ConfigError("prune: say what to delete: --older-than, --origin, --rollout or --trace.")
-    if block_checkpoints and not (rollouts or traces):
-        raise ConfigError("prune: --block-checkpoints needs the traces: name them with --trace or --rollout.")
+    if expired and (age_s is not None or rollouts or traces):
+        raise ConfigError("prune: --expired finds the traces itself. Leave out --older-than, --rollout and --trace.")
+    if age_s is None and origin is None and not (rollouts or traces or expired):
+        raise ConfigError("prune: say what to delete: --older-than, --origin, --rollout, --trace or --expired.")
+    if block_checkpoints and not (rollouts or traces or expired):
+        raise ConfigError("prune: --block-checkpoints needs traces: give --trace, --rollout or --expired.")
     if rollouts and traces:
         raise ConfigError("prune: --trace is for traces without a rollout. Give either --rollout or --trace.")
     what = f"of origin {origin}" if origin is not None else "of every origin"
     named = f", {len(rollouts or traces)} named" if rollouts or traces else ""
-    affected = _affected(runs, [*rollouts, *traces])
     with reading(store, key_file) as opened:
+        if expired:
+            traces = _expired(opened, origin)
+            if not traces:
+                click.echo("deleted: 0 (no trace is past its retention)")
+                return
+        affected = _affected(runs, [*rollouts, *traces])
         if not yes:
             _ask(f"Delete traces {what}{named}{'' if age_s is None else ', by age'} in {store}?")
         deleted = opened.delete(
@@ -112,6 +122,15 @@ def command(
             block_checkpoint(one.folder, "it learned from traces that were deleted", one.ids)
     for line in describe(affected):
         click.echo(printable(line))
+
+
+def _expired(store: Store, origin: str | None) -> list[str]:
+    """Return the ids of the traces that are past their retention."""
+    from lightning_spans.store.traces import each_trace
+    from lightning_trainer.permits import is_expired
+
+    found = (trace for trace in each_trace(store, origin=origin) if trace.attempt_id is None and is_expired(trace))
+    return sorted({node.span.trace_id for trace in found for node in trace})
 
 
 def _affected(runs: Path, ids: Sequence[str]) -> list[AffectedCheckpoint]:

@@ -16,6 +16,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import name_of, selects
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
 from lightning_trainer.flags.common import (
+    config_options,
     given,
     key_file_option,
     print_json,
@@ -24,6 +25,8 @@ from lightning_trainer.flags.common import (
     screen,
     store_option,
 )
+from lightning_trainer.options.permits import PermitOptions, take_permits
+from lightning_trainer.permits import Permits, tenants_of
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import printable, some
 
@@ -62,6 +65,7 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards that the user's ow
 @click.option("--errors", is_flag=True, help="Only traces with an error.")
 @click.option("--text", metavar="TEXT", help="Only traces with this text in a prompt or an answer.")
 @click.option("--full", is_flag=True, help="Show prompts and answers in full.")
+@config_options(PermitOptions)
 @rewards_option
 @store_option
 @key_file_option
@@ -82,6 +86,7 @@ def command(
     automatic: tuple[str, ...],
     store: str,
     key_file: Path | None,
+    **permit_flags: Any,
 ) -> None:
     """Show traces: agents, model calls with their tokens, tools, rewards.
 
@@ -94,6 +99,9 @@ def command(
     from lightning_trainer.rl.rewards.judge import read_rules
     from lightning_trainer.rl.rewards.shown import with_automatic
 
+    permits = take_permits(permit_flags)
+    if to_tasks is None and permits != Permits():
+        raise ConfigError("traces: --assume-consent, --tenant and --mix-tenants are for --to-tasks.")
     wanted = TraceFilter(tuple(agents), min_reward, max_reward, errors, text)
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     seen: set[str] = set()
@@ -109,7 +117,7 @@ def command(
         judged = (one for trace in found for one in with_automatic([trace], rules))
         traces = (trace for trace in judged if wanted.takes(trace))
         if to_tasks is not None:
-            _write_tasks(to_tasks, traces, task_field)
+            _write_tasks(to_tasks, traces, task_field, permits)
         elif as_json:
             for trace in traces:
                 for line in _json_lines(trace):
@@ -179,16 +187,22 @@ def _print_newest(store: Store, traces: Iterator[Trace], limit: int, seen: set[s
         click.echo(printable(f"no traces in this store, or none that meets the conditions.{there}"), err=True)
 
 
-def _write_tasks(path: Path, traces: Iterable[Trace], field: str) -> None:
+def _write_tasks(path: Path, traces: Iterable[Trace], field: str, permits: Permits) -> None:
     from lightning_trainer.run.data import check_storable
     from lightning_trainer.run.live_tasks import tasks_of
 
     read, written, refused = 0, 0, 0
+    left_out: Counter[str] = Counter()
+    tenants: set[str] = set()
     part = path.with_name(f"{path.name}.part")  # a file that is there is replaced by a whole one only
     try:
         with part.open("w", encoding="utf-8") as file:
             for trace in traces:
+                if (reason := permits.reason_against(trace)) is not None:
+                    left_out[reason] += 1
+                    continue
                 read += 1
+                tenants |= tenants_of(trace)
                 for task in tasks_of([trace], field=field):
                     try:
                         check_storable(task)
@@ -197,13 +211,18 @@ def _write_tasks(path: Path, traces: Iterable[Trace], field: str) -> None:
                         continue
                     written += 1
                     file.write(json.dumps(task) + "\n")
+        permits.check_tenants(tenants)
         if written:
             part.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}.") from None
     finally:
         part.unlink(missing_ok=True)
+    for reason, count in left_out.most_common():
+        click.echo(f"{amount(count, 'trace')} left out: {reason}", err=True)
     why = "can't be stored as tasks: half a character, NaN, or an integer beyond 64 bits."
+    if not read and left_out:
+        raise ConfigError(f"there is no task to write: {amount(left_out.total(), 'trace')} may not be used.")
     if not written and refused:
         raise ConfigError(f"there is no task to write: all {refused} traces with a model call {why}")
     if not written:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_trainer.gateway.auth.keys import Scope
     from lightning_trainer.gateway.auth.register import Issued, Register
 
+F = TypeVar("F", bound=Callable[..., Any])
 _FILE = click.option(
     "--key-file",
     default="lightning.key",
@@ -36,19 +38,41 @@ def command() -> None:
     """Create, list and revoke the keys of a server."""
 
 
+def _no_options(command: F) -> F:
+    return command
+
+
+def _terms_options(command: F) -> F:
+    """Add the terms of the data that comes with a key."""
+    for option in (
+        click.option("--tenant", metavar="NAME", help="Tenant of all data that comes with this key."),
+        click.option("--consent", type=click.Choice(["granted", "denied"]), help="Whether it may be learned from."),
+        click.option("--retention-days", type=float, help="Days after which it is neither used nor kept."),
+        click.option("--source", metavar="NAME", help="Where the data comes from."),
+    ):
+        command = option(command)
+    return command
+
+
 def _new(scope: Scope, text: str) -> None:
     @command.command(name=scope, help=text)
     @_FILE
     @_DAYS
     @click.option("--name", help="Holder of the key, by which it can be revoked. Default: a new name.")
-    def new(*, key_file: Path, days: float, name: str | None) -> None:
+    @(_terms_options if scope in {"live", "caller"} else _no_options)
+    def new(*, key_file: Path, days: float, name: str | None, **terms: Any) -> None:
         from lightning_spans.errors import ConfigError
+        from lightning_spans.schema.terms import make_terms
         from lightning_trainer.gateway.auth.keys import Keys
 
         if name is not None and "/" in name:
             raise ConfigError(f"--name {name!r}: leave out the slash, which divides a runner's name from its worker's.")
         holder = name or f"{scope}-{secrets.token_hex(3)}"
-        click.echo(Keys.from_file(_secret(key_file)).issue(scope, expires_s=days * 86400.0, holder=holder))
+        click.echo(
+            Keys.from_file(_secret(key_file)).issue(
+                scope, expires_s=days * 86400.0, holder=holder, terms=make_terms(**terms)
+            )
+        )
 
 
 _new("live", "Print a new key for a program in production. It can only send spans.")

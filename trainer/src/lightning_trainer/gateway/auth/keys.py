@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
@@ -52,6 +52,7 @@ class Grant:
         key_id: under which the register has it; None for an attempt's key.
         failures: earlier attempts of its rollout that failed; 0 for other keys.
         replay: whether its attempt replays an earlier one.
+        terms: of the data that comes with a live key: names and values of `lightning_spans.schema.terms`.
     """
 
     scope: Scope
@@ -64,6 +65,7 @@ class Grant:
     key_id: str | None = None
     failures: int = 0
     replay: bool = False
+    terms: tuple[tuple[str, str | float], ...] = ()
 
     @property
     def is_live(self) -> bool:
@@ -137,6 +139,7 @@ class Keys:
         agent: str | None = None,
         expires_s: float = LIFE_S,
         holder: str | None = None,
+        terms: Mapping[str, str | float] | None = None,
     ) -> str:
         """Make a key.
 
@@ -150,6 +153,7 @@ class Keys:
             agent: whose calls they are where no header names an agent.
             expires_s: seconds from now after which it opens nothing.
             holder: whose key it is, such as a runner's or an evaluator's name.
+            terms: of the data that comes with a live key.
 
         Raises:
             ValueError: an attempt's key without an attempt, or another key with one.
@@ -162,8 +166,8 @@ class Keys:
         key_id = None if scope == "attempt" else secrets.token_hex(6)
         if self._register is not None and key_id is not None:
             self._register.add(Issued(key_id, scope, holder, round(time.time(), 3), until_s))
-        payload = [scope, until_s, rollout_id, attempt_id, fence, agent, holder, key_id, failures]
-        payload += [True] if replay else []
+        payload: list[object] = [scope, until_s, rollout_id, attempt_id, fence, agent, holder, key_id, failures]
+        payload += [replay, dict(terms)] if terms else [True] if replay else []
         return _PREFIX + str(self._signer.dumps(payload))
 
     def check(self, token: str) -> Grant:
@@ -178,12 +182,13 @@ class Keys:
             raise KeyRefusedError("this key is not one of this server's")
         try:
             found = self._signer.loads(token.removeprefix(_PREFIX))
-            scope, expires_s, rollout_id, attempt_id, fence, agent, holder, key_id, failures, *replay = found
-        except (BadData, ValueError, TypeError):
+            scope, expires_s, rollout_id, attempt_id, fence, agent, holder, key_id, failures, *rest = found
+            replay, terms = bool(rest[:1] and rest[0]), tuple(sorted(rest[1].items())) if len(rest) > 1 else ()
+        except (BadData, ValueError, TypeError, AttributeError):
             raise KeyRefusedError("this key is not one of this server's") from None
         if scope not in get_args(Scope):
             raise KeyRefusedError("this server does not know this kind of key")
-        grant = Grant(scope, rollout_id, attempt_id, agent, expires_s, holder, fence, key_id, failures, bool(replay))
+        grant = Grant(scope, rollout_id, attempt_id, agent, expires_s, holder, fence, key_id, failures, replay, terms)
         self.check_grant(grant)
         return grant
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from lightning_spans.schema.terms import TENANT
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.settings import Limits
@@ -70,7 +71,9 @@ class Quotas:
             self._used.pop(f"attempt {attempt_id}", None)
 
     def _of(self, grant: Grant) -> _Used:
-        name, now = f"{grant.scope} {grant.attempt_id or grant.key_id}", self._clock()
+        tenant = dict(grant.terms).get(TENANT)
+        holder = f"{grant.scope} {grant.attempt_id or grant.key_id}"
+        name, now = f"tenant {tenant}" if tenant else holder, self._clock()  # keys of one tenant share its quota
         used = self._used.get(name)
         if used is None or (grant.is_live and now - used.since_s >= HOUR_S):
             used = self._used[name] = _Used(now)

@@ -15,6 +15,7 @@ from lightning_spans.record.delivery.otlp import JSON, PROTOBUF
 from lightning_spans.record.delivery.otlp_reader import read
 from lightning_spans.record.production import EVERYTHING, Live, sampled
 from lightning_spans.schema.spans import LIVE, Span
+from lightning_spans.schema.terms import join_terms
 from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.auth.keys import Scope as KeyScope
@@ -170,7 +171,16 @@ def sort(spans: Sequence[Span], grant: Grant) -> Sorted:
     are marked as live, whatever they say.
     """
     if grant.is_live:
-        free = tuple(replace(s, origin=LIVE) for s in spans if s.attempt_id is None and s.rollout_id is None)
+        terms = dict(grant.terms)
+        free = tuple(
+            replace(
+                s,
+                origin=LIVE,
+                attributes={**s.attributes, **join_terms(s.attributes, terms)} if terms else s.attributes,
+            )
+            for s in spans
+            if s.attempt_id is None and s.rollout_id is None
+        )
         rejected = len(spans) - len(free)
         message = f"{rejected} spans name an attempt; a live key sends spans of none"
         return Sorted(free, rejected, message if rejected else "")

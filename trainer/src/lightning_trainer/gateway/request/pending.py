@@ -11,12 +11,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import unquote
 
+from lightning_spans.errors import ConfigError
 from lightning_spans.schema.calls import LEFT_OUT, PARTIAL, Call, Choice
 from lightning_spans.schema.spans import LIVE, TRAINING, Json
+from lightning_spans.schema.terms import TERMS, join_terms, make_terms
 from lightning_trainer.gateway.auth.keys import Grant
+from lightning_trainer.gateway.http.errors import bad_request
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
 AGENT_HEADER: Final = b"x-lightning-agent"
+_TERMS_HEADERS: Final = {
+    "tenant": b"x-lightning-tenant",
+    "consent": b"x-lightning-consent",
+    "retention_days": b"x-lightning-retention-days",
+    "source": b"x-lightning-source",
+}
 
 
 @dataclass(slots=True)
@@ -67,6 +76,7 @@ class RequestedCall:
         soft_limit: whether its limit is cut to what the context leaves.
         left_out: what the surface does not pass on, as it was requested.
         start_ns: Unix time in nanoseconds.
+        terms: of the data of a live call, from its headers and its key.
     """
 
     request: Mapping[str, Json]
@@ -79,6 +89,7 @@ class RequestedCall:
     soft_limit: bool = False
     left_out: Mapping[str, Json] = field(default_factory=dict)
     start_ns: int = field(default_factory=time.time_ns)
+    terms: Mapping[str, Json] = field(default_factory=dict)
 
     @property
     def wants_usage(self) -> bool:
@@ -177,7 +188,12 @@ class PendingCall:
             prompt_token_ids=sampled.prompt_token_ids,
             choices=tuple(choice.choice() for choice in sampled.choices),
             request=requested.request,
-            sampling={**sampled.sampling, **routed.marks, **({LEFT_OUT: left_out} if left_out else {})},
+            sampling={
+                **sampled.sampling,
+                **routed.marks,
+                **({LEFT_OUT: left_out} if left_out else {}),
+                **({TERMS: requested.terms} if requested.terms else {}),
+            },
             error=error,
         )
 
@@ -197,5 +213,22 @@ def begin(
     if not (trace_id and span_id and trace_id.strip("0") and span_id.strip("0")):  # all zero: W3C's "no span"
         trace_id = span_id = None
     made = f"{id_prefix}{os.urandom(12).hex()}"
-    requested = RequestedCall(request, grant, named or grant.agent, trace_id, span_id, made)
+    requested = RequestedCall(
+        request, grant, named or grant.agent, trace_id, span_id, made, terms=_read_terms(headers, grant)
+    )
     return PendingCall(requested, RoutedCall(policy))
+
+
+def _read_terms(headers: Mapping[bytes, bytes], grant: Grant) -> dict[str, Json]:
+    """Return the terms of the data of a live call.
+
+    Raises:
+        Refusal: a header makes no sense.
+    """
+    if not grant.is_live:
+        return {}
+    given = {name: headers.get(header, b"").decode("latin-1").strip() for name, header in _TERMS_HEADERS.items()}
+    try:
+        return join_terms(make_terms(**given), dict(grant.terms))
+    except ConfigError as error:
+        raise bad_request(str(error)) from None

@@ -16,6 +16,7 @@ from lightning_trainer.kits.export.chat import Message, exchange, spoken
 from lightning_trainer.kits.export.episodes import StoredEpisode, digest
 from lightning_trainer.kits.export.files import Line
 from lightning_trainer.kits.export.wanted import LEFT, Wanted
+from lightning_trainer.permits import tenants_of
 from lightning_trainer.rl.account import CALL_FAILED, NOT_SELECTED
 from lightning_trainer.rl.rows import why_no_tokens
 
@@ -152,6 +153,7 @@ def _lineage(branch: Branch, episode: StoredEpisode) -> Line:
     return {
         "call_ids": [node.call.call_id for node in own if node.call is not None],
         "trace_id": own[-1].span.trace_id if own else None,
+        **({"tenant": "; ".join(tenants)} if (tenants := sorted(tenants_of(episode.trace))) else {}),
         "reward_ids": [reward.reward_id for reward in episode.trace.rewards],
     }
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from lightning_trainer.flags.common import key_file_option, print_json, reading, store_option
+from lightning_trainer.flags.common import config_options, key_file_option, print_json, reading, store_option
 from lightning_trainer.kits.export.wanted import FORMATS
+from lightning_trainer.options.permits import PermitOptions, take_permits
 
 
 def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -43,6 +44,7 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
 )
 @click.option("--margin", type=float, default=0.0, metavar="X", help="dpo: minimum difference in reward within a pair.")
 @click.option("--ids/--no-ids", default=True, help="sft, dpo: include the recorded tokens, or only messages.")
+@config_options(PermitOptions)
 @store_option
 @key_file_option
 def command(*, out: Path, store: str, key_file: Path | None, **options: Any) -> None:
@@ -59,7 +61,8 @@ def command(*, out: Path, store: str, key_file: Path | None, **options: Any) -> 
     from lightning_trainer.kits.export.export import export
     from lightning_trainer.kits.export.wanted import Wanted
 
-    wanted = Wanted(**options)
+    permits = take_permits(options)
+    wanted = Wanted(**options, permits=permits)
     with reading(store, key_file) as source:
         done = export(source, wanted, out)
     lines = done.lines + done.held_out

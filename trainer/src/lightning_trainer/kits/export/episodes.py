@@ -99,7 +99,7 @@ def episodes(store: Store, wanted: Wanted) -> Iterator[StoredEpisode]:
             task=task,
             opening=opening,
             group=attempt.rollout.group_id if attempt is not None else opening or trace.attempt_id or "",
-            problem=_problem(attempt, trace, newest),
+            problem=_problem(attempt, trace, newest) or wanted.permits.reason_against(trace),
         )
 
 

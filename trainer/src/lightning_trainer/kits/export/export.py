@@ -19,6 +19,7 @@ from lightning_trainer.kits.export.candidates import LineCandidate, lines_of
 from lightning_trainer.kits.export.episodes import StoredEpisode, episodes
 from lightning_trainer.kits.export.files import Draft, Line, LineSpool
 from lightning_trainer.kits.export.wanted import Wanted
+from lightning_trainer.permits import tenants_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,7 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
             for line, known in lines_of(episode, wanted, left_out)
         ]
         _check(wanted, seen)
+        wanted.permits.check_tenants(seen.tenants)
         kept = choose.by_reward(candidates, wanted, left_out)
         parts = choose.split(kept, wanted, left_out, seen.played)
         if wanted.format == "dpo":
@@ -155,13 +157,16 @@ class _Played:
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """What was seen while a store was read: paths of agents, attempts, fields of tasks."""
+    """What was seen while a store was read: paths of agents, attempts, fields of tasks, tenants of what is used."""
 
     agents: set[str] = field(default_factory=set)
     played: list[_Played] = field(default_factory=list)
     fields: set[str] = field(default_factory=set)
+    tenants: set[str] = field(default_factory=set)
 
     def note(self, episode: StoredEpisode) -> None:
+        if episode.problem is None:
+            self.tenants.update(tenants_of(episode.trace))
         paths = (*episode.trace.agent_paths, *(call.path for call in episode.calls))
         self.agents.update(path for path in paths if path is not None)
         self.played.append(_Played(episode.group, episode.task, episode.opening, episode.validation))

@@ -76,6 +76,7 @@ def lines_of(found: Sequence[Pair], spool: LineSpool) -> Iterator[Line]:
             "group_id": chosen["group_id"],
             "task_id": chosen["task_id"],
             "origin": chosen["origin"],
+            **({"tenant": chosen["tenant"]} if "tenant" in chosen else {}),
             "chosen_from": {name: chosen[name] for name in _FROM},
             "rejected_from": {name: rejected[name] for name in _FROM},
         }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Final, Literal, TypeAlias
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.permits import Permits
 
 Format: TypeAlias = Literal["sft", "dpo", "tokens", "openinference"]
 FORMATS: Final[tuple[Format, ...]] = ("sft", "dpo", "tokens", "openinference")
@@ -56,6 +57,7 @@ class Wanted:
         margin: least difference in reward of a pair.
         ids: whether lines of `sft` and `dpo` hold the tokens, where they were recorded.
         some_silent: whether it is fine that some of the agents, not misspelt, did not speak in these rollouts.
+        permits: which live traces may be used.
 
     Raises:
         ConfigError: a value is out of range, or has no effect with this format.
@@ -75,6 +77,7 @@ class Wanted:
     margin: float = 0.0
     ids: bool = True
     some_silent: bool = False
+    permits: Permits = field(default_factory=Permits)
 
     def __post_init__(self) -> None:
         pairs, spans = self.format == "dpo", self.format == "openinference"

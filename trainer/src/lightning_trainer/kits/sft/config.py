@@ -14,14 +14,16 @@ from lightning_trainer.config.defaults import with_adapters
 from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.options.limits import FailureOptions, LimitOptions
+from lightning_trainer.options.permits import PermitOptions
 from lightning_trainer.options.program import AgentOptions
-from lightning_trainer.options.record import OptionRecord
 from lightning_trainer.options.work import WorkOptions
 
-OF_FILES: Final = frozenset({"data", "eval_every", "held_out", "loss", "origin", "patience"})  # and not of rounds
+OF_FILES: Final = frozenset(
+    {"data", "eval_every", "held_out", "loss", "origin", "patience", *PermitOptions.model_fields}
+)  # and not of rounds
 
 
-class SftConfig(OptionRecord):
+class SftConfig(PermitOptions):
     """What to learn, from what, and how.
 
     Raises:

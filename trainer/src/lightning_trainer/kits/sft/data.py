@@ -23,7 +23,7 @@ _ROLES: Final = {
     "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
     "function_response": "tool", "developer": "system",
 }  # fmt: skip
-PROVENANCE: Final = ("call_ids", "reward_ids", "rollout_id", "attempt_id", "trace_id", "origin")
+PROVENANCE: Final = ("call_ids", "reward_ids", "rollout_id", "attempt_id", "trace_id", "origin", "tenant")
 _SHOWN: Final = 5  # files of a folder
 WANTED: Final = (
     "messages (role, content), conversations (from, value), prompt and completion, instruction and output, or input_ids"
@@ -34,7 +34,7 @@ _FIELDS: Final = frozenset({  # all that is read of a row; what else a file has 
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
     "chosen", "rejected", "rewards", "input_ids", "labels", "prompt_ids", "chosen_ids", "rejected_ids", "answers",
     "agent", "agent_path", "reward", "group_id", "rollout_id", "task_id", "attempt_id", "trace_id", "call_ids",
-    "reward_ids", "origin", "chosen_from", "rejected_from",
+    "reward_ids", "origin", "tenant", "chosen_from", "rejected_from",
 })  # fmt: skip
 _CALL: Final = "function_call"  # a turn of ShareGPT's shape
 _SHAPES: Final = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})

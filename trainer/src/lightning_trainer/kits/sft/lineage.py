@@ -72,6 +72,7 @@ def sources_of_examples(examples: Sequence[Example]) -> StepSources:
     return StepSources(
         **found,
         lines=sorted_once(example.source for example in examples),
+        tenants=sorted_once(name for example in examples for name in example.provenance.get("tenant", ())),
         sources=sorted(f"origin:{origin}" for origin in origins),
         prompts={agent: sorted(digests) for agent, digests in sorted(prompts.items())},
     )

@@ -21,7 +21,16 @@ from lightning_trainer.kits.sft.data import (
     to_messages,
 )
 
-_OF_BOTH: Final = ("agent", "agent_path", "group_id", "task_id", "tools", "system")  # answers of a pair
+_OF_BOTH: Final = (
+    "agent",
+    "agent_path",
+    "group_id",
+    "task_id",
+    "tools",
+    "system",
+    "origin",
+    "tenant",
+)  # answers of a pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
     backend: Backend = registry.by_name("backend", config.backend)
     look(config.model)  # or refuse
     data = read(config)
+    config.permits.check_tenants(data.tenants)
     with ExitStack() as stack:
         check = stack.enter_context(deferred())
         folder = stack.enter_context(learning_folder(config.out, resume))
@@ -148,6 +149,13 @@ class Data:
     held_out: list[Example]
     left_out: Counter[str]
     worse: tuple[list[Example], list[Example]] | None = None
+
+    @property
+    def tenants(self) -> set[str]:
+        """Tenants of live traces among it, as `export` writes them into lines."""
+        parts = (self.training, self.held_out, *(self.worse or ()))
+        said = (each.provenance for part in parts for each in part if "origin" in each.provenance)
+        return {name for one in said for text in one.get("tenant", ()) for name in text.split("; ")}
 
     @property
     def digest(self) -> str:
@@ -237,7 +245,7 @@ def _from_store(name: str, config: SftConfig, left_out: Counter[str]) -> list[Li
         raise ConfigError(f"there is no store {path}. Give a file of conversations, or the store of a run.")
     wanted = Wanted(
         format="dpo" if config.loss == "dpo" else "sft", agents=config.agents, min_reward=config.min_reward,
-        best=config.best, origin=config.origin,
+        best=config.best, origin=config.origin, permits=config.permits,
     )  # fmt: skip
     with closing(open_store(name)) as store, selected(store, wanted) as chosen:
         left_out += chosen.left_out

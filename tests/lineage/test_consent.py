@@ -1,0 +1,189 @@
+"""Live traces are learned from only with consent, within their retention, and never two tenants at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_spans import data_terms
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.errors import ConfigError
+from lightning_spans.record.production import read_live
+from lightning_spans.schema.spans import Span
+from lightning_spans.schema.terms import CONSENT, RETENTION, SOURCE, TENANT, join_terms, make_terms
+from lightning_spans.store import open_store
+from lightning_trainer.cli import cli
+from lightning_trainer.gateway.auth.keys import Grant, Keys
+from lightning_trainer.gateway.auth.quotas import Quotas
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.ingest.otlp import sort
+from lightning_trainer.gateway.request.pending import begin
+from lightning_trainer.gateway.settings import Limits
+from lightning_trainer.permits import (
+    DENIED_TRACE,
+    EXPIRED,
+    OTHER_TENANT,
+    SEVERAL_TENANTS,
+    UNSTATED,
+    Permits,
+    tenants_of,
+)
+from support.postgres import server
+
+DAY_NS = 86_400 * 10**9
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[Callable[[], str]]:
+    with server() as fresh:
+        yield fresh
+
+
+def a_span(number: int, *, age_days: float = 0.0, origin: str = "live", **terms: Any) -> Span:
+    """A live call of a model, a trace by itself."""
+    end_ns = time.time_ns() - int(age_days * DAY_NS)
+    request = {"model": "m", "messages": [{"role": "user", "content": f"question {number}"}]}
+    answer = {"choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}]}
+    texts = {"lightning.request": json.dumps(request), "lightning.response": json.dumps(answer)}
+    return Span(
+        operation="chat", name="m", trace_id=f"{number:032x}", span_id=f"{number:016x}", start_ns=end_ns - 1,
+        end_ns=end_ns, origin=origin, agent="writer", attributes={**texts, **make_terms(**terms)},
+    )  # fmt: skip
+
+
+def grant(**terms: Any) -> Grant:
+    keys = Keys.fresh()
+    return keys.check(keys.issue("caller", holder="shop", terms=make_terms(**terms)))
+
+
+def run(*arguments: str, fails: bool = False) -> str:
+    result = CliRunner().invoke(cli, list(arguments))
+    assert (result.exit_code != 0) == fails, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_export_and_tasks_hold_only_what_is_permitted_and_count_the_rest(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    url = str(tmp_path / "s.db") if kind == "sqlite" else request.getfixturevalue("postgres_url")()
+    store = open_store(url)
+    store.add_spans(
+        [
+            a_span(1, tenant="acme", consent=True, source="web"),
+            a_span(2, tenant="acme"),
+            a_span(3, tenant="acme", consent=False),
+            a_span(4, tenant="acme", consent=True, retention_days=1, age_days=2),
+            a_span(5, tenant="globex", consent=True),
+            a_span(6, origin="training"),
+        ]
+    )
+    store.close()
+    out, tasks = tmp_path / "out.jsonl", tmp_path / "tasks.jsonl"
+    export = ["export", str(out), "--format", "sft", "--store", url]
+    to_tasks = ["traces", "--to-tasks", str(tasks), "--store", url]
+    for command in (export, to_tasks):
+        assert "2 tenants: acme, globex. Choose one with --tenant NAME" in run(*command, fails=True)
+    assert not out.exists()
+    assert not tasks.exists()
+    told = json.loads(run(*export, "--tenant", "acme").splitlines()[-1])
+    assert told["left_out"] == {UNSTATED: 1, DENIED_TRACE: 1, EXPIRED: 1, OTHER_TENANT: 2}
+    assert [json.loads(line)["tenant"] for line in out.read_text().splitlines()] == ["acme"]
+    assert f"1 trace left out: {DENIED_TRACE}" in run(*to_tasks, "--tenant", "acme", "--assume-consent")
+    assert [json.loads(line)["trace_id"] for line in tasks.read_text().splitlines()] == [f"{n:032x}" for n in (1, 2)]
+    run(*to_tasks, "--mix-tenants")
+    assert [json.loads(line).get("tenant") for line in tasks.read_text().splitlines()] == ["acme", "globex", None]
+    assert "deleted: 1" in run("prune", "--expired", "--yes", "--store", url)
+    assert "deleted: 0" in run("prune", "--expired", "--yes", "--store", url)
+
+
+@given(
+    traces=st.lists(
+        st.tuples(st.sampled_from([None, "acme", "globex"]), st.sampled_from([None, True, False]), st.integers(0, 2)),
+        max_size=12,
+    ),
+    tenant=st.sampled_from([None, "acme", "globex"]),
+    assumed=st.booleans(),
+)
+def test_no_selection_mixes_tenants_or_holds_what_is_not_permitted(
+    traces: list[tuple[str | None, bool | None, int]], tenant: str | None, assumed: bool
+) -> None:
+    permits = Permits(tenant=tenant, assume_consent=assumed)
+    made = [
+        (name, consent, Trace.build([a_span(n, tenant=name, consent=consent, retention_days=1, age_days=age)]))
+        for n, (name, consent, age) in enumerate(traces, 1)
+    ]
+    taken = [one for one in made if permits.reason_against(one[2]) is None]
+    assert all(consent or (consent is None and assumed) for _, consent, _ in taken)
+    tenants = {name for _, _, trace in taken for name in tenants_of(trace)}
+    try:
+        permits.check_tenants(tenants)
+    except ConfigError:
+        return
+    assert len(tenants) <= 1
+    assert tenant is None or tenants <= {tenant}
+
+
+def test_a_trace_that_two_tenants_sent_is_of_neither() -> None:
+    one, other = a_span(1, tenant="acme", consent=True), a_span(1, tenant="globex", consent=True)
+    trace = Trace.build([one, Span(**{**_fields(other), "span_id": "f" * 16})])
+    assert Permits().reason_against(trace) == SEVERAL_TENANTS
+    assert Permits(tenant="acme").reason_against(trace) == SEVERAL_TENANTS
+
+
+def _fields(span: Span) -> dict[str, Any]:
+    return {name: getattr(span, name) for name in Span.__dataclass_fields__}
+
+
+def test_a_keys_tenant_replaces_what_the_program_says_and_the_stricter_term_counts() -> None:
+    key = grant(tenant="globex", consent=True, retention_days=7)
+    [span] = sort([a_span(1, tenant="acme", consent=False, retention_days=30, source="web")], key).taken
+    assert {name: span.attributes[name] for name in (TENANT, CONSENT, RETENTION, SOURCE)} == {
+        TENANT: "globex", CONSENT: "denied", RETENTION: 7.0, SOURCE: "web",
+    }  # fmt: skip
+    headers = {b"x-lightning-tenant": b"acme", b"x-lightning-source": b"phone"}
+    call = begin({}, key, headers, "policy").requested
+    assert call.terms == {TENANT: "globex", CONSENT: "granted", RETENTION: 7.0, SOURCE: "phone"}
+    with pytest.raises(Refusal, match="give granted or denied"):
+        begin({}, key, {b"x-lightning-consent": b"yes"}, "policy")
+    assert join_terms({RETENTION: "soon"}, {}) == {RETENTION: 0.0}
+
+
+def test_keys_of_one_tenant_share_a_quota() -> None:
+    quotas = Quotas(Limits(live_spans=10))
+    quotas.take(grant(tenant="acme"), "spans", 6)
+    with pytest.raises(Refusal):
+        quotas.take(grant(tenant="acme"), "spans", 6)
+    quotas.take(grant(tenant="globex"), "spans", 6)
+    quotas.take(grant(), "spans", 6)
+
+
+def test_a_program_states_terms_for_a_request_or_for_all_of_them(tmp_path: Path) -> None:
+    import lightning_openai
+    from lightning_spans import agent
+
+    with lightning_openai.attach(store=str(tmp_path / "s.db"), tracer="embedded"):
+        with data_terms(tenant="acme", consent=True), data_terms(retention_days=30), agent("writer"):
+            pass
+        with agent("writer"):
+            pass
+    store = open_store(str(tmp_path / "s.db"))
+    stated, silent = store.spans()
+    store.close()
+    assert (stated.attributes[TENANT], stated.attributes[CONSENT], stated.attributes[RETENTION]) == (
+        "acme", "granted", 30.0,
+    )  # fmt: skip
+    assert TENANT not in silent.attributes
+    live = read_live({"LIGHTNING_TENANT": "acme", "LIGHTNING_CONSENT": "denied"})
+    assert live.prepare(a_span(1, tenant="globex"), None).attributes[TENANT] == "globex"
+    assert live.prepare(a_span(1), None).attributes[CONSENT] == "denied"
+    with pytest.raises(ConfigError, match="give granted or denied"):
+        read_live({"LIGHTNING_CONSENT": "yes"})

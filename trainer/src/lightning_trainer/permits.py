@@ -1,0 +1,95 @@
+"""Which live traces may be learned from: with consent, within their retention, of one tenant."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.spans import TRAINING
+from lightning_spans.schema.terms import CONSENT, GRANTED, RETENTION, TENANT, TERMS, read_days
+
+DENIED_TRACE: Final = "live trace whose consent is denied"
+UNSTATED: Final = "live trace that states no consent: --assume-consent takes these, too"
+EXPIRED: Final = "live trace past its retention"
+OTHER_TENANT: Final = "live trace of another tenant than --tenant"
+SEVERAL_TENANTS: Final = "live trace with data of several tenants"
+_DAY_NS: Final = 86_400 * 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permits:
+    """What is permitted.
+
+    Attributes:
+        assume_consent: whether live traces that state no consent are taken; those that deny it never are.
+        tenant: only live traces of this tenant; None: of any.
+        mix_tenants: whether what is taken may be of several tenants.
+    """
+
+    assume_consent: bool = False
+    tenant: str | None = None
+    mix_tenants: bool = False
+
+    def reason_against(self, trace: Trace, now_ns: int | None = None) -> str | None:
+        """Return why a trace must not be used; None: it may. Attempts of runners are the user's own, not live."""
+        if trace.attempt_id is not None:
+            return None
+        terms = list(_terms_in(trace))
+        consents = {said.get(CONSENT) for said, _ in terms} - {None}
+        if consents - {GRANTED}:
+            return DENIED_TRACE
+        if not consents and is_live(trace) and not self.assume_consent:
+            return UNSTATED
+        if is_expired(trace, now_ns):
+            return EXPIRED
+        tenants = tenants_of(trace)
+        if len(tenants) > 1 and not self.mix_tenants:
+            return SEVERAL_TENANTS
+        return OTHER_TENANT if self.tenant is not None and tenants != {self.tenant} else None
+
+    def check_tenants(self, tenants: Collection[str]) -> None:
+        """Refuse a selection of several tenants.
+
+        Raises:
+            ConfigError: there are several, and none was chosen.
+        """
+        if len(tenants) > 1 and not self.mix_tenants:
+            raise ConfigError(
+                f"these are live traces of {len(tenants)} tenants: {', '.join(sorted(tenants))}. Choose one with"
+                " --tenant NAME, or add --mix-tenants."
+            )
+
+
+def is_live(trace: Trace) -> bool:
+    """Whether a trace was recorded in production: outside of attempts, under another origin than training."""
+    return trace.attempt_id is None and any(
+        node.span.origin != TRAINING or (node.call is not None and node.call.origin != TRAINING) for node in trace
+    )
+
+
+def is_expired(trace: Trace, now_ns: int | None = None) -> bool:
+    """Whether the retention that any record of a trace states has passed."""
+    now = time.time_ns() if now_ns is None else now_ns
+    return any(
+        RETENTION in said and end_ns + read_days(said[RETENTION]) * _DAY_NS <= now for said, end_ns in _terms_in(trace)
+    )
+
+
+def tenants_of(trace: Trace) -> set[str]:
+    """Return the tenants that the records of a trace name."""
+    return {str(said[TENANT]) for said, _ in _terms_in(trace) if said.get(TENANT)}
+
+
+def _terms_in(trace: Trace) -> Iterable[tuple[Mapping[str, Any], int]]:
+    """Return what each record of a trace states, with the time of its end."""
+    for node in trace:
+        yield node.span.attributes, node.span.end_ns
+    calls = [node.call for node in trace] + [half.call for half in trace.lone_calls]
+    for call in calls:
+        said = call.sampling.get(TERMS) if call is not None else None
+        if call is not None and isinstance(said, Mapping):
+            yield said, call.end_ns
