@@ -27,7 +27,7 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.ingest.otlp import sort
 from lightning_trainer.gateway.request.pending import begin
 from lightning_trainer.gateway.settings import Limits
-from lightning_trainer.permits import (
+from lightning_trainer.lineage.permits import (
     DENIED_TRACE,
     EXPIRED,
     OTHER_TENANT,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_trainer.lineage.permits import Permits
 from lightning_trainer.options.record import OptionRecord
-from lightning_trainer.permits import Permits
 
 
 class PermitOptions(OptionRecord):

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_spans.adapter.trace import Node, Trace
 from lightning_spans.schema.spans import CHAT, REQUEST
-from lightning_trainer.permits import tenants_of
+from lightning_trainer.lineage.permits import tenants_of
 from lightning_trainer.rl.told import chat_messages, texts_of
 
 _ASKED = ("messages", "input", "prompt", "contents")

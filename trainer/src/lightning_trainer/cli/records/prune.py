@@ -127,7 +127,7 @@ def command(
 def _expired(store: Store, origin: str | None) -> list[str]:
     """Return the ids of the traces that are past their retention."""
     from lightning_spans.store.traces import each_trace
-    from lightning_trainer.permits import is_expired
+    from lightning_trainer.lineage.permits import is_expired
 
     found = (trace for trace in each_trace(store, origin=origin) if trace.attempt_id is None and is_expired(trace))
     return sorted({node.span.trace_id for trace in found for node in trace})

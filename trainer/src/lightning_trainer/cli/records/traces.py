@@ -25,8 +25,8 @@ from lightning_trainer.flags.common import (
     screen,
     store_option,
 )
+from lightning_trainer.lineage.permits import Permits, tenants_of
 from lightning_trainer.options.permits import PermitOptions, take_permits
-from lightning_trainer.permits import Permits, tenants_of
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import printable, some
 

@@ -16,7 +16,7 @@ from lightning_trainer.kits.export.chat import Message, exchange, spoken
 from lightning_trainer.kits.export.episodes import StoredEpisode, digest
 from lightning_trainer.kits.export.files import Line
 from lightning_trainer.kits.export.wanted import LEFT, Wanted
-from lightning_trainer.permits import tenants_of
+from lightning_trainer.lineage.permits import tenants_of
 from lightning_trainer.rl.account import CALL_FAILED, NOT_SELECTED
 from lightning_trainer.rl.rows import why_no_tokens
 

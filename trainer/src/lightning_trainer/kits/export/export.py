@@ -19,7 +19,7 @@ from lightning_trainer.kits.export.candidates import LineCandidate, lines_of
 from lightning_trainer.kits.export.episodes import StoredEpisode, episodes
 from lightning_trainer.kits.export.files import Draft, Line, LineSpool
 from lightning_trainer.kits.export.wanted import Wanted
-from lightning_trainer.permits import tenants_of
+from lightning_trainer.lineage.permits import tenants_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Final, Literal, TypeAlias
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.permits import Permits
+from lightning_trainer.lineage.permits import Permits
 
 Format: TypeAlias = Literal["sft", "dpo", "tokens", "openinference"]
 FORMATS: Final[tuple[Format, ...]] = ("sft", "dpo", "tokens", "openinference")
