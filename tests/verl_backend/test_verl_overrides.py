@@ -226,7 +226,7 @@ def test_an_algorithm_that_verl_does_not_know_is_refused():
 
 
 def test_verl_knows_every_algorithm_that_the_trainer_brings():
-    torch_only = {"likelihood", "distil"}  # refused on verl: data to learn from, a teacher
+    torch_only = {"likelihood", "distil", "rae"}  # refused on verl: data to learn from, a teacher
     assert ALGORITHMS.keys() == registered("algorithm").keys() - torch_only
     for name, on_verl in ALGORITHMS.items():
         assert on_verl.critic == registered("algorithm")[name].critic

@@ -51,7 +51,7 @@ class StepRollouts:
         step: steps taken before.
         outcomes: of the rollouts.
         traces: reads the traces of attempts.
-        kept: what callbacks returned as `Extra.kept` in earlier steps, by name.
+        kept: `Callback.kept` of all callbacks after the step before.
         seen: the traces that were read for the batch; empty before it is made.
     """
 
@@ -70,12 +70,10 @@ class Extra:
     Attributes:
         outcomes: of rollouts of its own, for the batch.
         metrics: numbers by name.
-        kept: JSON by name, which the checkpoint holds for later steps; it replaces what the name had.
     """
 
     outcomes: Sequence[Outcome] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Callback:
@@ -85,6 +83,18 @@ class Callback:
     def patience(self) -> int:
         """Number of first steps without anything to learn that a run takes, because it may help later."""
         return 0
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """JSON by name that the checkpoint holds after a step; each replaces what its name had."""
+        return {}
+
+    def before_step(self, step: int) -> None:
+        """Run before the rollouts of a step are sampled, and after a validation that is due.
+
+        Raises:
+            LightningError: the run can't continue.
+        """
 
     def before_batch(self, rollouts: StepRollouts) -> Extra:  # noqa: ARG002 - for those that override it
         """Run once the rollouts of a step have ended.

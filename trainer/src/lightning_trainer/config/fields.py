@@ -121,14 +121,17 @@ class LearningFields(OptionRecord):
 
     # How it learns.
     algorithm: str = "grpo"
-    """`grpo`, `dr-grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`, `reinforce++-baseline`, `ppo`, `distil`, or
-    one that a plugin registers. Each sets the hyperparameters of its paper as defaults."""
+    """`grpo`, `dr-grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`, `reinforce++-baseline`, `rae`, `ppo`,
+    `distil`, or one that a plugin registers. Each sets the hyperparameters of its paper as defaults."""
     teacher: str | None = None
     """Teacher for algorithm = distil, which gives the probability of each sampled token: a model folder or name, or
     MODEL=URL of a vLLM server, with the same vocabulary as the policy. Or `self`: the policy itself, after it has read
     the result of a call; works with every algorithm (torch)."""
     teacher_options: dict[str, Any] = Field(default_factory=dict)
     """Options of teacher = self: told, top_k, divergence, weights, ema_decay, weight, hint, max_chars."""
+    schedule: str | None = None
+    """Which policies learn in a step. `alternate:K` trains one policy at a time, for K steps, while the others have
+    their best weights so far and learn nothing (torch). Default: all learn in every step."""
     with_prompts: bool = False
     """Learn from tasks that no rollout solves: a model proposes an instruction for an agent, the task is sampled under
     it, and the policy learns the answers that solved it as answers to the agent's own prompt (torch and tinker)."""

@@ -66,10 +66,11 @@ class CliffGuard:
         config, keeper = self._run.config, self._keeper
         if keeper is None or not (config.rollback_on_cliff or config.policies):
             return state
+        returns = config.rollback_on_cliff or config.schedule is not None  # also to the weights before training
         validations, slowed = self._run.log.validations(), dict(state.slowed)
         for policy, names in self._names(validations[-1].get(BY_TASK, {})).items():
             folder = self._run.folder / BEST_WEIGHTS / policy
-            if best_step_of(validations, names) == state.step and (state.step or config.rollback_on_cliff):
+            if best_step_of(validations, names) == state.step and (state.step or returns):
                 _replace_weights(keeper, policy, folder)
             fall = fall_of(validations, policy, names) if config.rollback_on_cliff else None
             if fall is not None and folder.is_dir():

@@ -173,6 +173,8 @@ class Loop:
     def _step(self) -> None:
         config, step, began = self._run.config, self.state.step, time.monotonic()
         self._fresh = set()
+        for callback in self._callbacks:
+            callback.before_step(step)
         collection = self._collection
         places, from_ns = collection.order.places(step), time.time_ns()
         outcomes = collection.of_step(step)
@@ -233,7 +235,7 @@ class Loop:
         self._run.progress.step(step, metrics)
         self._name_bottleneck()
         self._tell(batch.account, outcomes)
-        self._advance(batch, result, extra.kept)
+        self._advance(batch, result)
         if step == 0:
             self._tell_unheard()
 
@@ -241,8 +243,7 @@ class Loop:
         """Let callbacks add rollouts of their own."""
         added = [callback.before_batch(rollouts) for callback in self._callbacks]
         metrics = {name: value for extra in added for name, value in extra.metrics.items()}
-        kept = {name: value for extra in added for name, value in extra.kept.items()}
-        return Extra([outcome for extra in added for outcome in extra.outcomes], metrics, kept)
+        return Extra([outcome for extra in added for outcome in extra.outcomes], metrics)
 
     def _after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, dict[str, float]]:
         """Let callbacks change what is learned."""
@@ -329,10 +330,11 @@ class Loop:
         learned_tokens.write(self._run.folder, self.state.step, seen)
         return {**agent_entropies(self._learner.seen), **learned, "update_seconds": time.monotonic() - began}
 
-    def _advance(self, batch: Batch, result: Score, kept: Mapping[str, Any]) -> None:
+    def _advance(self, batch: Batch, result: Score) -> None:
         flat = not any(row.has_gradient for row in batch.rows)
         count = None if not flat or self.state.flat_steps is None else self.state.flat_steps + 1
         names = {name for name in batch.agents if name is not None}
+        kept = {name: value for callback in self._callbacks for name, value in callback.kept.items()}
         self.state = replace(
             self.state,
             step=self.state.step + 1,

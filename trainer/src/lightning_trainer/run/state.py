@@ -35,7 +35,7 @@ class State:
         identity: options that must be the same for the next batch to be the same, by name.
         agents: names of the agents seen so far.
         flat_steps: steps so far in which no reward differed within its group, if there was no other kind; else None.
-        kept: what callbacks keep for later steps, by name: `callbacks.Extra.kept`.
+        kept: what callbacks keep for later steps, by name: `callbacks.Callback.kept`.
         rewards: mean training reward of each step taken.
         successes: estimates of each task's success by policy: `curriculum.Estimates`.
         slowed: what the learning rate of policies that fell is multiplied by: `cliffs.CliffGuard`.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
@@ -50,6 +50,12 @@ class ForksCallback(Callback):
     def __init__(self, context: CallbackContext) -> None:
         self._run, self._session = context.run, context.session
         self._logged: set[str] = set()  # reasons
+        self._spread: dict[str, float] = {}
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """By agent, how far the rewards of alternatives to its calls differed."""
+        return {SPREAD: self._spread}
 
     def before_batch(self, rollouts: StepRollouts) -> Extra:
         """Run the forks of a step; returns them, and what they cost."""
@@ -67,7 +73,8 @@ class ForksCallback(Callback):
         if config.by_coalitions:  # they are measured, and nothing is trained on them
             forks = []
         metrics = {**found.metrics, **numbers, "fork_seconds": time.monotonic() - began}
-        return Extra(outcomes=forks, metrics=metrics, kept={SPREAD: {**rollouts.kept.get(SPREAD, {}), **spread}})
+        self._spread = {**rollouts.kept.get(SPREAD, {}), **spread}
+        return Extra(outcomes=forks, metrics=metrics)
 
     def _compare(self, rollouts: StepRollouts, forks: list[Outcome]) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Return what each agent of a team adds, and how far the alternatives to each agent's calls differ."""

@@ -100,6 +100,7 @@ def check(config: TrainConfig) -> None:
             config.task_order != "shuffled"
         ),
         "rollback_on_cliff is for backend = torch. Leave it out.": (config.rollback_on_cliff),
+        "schedule is for backend = torch: verl trains one policy. Leave it out.": config.schedule is not None,
         "with_prompts is for backend = torch or tinker: verl samples a batch once, and makes its rows itself. Leave it"
         " out.": config.with_prompts,
         "verl knows no lr_schedule = linear. Use cosine or constant.": config.lr_schedule == "linear",

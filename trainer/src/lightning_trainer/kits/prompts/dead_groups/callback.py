@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import label, selects
@@ -101,6 +101,11 @@ class DeadGroupsCallback(Callback):
         return self._options.visits * passes + self._options.proposals
 
     @property
+    def kept(self) -> Mapping[str, Any]:
+        """Which tasks are dead, and what was tried."""
+        return {KEPT: self._known.to_json()}
+
+    @property
     def summary(self) -> str:
         """Say how many dead groups there were, how many tasks were solved, and what that cost."""
         known = self._known
@@ -144,7 +149,7 @@ class DeadGroupsCallback(Callback):
             "instruction_tokens": self._tokens - tokens,
             "instruction_seconds": time.monotonic() - began,
         }
-        return Extra(metrics={name: float(value) for name, value in metrics.items()}, kept={KEPT: known.to_json()})
+        return Extra(metrics={name: float(value) for name, value in metrics.items()})
 
     def after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, Mapping[str, float]]:  # noqa: ARG002
         """Add the answers that solved a task, as answers to the agents' own prompts."""

@@ -1,0 +1,69 @@
+"""Turns of policies and baselines of agents, by exact arithmetic."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.transitions import Tokens, Transition
+from lightning_trainer.kits.schedules.alternate import FROZEN, turn_of, turn_steps, without_rows
+from lightning_trainer.kits.schedules.role_baselines import RAE, RoleBaselines
+from lightning_trainer.rl.account import Account
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.rows import make_rows
+
+
+def batch_of_calls(*calls: tuple[str, str, float]) -> Batch:
+    """A batch of one call for each (agent, attempt, credit), which is its policy's too."""
+    made = [
+        Transition(
+            rollout_id=attempt, attempt_id=attempt, agent=agent, policy=agent, turn=turn, span_id=f"{turn}",
+            tokens=Tokens((1, turn + 2), (5,), (-1.0,)),
+        )
+        for turn, (agent, attempt, _) in enumerate(calls)
+    ]  # fmt: skip
+    credit = np.array([value for *_, value in calls])
+    rows, account = make_rows(made, credit, {call.rollout_id: "g" for call in made})
+    judged = tuple(Judged(call, "g", float(own), float(own)) for call, own in zip(made, credit, strict=True))
+    return Batch(rows, Account() + account, {}, calls=judged)
+
+
+def advantages(batch: Batch) -> dict[tuple[str, str], float]:
+    return {(row.agent, row.attempt_id): float(row.advantages[row.mask][0]) for row in batch.rows}
+
+
+def test_an_agents_baseline_is_the_running_mean_of_its_own_rewards() -> None:
+    baselines = RoleBaselines()
+    baselines.before_batch(SimpleNamespace(kept={}))
+    step = batch_of_calls(("white", "a", 1.0), ("black", "a", -1.0), ("white", "b", 0.0))
+    learned, metrics = baselines.after_batch(step, SimpleNamespace())
+    white = 0.95 * 0.05
+    assert advantages(learned) == pytest.approx({("white", "a"): 0.95, ("black", "a"): -0.95, ("white", "b"): -white})
+    assert metrics == pytest.approx({"baseline/white": white, "baseline/black": -0.05})
+    resumed = RoleBaselines()
+    resumed.before_batch(SimpleNamespace(kept=baselines.kept))
+    learned, _ = resumed.after_batch(batch_of_calls(("white", "c", 1.0)), SimpleNamespace())
+    assert advantages(learned)["white", "c"] == pytest.approx(1.0 - (0.95 * white + 0.05))
+    assert set(resumed.kept[RAE]) == {"white", "black"}
+
+
+def test_policies_take_turns_of_k_steps() -> None:
+    assert [turn_of(step, ["white", "black"], 2) for step in range(6)] == [
+        "white", "white", "black", "black", "white", "white"
+    ]  # fmt: skip
+    assert turn_steps("alternate:5") == 5
+    for wrong in ("alternate", "alternate:0", "alternate:x", "round:2"):
+        with pytest.raises(ConfigError, match="write alternate:K"):
+            turn_steps(wrong)
+
+
+def test_calls_of_frozen_policies_are_in_the_account() -> None:
+    batch = batch_of_calls(("white", "a", 1.0), ("black", "a", -1.0), ("black", "b", 0.0))
+    account = without_rows(batch, [row for row in batch.rows if row.policy == "black"])
+    assert (account.seen, account.trained, account.rows, dict(account.dropped)) == (3, 1, 1, {FROZEN: 2})
+    assert (account.tokens, account.tokens_in_rows, account.tokens_in_calls) == (1, 3, 3)
+    assert account.rows_without_gradient == 0

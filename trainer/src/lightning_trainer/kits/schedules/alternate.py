@@ -1,0 +1,139 @@
+"""`--schedule alternate:K`: one policy learns at a time, for K steps, against the best weights of the others.
+
+A policy whose turn ends returns to its best weights so far. So the others always answer with theirs, and a turn begins
+from them. Rows of the others are left out of the batch, so that no optimiser of theirs takes a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind, StepRollouts
+from lightning_trainer.config.mistakes import refuse
+from lightning_trainer.policies import parse
+from lightning_trainer.rl.account import Account
+from lightning_trainer.run.cliffs import BEST_WEIGHTS, PolicyKeeper
+
+if TYPE_CHECKING:
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.rl.batch.batch import Batch
+    from lightning_trainer.rl.rows import Row
+
+ALTERNATE: Final = "alternate"
+TURN: Final = "turn"  # kind of a line in the log
+FROZEN: Final = "of a policy that has no turn"
+
+
+def trained_policies(config: TrainConfig) -> list[str]:
+    """Return the policies that learn, in the order in which they are named."""
+    own = parse(config.policies)
+    return [policy for policy in own.adapters if policy not in own.fixed]
+
+
+def turn_steps(schedule: str) -> int:
+    """Return the steps of a turn.
+
+    Raises:
+        ConfigError: the schedule is not ``alternate:K``.
+    """
+    name, _, steps = schedule.partition(":")
+    if name != ALTERNATE or not steps.isdecimal() or int(steps) < 1:
+        raise ConfigError(f"schedule = {schedule!r}: write alternate:K, such as alternate:5 for turns of 5 steps.")
+    return int(steps)
+
+
+def turn_of(step: int, policies: Sequence[str], steps: int) -> str:
+    """Return the policy that learns in a step."""
+    return policies[step // steps % len(policies)]
+
+
+class AlternateKind(CallbackKind):
+    """Takes part in runs with a schedule."""
+
+    def wanted(self, config: TrainConfig) -> bool:
+        """Return whether there is a schedule."""
+        return config.schedule is not None
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse what can't take turns."""
+        steps = turn_steps(str(config.schedule))
+        refuse(
+            {
+                f"schedule = {config.schedule} takes turns between policies. Give at least two agents their own, such"
+                " as --policy writer=lora,checker=lora.": len(trained_policies(config)) < 2,
+                f"schedule = {config.schedule} returns policies to their best weights, which only validations show."
+                " Set val, and val_every to a divisor of the steps of a turn.": (
+                    config.val is None or config.val_every is None or steps % config.val_every != 0
+                ),
+                f"schedule = {config.schedule} changes weights between steps, and staleness samples ahead. Set"
+                " staleness = 0.": config.staleness > 0,
+                "schedule is for backend = torch. Leave it out.": config.backend == "tinker",
+            }
+        )
+
+    def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
+        """Return what takes the turns.
+
+        Raises:
+            ConfigError: the learner can't return a policy to earlier weights.
+        """
+        return nullcontext(AlternateCallback(context))
+
+
+class AlternateCallback(Callback):
+    """Lets one policy learn at a time.
+
+    Args:
+        context: what it is opened with.
+    """
+
+    def __init__(self, context: CallbackContext) -> None:
+        self._run = context.run
+        if not isinstance(context.learner, PolicyKeeper):
+            raise ConfigError(f"schedule is for backend = torch, not {context.run.config.backend}. Leave it out.")
+        self._keeper = context.learner
+        self._policies = trained_policies(context.run.config)
+        self._steps = turn_steps(str(context.run.config.schedule))
+
+    def before_step(self, step: int) -> None:
+        """Where a turn begins, return the policy whose turn has ended to its best weights."""
+        if step % self._steps:
+            return
+        facts = {"policy": turn_of(step, self._policies, self._steps)}
+        if step:
+            ended = turn_of(step - 1, self._policies, self._steps)
+            self._keeper.restore_policy(ended, self._run.folder / BEST_WEIGHTS / ended)
+            facts["restored"] = ended
+        self._run.log.add_event(TURN, step, facts)
+
+    def after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, Mapping[str, float]]:
+        """Leave out the rows of policies that have no turn."""
+        turn = turn_of(rollouts.step, self._policies, self._steps)
+        kept = [row for row in batch.rows if row.policy == turn]
+        left_out = [row for row in batch.rows if row.policy != turn]
+        metrics = {f"turn/{policy}": float(policy == turn) for policy in self._policies}
+        return replace(batch, rows=kept, account=without_rows(batch, left_out)), metrics
+
+
+def without_rows(batch: Batch, rows: Sequence[Row]) -> Account:
+    """Return the account of a batch from which rows of frozen policies are left out."""
+    account, calls = batch.account, sum(row.transitions for row in rows)
+    tokens_of = {
+        (call.transition.attempt_id, call.transition.span_id, call.transition.choice): call.transition.tokens
+        for call in batch.calls
+    }
+    read = [tokens_of[row.attempt_id, *call] for row in rows for call in row.calls]
+    return replace(
+        account,
+        dropped={**account.dropped, FROZEN: calls} if calls else account.dropped,
+        trained=account.trained - calls,
+        rows=account.rows - len(rows),
+        rows_without_gradient=account.rows_without_gradient - sum(not row.has_gradient for row in rows),
+        tokens=account.tokens - sum(sum(row.lengths) for row in rows),
+        tokens_in_rows=account.tokens_in_rows - sum(len(row.tokens) for row in rows),
+        tokens_in_calls=account.tokens_in_calls - sum(len(t.prompt) + len(t.response) for t in read if t is not None),
+    )

@@ -1,0 +1,26 @@
+"""Schedules and role baselines, registered through the hooks that anybody would use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_spans.hooks import hookimpl
+
+
+@hookimpl
+def lightning_register_algorithms(register: Callable[[str, Any], None]) -> None:
+    """Register the algorithm whose baseline is the running mean of each agent."""
+    from lightning_trainer.kits.schedules.role_baselines import RoleAdvantages
+
+    register("rae", RoleAdvantages())
+
+
+@hookimpl
+def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
+    """Register the schedule, and the baselines of agents."""
+    from lightning_trainer.kits.schedules.alternate import AlternateKind
+    from lightning_trainer.kits.schedules.role_baselines import RoleBaselinesKind
+
+    register("alternate", AlternateKind())  # before the lineage, which lists the rows that are learned
+    register("baselines_of_agents", RoleBaselinesKind())
