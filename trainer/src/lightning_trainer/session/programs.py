@@ -1,15 +1,13 @@
-"""What a program gives its agents: system prompts and tools, as digests by which a change is seen."""
+"""What a program gives its agents: system prompts, as digests by which a change is seen."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 Json = Any
 _SYSTEM: Final = frozenset({"system", "developer"})
-_PARAMETERS: Final = ("parameters", "input_schema")  # of a tool, in OpenAI's and in Anthropic's shape
 _DIGITS: Final = 16
 
 
@@ -21,21 +19,6 @@ def digest(text: str) -> str:
 def system_prompt(request: Mapping[str, Json]) -> str:
     """Return the system prompt of a request, whatever surface it came by; empty where it has none."""
     return "\n".join(_system_texts(request))
-
-
-def tool_digests(request: Mapping[str, Json]) -> dict[str, str]:
-    """Return a digest of the name, the description and the parameters of each tool that a request offers, by name."""
-    tools = request.get("tools")
-    found = {}
-    for tool in tools if isinstance(tools, list) else ():
-        if not isinstance(tool, Mapping):
-            continue
-        function = tool["function"] if isinstance(tool.get("function"), Mapping) else tool
-        parameters = next((function[name] for name in _PARAMETERS if name in function), None)
-        name = str(function.get("name") or tool.get("type"))
-        facts = [name, function.get("description"), parameters]
-        found[name] = digest(json.dumps(facts, sort_keys=True, default=str))
-    return found
 
 
 def _system_texts(request: Mapping[str, Json]) -> Iterator[str]:
