@@ -223,7 +223,7 @@ class TorchLearner:
         self, rows: Sequence[Row], places: Sequence[int], candidates: Sequence[NDArray[np.int64]] | None
     ) -> list[NDArray[np.float32]]:
         adapter = rows[places[0]].policy if self.options.adapters else None
-        with self._weights_of(adapter).averaged():
+        with self._weights_of(adapter).use_average():
             return self._read(self._model, rows, places, candidates)
 
     def _read_base(

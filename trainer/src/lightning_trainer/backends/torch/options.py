@@ -174,10 +174,7 @@ class TorchOptions:
             "value_learning_rate must be above 0": 0 < self.value_learning_rate < math.inf,
             "value_clip must be above 0": self.value_clip is None or self.value_clip > 0,
             "kl_coef must be 0 or more": 0 <= self.kl_coef < math.inf,
-            f"teacher_weights must be one of {', '.join(get_args(TeacherWeights))}": self.teacher_weights
-            in get_args(TeacherWeights),
-            "ema_decay must be above 0 and below 1": 0 < self.ema_decay < 1,
-            f"divergence must be one of {', '.join(get_args(Divergence))}": self.divergence in get_args(Divergence),
+            **self._teacher_checks(),
             "old_logprobs must be engine or recompute": self.old_logprobs in ("engine", "recompute"),
             "update_epochs and minibatches must be at least 1": min(self.update_epochs, self.minibatches) >= 1,
             "warmup_steps must be 0 or more": self.warmup_steps >= 0,
@@ -188,18 +185,33 @@ class TorchOptions:
             or self.total_steps is not None,
             "total_steps must be more than warmup_steps": self.total_steps is None
             or self.total_steps > self.warmup_steps,
-            "importance_cap must be above 0, importance_mask above 1": (self.importance_cap or 1.0) > 0
-            and (self.importance_mask or 2.0) > 1,
-            "importance_moment must be above 0": self.importance_moment is None or self.importance_moment > 0,
-            "importance_cap, importance_mask and importance_moment need old_logprobs = recompute": self.old_logprobs
-            == "recompute"
-            or (self.importance_cap, self.importance_mask, self.importance_moment) == (None, None, None),
+            **self._correction_checks(),
             "activation_checkpointing must be auto, on or off": self.activation_checkpointing in ("auto", "on", "off"),
             "micro_batch_tokens must be at least 1": self.micro_batch_tokens >= 1,
         }
         for message, fine in checks.items():
             if not fine:
                 raise ConfigError(f"{message}.")
+
+    def _correction_checks(self) -> dict[str, bool]:
+        """Return whether the correction for the engine's probabilities is in order, by what it must be."""
+        return {
+            "importance_cap must be above 0, importance_mask above 1": (self.importance_cap or 1.0) > 0
+            and (self.importance_mask or 2.0) > 1,
+            "importance_moment must be above 0": self.importance_moment is None or self.importance_moment > 0,
+            "importance_cap, importance_mask and importance_moment need old_logprobs = recompute": self.old_logprobs
+            == "recompute"
+            or (self.importance_cap, self.importance_mask, self.importance_moment) == (None, None, None),
+        }
+
+    def _teacher_checks(self) -> dict[str, bool]:
+        """Return whether what is learned from a teacher is in order, by what it must be."""
+        return {
+            f"teacher_weights must be one of {', '.join(get_args(TeacherWeights))}": self.teacher_weights
+            in get_args(TeacherWeights),
+            "ema_decay must be above 0 and below 1": 0 < self.ema_decay < 1,
+            f"divergence must be one of {', '.join(get_args(Divergence))}": self.divergence in get_args(Divergence),
+        }
 
     @property
     def critic(self) -> bool:

@@ -59,11 +59,11 @@ def costs_of(run: Path, passes: int = 1) -> Costs:
         return Costs()
     lines = [line for line in read(run / LOG_NAME) if line["kind"] == "train"]
     trained = sum(round(line.get("packed_tokens", 0.0)) for line in lines) * passes
-    rollouts, sampled = _sampled(run / STORE_NAME)
+    rollouts, sampled = _count_sampled(run / STORE_NAME)
     return Costs(rollouts=rollouts, sampled=sampled, trained=trained)
 
 
-def _sampled(store: Path) -> tuple[int, int]:
+def _count_sampled(store: Path) -> tuple[int, int]:
     with open_database(str(store)) as kept:
         ids = learned_from([rollout.rollout_id for rollout in kept.rollouts()])
         tokens = 0

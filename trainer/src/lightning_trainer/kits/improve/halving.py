@@ -141,7 +141,7 @@ def halve(
             kept = survivors({name: results[name] for name in alive}, declared)
             dropped = [name for name in alive if name not in kept and not results[name].ended]
             for name in dropped:
-                results[name] = _ended(results[name], f"another method did better in rung {rung}")
+                results[name] = _end(results[name], f"another method did better in rung {rung}")
             alive = kept
     return results
 
@@ -164,5 +164,5 @@ def _with_stage(before: MethodResult, stage: Stage | None, spending: Spending, r
     return MethodResult(tokens=spending.tokens, best=best, ended=spending.ended or "", rung=rung)
 
 
-def _ended(result: MethodResult, why: str) -> MethodResult:
+def _end(result: MethodResult, why: str) -> MethodResult:
     return MethodResult(tokens=result.tokens, best=result.best, ended=why, rung=result.rung)

@@ -53,7 +53,7 @@ def improve(
     progress = progress or Silent()
     config.check()
     with open_folder(
-        out, resume, base=RUNS, begun=_begun, resumable=lambda path: (path / OPTIONS_NAME).exists()
+        out, resume, base=RUNS, begun=_has_begun, resumable=lambda path: (path / OPTIONS_NAME).exists()
     ) as folder:
         try:
             if resume is None:
@@ -63,7 +63,7 @@ def improve(
         except Interrupted:
             raise Interrupted(f"stopped. Resume with: lightning-rl improve --resume {folder}") from None
         except LightningError as error:
-            if not _begun(folder):
+            if not _has_begun(folder):
                 raise
             raise type(error)(
                 f"{error}\nWhat was found so far is kept. Resume with: lightning-rl improve --resume {folder}"
@@ -110,7 +110,7 @@ class _Search:
         for line in plan.lines():
             self.progress.note(line)
         agents = tuple(plan.agents)
-        self.config = choose.config = self._named(agents)
+        self.config = choose.config = self._name_agents(agents)
         choose.agents = agents
         names, base = adapter_names(agents), choose.summarise([])[0]
         searches = {
@@ -123,7 +123,7 @@ class _Search:
         found = {agent: search.run(self.config.budget // len(agents)) for agent, search in searches.items()}
         return self._decide(found, searches, began)
 
-    def _named(self, agents: Sequence[str]) -> ImproveConfig:
+    def _name_agents(self, agents: Sequence[str]) -> ImproveConfig:
         return replace(self.config, train=self.config.train.model_copy(update={"agents": tuple(agents)}))
 
     def _decide(
@@ -188,5 +188,5 @@ def _plan(config: ImproveConfig, held_out: HeldOutMeasurement, tasks: TaskFiles)
     )  # fmt: skip
 
 
-def _begun(folder: Path) -> bool:
+def _has_begun(folder: Path) -> bool:
     return (folder / _PLAN).exists()

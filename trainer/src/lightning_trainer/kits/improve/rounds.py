@@ -27,10 +27,10 @@ def rounds_options(config: ImproveConfig, own: Mapping[str, Any]) -> RoundsConfi
     )  # fmt: skip
     values = {name: getattr(train, name) for name in same}
     values |= {"samples": train.group_size, "answer_tokens": train.max_tokens}
-    values["backend_options"] = {**_loading(train), **train.backend_options}
+    values["backend_options"] = {**_loading_options(train), **train.backend_options}
     return RoundsConfig(**{**{n: v for n, v in values.items() if v is not None}, **config.sft, **own})
 
 
-def _loading(train: TrainConfig) -> dict[str, Any]:
+def _loading_options(train: TrainConfig) -> dict[str, Any]:
     """Return the options of loading that rounds know only as the backend's."""
     return {name: value for name in ("max_model_len", "tool_format") if (value := getattr(train, name)) is not None}

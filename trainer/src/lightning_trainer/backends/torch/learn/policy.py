@@ -76,7 +76,7 @@ class TrainedWeights:
             average.lerp_(self.masters[name].detach(), 1.0 - self._options.ema_decay)
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def use_average(self) -> Iterator[None]:
         """Let the model compute with the average until the block ends. Its weights return bit for bit."""
         kept = {name: parameter.detach().clone() for name, parameter in self.working.items()}
         try:
