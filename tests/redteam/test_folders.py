@@ -96,6 +96,20 @@ def test_options_that_are_none_hold_up_neither_their_run_nor_the_others(strange,
     view(strange, "runs", "run", "rewards")
 
 
+@pytest.mark.timeout(60)
+def test_numbers_that_are_none_are_left_out(strange):
+    numbers = strange / "metrics.jsonl"
+    with numbers.open("ab") as file:
+        file.write(b'\xff\n5\n[1]\n{"kind": 5, "step": 0}\n{"kind": "val", "step": "x"}\n' + b"[" * 100_000 + b"\n")
+    before = Runs(strange).all()[0].lines()
+    assert {type(line["step"]) for line in before} == {int}
+    view(strange, "runs", "run")
+    numbers.unlink()
+    os.mkfifo(numbers)
+    assert Runs(strange).all()[0].lines() == []
+    view(strange, "runs", "run")
+
+
 def test_a_store_that_a_runs_folder_names_is_not_connected_to(strange):
     with socket.create_server(("127.0.0.1", 0)) as heard:
         heard.setblocking(False)

@@ -174,15 +174,17 @@ class MetricLog:
 
 
 def read(path: Path) -> list[Line]:
-    """Read the lines of a metrics file; one that was cut off while it was written is left out."""
-    if not path.exists():
+    """Read the lines of a metrics file; one that was cut off while it was written, or is none of ours, is left out."""
+    if not path.is_file():  # a pipe in a folder of somebody else would be waited for
         return []
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            lines.append(json.loads(text))
-        except ValueError:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(values, dict) and isinstance(values.get("kind"), str) and isinstance(values.get("step"), int):
+            lines.append(values)
     return lines
 
 
