@@ -88,7 +88,7 @@ def test_what_was_killed_comes_to_the_same(
     assert weights.read_bytes() == (tmp_path / "cut" / "checkpoint" / weights.name).read_bytes()
     for name in ("whole", "cut"):  # nothing is left of what only going on needs
         left = {path.name for path in (tmp_path / name).iterdir()} - {".lock"}
-        assert left == {"checkpoint", "config.json", "metrics.jsonl", "tensorboard"}
+        assert left == {"checkpoint", "config.json", "lineage.jsonl", "metrics.jsonl", "tensorboard"}
 
 
 def test_what_was_asked_to_stop_goes_on_where_it_stopped(
