@@ -305,19 +305,17 @@ def approve(
 def promote(*, override: bool, allow_blocked: bool, agent: str, **options: Any) -> None:
     """Make the candidate the stable policy, if the gate has decided so and a needed approval has been given."""
     from lightning_spans.errors import ConfigError
-    from lightning_trainer.kits.deploy import transitions
-    from lightning_trainer.kits.deploy.approvals import Approvals, is_url, needs_approval
-    from lightning_trainer.kits.deploy.outcomes import check_promotion
+    from lightning_trainer.kits.deploy.promotion import make_promotion
+    from lightning_trainer.kits.deploy.transitions import promote
 
     if override and not options["reason"]:
         raise ConfigError("deploy promote: --override needs --reason, for the history.")
 
     def make(history: Sequence[Deployment], note: Note, store: Store) -> Deployment:
-        made = transitions.promote(_last(history), agent, note)
-        _refuse_blocked(history[-1].checkpoint, allowed=allow_blocked)
-        if needs_approval(history) and not is_url(options["store"]):  # a server checks it itself
-            Approvals.beside(options["key_file"]).check(history, made.stable)
-        return replace(made, details=check_promotion(store, history, override=override))
+        if not history:
+            return promote(None, agent, note)  # refuses, and says what to do
+        where = {"url": options["store"], "key_file": options["key_file"]}
+        return make_promotion(store, history, note, **where, override=override, allow_blocked=allow_blocked)
 
     _change(agent, options, make)
 

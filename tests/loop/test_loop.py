@@ -1,0 +1,382 @@
+"""`lightning-rl loop`: killed anywhere, the same command continues, does nothing twice and makes no approval."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.calls import Call, Choice
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import SHADOW
+from lightning_spans.schema.terms import TERMS, make_terms
+from lightning_spans.store import Store, open_store
+from lightning_spans.store.deployments import Assignment, Deployment
+from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.kits.deploy.approvals import Approvals
+from lightning_trainer.kits.deploy.routing import MARK
+from lightning_trainer.kits.deploy.table import keep, read_histories
+from lightning_trainer.kits.deploy.transitions import Note, roll_back
+from lightning_trainer.kits.loop import deployment, learning, record, selection
+from lightning_trainer.report.metrics import write_atomically
+from support.cli import call, told
+
+KINDS = ["candidate", "shadow", "canary", "canary", "stable"]  # rows of a round; the second canary is the approval
+CONFIG = """
+agent = "writer"
+base = "base"
+stable = "old"
+
+[select]
+least = 10
+min_age_minutes = 0
+
+[train]
+model = "./model"
+steps = 3
+
+[shadow]
+copies = 20
+
+[canary]
+share = 0.5
+"""
+
+
+@dataclass
+class Site:
+    """A store with live traces, and users and an approver who do their part after each call of the loop."""
+
+    folder: Path
+    better: bool = True
+    approves: bool = True
+    traces: int = 0
+    quality: float = 0.1
+    events: int = 0
+    killed_at: int | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "lightning.db"
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "loops" / "writer"
+
+    def record_traces(self, count: int) -> None:
+        with closing(open_store(str(self.path))) as store:
+            store.add_calls([live_call(self.traces + place) for place in range(count)])
+        self.traces += count
+
+    def call(self, *more: str) -> Any:
+        return call("loop", "program:run", "--config", self.folder / "loop.toml", "--store", self.path, "--no-wait",
+                    "--key-file", self.folder / "lightning.key", *more)  # fmt: skip
+
+    def history(self) -> list[Deployment]:
+        with closing(open_store(str(self.path))) as store:
+            return read_histories(store).get("writer", [])
+
+    def write(self, row: Deployment) -> None:
+        with closing(open_store(str(self.path))) as store:
+            keep(store, row)
+
+    def live(self) -> None:
+        """Users call the agent, and the approver approves a candidate that the gate would promote."""
+        history = self.history()
+        last = history[-1] if history else None
+        if last is not None and last.stage == "shadow":
+            with closing(open_store(str(self.path))) as store:
+                store.add_calls([copy_of(place, last.number) for place in range(20)])
+        if last is not None and last.stage == "canary":
+            status = (self.out / record.STATUS_NAME).read_text()
+            if "a person's approval" in status and self.approves:
+                self.write(self.approval(history))
+            elif "approval" not in last.reason:
+                self.reward(last)
+
+    def approval(self, history: list[Deployment]) -> Deployment:
+        keys = Keys.from_file(self.folder / "lightning.key.secret")
+        return Approvals(keys).approve(history, "writer", keys.check(keys.issue("approver", holder="ada")), "approval")
+
+    def reward(self, row: Deployment) -> None:
+        with closing(open_store(str(self.path))) as store:
+            for policy, value in ((row.candidate, float(self.better)), (row.stable, 1.0 - self.better)):
+                names = [f"conversation:{row.number} {policy} {place}" for place in range(150)]
+                given = {"agent": "writer", "policy": str(policy), "number": row.number}
+                store.add_assignments([Assignment(**given, attempt_id=name) for name in names])
+                store.add_rewards(
+                    [Reward(rollout_id=name, attempt_id=name, value=value, reward_id=name) for name in names]
+                )
+
+    def finish(self) -> None:
+        """Call the loop until the round ends."""
+        for _ in range(10):
+            result = self.call("--json")
+            assert result.exit_code == 0, result.output
+            if json.loads(result.stdout.splitlines()[-1])["rounds"][-1]["outcome"]:
+                return
+            self.live()
+        raise AssertionError((self.out / record.STATUS_NAME).read_text())
+
+    def reset(self) -> None:
+        shutil.rmtree(self.out)
+        for path in [self.folder / "effects.txt", *self.folder.glob("lightning.db*")]:
+            path.unlink()
+        self.traces = 0
+        self.record_traces(12)
+
+    def step(self) -> None:
+        """Be killed here, if it is the turn."""
+        self.events += 1
+        if self.killed_at == self.events:
+            os._exit(9)
+
+    def effect(self, name: str) -> None:
+        with (self.folder / "effects.txt").open("a") as file:
+            file.write(f"{name}\n")
+
+    def effects(self) -> list[str]:
+        return (self.folder / "effects.txt").read_text().split("\n")[:-1]
+
+
+def live_call(place: int, **terms: Any) -> Call:
+    terms = terms or make_terms(consent=True)
+    message = {"role": "assistant", "content": "fine"}
+    return Call(
+        call_id=f"live {place}", response_id=f"live {place}", start_ns=1000 + place, end_ns=2000 + place, policy="old",
+        policy_version=0, agent="writer", origin="live", choices=(Choice(0, None, None, "stop", message),),
+        request={"messages": [{"role": "user", "content": f"question {place}"}]}, sampling={TERMS: terms},
+    )  # fmt: skip
+
+
+def copy_of(place: int, number: int) -> Call:
+    side = {"prompt_tokens": 1, "completion_tokens": 1, "seconds": 1.0, "rules": []}
+    mark = {"agent": "writer", "conversation": f"{place}", "of": "x", "kind": "text", "agrees": True, "stable": side,
+            "candidate": side, "dropped": 0, "off path": 0}  # fmt: skip
+    name = f"copy {number} {place}"
+    return replace(live_call(place), call_id=name, origin=SHADOW, sampling={MARK: number, SHADOW: mark})
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A site whose training and evaluation are fakes that take three steps each, and are resumed like the real ones."""
+    site = Site(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    keys = Keys.from_file(tmp_path / "lightning.key.secret")
+    (tmp_path / "lightning.key").write_text(keys.issue("admin"))
+    (tmp_path / "loop.toml").write_text(CONFIG)
+    site.record_traces(12)
+
+    def train(run: Any, _: Any) -> Any:
+        folder = run.resume or run.out
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(run.model_dump_json())
+        for step in range(1, 4):
+            made = folder / f"step-{step}"
+            if not made.exists():
+                site.step()
+                site.effect(f"{folder.parent.name} step {step} from {run.model}")
+                adapter = made / "writer"
+                adapter.mkdir(parents=True)
+                (made / "adapters.json").write_text(json.dumps({"adapters": ["writer"]}))
+                (adapter / "adapter_config.json").write_text("{}")
+                (adapter / "adapter_model.bin").write_text(f"{folder.parent.name} {step}")
+                (folder / "checkpoint").unlink(missing_ok=True)
+                (folder / "checkpoint").symlink_to(made.name)
+        return SimpleNamespace(best=None, checkpoint=folder / "checkpoint", steps=3)
+
+    def evaluate(config: Any, _: Any, *, resume: Path | None = None) -> Any:
+        folder = resume or config.out
+        if resume is None:
+            folder.mkdir()
+            (folder / "eval.json").write_text("{}")
+            site.effect(f"{folder.parent.name} evaluates {Path(config.model).name} against {config.against}")
+        site.step()
+        names = ("difference", "difference_low", "difference_high", "difference_tasks")
+        return SimpleNamespace(failure=None, to_json=lambda: dict(zip(names, (site.quality, 0.0, 0.2, 2), strict=True)))
+
+    def write(path: Path, data: bytes) -> None:
+        if path.name not in (record.STATUS_NAME, "waiting.json"):  # which decide nothing
+            site.step()
+        write_atomically(path, data)
+
+    def keep_row(store: Store, row: Deployment) -> None:
+        site.step()
+        keep(store, row)
+
+    monkeypatch.setattr(learning, "train", train)
+    monkeypatch.setattr(learning, "evaluate", evaluate)
+    monkeypatch.setattr(learning, "resumed", lambda folder: None)
+    monkeypatch.setattr(learning, "read_config", lambda folder: without_none(folder / "config.json"))
+    for module in (selection, record):
+        monkeypatch.setattr(module, "write_atomically", write)
+    monkeypatch.setattr(deployment, "keep", keep_row)
+    return site
+
+
+def without_none(path: Path) -> dict[str, Any]:
+    return {name: value for name, value in json.loads(path.read_text()).items() if value is not None and name != "out"}
+
+
+def stages_of(site: Site) -> Mapping[str, Any]:
+    found = {path.name: json.loads(path.read_text()) for path in (site.out / "1").glob("*.json")}
+    return {name: value for name, value in found.items() if name not in ("options.json", "waiting.json")}
+
+
+def rows_of(site: Site) -> list[Any]:
+    names = ("number", "stage", "stable", "candidate", "share", "actor", "reason")
+    return [[getattr(row, name) for name in names] for row in site.history()]
+
+
+def test_a_round_goes_from_traces_to_a_promotion_and_the_next_takes_newer_traces(site: Site) -> None:
+    site.finish()
+    assert [row.stage for row in site.history()] == KINDS
+    assert site.history()[-1].actor == "loop"
+    policy = site.history()[-1].stable
+    assert policy.startswith("writer@")
+    assert "round 1: promoted" in call("loop", "--status", "--out", site.out).stdout
+    waits = site.call()
+    assert waits.exit_code == 0, waits.output
+    assert "round 2: is running" in waits.stdout
+    assert "0 new tasks of writer, 10 are needed" in waits.stdout
+    site.record_traces(10)
+    site.finish()
+    assert [row.stage for row in site.history()] == KINDS * 2
+    promoted = site.out / "1" / "run" / "step-3"
+    assert site.effects()[4:] == [
+        *(f"2 step {step} from {promoted}" for step in (1, 2, 3)),
+        f"2 evaluates step-3 against {promoted}",
+    ]
+    tasks = [json.loads(line)["question"] for name in ("train", "held-out")
+             for line in (site.out / "2" / f"{name}.jsonl").read_text().splitlines()]  # fmt: skip
+    assert sorted(tasks) == sorted(f"question {place}" for place in range(12, 22))
+
+
+def test_a_loop_that_is_killed_anywhere_ends_like_one_that_is_not(site: Site) -> None:
+    site.finish()
+    wanted, count = (rows_of(site), stages_of(site), site.effects()), site.events
+    assert count > 15
+    for event in range(1, count + 1):
+        site.reset()
+        child = os.fork()
+        if not child:
+            site.events, site.killed_at = 0, event
+            site.finish()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9, event
+        site.finish()
+        assert (rows_of(site), stages_of(site), site.effects()) == wanted, event
+
+
+def test_a_candidate_that_fails_in_the_shadow_is_rolled_back_once(site: Site) -> None:
+    assert site.call().exit_code == 0
+    last = site.history()[-1]
+    with closing(open_store(str(site.path))) as store:
+        store.add_calls(
+            [replace(copy_of(place, last.number), error="no answer" if place < 5 else None) for place in range(20)]
+        )
+    child = os.fork()
+    if not child:
+        site.events, site.killed_at = 0, 2
+        site.call()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert [row.stage for row in site.history()] == ["candidate", "shadow", "rolled_back"]
+    site.finish()
+    assert len(site.history()) == 3
+    said = "round 1: rolled back. it failed to answer 5 of 20 copies (round 1)"
+    assert said in (site.out / record.STATUS_NAME).read_text()
+
+
+def test_nothing_is_promoted_without_an_approval_and_the_loop_makes_none(site: Site) -> None:
+    site.approves = False
+    for _ in range(6):
+        assert site.call().exit_code == 0
+        site.live()
+    assert [row.stage for row in site.history()] == ["candidate", "shadow", "canary"]
+    assert "lightning-rl deploy approve writer --candidate writer@" in (site.out / record.STATUS_NAME).read_text()
+    last = site.history()[-1]
+    forged = replace(last, number=last.number + 1, details={"approval": "ada"})
+    site.write(forged)
+    told(site.call(), "needs a person's approval")
+    assert site.history()[-1] == forged
+
+
+def test_a_candidate_that_is_worse_ends_the_round_and_users_keep_the_stable_policy(site: Site) -> None:
+    site.better = False
+    site.finish()
+    assert [row.stage for row in site.history()] == ["candidate", "shadow", "canary", "rolled_back"]
+    assert "round 1: rolled back. the gate rejects it" in (site.out / record.STATUS_NAME).read_text()
+    site.record_traces(12)
+    site.quality = -0.1
+    site.finish()
+    assert len(site.history()) == 4, "what is worse on held-out tasks is not named"
+    assert "evaluate.min_difference is +0.000" in (site.out / record.STATUS_NAME).read_text()
+
+
+def test_a_rollback_by_hand_ends_the_round(site: Site) -> None:
+    assert site.call().exit_code == 0
+    site.write(roll_back(site.history(), "writer", Note("complaints", "ada")))
+    site.finish()
+    assert "round 1: rolled back. complaints" in (site.out / record.STATUS_NAME).read_text()
+
+
+def test_only_traces_that_may_be_used_become_tasks(site: Site) -> None:
+    with closing(open_store(str(site.path))) as store:
+        store.add_calls([live_call(place, **make_terms(consent=False)) for place in range(50, 53)])
+        store.add_calls([live_call(60, **make_terms(tenant="acme"))])
+    found = json.loads(site.call("--dry-run", "--json").stdout)["select"]
+    assert found["tasks"] + found["held_out"] == 12
+    assert sorted(found["left_out"].values()) == [1, 3]
+
+
+def test_options_of_a_round_that_goes_on_can_not_change(site: Site) -> None:
+    assert site.call().exit_code == 0
+    file = site.folder / "loop.toml"
+    file.write_text(CONFIG.replace("steps = 3", "steps = 4"))
+    told(site.call(), "can't be resumed", "train.steps = 3, not 4", "when this round has ended")
+    file.write_text(CONFIG)
+    site.finish()
+    file.write_text(CONFIG.replace("steps = 3", "steps = 4"))
+    assert site.call().exit_code == 0, "a new round may have other options"
+
+
+def test_a_dry_run_states_what_each_stage_takes_and_begins_nothing(site: Site) -> None:
+    found = json.loads(site.call("--dry-run", "--json").stdout)
+    assert found["select"] == {"tasks": 10, "held_out": 2, "least": 10, "left_out": {}}
+    assert found["train"]["steps"] == 3
+    assert found["evaluate"]["rollouts"] == 2 * 4 * 2
+    assert "canary    about" in site.call("--dry-run").stdout
+    assert not site.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "say"),
+    [
+        ('base = "base"', "", "base is missing"),
+        ("least = 10", "leats = 10", "unknown option 'select.leats'"),
+        ("share = 0.5", "share = 5", "canary.share = 5"),
+        ("steps = 3", 'steps = 3\ndata = "x"', "train.data: the loop sets it"),
+        ("steps = 3", "setps = 3", "unknown option 'setps'"),
+        ("share = 0.5", 'share = 0.5\nguards = { quick = 0.1 }', "quick"),
+    ],
+)  # fmt: skip
+def test_a_wrong_configuration_is_refused_before_anything_begins(site: Site, old: str, new: str, say: str) -> None:
+    (site.folder / "loop.toml").write_text(CONFIG.replace(old, new))
+    told(site.call(), "loop.toml", say)
+    assert not site.out.exists()
+
+
+def test_a_folder_without_a_loop_has_no_status(tmp_path: Path) -> None:
+    told(call("loop", "--status", "--out", tmp_path), "has no loop")
+    with pytest.raises(ConfigError, match="has no loop"):
+        record.describe_loop(tmp_path)

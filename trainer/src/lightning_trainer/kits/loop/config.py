@@ -1,0 +1,207 @@
+"""The configuration of a loop: a TOML file with a table for each stage."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias
+
+from pydantic import Field, ValidationError
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.config.files import merge
+from lightning_trainer.config.mistakes import refuse_unknown
+from lightning_trainer.config.passwords import without_passwords
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.kits.deploy.gate import Bounds
+from lightning_trainer.kits.deploy.outcomes import GateRules
+from lightning_trainer.kits.deploy.shadow.comparison import RULES, ShadowRules
+from lightning_trainer.options.permits import PermitOptions
+from lightning_trainer.options.record import OptionRecord
+from lightning_trainer.runner.target import JUDGE
+
+# Options of `train` that the loop sets itself.
+_SET_BY_LOOP: Final = ("target", "command", "env", "data", "val", "out", "resume", "store", "agents", "policies")
+_OF_COMMAND: Final = ("target", "store", "key_file")
+_Share: TypeAlias = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class SelectTable(PermitOptions):
+    """Which traces become tasks: those that may be used, by the options of `PermitOptions`.
+
+    Attributes:
+        origin: of the traces.
+        task_field: field of a task that gets the user's text.
+        least: a round begins when there are so many new tasks.
+        held_out: share of the tasks that the candidate is evaluated on and does not learn from.
+        min_age_minutes: age of a trace from which it counts, so that a conversation has ended.
+    """
+
+    origin: str = "live"
+    task_field: str = "question"
+    least: int = Field(default=100, ge=2)
+    held_out: float = Field(default=0.2, gt=0.0, lt=1.0)
+    min_age_minutes: float = Field(default=10.0, ge=0.0)
+
+
+class EvaluateTable(OptionRecord):
+    """How the candidate is compared before any user gets its answers.
+
+    Attributes:
+        samples: rollouts of each held-out task.
+        against: what it is compared with, as in `eval --against`; None: the model that the training starts from.
+        min_difference: the round ends if the mean difference in reward is lower.
+    """
+
+    samples: int = Field(default=4, ge=1)
+    against: str | None = None
+    min_difference: float = 0.0
+
+
+class ShadowTable(OptionRecord):
+    """The shadow, as in `deploy shadow`.
+
+    Attributes:
+        share: of the conversations.
+        copies: the stage ends after so many.
+        max_failed: largest share of copies that the candidate may fail to answer.
+        rules: guardrails whose share of bad answers is compared.
+        judge: options of a judge of answers that differ; None: no judge.
+    """
+
+    share: _Share = 1.0
+    copies: int = Field(default=200, ge=1)
+    max_failed: float = Field(default=0.05, ge=0.0, le=1.0)
+    rules: tuple[str, ...] = RULES
+    judge: dict[str, Any] | None = None
+
+
+class CanaryTable(OptionRecord):
+    """The canary and its gate, as in `deploy canary`."""
+
+    share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    outcomes: tuple[str, ...] = ()
+    wait_days: float = Field(default=0.0, ge=0.0)
+    worse: float = 0.02
+    better: float = 0.03
+    false_promotion: float = 0.01
+    power: float = 0.9
+    guards: dict[str, float] = Field(default_factory=dict)
+
+    @property
+    def rules(self) -> GateRules:
+        """Return what the gate promises.
+
+        Raises:
+            ConfigError: a bound or a guardrail is wrong.
+        """
+        bounds = Bounds(worse=self.worse, better=self.better, false_promotion=self.false_promotion, power=self.power)
+        return GateRules(bounds=bounds, sources=self.outcomes, wait_s=self.wait_days * 86_400.0, guardrails=self.guards)
+
+
+class LoopConfig(OptionRecord):
+    """What a loop improves, and how.
+
+    Attributes:
+        target: the program, ``module:function``.
+        store: where the traces and the table of deployments are.
+        key_file: key of a store that is a server's URL.
+        agent: whose policy is improved.
+        base: the upstream of the server that loads the adapter.
+        stable: the model that answers the agent today; needed before its first deployment only.
+        approval: whether a person must approve a promotion.
+        select: options of the selection.
+        train: options of `train`.
+        evaluate: options of the evaluation.
+        shadow: options of the shadow.
+        canary: options of the canary.
+    """
+
+    target: str
+    store: str
+    key_file: Path | None
+    agent: str
+    base: str
+    stable: str | None = None
+    approval: bool = True
+    select: SelectTable = SelectTable()
+    train: dict[str, Any]
+    evaluate: EvaluateTable = EvaluateTable()
+    shadow: ShadowTable = ShadowTable()
+    canary: CanaryTable = CanaryTable()
+
+    @property
+    def shadow_rules(self) -> ShadowRules:
+        """Return what is compared in the shadow."""
+        return ShadowRules(rules=self.shadow.rules, judge=self.shadow.judge)
+
+    def run(self, data: Path, out: Path, model: str | None) -> TrainConfig:
+        """Return the training run of a round.
+
+        Args:
+            data: its tasks.
+            out: its folder.
+            model: what an earlier round promoted; None: the model of the configuration.
+        """
+        own = {"target": self.target, "data": data, "out": out, "agents": (self.agent,)}
+        adapter = {"policies": {self.agent: "lora"}}
+        return merge(None, {**self.train, **own, **adapter, **({} if model is None else {"model": model})})
+
+    def options(self) -> dict[str, Any]:
+        """Return each option under its name in the file, without passwords, to compare it on a later call."""
+        tables = {name: getattr(self, name) for name in ("select", "evaluate", "shadow", "canary")}
+        values = {f"{table}.{name}": value for table, one in tables.items() for name, value in one.model_dump().items()}
+        values |= {f"train.{name}": value for name, value in self.train.items()}
+        values |= {name: getattr(self, name) for name in ("target", "agent", "base", "stable", "approval", "store")}
+        return dict(without_passwords(values))
+
+
+def read_loop(file: Path, target: str, store: str, key_file: Path | None) -> LoopConfig:
+    """Read the configuration, and refuse what can't work before anything is started.
+
+    Raises:
+        ConfigError: says where and what.
+    """
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {file}: {error.strerror}. Give the path of a TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {file} is not TOML: {error}") from None
+    try:
+        refuse_unknown(values, {name: None for name in LoopConfig.model_fields if name not in _OF_COMMAND})
+        config = _validate({**values, "target": target, "store": store, "key_file": key_file})
+        _check(config)
+    except ConfigError as error:
+        raise ConfigError(f"config file {file}: {error}") from None
+    return config
+
+
+def _validate(values: dict[str, Any]) -> LoopConfig:
+    try:
+        return LoopConfig(**values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "missing":
+            table = name == "train"
+            raise ConfigError(
+                f"{name} is missing. Write {'the table [train]' if table else f'{name} = ...'}."
+            ) from None
+        if problem["type"] == "extra_forbidden":
+            raise ConfigError(f"unknown option {name!r}. See docs/how-to/loop.md.") from None
+        message = f"{problem['msg'][0].lower()}{problem['msg'][1:]}"
+        raise ConfigError(f"{name} = {problem['input']!r}: {message}.") from None
+
+
+def _check(config: LoopConfig) -> None:
+    if owned := [name for name in config.train if name in _SET_BY_LOOP]:
+        raise ConfigError(f"train.{owned[0]}: the loop sets it. Leave it out.")
+    config.canary.rules  # noqa: B018 - or refuse
+    config.shadow_rules  # noqa: B018 - or refuse
+    train = config.run(Path("train.jsonl"), Path("run"), None)
+    if train.judge or train.reward == JUDGE:
+        raise ConfigError(
+            "train.reward: a judge ranks rollouts of one task against each other, so two models can't be compared."
+            ' Give a reward that scores one rollout by itself: reward = "module:function".'
+        )

@@ -1,0 +1,69 @@
+"""What a round would take, from the traces alone: nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_trainer.flags.common import reading
+from lightning_trainer.kits.loop.config import LoopConfig
+from lightning_trainer.kits.loop.loop import since
+from lightning_trainer.kits.loop.record import rounds_in
+from lightning_trainer.kits.loop.selection import find_tasks
+
+
+def forecast(config: LoopConfig, out: Path) -> dict[str, Any]:
+    """Return what each stage of the next round takes.
+
+    Tokens are rollouts times the mean tokens of the new traces; None if these have none counted.
+    """
+    rounds = [one for one in rounds_in(out) if one.end is not None] if out.is_dir() else []
+    with reading(config.store, config.key_file) as store:
+        found = find_tasks(config, store, since(rounds))
+    run = config.run(Path("train.jsonl"), Path("run"), None)
+    steps = run.step_count(max(1, len(found.train)))
+    rollouts = {
+        "train": steps * run.batch_size * run.group_size,
+        "evaluate": 2 * config.evaluate.samples * len(found.held_out),
+    }
+    tokens = {stage: round(count * found.tokens) if found.tokens else None for stage, count in rollouts.items()}
+    return {
+        "select": {
+            "tasks": len(found.train),
+            "held_out": len(found.held_out),
+            "least": config.select.least,
+            "left_out": dict(found.left_out),
+        },
+        "train": {"steps": steps, "rollouts": rollouts["train"], "tokens": tokens["train"]},
+        "evaluate": {"rollouts": rollouts["evaluate"], "tokens": tokens["evaluate"]},
+        "shadow": {"copies": config.shadow.copies, "share": config.shadow.share},
+        "canary": {
+            "share": config.canary.share,
+            "conversations": config.canary.rules.bounds.needed(config.canary.share),
+        },
+        "approval": {"needed": config.approval},
+    }
+
+
+def cost_lines(found: dict[str, Any]) -> Iterator[str]:
+    """Describe a forecast in a line for each stage."""
+    picked, train, measured = found["select"], found["train"], found["evaluate"]
+    few = picked["tasks"] + picked["held_out"] < picked["least"]
+    waits = f"; it waits until there are {picked['least']}" if few else ""
+    yield f"select    {picked['tasks']} new tasks to learn from, {picked['held_out']} held out{waits}"
+    for reason, count in picked["left_out"].items():
+        yield f"          {count} left out: {reason}"
+    yield f"train     {train['steps']} steps, {train['rollouts']} rollouts{_tokens(train)}"
+    yield f"evaluate  {measured['rollouts']} rollouts{_tokens(measured)}"
+    shadow, canary = found["shadow"], found["canary"]
+    yield f"shadow    {shadow['copies']} calls of the candidate, {100 * shadow['share']:g} % of the live conversations"
+    yield (
+        f"canary    about {canary['conversations']} conversations with an outcome, {100 * canary['share']:g} % of them"
+        " answered by the candidate"
+    )
+    yield f"approval  {'a person approves' if found['approval']['needed'] else 'none: the gate alone decides'}"
+
+
+def _tokens(stage: dict[str, Any]) -> str:
+    return "" if stage["tokens"] is None else f", about {stage['tokens']} tokens"

@@ -1,0 +1,184 @@
+"""The record of a loop: a folder for each round, and in it one file for each stage that is done."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.report.metrics import write_atomically
+from lightning_trainer.session.folder import check_unchanged
+
+STAGES: Final = ("select", "train", "evaluate", "candidate", "shadow", "canary", "approval")
+STATUS_NAME: Final = "status.txt"  # in the loop's folder: what `loop --status` prints
+_OPTIONS: Final = "options.json"  # in a round's folder
+_WAITING: Final = "waiting.json"  # likewise: why the stage that is not done waits; it decides nothing
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """What a stage came to.
+
+    Attributes:
+        facts: for later stages and for people.
+        outcome: how the round ended in this stage: promoted, rejected or rolled back; None: it goes on.
+        reason: why it ended.
+    """
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    outcome: str | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A stage that can't end yet.
+
+    Attributes:
+        reason: what it waits for.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoopRound:
+    """One round, as its folder says.
+
+    Attributes:
+        folder: where it is.
+    """
+
+    folder: Path
+
+    @property
+    def number(self) -> int:
+        """1 for the first."""
+        return int(self.folder.name)
+
+    @property
+    def key(self) -> str:
+        """Name of this round in the table of deployments, which no other round has."""
+        return str(_read(self.folder / _OPTIONS)["key"])
+
+    @property
+    def end(self) -> StageResult | None:
+        """How it ended; None: it goes on."""
+        results = (self.result(stage) for stage in STAGES)
+        return next((one for one in results if one is not None and one.outcome is not None), None)
+
+    def result(self, stage: str) -> StageResult | None:
+        """Return what a stage came to; None: it is not done."""
+        path = self._path(stage)
+        return StageResult(**_read(path)) if path.exists() else None
+
+    def facts(self, stage: str) -> Mapping[str, Any]:
+        """Return the facts of a stage that is done."""
+        found = self.result(stage)
+        return {} if found is None else found.facts
+
+    def write(self, stage: str, result: StageResult) -> None:
+        """Record that a stage is done."""
+        values = {"facts": dict(result.facts), "outcome": result.outcome, "reason": result.reason}
+        _write(self._path(stage), values)
+
+    def wait(self, stage: str, reason: str) -> None:
+        """Note why a stage waits, for `lines`."""
+        _write(self.folder / _WAITING, {"stage": stage, "reason": reason})
+
+    def lines(self) -> Iterator[str]:
+        """Describe each stage in a line."""
+        waiting = _read(self.folder / _WAITING) if (self.folder / _WAITING).exists() else {}
+        end, current = self.end, next((stage for stage in STAGES if self.result(stage) is None), None)
+        for stage in STAGES:
+            result = self.result(stage)
+            if result is not None:
+                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._path(stage).stat().st_mtime))
+                yield f"  {stage:<10} done     {when}  {_describe(result)}".rstrip()
+            elif stage == current and end is None:
+                reason = waiting["reason"] if waiting.get("stage") == stage else ""
+                yield f"  {stage:<10} {'waiting' if reason else 'current':<7}  {reason}".rstrip()
+            else:
+                yield f"  {stage:<10} {'-' if end is not None else 'to come'}"
+
+    def _path(self, stage: str) -> Path:
+        return self.folder / f"{stage}.json"
+
+
+def rounds_in(folder: Path) -> list[LoopRound]:
+    """Return the rounds of a loop, oldest first."""
+    found = [LoopRound(path) for path in folder.glob("*") if path.name.isdecimal() and (path / _OPTIONS).is_file()]
+    return sorted(found, key=lambda one: one.number)
+
+
+def open_round(folder: Path, options: Mapping[str, Any]) -> LoopRound:
+    """Return the round that goes on, or begin the next one.
+
+    Raises:
+        ConfigError: the round was begun with other options.
+    """
+    rounds = rounds_in(folder)
+    if rounds and rounds[-1].end is None:
+        before = _read(rounds[-1].folder / _OPTIONS)["options"]
+        now = json.loads(json.dumps(dict(options), default=str))
+        names = dict.fromkeys([*now, *before])
+        check_unchanged(
+            rounds[-1].folder,
+            {name: before.get(name) for name in names},
+            {name: now.get(name) for name in names},
+            "Options can change when this round has ended.",
+        )
+        return rounds[-1]
+    begun = LoopRound(folder / str(rounds[-1].number + 1 if rounds else 1))
+    begun.folder.mkdir(exist_ok=True)
+    _write(begun.folder / _OPTIONS, {"key": uuid.uuid4().hex, "options": dict(options)})
+    return begun
+
+
+def describe_loop(folder: Path) -> str:
+    """Return the state of a loop for people: the current round, and how the earlier ones ended.
+
+    Raises:
+        ConfigError: there is no loop.
+    """
+    rounds = rounds_in(folder)
+    if not rounds:
+        raise ConfigError(f"{folder} has no loop. Give its --out, or begin it without --status.")
+    lines = [f"round {one.number}: {end.outcome}. {end.reason}" for one in rounds[:-1] if (end := one.end) is not None]
+    last = rounds[-1]
+    state = "is running" if last.end is None else f"{last.end.outcome}. {last.end.reason}"
+    return "\n".join([*lines, f"round {last.number}: {state}", *last.lines()]) + "\n"
+
+
+def write_status(folder: Path) -> None:
+    """Write the page that shows the current stage."""
+    write_atomically(folder / STATUS_NAME, describe_loop(folder).encode())
+
+
+def _describe(result: StageResult) -> str:
+    shown = [
+        f"{name} {value:+.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in _short(result)
+    ]
+    return ", ".join([*shown, *([f"{result.outcome}: {result.reason}"] if result.outcome else [])])
+
+
+def _short(result: StageResult) -> Iterator[tuple[str, Any]]:
+    facts = result.facts.items()
+    return ((name, value) for name, value in facts if isinstance(value, int | float | str) and name != "until_ns")
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    write_atomically(path, (json.dumps(values, indent=2, default=str) + "\n").encode())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}. Choose another --out.") from None
+    return values
