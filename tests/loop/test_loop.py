@@ -21,14 +21,17 @@ from lightning_spans.schema.spans import SHADOW
 from lightning_spans.schema.terms import TERMS, make_terms
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.deployments import Assignment, Deployment
+from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
-from lightning_trainer.kits.deploy.approvals import Approvals
+from lightning_trainer.gateway.http.serving import ServerThread
+from lightning_trainer.kits.deploy.approvals import Approvals, guard_promotions
 from lightning_trainer.kits.deploy.routing import MARK
 from lightning_trainer.kits.deploy.table import keep, read_histories
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 from lightning_trainer.kits.loop import deployment, learning, record, selection
 from lightning_trainer.report.metrics import write_atomically
 from support.cli import call, told
+from support.fakes import FakeEngine
 
 KINDS = ["candidate", "shadow", "canary", "canary", "stable"]  # rows of a round; the second canary is the approval
 CONFIG = """
@@ -63,6 +66,7 @@ class Site:
     quality: float = 0.1
     events: int = 0
     killed_at: int | None = None
+    url: str | None = None
 
     @property
     def path(self) -> Path:
@@ -78,8 +82,8 @@ class Site:
         self.traces += count
 
     def call(self, *more: str) -> Any:
-        return call("loop", "program:run", "--config", self.folder / "loop.toml", "--store", self.path, "--no-wait",
-                    "--key-file", self.folder / "lightning.key", *more)  # fmt: skip
+        where = ("--store", self.url or self.path, "--key-file", self.folder / "lightning.key")
+        return call("loop", "program:run", "--config", self.folder / "loop.toml", *where, "--no-wait", *more)
 
     def history(self) -> list[Deployment]:
         with closing(open_store(str(self.path))) as store:
@@ -259,6 +263,29 @@ def test_a_round_goes_from_traces_to_a_promotion_and_the_next_takes_newer_traces
     tasks = [json.loads(line)["question"] for name in ("train", "held-out")
              for line in (site.out / "2" / f"{name}.jsonl").read_text().splitlines()]  # fmt: skip
     assert sorted(tasks) == sorted(f"question {place}" for place in range(12, 22))
+
+
+def test_the_loop_works_through_a_server_which_verifies_the_approval(site: Site) -> None:
+    keys = Keys.from_file(site.folder / "lightning.key.secret")
+    approver = site.folder / "ada.key"
+    approver.write_text(keys.issue("approver", holder="ada"))
+    site.approves = False
+    with closing(open_store(str(site.path))) as store:
+        app = create_app(store, keys=keys, engine=FakeEngine(lambda _: "old", model="old"))
+        guard_promotions(app)
+        thread = ServerThread(app)
+        try:
+            site.url = thread.start()
+            for _ in range(6):
+                assert site.call().exit_code == 0
+                site.live()
+            assert [row.stage for row in site.history()] == KINDS[:3]
+            approved = call("deploy", "approve", "writer", "--store", site.url, "--key-file", approver)
+            assert approved.exit_code == 0, approved.output
+            site.finish()
+        finally:
+            thread.stop()
+    assert [row.stage for row in site.history()] == KINDS
 
 
 def test_a_loop_that_is_killed_anywhere_ends_like_one_that_is_not(site: Site) -> None:
