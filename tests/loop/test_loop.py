@@ -393,6 +393,7 @@ def test_a_dry_run_states_what_each_stage_takes_and_begins_nothing(site: Site) -
         ("least = 10", "leats = 10", "unknown option 'select.leats'"),
         ("share = 0.5", "share = 5", "canary.share = 5"),
         ("steps = 3", 'steps = 3\ndata = "x"', "train.data: the loop sets it"),
+        ("steps = 3", 'steps = 3\ncheckpoint = "weights"', "can't be resumed"),
         ("steps = 3", "setps = 3", "unknown option 'setps'"),
         ("share = 0.5", 'share = 0.5\nguards = { quick = 0.1 }', "quick"),
     ],

@@ -6,6 +6,7 @@ import json
 import shutil
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.torch
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.store import open_store
 from lightning_trainer.config.files import read_kept
-from lightning_trainer.kits.loop import loop as looping
+from lightning_trainer.kits.loop import learning
+from lightning_trainer.run.train import train
 from support.cli import call
 
 AGENT = """
@@ -92,12 +94,14 @@ def test_a_round_trains_and_evaluates_and_the_next_continues_from_its_checkpoint
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    def stop(*_: object) -> None:
+    def train_and_stop(*given: Any) -> None:
+        train(*given)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(looping, "compare", stop)
+        patch.setattr(learning, "train", train_and_stop)
         assert call("loop", "program:run", "--config", "loop.toml", "--store", store, "--no-wait").exit_code == 130
+    assert not (out / "1" / "train.json").exists()
     trained = (out / "1" / "run" / "metrics.jsonl").read_bytes()
     assert "shadow     waiting  0 copies of live calls, 200 are needed" in go()
     assert (out / "1" / "run" / "metrics.jsonl").read_bytes() == trained, "the run is not trained again"

@@ -200,6 +200,8 @@ def _check(config: LoopConfig) -> None:
     config.canary.rules  # noqa: B018 - or refuse
     config.shadow_rules  # noqa: B018 - or refuse
     train = config.run(Path("train.jsonl"), Path("run"), None)
+    if train.checkpoint == "weights":
+        raise ConfigError("train.checkpoint: a run with weights alone can't be resumed. Leave it out, or use newest.")
     if train.judge or train.reward == JUDGE:
         raise ConfigError(
             "train.reward: a judge ranks rollouts of one task against each other, so two models can't be compared."
