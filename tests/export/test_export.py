@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lightning_spans.errors import ConfigError, DataError, UnknownAgentError
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import ABANDONED, REQUEST, RESPONSE
-from lightning_spans.schema.terms import CONSENT, GRANTED
+from lightning_spans.terms import CONSENT, GRANTED
 from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.export import choose, files

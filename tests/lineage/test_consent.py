@@ -18,8 +18,8 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.production import read_live
 from lightning_spans.schema.spans import Span
-from lightning_spans.schema.terms import CONSENT, RETENTION, SOURCE, TENANT, join_terms, make_terms
 from lightning_spans.store import open_store
+from lightning_spans.terms import CONSENT, RETENTION, SOURCE, TENANT, join_terms, make_terms
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.auth.keys import Grant, Keys
 from lightning_trainer.gateway.auth.quotas import Quotas

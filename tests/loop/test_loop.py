@@ -18,9 +18,9 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import SHADOW
-from lightning_spans.schema.terms import TERMS, make_terms
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.deployments import Assignment, Deployment
+from lightning_spans.terms import TERMS, make_terms
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread

@@ -11,7 +11,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.record.redaction import NOTHING, Redaction, read_rules
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import TRAINING, Json, Span
-from lightning_spans.schema.terms import make_terms
+from lightning_spans.terms import make_terms
 
 if TYPE_CHECKING:
     from lightning_spans.record.delivery.ended import EndedSpan
@@ -27,7 +27,7 @@ class Live:
         origin: the label they get.
         rate: share of the traces that is kept, 0 to 1: whole traces, the same in every process that sees one.
         redaction: what is masked in them.
-        terms: of data, as attributes, where a span states none: `schema.terms`.
+        terms: of data, as attributes, where a span states none: `lightning_spans.terms`.
     """
 
     origin: str = TRAINING

@@ -10,7 +10,7 @@ from typing import Any, Final
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import TRAINING
-from lightning_spans.schema.terms import CONSENT, GRANTED, RETENTION, TENANT, TERMS, read_days
+from lightning_spans.terms import CONSENT, GRANTED, RETENTION, TENANT, TERMS, read_days
 
 DENIED_TRACE: Final = "live trace whose consent is denied"
 UNSTATED: Final = "live trace that states no consent: --assume-consent takes these, too"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_spans.record.context import entered, with_terms
-from lightning_spans.schema.terms import make_terms
+from lightning_spans.terms import make_terms
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def _new(scope: Scope, text: str) -> None:
     @(_terms_options if scope in {"live", "caller"} else _no_options)
     def new(*, key_file: Path, days: float, name: str | None, **terms: Any) -> None:
         from lightning_spans.errors import ConfigError
-        from lightning_spans.schema.terms import make_terms
+        from lightning_spans.terms import make_terms
         from lightning_trainer.gateway.auth.keys import Keys
 
         if name is not None and "/" in name:

@@ -52,7 +52,7 @@ class Grant:
         key_id: under which the register has it; None for an attempt's key.
         failures: earlier attempts of its rollout that failed; 0 for other keys.
         replay: whether its attempt replays an earlier one.
-        terms: of the data that comes with a live key: names and values of `lightning_spans.schema.terms`.
+        terms: of the data that comes with a live key: names and values of `lightning_spans.terms`.
     """
 
     scope: Scope

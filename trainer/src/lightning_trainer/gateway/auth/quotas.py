@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_spans.schema.terms import TENANT
+from lightning_spans.terms import TENANT
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.settings import Limits

@@ -15,7 +15,7 @@ from lightning_spans.record.delivery.otlp import JSON, PROTOBUF
 from lightning_spans.record.delivery.otlp_reader import read
 from lightning_spans.record.production import EVERYTHING, Live, sampled
 from lightning_spans.schema.spans import LIVE, Span
-from lightning_spans.schema.terms import join_terms
+from lightning_spans.terms import join_terms
 from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.auth.keys import Scope as KeyScope

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.calls import LEFT_OUT, PARTIAL, Call, Choice
 from lightning_spans.schema.spans import LIVE, TRAINING, Json
-from lightning_spans.schema.terms import TERMS, join_terms, make_terms
+from lightning_spans.terms import TERMS, join_terms, make_terms
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.http.errors import bad_request
 
