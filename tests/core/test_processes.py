@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 from lightning_spans import Attempt, agent, child_environment, use_attempt
 from lightning_spans.record.context import current_agent, current_attempt
 from lightning_spans.record.instrument.processes import carry_attempts
+from lightning_spans.record.process import thread_frames
 
 ATTEMPT = Attempt("r", "a", endpoint="http://gate", key="k", agents=("coder",))
 OTHER = Attempt("r2", "a2", endpoint="http://gate", key="k2")
@@ -99,3 +102,12 @@ def test_what_an_outer_attempt_set_does_not_reach_an_inner_one(monkeypatch: pyte
         monkeypatch.setenv(name, value)
     with use_attempt(Attempt("r3", "a3")):
         assert child_environment()["LIGHTNING_ENDPOINT"] == ""
+
+
+def test_no_garbage_is_collected_while_it_is_looked_where_threads_stand(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        sys, "_current_frames", lambda real=sys._current_frames: (seen.append(gc.isenabled()), real())[1]
+    )
+    assert threading.get_ident() in thread_frames()
+    assert (seen, gc.isenabled()) == ([False], True)

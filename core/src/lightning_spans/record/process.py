@@ -6,13 +6,14 @@ In a forked child no thread lives on but the one that forked, and locks stay hel
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize, register_after_fork
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,6 +42,21 @@ def threads_live_on() -> bool:
     """Whether a forked child has its parent's threads: gevent's are greenlets of the one thread that forks."""
     monkey = sys.modules.get("gevent.monkey")
     return monkey is not None and bool(monkey.is_module_patched("threading"))
+
+
+def thread_frames() -> dict[int, FrameType]:
+    """Return where each thread stands, by its identifier.
+
+    Without garbage collection meanwhile: on Python 3.11.7, among others, the process stops for good if an object that
+    lets other threads run, such as a socket, is finalised inside of `sys._current_frames` (CPython's issue 106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()  # the only way to see another thread's stack
+    finally:
+        if collects:
+            gc.enable()
 
 
 def at_end(owner: object, function: Callable[[], Any]) -> Callable[[], None]:

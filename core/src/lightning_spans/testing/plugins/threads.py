@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Final
+
+from lightning_spans.record.process import thread_frames
 
 STANDS_S: Final = 45.0  # less than the minute after which clients of models give up or try again
 ENDED_S: Final = 300.0  # for a machine that has other things to do
@@ -59,7 +60,7 @@ def _join_all(threads: Sequence[threading.Thread], within_s: float) -> bool:
 def stacks() -> str:
     """Return where each thread of this process stands."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames().items()
+    frames = thread_frames().items()
     return "\n".join(
         f"--- {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import Final
+
+from lightning_spans.record.process import thread_frames
 
 LOOK_S: Final = 0.25
 STILL_S: Final = 1.0  # a loop that has not run for this long is reported
@@ -60,7 +61,7 @@ class LoopWatch:
         return None if task is None else self._number_of(task)
 
     def _where(self) -> str:
-        frame = sys._current_frames().get(self._thread_id)  # the only way to see another thread's stack
+        frame = thread_frames().get(self._thread_id)
         if frame is None:
             return "an unknown place"
         last = traceback.extract_stack(frame)[-1]
