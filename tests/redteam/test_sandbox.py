@@ -205,7 +205,7 @@ async def test_what_a_command_leaves_running_ends_with_its_sandbox(attempt, proj
     [
         ({"sandbox": "bwrap"}, "--workdir"),
         ({"sandbox": "docker", "workdir": "."}, "--sandbox-image"),
-        ({"sandbox": "bwrap", "sandbox_image": "x", "workdir": "."}, "docker and podman"),
+        ({"sandbox": "bwrap", "sandbox_image": "x", "workdir": "."}, "docker or podman"),
         ({"sandbox_read": ("/opt",)}, "Give --sandbox"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections import OrderedDict
@@ -22,9 +21,10 @@ from lightning_spans.errors import StoreError
 from lightning_spans.record.stalls import stall_counts, stalls
 from lightning_spans.schema.calls import Call
 from lightning_trainer.gateway.http.asgi import send_bytes
+from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.reasons.continuation import BEGINS, CONTINUATION, JOINED, continued_share, slug
 
-logger = logging.getLogger(__name__)
+logger = masking_logger(__name__)
 _FRESH_S: Final = 1.0
 SENDER_OUTCOMES: Final = ("delivered", "spooled", "retried", "refused", "dropped", "sampled_out", "redacted")
 _SENDERS_MOST: Final = 10_000
