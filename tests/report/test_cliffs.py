@@ -165,7 +165,7 @@ class Log:
 
 
 def opened(folder: Path, *, rollback: bool) -> Any:
-    config = SimpleNamespace(rollback_on_cliff=rollback, policies={"writer": "lora", "checker": "lora"})
+    config = SimpleNamespace(rollback_on_cliff=rollback, schedule=None, policies={"writer": "lora", "checker": "lora"})
     progress = SimpleNamespace(note=lambda text: None)
     return SimpleNamespace(config=config, val=[{}], log=Log(), folder=folder, progress=progress)
 
