@@ -11,9 +11,9 @@ from lightning_spans.hooks import hookimpl
 @hookimpl
 def lightning_register_algorithms(register: Callable[[str, Any], None]) -> None:
     """Register the algorithm whose baseline is the running mean of each agent."""
-    from lightning_trainer.kits.schedules.role_baselines import RoleAdvantages
+    from lightning_trainer.kits.schedules.role_baselines import ROLE_ADVANTAGES
 
-    register("rae", RoleAdvantages())
+    register("rae", ROLE_ADVANTAGES)
 
 
 @hookimpl

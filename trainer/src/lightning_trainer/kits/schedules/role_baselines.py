@@ -10,32 +10,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind, Extra, StepRollouts
-from lightning_trainer.config.mistakes import refuse
-from lightning_trainer.rl.advantages import uncompared
-from lightning_trainer.rl.algorithms.protocol import (
-    Clip,
-    TrainedTokens,
-    credit_of,
-    division_asked,
-    group_options_asked,
-    value_head_asked,
-)
-from lightning_trainer.rl.batch.batch import Batch, batch_of
-from lightning_trainer.rl.batch.comparison import compared, no_contrast, penalties_of, weighed
-from lightning_trainer.rl.batch.sharing import calls_of
-from lightning_trainer.rl.rewards import source_weights
+from lightning_trainer.rl.algorithms.reinforce import Reinforce
 
 if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch.attempts import Traces
+    from lightning_trainer.rl.batch.batch import Batch
     from lightning_trainer.rl.batch.comparison import Penalty
-    from lightning_trainer.rl.losses import PolicyLoss
     from lightning_trainer.rl.rollouts import Outcome
     from lightning_trainer.rl.rows import Row
 
@@ -43,19 +30,10 @@ RAE: Final = "rae"
 DECAY: Final = 0.95
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleAdvantages:
+class RoleAdvantages(Reinforce):
     """The algorithm: rows hold the credit of their calls until the baselines are taken off."""
 
-    defaults: Mapping[str, Any] = field(default_factory=lambda: {"normalise_std": False, "group_size": 1})
-
-    grouped: ClassVar[bool] = False
-    critic: ClassVar[bool] = False
-    dual_clip: ClassVar[bool] = True
-
-    def check(self, config: TrainConfig) -> None:
-        """Refuse options that contradict the algorithm: `Algorithm.check`."""
-        refuse({**value_head_asked(config), **division_asked(config), **group_options_asked(config)})
+    __slots__ = ()
 
     def batch(
         self,
@@ -69,27 +47,12 @@ class RoleAdvantages:
         merge: bool = True,
     ) -> Batch:
         """Turn rollouts into rows with the credit of their calls: `Algorithm.batch`."""
-        weights = source_weights(config)
-        calls = calls_of(
-            outcomes,
-            traces,
-            credit=credit_of(config),
-            failed=config.failed,
-            agents=config.agents,
-            weights=weights,
-            apart=False,
-            known_agents=known_agents,
-            alone="batch",
-        )
-        off = penalties_of(calls, penalty)
-        parts = compared(calls, uncompared, penalties_M=off, normalise=False, eps=config.advantage_eps)
-        return batch_of(calls, weighed(parts, weights), no_contrast(calls, parts), merge=merge)
+        return super().batch(config, outcomes, traces, known_agents, penalty=penalty, whole=False, merge=merge)
 
-    def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
-        """Clip the ratio of each token: `Algorithm.policy_loss`."""
-        from lightning_trainer.rl.losses import policy_loss
 
-        return policy_loss(*tokens.given, clip_low=clip.low, clip_high=clip.high, clip_dual=clip.dual)
+ROLE_ADVANTAGES: Final = RoleAdvantages(
+    paper="arXiv 2506.24119", grouped=False, defaults={"normalise_std": False, "group_size": 1}
+)
 
 
 class RoleBaselinesKind(CallbackKind):
