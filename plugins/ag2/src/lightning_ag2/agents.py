@@ -1,4 +1,4 @@
-"""Agents: their spans, and their names for the model calls that they make."""
+"""Agent spans: record which AG2 agent makes each model call."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightning_spans.record.instrument.tracker import Tracker
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
 
-# AG2 makes an agent for each subtask, with a random name.
+# AG2 creates one agent per subtask, with a random name.
 _SUBTASK: Final = re.compile(r"subtask-[0-9a-f]{8}")
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent, until what is yielded is called."""
+    """Patch AG2 to record every agent; what is yielded removes each patch."""
     agents = Ag2Agents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace(Agent, "_turn_scope", agents.wrap_turn)
 
 
 class Ag2Agents(Tracker):
-    """Begins and ends our spans with the framework's agents."""
+    """Begins and ends agent spans around the turns of AG2's agents."""
 
     def wrap_turn(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a span of what a turn's scope gives to be called: from an agent's prompt to its answer."""
+        """Wrap the scope of a turn: the agent span covers the turn from prompt to answer."""
 
         @asynccontextmanager
         async def turn_scope(agent: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Callable[[], Awaitable[Any]]]:

@@ -1,4 +1,4 @@
-"""Tool calls: their spans, with what the model asked for and what it is told."""
+"""Tool spans: the arguments the model asked for and the result it was given."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch AG2 to record every tool call; what is yielded removes each patch."""
     tools = Ag2Tools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(executor, "_execute_call", tools.wrap_execute)
@@ -30,10 +30,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class Ag2Tools(Tracker):
-    """Begins and ends our spans with the framework's tools."""
+    """Begins and ends tool spans around AG2's tool calls."""
 
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model asked for a tool: it is carried out, is not there, or is left to the program's own client."""
+        """Wrap a tool call of a model. The tool may run, be unknown, or be left to the program's client."""
 
         async def execute(context: Any, call: Any) -> Any:
             span = self.begin_tool(call.name, call.id, call.arguments)
@@ -46,13 +46,13 @@ class Ag2Tools(Tracker):
         return execute
 
     def _end(self, span: OpenSpan | None, outcome: Any) -> None:
-        if not isinstance(outcome, ToolResultEvent):  # the program carries it out later
+        if not isinstance(outcome, ToolResultEvent):  # the program runs it later
             return
         error = outcome.error if isinstance(outcome, ToolErrorEvent) else None
         self.end(span, error=error, attributes={names.TOOL_RESULT: _text(outcome.result)})
 
     def wrap_own_code(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Its own code runs, and an error of it is an event too: its text has the traceback."""
+        """Wrap the tool's own code. AG2 turns its errors into events whose text has the traceback."""
 
         async def call(tool: Any, event: Any, context: Any) -> Any:
             return await acalled(
@@ -63,7 +63,7 @@ class Ag2Tools(Tracker):
 
 
 def _text(result: ToolResult) -> str:
-    """Return a tool's result as the model is told it."""
+    """Return a tool's result as the text that the model gets."""
     return "".join(map(_part, result.parts))
 
 
@@ -74,7 +74,7 @@ def _part(part: Any) -> str:
 
 
 def _keep(span: OpenSpan, outcome: Any) -> None:
-    """Keep what a tool returned, unless its text says it all, as that of an error does."""
+    """Record a tool's returned value, unless its text already says everything, as for errors."""
     span.attributes.pop(names.TOOL_RETURNED, None)
     if isinstance(outcome, ToolResultEvent) and not isinstance(outcome, ToolErrorEvent):
         result = outcome.result
@@ -83,7 +83,7 @@ def _keep(span: OpenSpan, outcome: Any) -> None:
 
 
 def _outcome(call: Any, given: Given) -> Any:
-    """Return the event of what a tool gave in the record."""
+    """Return the event for a recorded outcome of a tool."""
     if given.failed:
         error = error_of(given.error_type, given.error)
         return ToolErrorEvent(parent_id=call.id, name=call.name, error=error, result=ToolResult(given.result))

@@ -1,4 +1,4 @@
-"""Agents and workflows: their spans, and the agents' names for the model calls that they make."""
+"""Agent and workflow spans: record which agent makes each model call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from lightning_spans.schema import spans as names
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
-_RANDOM: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")  # at the end of a name that nobody gave
+# end of the name that the framework generates for an unnamed agent
+_RANDOM: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent and workflow, until what is yielded is called."""
+    """Patch the framework to record every agent and workflow; what is yielded removes each patch."""
     agents = AgentFrameworkAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace(Agent, "run", agents.wrap_run)
@@ -32,10 +33,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class AgentFrameworkAgents(Tracker):
-    """Begins and ends our spans with the framework's agents and workflows."""
+    """Begins and ends spans around the framework's agents and workflows."""
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent works, from its prompt to its answer: an awaitable, or a stream that works when it is read."""
+        """Wrap a run of an agent. It returns an awaitable, or a stream that does the work while it is read."""
 
         def run(agent: Any, *args: Any, **kwargs: Any) -> Any:
             return self._follow(lambda: self._begin(agent), original(agent, *args, **kwargs))
@@ -43,7 +44,7 @@ class AgentFrameworkAgents(Tracker):
         return run
 
     def wrap_raw_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same of an agent without middleware; an `Agent` comes by here inside of its own run."""
+        """Wrap a run of an agent without middleware. An `Agent` also calls this within its own run."""
 
         def run(agent: Any, *args: Any, **kwargs: Any) -> Any:
             work = original(agent, *args, **kwargs)
@@ -52,7 +53,7 @@ class AgentFrameworkAgents(Tracker):
         return run
 
     def wrap_workflow(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A workflow runs: agents in sequence, at the same time, or handing over to each other."""
+        """Wrap a run of a workflow: agents in sequence, in parallel, or with handoffs."""
 
         def run(workflow: Any, *args: Any, **kwargs: Any) -> Any:
             name = _RANDOM.sub("", getattr(workflow, "name", None) or type(workflow).__name__)
@@ -73,7 +74,10 @@ class AgentFrameworkAgents(Tracker):
             return await work
 
     def _read(self, span: OpenSpan | None, stream: Any) -> Any:
-        """Make each piece of a stream under its span, which ends with the stream, or when nobody holds that."""
+        """Compute each item of a stream within the span.
+
+        The span ends with the stream, or when it is garbage collected.
+        """
         if span is not None:
             stream._pull_context_manager_factories.append(lambda: _Pull(self, span))
             stream._cleanup_hooks.append(lambda: self.end(span))
@@ -82,7 +86,7 @@ class AgentFrameworkAgents(Tracker):
 
 
 class _Pull(AbstractContextManager[None]):
-    """One piece of a stream is made."""
+    """Computes one item of a stream."""
 
     def __init__(self, tracker: Tracker, span: OpenSpan) -> None:
         self._tracker, self._span, self._entered = tracker, span, entered(span.context)

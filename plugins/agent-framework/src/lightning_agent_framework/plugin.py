@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind Agent Framework's agents and tools, over the patches of the openai client, to the recorder."""
+    """Record Agent Framework's agents and tools, in addition to the patches of the openai client."""
     from lightning_agent_framework import agents, tools
     from lightning_openai import patch
 

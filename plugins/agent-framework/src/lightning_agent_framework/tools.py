@@ -1,4 +1,4 @@
-"""Tool calls: their spans, with what the model asked for and what it is told."""
+"""Tool spans: the arguments the model asked for and the result it was given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch the framework to record every tool call; what is yielded removes each patch."""
     tools = AgentFrameworkTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(_tools, "_execute_single_function_call", tools.wrap_execute)
@@ -27,10 +27,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class AgentFrameworkTools(Tracker):
-    """Begins and ends our spans with the framework's tools."""
+    """Begins and ends tool spans around the framework's tool calls."""
 
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model asked for a tool."""
+        """Wrap a tool call that a model asked for."""
 
         async def execute(function_call: Any, **kwargs: Any) -> Any:
             span = self._begin(function_call)
@@ -44,7 +44,7 @@ class AgentFrameworkTools(Tracker):
 
     def _begin(self, function_call: Any) -> OpenSpan | None:
         with self.guard():
-            call = _tools._underlying_function_call(function_call)  # of one that somebody had to approve
+            call = _tools._underlying_function_call(function_call)  # id of the call that a person had to approve
             arguments = call.arguments if isinstance(call.arguments, str) else to_json(call.arguments or {})
             return self.begin_tool(call.name, call.call_id, arguments)
         return None
@@ -56,7 +56,7 @@ class AgentFrameworkTools(Tracker):
         self.end(span, error=getattr(last, "exception", None), attributes={names.TOOL_RESULT: text})
 
     def wrap_invoke(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Its own code runs."""
+        """Wrap the tool's own code."""
 
         async def invoke(tool: Any, call_kwargs: Any) -> Any:
             return await acalled(lambda: original(tool, call_kwargs))

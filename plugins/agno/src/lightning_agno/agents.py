@@ -1,6 +1,6 @@
-"""Agents, teams and workflows: their spans, and the agents' names for the model calls that they make.
+"""Agent spans: record which agent, team or workflow makes each model call.
 
-A team's leader asks a model of its own: a team is an agent, and its members are agents inside of it.
+A team's leader calls its own model. A team is therefore recorded as an agent that contains its members.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lightning_spans.schema import spans as names
 
 try:
     from agno.workflow import Workflow
-except ImportError:  # version 2 wants fastapi for them
+except ImportError:  # version 2 needs fastapi for workflows
     Workflow = None
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
-# The event of a stream that says that a run failed, and what names whose run it is.
+# The stream event that reports a failed run, and the attribute that names the failed agent or team.
 _FAILED: Final = {RunEvent.run_error.value: "agent_id", TeamRunEvent.run_error.value: "team_id"}
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent, team and workflow, until what is yielded is called."""
+    """Patch Agno to record every agent, team and workflow; what is yielded removes each patch."""
     agents = AgnoAgents(recorder, FRAMEWORK)
     yield agents.stop
     for owner, name in ways():
@@ -44,18 +44,18 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def ways() -> Iterator[tuple[type, str]]:
-    """Return the methods by which agents, teams and workflows are run or go on: each may give a stream."""
+    """Return the methods that start or continue a run. Each may return a stream."""
     for owner in (Agent, Team, Workflow):
         for name in ("run", "arun", "continue_run", "acontinue_run"):
-            if owner is not None and name in vars(owner):  # teams go on since 2.5, workflows since 2.6
+            if owner is not None and name in vars(owner):  # teams can be continued since 2.5, workflows since 2.6
                 yield owner, name
 
 
 class AgnoAgents(Tracker):
-    """Begins and ends our spans with the runs of agents, teams and workflows."""
+    """Begins and ends spans around runs of agents, teams and workflows."""
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """One of them runs; a stream works when it is read."""
+        """Wrap a synchronous run. A stream does the work while it is read."""
 
         def run(agent: Any, *args: Any, **kwargs: Any) -> Any:
             span = self._begin(agent)
@@ -75,7 +75,7 @@ class AgnoAgents(Tracker):
         return run
 
     def wrap_arun(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, to be awaited or read in an event loop."""
+        """Wrap an asynchronous run, awaited or streamed."""
 
         def arun(agent: Any, *args: Any, **kwargs: Any) -> Any:
             work = original(agent, *args, **kwargs)
@@ -123,14 +123,14 @@ class AgnoAgents(Tracker):
             await events.aclose()
 
     def _hear(self, agent: Any, span: OpenSpan, event: Any) -> None:
-        """End the span of a run that says that it failed; a team's stream has the events of its members too."""
+        """End the span of a run whose stream reports a failure. A team's stream also contains its members' events."""
         whose = _FAILED.get(getattr(event, "event", None) or "")
         if whose is not None and getattr(event, whose, None) == agent.id:
             self.end(span, error=str(event.content or "the run failed"))
 
 
 def failure(output: Any) -> str | None:
-    """Return what a run that failed says; since 2.3 errors are told and not raised. None where it did not fail."""
+    """Return the error of a failed run, or None. Since 2.3 Agno returns errors instead of raising them."""
     if getattr(output, "status", None) is not RunStatus.error:
         return None
     return str(getattr(output, "content", None) or "the run failed")

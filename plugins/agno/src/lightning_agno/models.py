@@ -1,6 +1,6 @@
-"""Models that Agno reaches without openai's and LiteLLM's clients (Anthropic, Gemini, Bedrock): one chat span a call.
+"""Chat spans for models that do not use openai's or LiteLLM's client (Anthropic, Gemini, Bedrock).
 
-Every call is a scope while it lasts. If a client makes a chat span in it, nothing is made here.
+Each call opens a scope. If a client creates a chat span within it, this module creates none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BY_CLIENTS: Final = ("agno.models.openai", "agno.models.litellm", "agno.models.
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every call of a model, until what is yielded is called."""
+    """Patch Agno to record every model call; what is yielded removes each patch."""
     models = AgnoModels(recorder, FRAMEWORK)
     yield models.stop
     yield replace_in_subclasses(Model, "invoke", models.wrap)
@@ -33,7 +33,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class AgnoModels(Tracker):
-    """Makes the chat spans of calls that no client makes."""
+    """Creates the chat spans of calls for which no client creates one."""
 
     def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, streamed: bool) -> OtherCall | None:
         if not self.live:
@@ -47,7 +47,7 @@ class AgnoModels(Tracker):
         return OtherCall(self.recorder, self.plugin, self.framework, ask, provider=provider, streamed=streamed)
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked."""
+        """Wrap a synchronous call."""
         if original.__module__.startswith(_BY_CLIENTS):
             return original
 
@@ -60,7 +60,7 @@ class AgnoModels(Tracker):
         return invoke
 
     def wrap_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, awaited."""
+        """Wrap an asynchronous call."""
         if original.__module__.startswith(_BY_CLIENTS):
             return original
 
@@ -72,7 +72,7 @@ class AgnoModels(Tracker):
         return ainvoke
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked, and its answer streamed."""
+        """Wrap a synchronous call with a streamed answer."""
         if original.__module__.startswith(_BY_CLIENTS):
             return original
 
@@ -87,7 +87,7 @@ class AgnoModels(Tracker):
         return invoke
 
     def wrap_stream_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, in an event loop."""
+        """Wrap an asynchronous call with a streamed answer."""
         if original.__module__.startswith(_BY_CLIENTS):
             return original
 
@@ -124,13 +124,13 @@ async def _akept(pieces: AsyncGenerator[Any, None], seen: list[Any]) -> AsyncGen
 
 
 def request_body(model: Any, messages: Sequence[Any], tools: Any) -> dict[str, Json]:
-    """Return what was asked as the body of a chat completion."""
+    """Return the request as the body of a chat completion."""
     body: dict[str, Json] = {"model": model.id, "messages": [_turn(message) for message in messages]}
     return {**body, "tools": list(tools)} if tools else body
 
 
 def response_body(model: Any, pieces: Sequence[Any]) -> dict[str, Json]:
-    """Return what was answered, piece by piece, as a chat completion."""
+    """Return the answer, collected from its parts, as a chat completion."""
     text = "".join(piece.content for piece in pieces if isinstance(piece.content, str))
     parts = [part for piece in pieces for part in piece.tool_calls or ()]
     calls = model.parse_tool_calls(parts) if parts and not isinstance(parts[0], dict) else parts

@@ -1,7 +1,7 @@
-"""A tool's own code, in whose place a replay puts what the record has.
+"""Run or replay a tool's own code: a replay returns the recorded result instead.
 
-Agno calls it as the entrypoint of a `Function`, after the hooks around it. A function may be at work in several threads
-at once: the entrypoint is replaced while it is in any of them, and each finds its own span.
+Agno calls the code as the entrypoint of a `Function`, inside the function's hooks. The same function may run in several
+threads at once, so its entrypoint stays replaced as long as any thread uses it, and each thread looks up its own span.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class _Replaced:
 
 
 _replaced: Final[dict[int, _Replaced]] = {}  # by the id of the function
-_raised: Final[dict[str, list[BaseException]]] = {}  # by the span that they belong to
+_raised: Final[dict[str, list[BaseException]]] = {}  # by the span they belong to
 _lock: Final = threading.Lock()
 
 
 class OwnCode:
-    """The stretch in which a function's own code may be called for a tool's span.
+    """Context in which a function's own code may be called for one tool span.
 
     Args:
-        function: Agno's.
-        span: the tool's.
-        raised: takes what the code raises, which Agno turns into text.
+        function: Agno's function.
+        span: the tool span.
+        raised: receives the exception that the code raises; Agno turns it into text.
     """
 
     def __init__(self, function: Any, span: OpenSpan, raised: list[BaseException]) -> None:
@@ -79,12 +79,12 @@ class OwnCode:
             found.uses -= 1
             if found.uses == 0:
                 del _replaced[id(function)]
-                if function.entrypoint is found.wrapper:  # else a hook has given it another
+                if function.entrypoint is found.wrapper:  # otherwise a hook has replaced it
                     function.entrypoint = found.original
 
 
 def wrapped(code: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the same kind that gives what a replay's record has, or calls the code and keeps it."""
+    """Return a function of the same kind that replays the recorded result, or calls the code and records it."""
     if inspect.isasyncgenfunction(code):
         return functools.wraps(code)(_of_async_generator(code))
     if inspect.isgeneratorfunction(code):
@@ -141,7 +141,7 @@ def _of_async_generator(code: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _noting() -> Iterator[None]:
-    """Note what is raised inside for the span that is current."""
+    """Record an exception from the block for the current span."""
     try:
         yield
     except BaseException as error:
@@ -152,5 +152,5 @@ def _noting() -> Iterator[None]:
 
 
 def _keep(span: OpenSpan, value: object) -> None:
-    if not isinstance(value, (Iterator, AsyncIterator)):  # those are text once they are read
+    if not isinstance(value, (Iterator, AsyncIterator)):  # reading a generator turns it into text
         keep_returned(span, value)

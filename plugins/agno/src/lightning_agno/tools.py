@@ -1,7 +1,7 @@
-"""Tool calls that models ask for: carried out, or refused; those by which a team's leader delegates are among them.
+"""Tool spans, also for tool calls that Agno rejects, and for a team leader's delegation to a member.
 
-Agno carries a tool out in one place and tells the model what it gave in another. A tool may be a generator, which works
-while that is put together: a delegation is one.
+Agno runs a tool in one place and builds the message for the model in another. A tool may be a generator that does its
+work while Agno collects its items; a delegation is one.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
 DELEGATE: Final = "delegate_task_to_member"
-_NOBODY: Final = "Member with ID "  # how Agno begins to say that there is none
+_NOBODY: Final = "Member with ID "  # how Agno's message about an unknown tool begins
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch Agno to record every tool call; what is yielded removes each patch."""
     tools = AgnoTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(FunctionCall, "execute", tools.wrap_execute)
@@ -45,14 +45,14 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 @dataclass(slots=True)
 class Running:
-    """A tool call that is carried out.
+    """A tool call in progress.
 
     Attributes:
-        span: its own.
-        raised: what its own code raised.
-        text: what it gave, as far as nobody tells a model.
-        failed: what Agno says where it could not be carried out.
-        end_ns: when it was over; Unix time in nanoseconds.
+        span: its tool span.
+        raised: exception of the tool's own code.
+        text: result, for calls whose result is not sent to a model.
+        failed: Agno's message if the tool could not run.
+        end_ns: when the tool finished; Unix time in nanoseconds.
     """
 
     span: OpenSpan
@@ -63,14 +63,14 @@ class Running:
 
 
 class AgnoTools(Tracker):
-    """Begins and ends the spans of tools."""
+    """Begins and ends tool spans around Agno's tool calls."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
         self._running: dict[int, Running] = {}  # by the id of Agno's call
 
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool is carried out."""
+        """Wrap a synchronous tool call."""
 
         def execute(call: Any, *args: Any, **kwargs: Any) -> Any:
             running = self._begin(call)
@@ -84,7 +84,7 @@ class AgnoTools(Tracker):
         return execute
 
     def wrap_aexecute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, awaited."""
+        """Wrap an asynchronous tool call."""
 
         async def aexecute(call: Any, *args: Any, **kwargs: Any) -> Any:
             running = self._begin(call)
@@ -98,7 +98,7 @@ class AgnoTools(Tracker):
         return aexecute
 
     def wrap_result(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The model is told what a tool gave."""
+        """Wrap the building of the result message for the model."""
 
         def create(model: Any, function_call: Any, *args: Any, **kwargs: Any) -> Any:
             message = original(model, function_call, *args, **kwargs)
@@ -111,7 +111,7 @@ class AgnoTools(Tracker):
         return create
 
     def wrap_prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model's answer is read; calls that can't be carried out are answered at once."""
+        """Wrap the reading of a model's answer. Agno answers calls that it cannot run at once."""
 
         def prepare(model: Any, assistant_message: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
             known = len(messages)
@@ -123,7 +123,7 @@ class AgnoTools(Tracker):
         return prepare
 
     def wrap_limit(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool is not carried out, since an agent may call no more."""
+        """Wrap the rejection of a call because the agent has reached its limit of tool calls."""
 
         def refuse(model: Any, function_call: Any, *args: Any, **kwargs: Any) -> Any:
             message = original(model, function_call, *args, **kwargs)
@@ -140,7 +140,8 @@ class AgnoTools(Tracker):
             return None
         if span.name == DELEGATE:
             with self.guard(span):
-                span.set(**{names.HANDOFF: (call.arguments or {}).get("member_id")})  # its name, once it begins
+                # the generator's name, once it starts
+                span.set(**{names.HANDOFF: (call.arguments or {}).get("member_id")})
         running = self._running[id(call)] = Running(span)
         weakref.finalize(call, self._left, id(call)).atexit = False
         return running
@@ -156,7 +157,7 @@ class AgnoTools(Tracker):
             raise
 
     def _over(self, running: Running, call: Any, outcome: Any) -> None:
-        """Note what a tool gave; a generator has still to work."""
+        """Record a tool's result. A generator still has to run."""
         with self.guard(running.span):
             running.end_ns = time.time_ns()
             result = outcome.result
@@ -201,14 +202,14 @@ class AgnoTools(Tracker):
     def _end(self, running: Running, text: str | None, *, failed: bool) -> None:
         if running.span.name == DELEGATE and (text or "").startswith(_NOBODY):
             running.span.attributes.pop(names.HANDOFF, None)
-            keep_whole(running.span, text)  # it was returned, not raised
+            keep_whole(running.span, text)  # the error was returned, not raised
             failed = True
         told = text or running.failed or "the tool failed"
         error = (running.raised[-1] if running.raised else told) if failed else None
         self.end(running.span, error=error, attributes={names.TOOL_RESULT: text}, end_ns=running.end_ns)
 
     def _left(self, key: int) -> None:
-        """End a call of which no model is told: a program's own."""
+        """End a call whose result is not sent to a model, because the program made it itself."""
         running = self._running.pop(key, None)
         if running is not None:
             self._end(running, running.text, failed=running.failed is not None)

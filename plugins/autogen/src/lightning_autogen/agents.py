@@ -1,4 +1,4 @@
-"""Agents and teams: their spans, and their names for the model calls that they make."""
+"""Agent spans: record which agent or team makes each model call."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
 _SENDER: Final = "_lightning_sender"
-# Whether the message that is handled is a tool call: it is carried out for the agent that sent it.
+# Whether the current message is a tool call, which runs for the agent that sent it.
 _tool_call: ContextVar[bool] = ContextVar("lightning_autogen_tool_call", default=False)
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent, team and message handler, until what is yielded is called."""
+    """Patch AutoGen to record every agent, team and message handler; what is yielded removes each patch."""
     agents = AutogenAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace_in_subclasses(BaseChatAgent, "on_messages", agents.wrap_on_messages)
@@ -48,10 +48,9 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class Handling(Scope):
-    """A message handler of AutoGen's core: its span begins only when it calls a model or a tool, as few do.
+    """A message handler of AutoGen's core. Its span begins at its first model or tool call; few handlers make one.
 
-    This is how the hidden calls of a Selector team's manager are named, and those of agents that are written for the
-    core alone.
+    This names the internal calls of a Selector team's manager, and of agents written against the core alone.
     """
 
     __slots__ = ("_agents", "_around", "_name")
@@ -63,7 +62,7 @@ class Handling(Scope):
         self._around = current_span(here)
 
     def call_begins(self) -> Context | None:
-        """Begin the handler's span, unless something else of ours is already around the call."""
+        """Begin the handler's span, unless another recorded span already surrounds the call."""
         if self.closed or current_span() is not self._around:
             return None
         if self.span is None:
@@ -72,14 +71,14 @@ class Handling(Scope):
 
 
 class AutogenAgents(Tracker):
-    """Begins and ends the spans of agents and teams."""
+    """Begins and ends spans around agents and teams."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
-        self._teams: dict[str, Context] = {}  # by the id of the team that runs, also on a runtime of the user's
+        self._teams: dict[str, Context] = {}  # by the id of the team that runs, also on a runtime that the user created
 
     def wrap_on_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent works, from its messages to its response."""
+        """Wrap an agent's work, from its messages to its response."""
 
         async def on_messages(agent: Any, *args: Any, **kwargs: Any) -> Any:
             with self.inside(None if self._has_span(agent) else self.begin_agent(agent.name)):
@@ -88,7 +87,7 @@ class AutogenAgents(Tracker):
         return on_messages
 
     def wrap_on_messages_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, as a stream that ends with the response."""
+        """Wrap an agent's work as a stream that ends with the response."""
 
         def on_messages_stream(agent: Any, *args: Any, **kwargs: Any) -> Any:
             items = original(agent, *args, **kwargs)
@@ -98,7 +97,7 @@ class AutogenAgents(Tracker):
         return on_messages_stream
 
     def wrap_run_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A team runs, as a stream that ends with the result; `run` reads this one."""
+        """Wrap a team's run, a stream that ends with the result. `run` reads this stream."""
 
         def run_stream(team: Any, *args: Any, **kwargs: Any) -> Any:
             items = original(team, *args, **kwargs)
@@ -109,9 +108,9 @@ class AutogenAgents(Tracker):
         return run_stream
 
     def wrap_metadata(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A message is sent: what AutoGen keeps for its own tracing keeps its sender's context too.
+        """Wrap the sending of a message: the metadata that AutoGen keeps for tracing also carries the sender's context.
 
-        A runtime works in the context in which it was started, which may be another attempt's.
+        A runtime runs in the context in which it was started, which may belong to another attempt.
         """
 
         def get_telemetry_envelope_metadata() -> Any:
@@ -124,7 +123,7 @@ class AutogenAgents(Tracker):
         return get_telemetry_envelope_metadata
 
     def wrap_process(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A message is handed to its handlers, in a task of the runtime's."""
+        """Wrap the delivery of a message to its handlers, in a task of the runtime."""
 
         async def process(runtime: Any, envelope: Any) -> Any:
             sender = getattr(envelope.metadata, _SENDER, None)
@@ -137,7 +136,7 @@ class AutogenAgents(Tracker):
         return process
 
     def wrap_populate_context(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A message handler of the core runs."""
+        """Wrap a message handler of the core."""
 
         def populate_context(cls: Any, ctx: AgentId) -> Any:
             around = original(cls, ctx)
@@ -167,7 +166,7 @@ class AutogenAgents(Tracker):
                     self.end(handling.span, error=failed)
 
     def _has_span(self, agent: Any) -> bool:
-        """Whether an agent has its span already: its methods call each other, and those of their parents."""
+        """Whether an agent already has its span. Its methods call each other and those of their parent classes."""
         around = current_span()
         if not self.live or around is None or around.attributes.get(names.FRAMEWORK) != FRAMEWORK:
             return not self.live
@@ -194,7 +193,7 @@ class AutogenAgents(Tracker):
         last: type,
         end: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[Any]:
-        """Return the items of a generator; its span begins with the first and ends with the last that counts."""
+        """Return a generator's items. The span begins with the first item and ends with the last relevant one."""
         span = begin()
         steps = Steps(None if span is None else span.context)
         with self.working(span):
@@ -202,13 +201,13 @@ class AutogenAgents(Tracker):
                 steps.enter()
                 async for item in items:
                     usual = current() is steps.entered
-                    if usual:  # there are many items, and a call costs more than these lines
+                    if usual:  # inlined for speed: there are many items
                         attach(steps.outer)
                         steps.inside = False
                     else:
                         steps.leave()
                     if isinstance(item, last):
-                        self.end(span)  # now, because many readers leave here and let the generator lie
+                        self.end(span)  # end it now: many readers stop here without closing the generator
                     yield item
                     if usual and current() is steps.outer:
                         attach(steps.entered)
@@ -221,7 +220,7 @@ class AutogenAgents(Tracker):
 
 
 def _sender() -> Context:
-    """Return the context of who sends a message: an agent of the core begins its span with it, unless one is around."""
+    """Return the context of a message's sender. An agent of the core begins its span here, unless one surrounds it."""
     scope, context = current_scope(), None
     if isinstance(scope, Handling) and (scope.span is not None or current_span() is None):
         context = scope.call_begins()

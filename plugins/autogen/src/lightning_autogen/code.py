@@ -1,4 +1,4 @@
-"""Code that an agent has run by an executor: a tool call that no model asked for by name."""
+"""Tool spans for code that a code executor runs: a tool call that no model asked for by name."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ TOOL: Final = "code_executor"
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every executor of code, until what is yielded is called."""
+    """Patch AutoGen to record every code executor; what is yielded removes each patch."""
     code = AutogenCode(recorder, FRAMEWORK)
     yield code.stop
     yield replace_in_subclasses(CodeExecutor, "execute_code_blocks", code.wrap_execute)
 
 
 class AutogenCode(Tracker):
-    """Makes the spans of code that is run outside of a tool: inside of one, that tool's span is the call."""
+    """Creates spans for code that runs outside a tool. Within a tool, the tool's span covers it."""
 
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Blocks of code are run, unless the record of a replay says what came of it.
+        """Wrap the execution of code blocks. A replay returns the recorded result.
 
         An exit code other than 0 is an error.
         """
@@ -56,7 +56,7 @@ class AutogenCode(Tracker):
 
 
 def _result(given: Given) -> Any:
-    """Make of the record what an executor gives."""
+    """Convert a recorded result to the executor's type."""
     if given.returned is not None:
         return given.outcome()
     return CodeResult(exit_code=int(given.failed), output=given.result or given.error)

@@ -1,7 +1,7 @@
-"""Models that AutoGen reaches without the openai client (Anthropic, Ollama, ...): one chat span for each call.
+"""Chat spans for models that AutoGen calls without the openai client (Anthropic, Ollama, ...).
 
-Every call is a scope while it lasts. If the openai client makes a chat span in it, the client is one of OpenAI's or a
-cache over one, and nothing is made here.
+Each call opens a scope. If the openai client creates a chat span within it, this module creates none: the model client
+is then one of OpenAI's, or a cache around one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from lightning_spans.schema.spans import Json
 
 _ROLES: Final = {"SystemMessage": "system", "UserMessage": "user", "AssistantMessage": "assistant"}
-_BY_OPENAI: Final = "autogen_ext.models.openai."  # its clients always use the openai client
+_BY_OPENAI: Final = "autogen_ext.models.openai."  # its model clients always use the openai client
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every call of a client, until what is yielded is called."""
+    """Patch AutoGen to record every call of a model client; what is yielded removes each patch."""
     models = AutogenModels(recorder, FRAMEWORK)
     yield models.stop
     yield replace_in_subclasses(ChatCompletionClient, "create", models.wrap_create)
@@ -34,10 +34,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class AutogenModels(Tracker):
-    """Makes the chat spans of calls that the openai client does not make."""
+    """Creates the chat spans of calls that do not use the openai client."""
 
     def wrap_create(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked."""
+        """Wrap a call."""
         if original.__module__.startswith(_BY_OPENAI):
             return original
 
@@ -50,7 +50,7 @@ class AutogenModels(Tracker):
         return create
 
     def wrap_create_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked, and its answer streamed."""
+        """Wrap a call with a streamed answer."""
         if original.__module__.startswith(_BY_OPENAI):
             return original
 
@@ -78,7 +78,7 @@ class AutogenModels(Tracker):
 
 
 def _request(client: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Json]:
-    """Return what was asked as the body of a chat completion."""
+    """Return the request as the body of a chat completion."""
     extra = options.get("extra_create_args") or {}
     known = {**(getattr(client, "_create_args", None) or {}), **extra}
     model = known.get("model") or getattr(client, "_model_name", None) or type(client).__name__
@@ -109,7 +109,7 @@ def _assistant(content: Any) -> dict[str, Json]:
 
 
 def _answer(result: Any) -> Mapping[str, Json] | None:
-    """Return what was answered as a chat completion; None for the pieces of a stream that was left."""
+    """Return the answer as a chat completion; None for a stream that was not read to its end."""
     if not isinstance(result, CreateResult):
         return None
     if result.cached:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind AutoGen's agents, teams, tools and models, over the openai client's own patches, to the recorder."""
+    """Record AutoGen's agents, teams, tools and models, in addition to the openai client's own patches."""
     from lightning_autogen import agents, code, models, tools
     from lightning_openai import patch
 

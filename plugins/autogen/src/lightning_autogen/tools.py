@@ -1,4 +1,4 @@
-"""Tool calls: of an assistant (any workbench, MCP among them, and handoffs), or of a program that runs tools itself."""
+"""Tool spans: an assistant's calls (any workbench, including MCP, and handoffs), and a program's own calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch AutoGen to record every tool call; what is yielded removes each patch."""
     tools = AutogenTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(AssistantAgent, "_execute_tool_call", tools.wrap_execute_tool_call)
@@ -38,7 +38,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def _tool_result(name: str, given: Given) -> ToolResult:
-    """Make of what the record has what a workbench gives; most results are one text."""
+    """Convert a recorded result to a workbench's type. Most results are one text."""
     if given.returned is not None:
         result: ToolResult = given.outcome()
         return result
@@ -47,7 +47,7 @@ def _tool_result(name: str, given: Given) -> ToolResult:
 
 
 def _keep(span: OpenSpan, answer: Any) -> None:
-    """Keep a workbench's result, unless it is one text."""
+    """Record a workbench's result, unless it is a single text."""
     parts = getattr(answer, "result", None)
     is_text = isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], TextResultContent)
     keep_returned(span, "" if is_text else answer)
@@ -56,7 +56,7 @@ def _keep(span: OpenSpan, answer: Any) -> None:
 async def _replayed_steps(
     items: AsyncGenerator[Any, None], outcome: Callable[[Given], Any], keep: Callable[[OpenSpan, Any], None]
 ) -> AsyncGenerator[Any, None]:
-    """Return what a tool streams; in a replay only its end, which is its result."""
+    """Return a streaming tool's items; in a replay only the last one, its result."""
     span = tool_around()
     given = None if span is None else await agiven_to(span)
     last = None
@@ -79,10 +79,10 @@ async def _replayed_steps(
 
 
 class AutogenTools(Tracker):
-    """Begins and ends the spans of tools. One call passes several layers; the outermost makes the span."""
+    """Begins and ends tool spans. A call passes through several layers; the outermost creates the span."""
 
     def wrap_execute_tool_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An assistant calls a tool. It also knows of tools that are not there and of arguments that are no JSON."""
+        """Wrap an assistant's tool call, including unknown tools and arguments that are not valid JSON."""
 
         async def execute_tool_call(tool_call: Any, *args: Any, **kwargs: Any) -> Any:
             span = self._begin(tool_call.name, tool_call.id, tool_call.arguments)
@@ -97,7 +97,7 @@ class AutogenTools(Tracker):
         return execute_tool_call
 
     def wrap_call_tool(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A program calls a tool of a workbench."""
+        """Wrap a program's call of a workbench's tool."""
 
         async def call_tool(workbench: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             arguments = kwargs.get("arguments", args[0] if args else None)
@@ -115,7 +115,7 @@ class AutogenTools(Tracker):
         return call_tool
 
     def wrap_call_tool_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An assistant calls a tool of a workbench that streams; its last item is the result."""
+        """Wrap an assistant's call of a streaming workbench tool. The last item is the result."""
 
         def call_tool_stream(workbench: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             items = original(workbench, name, *args, **kwargs)
@@ -124,7 +124,7 @@ class AutogenTools(Tracker):
         return call_tool_stream
 
     def wrap_run_json(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool runs."""
+        """Wrap a tool's run."""
 
         async def run_json(tool: Any, args: Any, *more: Any, **rest: Any) -> Any:
             span = self._begin(tool.name, rest.get("call_id", more[1] if len(more) > 1 else None), args)
@@ -137,7 +137,7 @@ class AutogenTools(Tracker):
         return run_json
 
     def wrap_run_json_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A streaming tool runs; its last item is the result."""
+        """Wrap a streaming tool's run. The last item is the result."""
 
         def run_json_stream(tool: Any, args: Any, *more: Any, **rest: Any) -> Any:
             items = original(tool, args, *more, **rest)
@@ -148,7 +148,7 @@ class AutogenTools(Tracker):
         return run_json_stream
 
     def _begin(self, name: str, call_id: str | None, arguments: Any) -> OpenSpan | None:
-        """Begin a tool's span; None where an outer layer has."""
+        """Begin a tool span; None if an outer layer already has."""
         around = current_span()
         same = around is not None and around.operation == names.EXECUTE_TOOL and around.name == name
         if same and around is not None and call_id in {None, around.attributes.get(names.TOOL_CALL_ID)}:
@@ -191,7 +191,7 @@ class AutogenTools(Tracker):
                 self.end(span, attributes={names.TOOL_RESULT: tool.return_value_as_string(last)})
 
     def _tell_outer(self, span: OpenSpan | None, error: BaseException) -> None:
-        """Tell the layer that made the span what was raised; it may turn the exception into a message."""
+        """Pass an exception to the layer that created the span, because that layer may turn it into a message."""
         around = current_span()
         if span is None and around is not None and around.operation == names.EXECUTE_TOOL:
             with self.guard(around):

@@ -11,7 +11,7 @@ from lightning_spans import agent, emit_reward
 __all__ = ["agent", "attach", "emit_reward"]
 
 FRAMEWORK: Final = "claude-agent-sdk"
-UNNAMED: Final = "claude"  # whose calls they are where `agent()` names nobody: the SDK's agent has no name
+UNNAMED: Final = "claude"  # owner of the calls if `agent()` names nobody: the SDK's own agent has no name
 
 attach = partial(lightning_spans.attach, FRAMEWORK)
 """Record what the SDK's command does, and lead its calls to the gateway; options as of `lightning_spans.attach`."""

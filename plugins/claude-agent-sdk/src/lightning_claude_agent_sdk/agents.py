@@ -1,4 +1,4 @@
-"""The command that the SDK starts: led to the gateway by its environment, and followed by what it reports."""
+"""Agent spans for the command that the SDK starts. Its environment sends its calls to the gateway."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every command, until what is yielded is called."""
+    """Patch the SDK to record every command; what is yielded removes each patch."""
     agents = ClaudeAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace(SubprocessCLITransport, "connect", agents.wrap_connect)
@@ -29,10 +29,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class ClaudeAgents(Tracker):
-    """Begins and ends our spans with what the command reports."""
+    """Begins and ends spans from the messages that the command reports."""
 
     def wrap_connect(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The command starts: where its agent's calls go to the gateway, that goes before the user's own endpoint."""
+        """Wrap the start of the command. If its agent uses the gateway, the gateway replaces the user's endpoint."""
 
         async def connect(transport: Any, *args: Any, **kwargs: Any) -> Any:
             if self.live:
@@ -45,7 +45,7 @@ class ClaudeAgents(Tracker):
         return connect
 
     def wrap_receive_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The program reads what the command reports: turn after turn, each from the first message to the result."""
+        """Wrap the reading of the command's messages, grouped in turns, each from its first message to its result."""
 
         def receive_messages(query: Any, *args: Any, **kwargs: Any) -> Any:
             messages = original(query, *args, **kwargs)
@@ -70,7 +70,7 @@ class ClaudeAgents(Tracker):
                 turn.end()
 
     def _hear(self, turn: Turn | None, message: Mapping[str, Any]) -> Turn | None:
-        """Take one message into the turn that it belongs to; None where that has ended."""
+        """Add a message to the turn it belongs to; None if that turn has ended."""
         kind = message.get("type")
         if kind == "result":
             if turn is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Lead the command's calls to the gateway, and bind what it reports to the recorder."""
+    """Send the command's calls to the gateway, and record what it reports."""
     from lightning_claude_agent_sdk import agents
 
     yield from agents.bind(recorder)

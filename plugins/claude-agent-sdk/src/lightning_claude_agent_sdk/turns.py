@@ -1,4 +1,4 @@
-"""One turn of the command: the model calls and tool calls that its messages tell of."""
+"""One turn of the command: the model calls and tool calls that its messages report."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ _ENDPOINT: Final = "/messages"
 
 
 class Turn:
-    """Makes the spans of one turn: a message of the model is a model call, which its id joins to the gateway's record.
+    """Creates the spans of one turn.
+
+    Each message of the model is a model call; its id joins it to the gateway's record.
 
     Args:
         tracker: begins and ends the spans.
-        span: the agent's; None where `agent()` says who is at work.
+        span: the agent span; None if `agent()` names the agent.
     """
 
     def __init__(self, tracker: Tracker, span: OpenSpan | None) -> None:
@@ -33,13 +35,13 @@ class Turn:
         self._span = span
         self._context = settled() if span is None else span.context
         self._tools: dict[str, OpenSpan] = {}  # by the model's id of the call
-        self._since_ns = time.time_ns()  # when the model was asked: at the turn's beginning, or at a tool's result
-        self._said: dict[str, Any] | None = None  # the model's message, which comes in parts
+        self._since_ns = time.time_ns()  # when the model was called: at the start of the turn or at a tool's result
+        self._said: dict[str, Any] | None = None  # the model's message, which arrives in parts
         self._asked_by: Context = self._context
 
     def hear(self, message: Mapping[str, Any]) -> None:
-        """Take in a message of the model, or one with results of tools."""
-        around = self._tools.get(message.get("parent_tool_use_id") or "")  # an agent that was asked through a tool
+        """Process a message of the model, or one with tool results."""
+        around = self._tools.get(message.get("parent_tool_use_id") or "")  # an agent that was called as a tool
         context = self._context if around is None else around.context
         body = message.get("message") or {}
         content = body.get("content")
@@ -77,7 +79,7 @@ class Turn:
         self._tracker.end(span, error=error, attributes={names.TOOL_RESULT: text})
 
     def _end_call(self) -> None:
-        """Make the span of the model call whose message is whole."""
+        """Create the span of a model call whose message is complete."""
         if self._said is None:
             return
         body, self._said = self._said, None
@@ -89,7 +91,7 @@ class Turn:
         self._since_ns = time.time_ns()
 
     def end(self, error: BaseException | str | None = None) -> None:
-        """End what is open, and the turn."""
+        """End all open spans and the turn."""
         self._end_call()
         for span in self._tools.values():
             self._tracker.end(span, error=error)

@@ -1,4 +1,4 @@
-"""Train the agents you already have in CrewAI, by role."""
+"""Train the CrewAI agents you already have, by role."""
 
 from __future__ import annotations
 

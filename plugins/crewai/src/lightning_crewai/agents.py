@@ -1,7 +1,7 @@
-"""CrewAI's event bus, followed: its events tell who works, and begin and end agent and tool spans.
+"""Follow CrewAI's event bus: its events name the working agent and begin and end agent and tool spans.
 
-Not by a listener: the bus calls those in threads of its own, in any order and in copies of the context. `emit` itself
-is called where the work is done, in order, so that what is entered there is found when a model is called.
+This is not a listener, because the bus calls listeners in its own threads, in any order, and in copies of the context.
+It wraps `emit`, which runs where the work is done and in order, so that model calls see the context set here.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
     from lightning_spans.record.instrument.tool_requests import ToolRequest
 
-_UNNAMED: Final = "crew"  # what CrewAI calls a crew that has no name
+_UNNAMED: Final = "crew"  # CrewAI's name for an unnamed crew
 
-# What events begin and end.
+# Which events begin and end a scope.
 CREW: Final = "crew"
 FLOW: Final = "flow"
 STEP: Final = "step"  # a method of a flow
 TASK: Final = "task"
 AGENT: Final = "agent"
-LOOKUP: Final = "lookup"  # in memory or knowledge, for an agent that has not begun yet
+LOOKUP: Final = "lookup"  # memory or knowledge, used for an agent that has not begun yet
 TOOL: Final = "tool"
 MODEL: Final = "model"
 
-_KINDS: Final = {  # of events: what their names begin with
+_KINDS: Final = {  # prefixes of event names
     "crew_kickoff": CREW,
     "flow": FLOW,
     "method_execution": STEP,
@@ -60,11 +60,11 @@ _KINDS: Final = {  # of events: what their names begin with
     "tool_usage": TOOL,
     "llm_call": MODEL,
 }
-_ENDS: Final = frozenset({"completed", "finished", "failed", "error", "paused"})  # what they end with
+_ENDS: Final = frozenset({"completed", "finished", "failed", "error", "paused"})  # suffixes of event names
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every event of CrewAI, until what is yielded is called."""
+    """Patch CrewAI to record every event; what is yielded removes each patch."""
     crews = CrewTracker(recorder, FRAMEWORK)
     yield crews.stop
     yield replace(CrewAIEventsBus, "emit", crews.wrap_emit)
@@ -77,14 +77,14 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def entries() -> list[tuple[type, str]]:
-    """Name where work begins that CrewAI gives no end to when it is cancelled or interrupted."""
+    """List the methods whose work CrewAI does not report as ended if it is cancelled or interrupted."""
     flow = next(kind for kind in Flow.__mro__ if "kickoff_async" in vars(kind))
     crews = [(Crew, "kickoff"), (Crew, "akickoff"), (Task, "_execute_core"), (Task, "_aexecute_core")]
     return [*crews, (Agent, "kickoff"), (Agent, "kickoff_async"), (flow, "kickoff_async")]
 
 
 class CrewScope(Scope):
-    """What CrewAI does between two events."""
+    """What CrewAI does between a start and an end event."""
 
     __slots__ = ("call_id", "kind", "number", "place", "requests", "source")
 
@@ -92,13 +92,13 @@ class CrewScope(Scope):
         super().__init__()
         self.kind = kind
         self.source = source
-        self.number = number  # scopes are counted as they begin
+        self.number = number  # scopes are numbered as they begin
         self.place = place()
         self.requests: list[ToolRequest] = []  # of an agent: the tool calls that its model asked for
         self.call_id: str | None = None  # of a model call
 
     def call_began(self) -> None:
-        """Be told of a chat span. A tool that a model call runs itself makes calls of its own."""
+        """Note that a chat span began. A tool that runs within a model call makes calls of its own."""
         if self.kind == TOOL:
             self.seen = True
         else:
@@ -106,14 +106,14 @@ class CrewScope(Scope):
 
 
 class CrewTracker(EventTracker[CrewScope]):
-    """Begins and ends our spans with CrewAI's events. Its scopes are known by their numbers."""
+    """Begins and ends spans with CrewAI's events. Its scopes are identified by number."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
         self._begun = 0
 
     def wrap_emit(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An event; it is heard after the bus has it, as a listener's context is a copy of the one before."""
+        """Wrap an event. It is processed after the bus has it, because listeners get a copy of the previous context."""
 
         def emit(bus: Any, source: Any, event: Any) -> Any:
             answer = original(bus, source, event)
@@ -123,16 +123,16 @@ class CrewTracker(EventTracker[CrewScope]):
         return emit
 
     def wrap_entry(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A run; when it is over, what is still open of it ends."""
+        """Wrap a run. When it ends, so does everything still open within it."""
         return _followed(original, lambda: self._begun, self._left)
 
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A call of LiteLLM's; it ends as it returns, as CrewAI does not tell of answers that are tool calls (1.15)."""
+        """Wrap a LiteLLM call. Its span ends when it returns: 1.15 reports no answers that are tool calls."""
         return _followed(original, lambda: self._begun, self._returned)
 
     def _returned(self, llm: Any, begun: int, answer: Any, error: BaseException | None) -> None:
         if error is not None:
-            return  # CrewAI tells of it
+            return  # CrewAI reports it
         with self.guard():
             for scope in self._since(begun):
                 if scope.kind == MODEL and scope.source is llm and scope.place == place():
@@ -140,18 +140,18 @@ class CrewTracker(EventTracker[CrewScope]):
                     self._finish(scope)
 
     def _left(self, _owner: Any, begun: int, _answer: Any, error: BaseException | None) -> None:
-        """End what began since, in this task of this thread: others end their own, and may go on."""
+        """End what began since, in this task of this thread. Other tasks end their own and may continue."""
         here = place()
         with self.guard():
             for scope in self._since(begun):
                 if scope.place == here:
                     self._finish(scope, error)
             for scope in self._since(begun) if error is not None else ():
-                if scope.kind == TOOL and _is_left(scope):  # it ran in a thread of its own
+                if scope.kind == TOOL and _is_left(scope):  # it ran in its own thread
                     self._finish(scope, error)
 
     def _since(self, begun: int) -> list[CrewScope]:
-        """Return what began since and is open, the last first."""
+        """Return what began since and is still open, the last first."""
         return [scope for scope in reversed(list(self.scopes.values())) if scope.number > begun]
 
     @begins
@@ -170,9 +170,9 @@ class CrewTracker(EventTracker[CrewScope]):
             return  # how CrewAI itself runs an agent or its memory
         failed, error = innermost(AGENT, TOOL), sys.exception()
         if kind == AGENT and error is not None and failed is not None and failed.source is source:
-            self._finish_through(failed, error)  # it tries again, and has not told before that it failed
+            self._finish_through(failed, error)  # a retry: CrewAI has not reported the failure before
         here = current()
-        # Of `here`: what an agent leaves to a thread, such as to remember, is its own also when it is done.
+        # Of `here`: work that an agent leaves to a thread, such as memory, is still the agent's after it has ended.
         agent = agent_of(kind, source, event) or current_agent(here)
         self._begun += 1
         scope = CrewScope(kind, source, self._begun)
@@ -203,7 +203,7 @@ class CrewTracker(EventTracker[CrewScope]):
         return self.begin_tool(event.tool_name, None if request is None else request.call_id, text, context)
 
     def _refused(self, event: Any) -> None:
-        """Record a tool call whose arguments can't be read: no tool runs, and CrewAI tells the failure alone."""
+        """Record a tool call with unreadable arguments. No tool runs, and CrewAI reports only the failure."""
         context = settled()
         agent = stripped(event.agent_role) or current_agent(context)
         self.end(self._tool(event, with_agent(agent, context)), error=event.failure.message)
@@ -211,7 +211,7 @@ class CrewTracker(EventTracker[CrewScope]):
     def _end(self, kind: str, source: Any, event: Any) -> None:
         scope = self._model(event.call_id) if kind == MODEL else innermost(kind)
         if scope is None or scope.source is not source:
-            return  # told twice, or of before we listened
+            return  # reported twice, or it began before recording did
         if kind == MODEL:
             self._answered(scope, event)
         error = error_of(event)
@@ -233,7 +233,7 @@ class CrewTracker(EventTracker[CrewScope]):
             call.end((lambda: response_body(event)) if error is None else None, error=error)
 
     def _finish_through(self, scope: CrewScope, error: BaseException | str | None) -> None:
-        """End a scope, and first what is still open inside of it."""
+        """End a scope, after everything still open within it."""
         for inner in list(_open_around()):
             if inner is scope:
                 break
@@ -251,7 +251,7 @@ class CrewTracker(EventTracker[CrewScope]):
 def _followed(
     original: Callable[..., Any], before: Callable[[], int], after: Callable[..., None]
 ) -> Callable[..., Any]:
-    """Return a method that calls the original one, and then `after(owner, what before said, answer, error)`."""
+    """Return a method that calls the original, and then `after(owner, result of before, answer, error)`."""
 
     def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
         known = before()
@@ -277,7 +277,7 @@ def _followed(
 
 
 def _open_around() -> Iterator[CrewScope]:
-    """Return what is open here, innermost first."""
+    """Return the scopes that are open here, innermost first."""
     return (scope for scope in scopes_around() if isinstance(scope, CrewScope) and not scope.closed)
 
 
@@ -287,7 +287,7 @@ def innermost(*kinds: str) -> CrewScope | None:
 
 
 def _is_left(scope: CrewScope) -> bool:
-    """Whether what a scope was begun in is over."""
+    """Whether the surrounding scope has ended."""
     around = scope.outer
     while around is not None and not isinstance(around, CrewScope):
         around = around.outer
@@ -295,14 +295,14 @@ def _is_left(scope: CrewScope) -> bool:
 
 
 def place() -> tuple[int, int | None]:
-    """Say which thread, and which task of its event loop, this is."""
-    loop = asyncio._get_running_loop()  # `current_task` raises where none runs, which takes longer than all of this
+    """Return the current thread, and the current task of its event loop."""
+    loop = asyncio._get_running_loop()  # `current_task` raises without a task, which takes longer than all of this
     task = None if loop is None else asyncio.current_task(loop)
     return threading.get_ident(), None if task is None else id(task)
 
 
 def agent_of(kind: str, source: Any, event: Any) -> str | None:
-    """Return the name that an event itself tells; a call that carries no role is of the agent around it."""
+    """Return the agent's name from an event. A call without a role belongs to the surrounding agent."""
     if kind == STEP:
         return str(event.method_name)
     if kind == TASK:
@@ -313,13 +313,13 @@ def agent_of(kind: str, source: Any, event: Any) -> str | None:
 
 
 def stripped(role: Any) -> str | None:
-    """Return a role as a name: in YAML, where roles often stand, they end with a line break."""
+    """Return a role as a name. Roles read from YAML often end with a line break."""
     return str(role).strip() or None if role else None
 
 
 def error_of(event: Any) -> BaseException | str | None:
-    """Return what went wrong: the exception itself where it is at hand."""
-    failure = getattr(event, "failure", None)  # since 1.15: the tool ran, and said that it failed
+    """Return the error: the exception itself if it is available."""
+    failure = getattr(event, "failure", None)  # since 1.15: the tool ran and reported a failure
     error = getattr(event, "error", None)
     if error is None:
         return None if failure is None else str(failure.message)

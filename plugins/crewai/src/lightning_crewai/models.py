@@ -1,4 +1,4 @@
-"""What CrewAI's events say of a model call, as chat completions; and the calls that the openai client does not make."""
+"""Convert CrewAI's events about model calls to chat completions; chat spans for calls without the openai client."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ _PARAMETERS: Final = {
     "presence_penalty": "presence_penalty",
     "n": "n",
 }
-_MARK: Final = "cache_breakpoint"  # CrewAI's own; it is taken out before a message is sent
-_BY_OPENAI: Final = "crewai.llms.providers.openai"  # providers in here, and all made from them, use the openai client
-# Messages and tools of the call that is about to be reported: the event's own are cut at a depth of five.
+_MARK: Final = "cache_breakpoint"  # CrewAI's own field, removed before a message is sent
+# providers in this module, and their subclasses, use the openai client
+_BY_OPENAI: Final = "crewai.llms.providers.openai"
+# Messages and tools of the call about to be reported. The event's own copy is cut at a depth of five.
 _offered: ContextVar[tuple[Any, Any] | None] = ContextVar("lightning_crewai_offered", default=None)
 
 
 @functools.lru_cache(256)
 def uses_openai(kind: type) -> bool:
-    """Whether models of a class are called through the openai client."""
+    """Whether a model class uses the openai client."""
     return any(known.__module__.startswith(_BY_OPENAI) for known in kind.__mro__)
 
 
 def wrap_started(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model call is about to be reported."""
+    """Wrap the event that reports the start of a model call."""
 
     def emit_call_started_event(llm: Any, messages: Any, tools: Any = None, *args: Any, **kwargs: Any) -> Any:
         token = _offered.set((messages, tools))
@@ -56,7 +57,7 @@ def wrap_started(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def begin_call(tracker: Tracker, scope: Scope, llm: Any, event: Any, context: Context) -> None:
-    """See to the chat span of a call, unless the openai client makes one."""
+    """Begin the chat span of a call, unless the openai client creates one."""
     request = request_body(event, llm, *(_offered.get() or (event.messages, event.tools)))
     OtherCall(
         tracker.recorder,
@@ -71,11 +72,11 @@ def begin_call(tracker: Tracker, scope: Scope, llm: Any, event: Any, context: Co
 
 
 def request_body(event: Any, llm: Any, messages: Any, tools: Any) -> dict[str, Json]:
-    """Return the request of a call that starts, copied: messages and tools are the agent's, and may change."""
+    """Return the request of a starting call, copied, because messages and tools belong to the agent and may change."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     body: dict[str, Json] = {"model": event.model, "messages": messages, "tools": tools or None}
-    for key, name in _PARAMETERS.items():  # on the event since 1.14
+    for key, name in _PARAMETERS.items():  # part of the event since 1.14
         told = getattr(event, key, None)
         body[name] = getattr(llm, key, None) if told is None else told
     copied: dict[str, Json] = json.loads(to_json({name: value for name, value in body.items() if value is not None}))
@@ -86,7 +87,7 @@ def request_body(event: Any, llm: Any, messages: Any, tools: Any) -> dict[str, J
 
 
 def response_body(event: Any) -> dict[str, Json]:
-    """Return the response of a call that is completed."""
+    """Return the response of a completed call."""
     calls = list(requests_in(event.response))
     message: dict[str, Json] = {"role": "assistant", "content": None}
     if calls:
@@ -96,7 +97,7 @@ def response_body(event: Any) -> dict[str, Json]:
         ]
     elif event.response is not None:
         message["content"] = event.response if isinstance(event.response, str) else to_json(event.response)
-    # Known since 1.14.7: why it ended, and its id; usage since 1.13.
+    # The finish reason and id are known since 1.14.7, usage since 1.13.
     choice = {"index": 0, "message": message, "finish_reason": getattr(event, "finish_reason", None)}
     body = {"id": getattr(event, "response_id", None), "model": event.model, "usage": getattr(event, "usage", None)}
     kept = {name: value for name, value in body.items() if value is not None}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind CrewAI's event bus, over the openai client's own patches, to the recorder."""
+    """Record CrewAI's event bus, in addition to the openai client's own patches."""
     from lightning_crewai import agents
     from lightning_openai import patch
 

@@ -1,4 +1,4 @@
-"""Tool calls: those that a model asks for, in whichever provider's format, and what CrewAI's events say of them."""
+"""Tool calls: those a model asks for, in any provider's format, and those that CrewAI's events report."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lightning_spans.schema.json import dumps
 
 try:
     from crewai.utilities.string_utils import sanitize_tool_name
-except ImportError:  # before 1.9, names went to models as they are
+except ImportError:  # before 1.9, names went to models unchanged
 
     def sanitize_tool_name(name: str) -> str:
-        """Return the name as events tell it."""
+        """Return the name as events report it."""
         return name
 
 
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from lightning_spans.record.instrument.tracker import Tracker
 
 
-_FINGERPRINTS = "security_context"  # CrewAI's own argument: ids of agent and task, others in each run
-_NOBODY = "coworker mentioned not found"  # what CrewAI says to a model that names one who is not there
-_EXECUTORS: Final = {  # what carries out a model's own tool calls, several at once in threads; CrewAI moved it
+_FINGERPRINTS = "security_context"  # CrewAI's own argument: ids of agent and task, different in each run
+_NOBODY = "coworker mentioned not found"  # CrewAI's answer to a model that names an unknown coworker
+# runs a model's own tool calls, several at once in threads; its module has moved between versions
+_EXECUTORS: Final = {
     "crewai.agents.crew_agent_executor": "CrewAgentExecutor",
     "crewai.agents.agent_executor": "AgentExecutor",
     "crewai.experimental.agent_executor": "AgentExecutor",
@@ -44,10 +45,11 @@ _called: Final[ContextVar[str | None]] = ContextVar("lightning_crewai_tool_call"
 
 
 def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
-    """Put what a replay's record has in the place of every tool's own code, until what is yielded is called.
+    """In a replay, return recorded results instead of running tools; what is yielded removes each patch.
 
-    A model's own tool call is carried out by the `run` of a tool, one that a model only wrote by the `invoke` of a tool
-    made of it. Both count what a tool may be used; where the record answers, that is counted here.
+    A native tool call runs through the `run` of a tool; a call written as text runs through the `invoke` of a tool made
+    from
+    it. Both count a tool's uses, so a replayed call is counted here.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +80,7 @@ def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
 
 
 def _keep_ids() -> Iterator[Callable[[], None]]:
-    """Keep the model's id of the call that a thread carries out, which no event tells."""
+    """Keep the model's id of the call that a thread runs, because no event reports it."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def execute(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +105,7 @@ def _keep_ids() -> Iterator[Callable[[], None]]:
 
 
 def _tell_call(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Put name and arguments on the span in a replay: of a call that a model only wrote, the event tells it late."""
+    """Set name and arguments on the span in a replay. For calls written as text, the event reports them late."""
     span = tool_around()
     if span is None or span.attempt is None or span.attempt.replay is None or names.REPLAYED in span.attributes:
         return
@@ -116,7 +118,7 @@ def _tell_call(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
 
 
 def _used(tool: Any, given: Given) -> Any:
-    """Count the use of a tool whose own code is not called, and return or raise what it did."""
+    """Count the use of a tool whose code is not run, and return or raise the recorded outcome."""
     claim = getattr(tool, "_claim_usage", None) or getattr(tool, "_increment_usage_count", None)
     if claim is not None:
         claim()
@@ -126,7 +128,7 @@ def _used(tool: Any, given: Given) -> Any:
 
 
 def requests_in(response: Any) -> Iterator[ToolRequest]:
-    """Return the tool calls that an answer asks for, in whichever provider's format."""
+    """Return the tool calls in an answer, in any provider's format."""
     if not isinstance(response, Sequence) or isinstance(response, str):
         return
     for call in response:
@@ -138,7 +140,7 @@ def requests_in(response: Any) -> Iterator[ToolRequest]:
 
 
 def take_request(requests: list[ToolRequest], name: str, arguments: Any) -> ToolRequest | None:
-    """Take out the request that a tool's call is made for: the same name, and rather the same id, or arguments."""
+    """Take out the request for a tool call: the same name, and preferably the same id or arguments."""
     call_id = _called.get()
     known = call_id is not None and any(request.call_id == call_id for request in requests)
 
@@ -151,7 +153,7 @@ def take_request(requests: list[ToolRequest], name: str, arguments: Any) -> Tool
 
 
 def tell_tool(span: OpenSpan, event: Any) -> None:
-    """Add what is known of a tool when it is over; without a model's own tool calls, its arguments are read late."""
+    """Add what is known when a tool ends. Without native tool calls, its arguments are read late."""
     span.name = event.tool_name
     span.set(**{names.TOOL_NAME: event.tool_name})
     if not isinstance(event.tool_args, str) and event.tool_args is not None:
@@ -163,13 +165,13 @@ def tell_tool(span: OpenSpan, event: Any) -> None:
     if output is not None:
         text = output if isinstance(output, str) else to_json(output)
         span.set(**{names.TOOL_RESULT: text})
-        # Nearly always the text says what was returned; of an error it would say what was raised.
+        # Usually the text says what was returned; for an error it says what was raised.
         if there and span.attributes.get(names.TOOL_RETURNED) == dumps(text).decode():
             del span.attributes[names.TOOL_RETURNED]
 
 
 def nobody_of(event: Any) -> str | None:
-    """Return what a model is told that handed work to a coworker who is not there; None where it did not."""
+    """Return the unknown coworker's name that a model tried to delegate to; None otherwise."""
     output = getattr(event, "output", None)
     if not isinstance(output, str) or handed_to(event.tool_name, event.tool_args) is None:
         return None
@@ -177,7 +179,7 @@ def nobody_of(event: Any) -> str | None:
 
 
 def handed_to(name: str, arguments: Any) -> str | None:
-    """Return the agent to which a tool hands work or a question, if it is one of CrewAI's two that do."""
+    """Return the agent that receives work or a question, if the tool is one of CrewAI's two delegation tools."""
     if not name.lower().replace(" ", "_").endswith("_to_coworker"):
         return None
     given = _parsed(arguments) if isinstance(arguments, str) else arguments

@@ -1,8 +1,8 @@
-"""Modules are the agents: their spans, and their names for the model calls that they make.
+"""Agent spans: DSPy modules are the agents, and the spans record which one makes each model call.
 
-A module's name is that of the attribute under which the module that calls it holds it, as DSPy's optimizers name
-predictors. One that nobody holds has the name of its signature's class, or else of its own. What DSPy's own modules are
-made of (the predictor in a `ChainOfThought`, those in a `ReAct`) works in the name of the whole.
+A module is named after the attribute of the calling module that holds it, as in DSPy's optimizers. A module that is not
+held is named after its signature's class, or after its own class. Parts of DSPy's own modules (the predictor within a
+`ChainOfThought`, those within a `ReAct`) use the name of the whole.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from lightning_spans.record.instrument.tracker import Tracker
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
 
-_UNNAMED: Final = frozenset({"StringSignature", "Signature", "NewSignature"})  # what DSPy calls signatures in strings
+# DSPy's name for signatures given as strings
+_UNNAMED: Final = frozenset({"StringSignature", "Signature", "NewSignature"})
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every module, until what is yielded is called."""
+    """Patch DSPy to record every module; what is yielded removes each patch."""
     modules = DspyModules(recorder, FRAMEWORK)
     yield modules.stop
     yield replace(dspy.Module, "__call__", modules.wrap_call)
@@ -31,10 +32,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class DspyModules(Tracker):
-    """Begins and ends our spans with the calls of modules."""
+    """Begins and ends agent spans around calls of modules."""
 
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A module is called."""
+        """Wrap a synchronous call of a module."""
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             name = self._name(module)
@@ -46,7 +47,7 @@ class DspyModules(Tracker):
         return call
 
     def wrap_acall(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A module is called, and awaited."""
+        """Wrap an asynchronous call of a module."""
 
         async def acall(module: Any, *args: Any, **kwargs: Any) -> Any:
             name = self._name(module)
@@ -58,7 +59,7 @@ class DspyModules(Tracker):
         return acall
 
     def _name(self, module: Any) -> str | None:
-        """Return the name of a module; None for a part of DSPy's own, and where nothing is recorded."""
+        """Return a module's name; None for parts of DSPy's own modules, and when nothing is recorded."""
         if not self.live:
             return None
         with self.guard():
@@ -72,18 +73,18 @@ class DspyModules(Tracker):
 
 
 def calling_module() -> Any:
-    """Return the module that is being called here; None outside of all."""
+    """Return the module that is currently running; None outside any module."""
     callers = dspy.settings.caller_modules
     return callers[-1] if callers else None
 
 
 def is_dspys(module: Any) -> bool:
-    """Whether a module is of a class that DSPy brings."""
+    """Whether a module's class belongs to DSPy."""
     return type(module).__module__.partition(".")[0] == "dspy"
 
 
 def held_as(caller: Any, module: Any) -> str | None:
-    """Return how a module names one that it holds, itself or in a list or dictionary; None where it holds none."""
+    """Return the name under which a module holds another, also in lists and dictionaries; None if it does not."""
     held: dict[str, Any] = vars(caller)
     for name, value in held.items():
         if value is module:
@@ -100,7 +101,7 @@ def held_as(caller: Any, module: Any) -> str | None:
 
 
 def own_name(module: Any) -> str:
-    """Return the name of a module that nobody holds."""
+    """Return the name of a module that no other module holds."""
     if is_dspys(module):
         name = getattr(getattr(module, "signature", None), "__name__", None)
         if isinstance(name, str) and name not in _UNNAMED:

@@ -1,6 +1,6 @@
-"""Models of a program's own that DSPy calls (`BaseLM`): one chat span a call. And no answers from a cache in training.
+"""Chat spans for a program's own models (`BaseLM`), and no cached answers during training.
 
-Every call is a scope while it lasts. If a client makes a chat span in it, nothing is made here.
+Each call opens a scope. If a client creates a chat span within it, this module creates none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BY_CLIENTS: Final = "dspy.clients"  # DSPy's own models use LiteLLM, or the tra
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every call of a model, until what is yielded is called."""
+    """Patch DSPy to record every model call; what is yielded removes each patch."""
     models = DspyModels(recorder, FRAMEWORK)
     yield models.stop
     yield replace_in_subclasses(dspy.BaseLM, "forward", models.wrap_forward)
@@ -39,7 +39,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class _Caller(NamedTuple):
-    """Who asks."""
+    """The module that calls the model."""
 
     agent: str | None
     path: str | None
@@ -47,10 +47,10 @@ class _Caller(NamedTuple):
 
 
 class DspyModels(Tracker):
-    """Makes the chat spans of calls that no client makes."""
+    """Creates the chat spans of calls for which no client creates one."""
 
     def wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked."""
+        """Wrap a synchronous call."""
         if original.__module__.startswith(_BY_CLIENTS):
             return original
 
@@ -70,7 +70,7 @@ class DspyModels(Tracker):
         return forward
 
     def wrap_aforward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked, and awaited."""
+        """Wrap an asynchronous call."""
         if original.__module__.startswith(_BY_CLIENTS):
             return original
 
@@ -89,7 +89,7 @@ class DspyModels(Tracker):
         return OtherCall(self.recorder, self.plugin, self.framework, ask)
 
     def wrap_get(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A cache is asked for an answer. While an agent is trained its policy answers, every time anew."""
+        """Wrap a cache lookup. While an agent is trained, its policy answers every call anew."""
 
         def get(cache: Any, *args: Any, **kwargs: Any) -> Any:
             return None if self._trained() else original(cache, *args, **kwargs)
@@ -97,7 +97,7 @@ class DspyModels(Tracker):
         return get
 
     def wrap_put(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A cache is to keep an answer. Those of a policy in training are no one else's."""
+        """Wrap a cache write. Answers of a policy in training are not cached."""
 
         def put(cache: Any, *args: Any, **kwargs: Any) -> Any:
             return None if self._trained() else original(cache, *args, **kwargs)
@@ -115,7 +115,7 @@ class DspyModels(Tracker):
 
 
 def response_body(answer: Any) -> dict[str, Json] | None:
-    """Return what was answered as a chat completion, which `BaseLM.forward` gives; None where it gives none."""
+    """Return an answer of `BaseLM.forward` as a chat completion; None if it is something else."""
     dump = getattr(answer, "model_dump", None)
     body = dump(mode="json") if callable(dump) else answer
     if isinstance(body, dict):

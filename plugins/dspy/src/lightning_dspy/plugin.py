@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind DSPy's modules, tools and models, over the patches of openai's and LiteLLM's clients, to the recorder."""
+    """Record DSPy's modules, tools and models, in addition to the patches of openai's and LiteLLM's clients."""
     from lightning_dspy import agents, models, told, tools, transport
     from lightning_openai import patch
 

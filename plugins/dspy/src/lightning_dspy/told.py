@@ -1,4 +1,4 @@
-"""What DSPy's agents tell a model of a tool's failure, and what they can't read of its answer."""
+"""Failures: the text with which DSPy reports a tool's failure to the model, and answers that DSPy cannot read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_spans.record.instrument.tracker import Tracker
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
 
-_AGENTS: Final = ("dspy.predict.react", "dspy.predict.react_v2")  # those that tell the model where a tool failed
+_AGENTS: Final = ("dspy.predict.react", "dspy.predict.react_v2")  # modules that report a tool's failure to the model
 _OURS: Final = ("lightning_dspy", "lightning_openai")
 _FORMATS: Final = ("format_error_for_lm", "_fmt_exc")  # the second before 3.4
 _TOOL, _ARGUMENTS = "next_tool_name", "next_tool_args"  # the fields of a `ReAct`
@@ -29,7 +29,7 @@ _reading: Final[ContextVar[bool]] = ContextVar("lightning_dspy_reading", default
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow both, until what is yielded is called."""
+    """Patch how DSPy formats errors and reads answers; what is yielded removes each patch."""
     answers = ToldModels(recorder, FRAMEWORK)
     yield answers.stop
     yield replace_in_subclasses(Adapter, "parse", answers.wrap_parse)
@@ -44,17 +44,17 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def agent_with_tools() -> Any:
-    """Return the agent of DSPy's whose predictor is called here, and which has tools; None where there is none."""
+    """Return DSPy's agent with tools whose predictor is called here; None if there is none."""
     callers = dspy.settings.caller_modules or []
     holder = callers[-2] if len(callers) > 1 and is_dspys(callers[-1]) else None
     return holder if is_dspys(holder) and isinstance(getattr(holder, "tools", None), dict) else None
 
 
 class ToldModels(Tracker):
-    """Reports the tool calls of answers in words that DSPy refuses: it asks the model again, and tells nobody."""
+    """Records tool calls written as text that DSPy rejects: it silently asks the model again."""
 
     def wrap_format(self, original: Callable[..., str]) -> Callable[..., str]:
-        """An error is written down for a model, with the uppermost frames of its stack."""
+        """Wrap the formatting of an error for a model, with the topmost stack frames."""
 
         def told(error: BaseException, *args: Any, **kwargs: Any) -> str:
             with self.guard():
@@ -64,7 +64,7 @@ class ToldModels(Tracker):
         return told
 
     def wrap_parse(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An adapter reads an answer; one adapter may have another do it."""
+        """Wrap an adapter's reading of an answer. One adapter may delegate to another."""
 
         def parse(adapter: Any, signature: Any, completion: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.live or _reading.get():
@@ -91,7 +91,7 @@ class ToldModels(Tracker):
 
 
 def _field(completion: str, name: str) -> str | None:
-    """Return a field of an answer that could not be read, in the form of `ChatAdapter`, `XMLAdapter` or JSON."""
+    """Return a field of an unreadable answer in the format of `ChatAdapter`, `XMLAdapter` or JSON."""
     for form in (r"\[\[ ## {} ## \]\]\s*(.*?)\s*(?=\[\[ ## |\Z)", r"<{0}>\s*(.*?)\s*</{0}>"):
         if found := re.search(form.format(name), completion, re.DOTALL):
             return found[1]

@@ -1,6 +1,6 @@
-"""Tool calls: by DSPy's agents, which ask in words or by the model's own tool calls, or by a program for itself.
+"""Tool spans: calls by DSPy's agents, as text or native tool calls, and a program's own calls.
 
-Where the model asked with ids, DSPy drops them on the way before 3.4: they are found again by name and arguments.
+Before 3.4 DSPy drops the ids of native tool calls; they are found again by name and arguments.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from lightning_spans.schema import spans as names
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
-_ANSWERS: Final = frozenset({"finish", "submit"})  # tools of DSPy's agents: the form in which they answer
-_TRACES: Final = 1024  # whose requests are kept; of those that are never made the oldest are forgotten
+_ANSWERS: Final = frozenset({"finish", "submit"})  # tools of DSPy's agents that end the work: the form of their answer
+_TRACES: Final = 1024  # number of traces whose requests are kept; the oldest are dropped
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch DSPy to record every tool call; what is yielded removes each patch."""
     tools = DspyTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(Tool, "__call__", tools.wrap_call)
@@ -47,14 +47,14 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class DspyTools(Tracker):
-    """Begins and ends the spans of tools."""
+    """Begins and ends tool spans around DSPy's tool calls."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
         self._asked: OrderedDict[str, list[ToolRequest]] = OrderedDict()  # by trace: what models asked for
 
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool is called."""
+        """Wrap a synchronous tool call."""
 
         def call(tool: Any, **kwargs: Any) -> Any:
             if not self._counts(tool.name):
@@ -68,7 +68,7 @@ class DspyTools(Tracker):
         return call
 
     def wrap_acall(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool is called, and awaited."""
+        """Wrap an asynchronous tool call."""
 
         async def acall(tool: Any, **kwargs: Any) -> Any:
             if not self._counts(tool.name):
@@ -82,7 +82,10 @@ class DspyTools(Tracker):
         return acall
 
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A program carries out a tool call that it was given; without functions, one of its own variables is meant."""
+        """Wrap a program's execution of a given tool call.
+
+        Without functions, one of the program's variables is meant.
+        """
 
         def execute(call: Any, functions: Any = None) -> Any:
             if functions is None:
@@ -102,7 +105,7 @@ class DspyTools(Tracker):
         return execute
 
     def wrap_postprocess(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An adapter reads a model's answers, which may ask for tools."""
+        """Wrap an adapter's reading of a model's answers, which may contain tool calls."""
 
         def postprocess(adapter: Any, *args: Any, **kwargs: Any) -> Any:
             with self.guard():
@@ -113,7 +116,7 @@ class DspyTools(Tracker):
         return postprocess
 
     def wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A predictor answers; as a part of an agent it may ask for a tool that does not exist."""
+        """Wrap a predictor's answer. As part of an agent it may ask for an unknown tool."""
 
         def forward(predictor: Any, **kwargs: Any) -> Any:
             answer = original(predictor, **kwargs)
@@ -123,7 +126,7 @@ class DspyTools(Tracker):
         return forward
 
     def wrap_aforward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, awaited."""
+        """Wrap a predictor's answer, asynchronously."""
 
         async def aforward(predictor: Any, **kwargs: Any) -> Any:
             answer = await original(predictor, **kwargs)
@@ -133,7 +136,7 @@ class DspyTools(Tracker):
         return aforward
 
     def _counts(self, name: str) -> bool:
-        """Whether a call is a tool's: not the end of an agent's work, nor what `execute` has begun a span for."""
+        """Whether a call is a tool's: not the end of an agent's work, nor a call for which `execute` began a span."""
         if not self.live:
             return False
         span = current_span()
@@ -166,7 +169,7 @@ class DspyTools(Tracker):
             self._asked.popitem(last=False)
 
     def _refuse(self, answer: Any) -> None:
-        """Report a tool that an agent of DSPy's was asked for and does not have."""
+        """Record a call of a tool that DSPy's agent does not have."""
         with self.guard():
             agent = agent_with_tools()
             if not self.live or agent is None:
@@ -180,7 +183,7 @@ class DspyTools(Tracker):
 
 
 def _replayed(name: str, functions: Any) -> dict[str, Callable[..., Any]]:
-    """Return the function of a tool call, which in a replay runs only where the record does not have what it gave."""
+    """Return a tool call's function; in a replay it runs only if there is no recorded result."""
     if isinstance(functions, Mapping):
         function = functions.get(name)
     else:

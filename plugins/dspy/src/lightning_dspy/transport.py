@@ -1,8 +1,9 @@
-"""Calls by DSPy's own HTTP client (since 3.4): one chat span for each request, as it is sent and answered.
+"""Chat spans for DSPy's own HTTP client (since 3.4), one per request.
 
-DSPy carries a client of its own, `lm15`, over the standard library's sockets, and prefers it to LiteLLM. It is patched
-where a request passes as bytes; tries again are requests of their own there. The calls of agents in training are sent
-to the gateway, with nothing of the user's but the body.
+DSPy ships a client, `lm15`, on the standard library's sockets and prefers it to LiteLLM. It is patched where a request
+passes as bytes; each retry is a request of its own there. Calls of agents in training go to the gateway, with nothing
+of
+the user's except the body.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
     from lightning_spans.schema.spans import Json
 
 _LM15: Final = "dspy._vendor.lm15"
-_KEPT: Final = frozenset({"content-type", "accept", "accept-encoding", "user-agent"})  # of the headers, to the gateway
+# headers that are forwarded to the gateway
+_KEPT: Final = frozenset({"content-type", "accept", "accept-encoding", "user-agent"})
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every request, until what is yielded is called."""
+    """Patch the client to record every request; what is yielded removes each patch."""
     if find_spec("dspy._vendor") is None or find_spec(_LM15) is None:
         return
     from dspy._vendor.lm15.transports import StdlibAsyncTransport, StdlibTransport
@@ -49,10 +51,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class DspyRequests(Tracker):
-    """Makes the chat spans of requests."""
+    """Creates the chat spans of requests."""
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A request is sent."""
+        """Wrap the sending of a request."""
 
         def stream(transport: Any, request: Any) -> Any:
             call = self._begin(request)
@@ -70,7 +72,7 @@ class DspyRequests(Tracker):
         return stream
 
     def wrap_async_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A request is sent, and its answer awaited."""
+        """Wrap the asynchronous sending of a request."""
 
         async def stream(transport: Any, request: Any) -> Any:
             call = self._begin(request)
@@ -88,7 +90,7 @@ class DspyRequests(Tracker):
         return stream
 
     def _begin(self, request: Any) -> _Request | None:
-        """Begin the span of a model's call; others that look like one are counted."""
+        """Begin the span of a model call. Other requests that look like one are only counted."""
         if not self.live:
             return None
         with self.guard():
@@ -116,7 +118,7 @@ class _Request:
 
     @classmethod
     def begun(cls, tracker: DspyRequests, request: Any, endpoint: str) -> _Request | None:
-        """Begin the span of a request, and name it there; None where it can't be begun."""
+        """Begin the span of a request and put its id into the request; None if it cannot begin."""
         body = read_json(request.body)
         scope = current_scope()
         context = None if scope is None else scope.call_begins()
@@ -139,7 +141,7 @@ class _Request:
         return call
 
     def _send(self, body: dict[str, Json]) -> None:
-        """Name the span in the request, and send it to the gateway where its agent is in training."""
+        """Put the span's id into the request, and send it to the gateway if its agent is in training."""
         request, span, attempt = self.request, self._span, self._span.attempt
         prompted = with_prompts(body, span.path, attempt)
         body = dict(prompted) if prompted is not None else body
@@ -156,7 +158,7 @@ class _Request:
         self.request = dataclasses.replace(request, url=url, headers=headers, body=content)
 
     def read(self, pieces: Iterator[bytes], status: int) -> Iterator[bytes]:
-        """Return the pieces of a body, and keep them."""
+        """Return the parts of a body, and record them."""
         self._status = status
         try:
             for piece in pieces:
@@ -168,7 +170,7 @@ class _Request:
             raise
 
     async def aread(self, pieces: AsyncIterator[bytes], status: int) -> AsyncIterator[bytes]:
-        """Return the pieces of a body, and keep them."""
+        """Return the parts of a body, and record them."""
         self._status = status
         try:
             async for piece in pieces:
@@ -180,7 +182,7 @@ class _Request:
             raise
 
     def released(self, original: Callable[[bool], Any]) -> Callable[[bool], Any]:
-        """Follow that the answer has been read, or that nobody reads on."""
+        """Return a release method that also ends the span: the answer has been read or abandoned."""
 
         def release(body_consumed: bool) -> Any:
             self.end()
@@ -189,7 +191,7 @@ class _Request:
         return release
 
     def areleased(self, original: Callable[[bool], Any]) -> Callable[[bool], Any]:
-        """The same, awaited."""
+        """Return an asynchronous release method that also ends the span."""
 
         async def release(body_consumed: bool) -> Any:
             self.end()
@@ -210,7 +212,7 @@ class _Request:
             self._tracker.end(self._span, error=error or (f"HTTP {self._status}: {text[:500]}" if refused else None))
 
     def _tell(self, text: str) -> None:
-        """Add what the answer says."""
+        """Record what the answer says."""
         told: dict[str, Json] = {}
         response: dict[str, Json] | None = None
         whole = self._whole
