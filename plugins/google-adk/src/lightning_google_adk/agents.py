@@ -1,4 +1,4 @@
-"""Agents: their spans, and their names for the model calls that they make."""
+"""Agent spans: record which ADK agent makes each model call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent, until what is yielded is called."""
+    """Patch ADK to record every agent; what is yielded removes each patch."""
     agents = AdkAgents(recorder, FRAMEWORK)
     yield agents.stop
     for way in ("run_async", "run_live"):
@@ -28,10 +28,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class AdkAgents(Tracker):
-    """Begins and ends our spans with the runs of agents: those with a model, workflows, and users' own."""
+    """Begins and ends spans around the runs of agents: LLM agents, workflows, and the user's own classes."""
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent works, by a runner, inside of another or after a transfer; its events are a generator."""
+        """Wrap an agent's run: by a runner, within another agent, or after a transfer. Its events are a generator."""
 
         def run(agent: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             events: AsyncGenerator[Any, None] = original(agent, *args, **kwargs)
@@ -40,7 +40,7 @@ class AdkAgents(Tracker):
         return run
 
     def wrap_runner(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A runner runs an agent, and since ADK 2 one after the other where they transfer: all are of one trace."""
+        """Wrap a runner. Since ADK 2 it runs agents one after the other when they transfer; all belong to one trace."""
 
         def run(runner: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             events: AsyncGenerator[Any, None] = original(runner, *args, **kwargs)

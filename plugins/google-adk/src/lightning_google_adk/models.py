@@ -1,7 +1,6 @@
-"""Models that Google ADK reaches without openai's and LiteLLM's clients (Gemini, Anthropic): one chat span a call.
+"""Chat spans for models that do not use openai's or LiteLLM's client (Gemini, Anthropic), one per call.
 
-Every call is a scope while it lasts. If a client makes a chat span in it, or a model inside of this one does, nothing
-is made here.
+Each call opens a scope. If a client, or a nested model, creates a chat span within it, this module creates none.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ _FINISH: Final = {"STOP": "stop", "MAX_TOKENS": "length"}
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every call of a model, until what is yielded is called."""
+    """Patch ADK to record every model call; what is yielded removes each patch."""
     models = AdkModels(recorder, FRAMEWORK)
     yield models.stop
     yield replace_in_subclasses(BaseLlm, "generate_content_async", models.wrap_generate)
 
 
 class AdkModels(Tracker):
-    """Makes the chat spans of calls that no client makes."""
+    """Creates the chat spans of calls for which no client creates one."""
 
     def wrap_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked; the last of what it yields is the whole answer, streamed or not."""
+        """Wrap a model call. The last item that it yields is the whole answer, streamed or not."""
         if original.__module__ == _BY_LITELLM:
             return original
 
@@ -56,7 +55,7 @@ class AdkModels(Tracker):
 
 
 def request_body(model: Any, request: Any) -> dict[str, Json]:
-    """Return what was asked as the body of a chat completion."""
+    """Return the request as the body of a chat completion."""
     config = request.config
     body = {name: getattr(config, name, None) for name in _SETTINGS}
     body |= {"max_tokens": config.max_output_tokens, "stop": config.stop_sequences, "n": config.candidate_count}
@@ -80,7 +79,7 @@ def request_body(model: Any, request: Any) -> dict[str, Json]:
 
 
 def response_body(answer: Any) -> dict[str, Json] | None:
-    """Return what was answered as a chat completion; None where that is no answer, but an error's code."""
+    """Return the answer as a chat completion; None if it is an error code instead."""
     if answer.content is None:
         return None
     usage = getattr(answer, "usage_metadata", None)
@@ -100,14 +99,14 @@ def response_body(answer: Any) -> dict[str, Json] | None:
 
 
 def _turns(content: Any) -> list[dict[str, Json]]:
-    """Return one content as messages: each result of a tool is one of its own."""
+    """Return one content as messages; each tool result is its own message."""
     parts = content.parts or []
     told = [part.function_response for part in parts if part.function_response]
     if told:
         return [{"role": "tool", "tool_call_id": one.id, "content": to_json(one.response)} for one in told]
     text = "".join(part.text for part in parts if part.text and not part.thought)
     if content.role != "model":
-        if any(part.text is None for part in parts):  # pictures and the like
+        if any(part.text is None for part in parts):  # images and similar parts
             text = to_json([part.model_dump(exclude_none=True) for part in parts])
         return [{"role": "user", "content": text}]
     calls = [

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind Google ADK's agents, tools and models, over the patches of model clients, to the recorder."""
+    """Record Google ADK's agents, tools and models, in addition to the patches of model clients."""
     from lightning_google_adk import agents, models, tools
     from lightning_openai import patch
 

@@ -1,4 +1,4 @@
-"""Tool calls that models ask for: carried out, or refused."""
+"""Tool spans, also for tool calls that ADK rejects."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from lightning_spans.schema import spans as names
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
 
-# Forms in which an agent answers; by name, since they came one after the other.
+# Tools that carry an agent's final answer. They are matched by name because they exist in different versions.
 _ANSWERS: Final = frozenset({"SetModelResponseTool", "FinishTaskTool"})
-# What these do is done to the run, so it is done again in a replay.
+# These tools change the run itself, so they also run in a replay.
 _OF_THE_RUN: Final = frozenset({"transfer_to_agent", "exit_loop"})
-_whole: Final[ContextVar[bool]] = ContextVar("lightning_google_adk_whole", default=False)  # a whole answer is read
+# a complete answer is being read
+_whole: Final[ContextVar[bool]] = ContextVar("lightning_google_adk_whole", default=False)
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch ADK to record every tool call; what is yielded removes each patch."""
     tools = AdkTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace_in_subclasses(BaseTool, "run_async", tools.wrap_run)
@@ -41,14 +42,14 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class AdkTools(Tracker):
-    """Begins and ends the spans of tools."""
+    """Begins and ends tool spans around ADK's tool calls."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
-        self._running: set[int] = set()  # ids of their contexts: a tool of a subclass may have its parent do the work
+        self._running: set[int] = set()  # ids of the contexts in use: a subclass may call its parent's method
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool is carried out."""
+        """Wrap a tool call."""
 
         async def carry_out(tool: Any, *, args: Any, tool_context: Any) -> Any:
             known = id(tool_context)
@@ -71,10 +72,10 @@ class AdkTools(Tracker):
     async def _own_code(self, tool: Any, run: Callable[[], Awaitable[Any]]) -> Any:
         return await (
             run() if tool.name in _OF_THE_RUN else acalled(run, keep=keep_whole)
-        )  # text too: the model is told an object
+        )  # also for text, because the model gets an object
 
     def wrap_error(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool call has failed: also one of a tool that does not exist, which a bare `BaseTool` stands for."""
+        """Wrap a failed tool call, including a call of an unknown tool, for which ADK passes a bare `BaseTool`."""
 
         async def told(manager: Any, *, tool: Any, tool_args: Any, tool_context: Any, error: Exception) -> Any:
             if type(tool) is BaseTool:
@@ -84,14 +85,14 @@ class AdkTools(Tracker):
         return told
 
     def follow_tasks(self, wrapper: ModuleType) -> Undo:
-        """Follow the tasks that models give to sub-agents (`mode="task"`, since ADK 2), until the undo."""
+        """Record the tasks that models give to sub-agents (`mode="task"`, since ADK 2); return what undoes it."""
         undo = Undo()
         if "_dispatch_task_fc" in vars(wrapper):
             undo.add(replace(wrapper, "_dispatch_task_fc", self.wrap_task))
         return undo
 
     def wrap_task(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A sub-agent works on a task; ADK runs it beside the agent that gave it."""
+        """Wrap a sub-agent's task. ADK runs it outside the agent that gave the task."""
 
         async def carry_out(parent: Any, call: Any, ctx: Any) -> Any:
             span = self.begin_tool(str(call.name), call.id, _json(call.args), agent=parent.name)
@@ -99,7 +100,7 @@ class AdkTools(Tracker):
                 try:
                     output = await original(parent, call, ctx)
                 except BaseException as error:
-                    if type(error).__name__ == "NodeInterruptedError":  # it waits for somebody
+                    if type(error).__name__ == "NodeInterruptedError":  # it waits for a person or an event
                         self.end(span)
                     raise
                 self.end(span, attributes={names.TOOL_RESULT: _text(output), names.HANDOFF: call.name})
@@ -109,10 +110,13 @@ class AdkTools(Tracker):
 
 
 class UnreadCalls(Tracker):
-    """Reports tool calls of LiteLLM's answers whose arguments can't be read: ADK leaves them out, and tells no hook."""
+    """Records tool calls with unreadable arguments in LiteLLM's answers.
+
+    ADK drops such calls without calling any hook.
+    """
 
     def change(self, lite_llm: ModuleType) -> Undo:
-        """Follow how answers are read, until the undo."""
+        """Patch how answers are read; return what undoes it."""
         undo = Undo()
         undo.add(replace(lite_llm, "_message_to_generate_content_response", self.wrap_message))
         if "_parse_tool_call_arguments" in vars(lite_llm):  # since ADK 2
@@ -120,26 +124,26 @@ class UnreadCalls(Tracker):
         return undo
 
     def wrap_message(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A whole answer is read, or a piece of one that is streamed."""
+        """Wrap the reading of a complete answer, or of one part of a streamed answer."""
 
         def read(message: Any, *args: Any, **kwargs: Any) -> Any:
             token = _whole.set(True)
             try:
                 answer = original(message, *args, **kwargs)
-            except json.JSONDecodeError:  # before ADK 2, which ends the run here
+            except json.JSONDecodeError:  # before ADK 2, where this ends the run
                 self._refuse_unread(message, lambda call: _is_json(call.function.arguments))
                 raise
             finally:
                 _whole.reset(token)
             if not answer.partial:
                 known = tuple(str(part.function_call.id) for part in answer.content.parts if part.function_call)
-                self._refuse_unread(message, lambda call: str(call.id).startswith(known))  # it may shorten an id
+                self._refuse_unread(message, lambda call: str(call.id).startswith(known))  # ADK may shorten an id
             return answer
 
         return read
 
     def wrap_streamed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The arguments of a call are read, in an answer that was streamed."""
+        """Wrap the reading of a call's arguments in a streamed answer."""
 
         def read(arguments: Any, *, function_name: str | None = None, **kwargs: Any) -> Any:
             try:
@@ -163,7 +167,7 @@ class UnreadCalls(Tracker):
 
 
 def _refusal(tool: Any, answer: Any) -> str | None:
-    """Return why ADK did not call a tool's function, as it tells the model; None if it did."""
+    """Return ADK's message to the model about why a tool's function was not called; None if it was."""
     told = answer.get("error") if isinstance(answer, dict) else None
     return told if isinstance(told, str) and told.startswith(f"Invoking `{tool.name}()` failed as ") else None
 
@@ -177,7 +181,7 @@ def _is_json(text: str) -> bool:
 
 
 def _text(answer: Any) -> str:
-    """Return a tool's result as the model is told it."""
+    """Return a tool's result as the text that the model gets."""
     return _json(answer if isinstance(answer, dict) else {"result": answer})
 
 

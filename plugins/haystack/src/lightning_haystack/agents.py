@@ -1,7 +1,7 @@
-"""Agents and pipelines: their spans, and the agents' names for the model calls that they make.
+"""Agent and pipeline spans: record which agent makes each model call.
 
-An agent of Haystack's has no name of its own: it is called as the component that it is in its pipeline, or as the tool
-that it is to another agent. Any other component of a pipeline is an agent from its first model call on.
+Haystack's agents have no names of their own. An agent is named after its component in the pipeline, or after the tool
+as which another agent calls it. Any other component counts as an agent from its first model call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent, pipeline and component, until what is yielded is called."""
+    """Patch Haystack to record every agent, pipeline and component; what is yielded removes each patch."""
     agents = HaystackAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace(Agent, "run", agents.wrap_run)
@@ -38,15 +38,15 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def async_pipeline() -> Any:
-    """Return the class of pipelines that can be awaited: one of its own before Haystack 3."""
+    """Return the class of asynchronous pipelines, which is separate before Haystack 3."""
     return Pipeline if "run_async_generator" in vars(Pipeline) else haystack.AsyncPipeline
 
 
 class HaystackAgents(Tracker):
-    """Begins and ends the spans of agents, of pipelines, and of components that call models."""
+    """Begins and ends spans around agents, pipelines, and components that call models."""
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent works."""
+        """Wrap a synchronous run of an agent."""
 
         def run(agent: Any, *args: Any, **kwargs: Any) -> Any:
             with self.inside(self._begin(agent)):
@@ -55,7 +55,7 @@ class HaystackAgents(Tracker):
         return run
 
     def wrap_run_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, awaited."""
+        """Wrap an asynchronous run of an agent."""
 
         async def run_async(agent: Any, *args: Any, **kwargs: Any) -> Any:
             with self.inside(self._begin(agent)):
@@ -69,11 +69,11 @@ class HaystackAgents(Tracker):
         return self.begin_agent(str(name or type(agent).__name__), by_default=name is None)
 
     def wrap_component(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A component of a pipeline runs inside of what this returns."""
+        """Wrap the context in which a pipeline runs a component."""
 
         def create(component_name: str, instance: Any, *args: Any, **kwargs: Any) -> Any:
             theirs = original(component_name, instance, *args, **kwargs)
-            # Before Haystack 3, an agent runs its generator and its tools as components that have no name.
+            # Before Haystack 3, an agent runs its generator and its tools as components without names.
             own = getattr(instance, "__component_name__", None) == component_name
             if not self.live or not own or isinstance(instance, Agent):
                 return theirs
@@ -84,7 +84,8 @@ class HaystackAgents(Tracker):
     @contextmanager
     def _component(self, name: str, instance: Any, theirs: AbstractContextManager[Any]) -> Iterator[Any]:
         pipeline = getattr(instance, "pipeline", None)
-        if isinstance(pipeline, PipelineBase) and _asks_models(pipeline):  # the agents in it stand under its name
+        # a pipeline as a component: the agents within it are listed under its name
+        if isinstance(pipeline, PipelineBase) and _asks_models(pipeline):
             with theirs as span, self.inside(self.begin_agent(name)):
                 yield span
             return
@@ -92,7 +93,7 @@ class HaystackAgents(Tracker):
             yield span
 
     def wrap_pipeline(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A pipeline runs."""
+        """Wrap a synchronous run of a pipeline."""
 
         def run(pipeline: Any, *args: Any, **kwargs: Any) -> Any:
             with self.inside(self.begin(names.INVOKE_WORKFLOW, type(pipeline).__name__)):
@@ -101,7 +102,7 @@ class HaystackAgents(Tracker):
         return run
 
     def wrap_async_pipeline(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A pipeline is awaited or streamed: every way comes by here."""
+        """Wrap an asynchronous or streamed run of a pipeline. All of them use this method."""
 
         def run(pipeline: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             parts: AsyncGenerator[Any, None] = original(pipeline, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""Generators that reach models without the openai client (Anthropic, Bedrock, Hugging Face): one chat span a call.
+"""Chat spans for generators that do not use the openai client (Anthropic, Bedrock, Hugging Face), one per call.
 
-Every call is a scope while it lasts. If a client makes a chat span in it, nothing is made here.
+Each call opens a scope. If a client creates a chat span within it, this module creates none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
     from lightning_spans.schema.spans import Json
 
-# Their calls are always the openai client's, or those of other generators.
+# These always use the openai client or other generators.
 _BY_OTHERS: Final = tuple(
     f"haystack.components.generators.{module}"
     for module in ("openai", "azure", "chat.openai", "chat.azure", "chat.fallback")
@@ -34,7 +34,7 @@ _BY_OTHERS: Final = tuple(
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every generator, those that are there and those still to come, until what is yielded is called."""
+    """Patch every generator, existing and future ones; what is yielded removes each patch."""
     models = HaystackModels(recorder, FRAMEWORK)
     yield models.stop
     yield models.undo
@@ -44,24 +44,24 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class ModelScope(Scope):
-    """A generator's call: a client's call in it begins the span that waits around it."""
+    """Scope of a generator's call. A client call within it begins the pending span around it."""
 
     __slots__ = ()
 
     def call_begins(self) -> Context | None:
-        """Have what is around begin its span."""
+        """Begin the surrounding span."""
         return None if self.outer is None else self.outer.call_begins()
 
 
 class HaystackModels(Tracker):
-    """Makes the chat spans of calls that no client makes."""
+    """Creates the chat spans of calls for which no client creates one."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
         self.undo = Undo()
 
     def wrap_component(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A class of components is made."""
+        """Wrap the creation of a component class."""
 
         def make(decorator: Any, *args: Any, **kwargs: Any) -> Any:
             kind = original(decorator, *args, **kwargs)
@@ -73,14 +73,14 @@ class HaystackModels(Tracker):
         return make
 
     def follow(self, kind: Any) -> None:
-        """Follow the calls of a class, if it is one of generators."""
+        """Patch the calls of a class, if it is a generator."""
         for name, wrap in (("run", self.wrap_run), ("run_async", self.wrap_run_async)):
             function = vars(kind).get(name)
             if function is not None and not kind.__module__.startswith(_BY_OTHERS) and _generates(function):
                 self.undo.add(replace(kind, name, wrap))
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked."""
+        """Wrap a synchronous call."""
         signature = inspect.signature(original)
 
         def run(generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class HaystackModels(Tracker):
         return run
 
     def wrap_run_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, awaited."""
+        """Wrap an asynchronous call."""
         signature = inspect.signature(original)
 
         async def run_async(generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ def _generates(run: Any) -> bool:
 
 
 def request_body(generator: Any, asked: dict[str, Any]) -> dict[str, Json]:
-    """Return what was asked as the body of a chat completion."""
+    """Return the request as the body of a chat completion."""
     said = asked.get("messages", asked.get("prompt"))
     turns = [ChatMessage.from_user(said)] if isinstance(said, str) else said or ()
     body: dict[str, Json] = {"model": _name(generator), "messages": [_turn(turn) for turn in turns]}
@@ -143,7 +143,7 @@ def request_body(generator: Any, asked: dict[str, Any]) -> dict[str, Json]:
 
 
 def response_body(generator: Any, answer: Any) -> dict[str, Json]:
-    """Return what was answered as a chat completion."""
+    """Return the answer as a chat completion."""
     replies: Sequence[Any] = answer["replies"]
     metas = [reply.meta for reply in replies if isinstance(reply, ChatMessage)] or answer.get("meta") or [{}]
     return {

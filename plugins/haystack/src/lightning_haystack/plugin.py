@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind Haystack's agents, pipelines, tools and generators, over the patches of openai's client, to the recorder."""
+    """Record Haystack's agents, pipelines, tools and generators, in addition to the openai client's patches."""
     from lightning_haystack import agents, models, tools
     from lightning_openai import patch
 

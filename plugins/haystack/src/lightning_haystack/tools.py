@@ -1,4 +1,4 @@
-"""Tool calls that models ask for: carried out, or refused."""
+"""Tool spans, also for tool calls that Haystack rejects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _running: Final[ContextVar[Any]] = ContextVar("lightning_haystack_tool", default
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch Haystack to record every tool call; what is yielded removes each patch."""
     tools = HaystackTools(recorder, FRAMEWORK)
     yield tools.stop
     for owner, name, wrap in tools.places():
@@ -39,22 +39,22 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def tool_of(component: Any) -> Any:
-    """Return the tool that is carried out here, if it is this component; None where it is not."""
+    """Return the tool that runs as this component; None if the component is no tool."""
     tool = _running.get()
     return tool if tool is not None and getattr(tool, "_component", None) is component else None
 
 
 class _Arguments(dict[str, Any]):
-    """A tool's arguments, which say which call of a model they are of: before Haystack 3 nothing else does."""
+    """A tool's arguments, linked to the model's call. Before Haystack 3 nothing else links them."""
 
     call: ToolCall
 
 
 class HaystackTools(Tracker):
-    """Begins and ends the spans of tools."""
+    """Begins and ends tool spans around Haystack's tool calls."""
 
     def places(self) -> Iterator[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]:
-        """Return where tool calls pass by in this version of Haystack: owner, attribute, and what wraps it."""
+        """Return where tool calls pass in this version of Haystack: owner, attribute, and wrapper."""
         try:
             from haystack.components.agents import tool_calling
         except ImportError:  # before Haystack 3
@@ -68,11 +68,11 @@ class HaystackTools(Tracker):
         yield tool_calling, "_make_bounded_invoke_async", self.wrap_bound_async
 
     def wrap_bound(self, original: Callable[..., Callable[[], Any]]) -> Callable[..., Callable[[], Any]]:
-        """A call is made ready: what this returns is called in another thread, and returns a tool's error."""
+        """Wrap the preparation of a call. It returns a function for another thread, which returns a tool's error."""
 
         def bound(*args: Any, **kwargs: Any) -> Callable[[], Any]:
             tool, call = _call_in(args, kwargs)
-            context = copy_context()  # as the original does: the span is in the copy that it makes
+            context = copy_context()  # as the original does: the span is in the copy of the context
 
             def carry_out() -> Any:
                 _running.set(tool)
@@ -87,7 +87,7 @@ class HaystackTools(Tracker):
         return bound
 
     def wrap_bound_async(self, original: Callable[..., Callable[[], Any]]) -> Callable[..., Callable[[], Any]]:
-        """The same; what this returns is awaited, in a task of its own."""
+        """Wrap the preparation of an asynchronous call, which is awaited in its own task."""
 
         def bound(*args: Any, **kwargs: Any) -> Callable[[], Any]:
             run = original(*args, **kwargs)
@@ -116,7 +116,7 @@ class HaystackTools(Tracker):
                 self.end(span, attributes={names.TOOL_RESULT: _text(result)})
 
     def wrap_resolved(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An answer's calls are looked up among the tools; those of a tool that is not there are refused."""
+        """Wrap the lookup of an answer's tool calls. Calls of unknown tools are rejected."""
 
         def resolve(messages: Sequence[ChatMessage], tools: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -130,7 +130,7 @@ class HaystackTools(Tracker):
         return resolve
 
     def wrap_prepared(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same before Haystack 3, where the calls' arguments are made ready too."""
+        """Wrap the lookup before Haystack 3, where the arguments are prepared too."""
 
         def prepare(invoker: Any, **kwargs: Any) -> Any:
             messages, tools = kwargs["messages_with_tool_calls"], kwargs["tools_with_names"]
@@ -147,7 +147,7 @@ class HaystackTools(Tracker):
     def _refuse_unknown(self, messages: Sequence[ChatMessage], tools: Any, why: str) -> None:
         with self.guard():
             unknown = [call for message in messages for call in message.tool_calls if call.tool_name not in tools]
-            for call in unknown[:1]:  # where one is refused, the run ends
+            for call in unknown[:1]:  # a rejected call ends the run
                 self.end(self._begin(call), error=why)
 
     def _refuse(self, refusals: Sequence[ChatMessage]) -> None:
@@ -157,7 +157,7 @@ class HaystackTools(Tracker):
                 self.end(self._begin(told.origin), error=why, attributes={names.TOOL_RESULT: why})
 
     def wrap_own_code(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool's own code is run, in a replay only where the record does not have what it gave."""
+        """Wrap a tool's own code. In a replay it runs only if there is no recorded result."""
 
         def invoke(tool: Any, *args: Any, **kwargs: Any) -> Any:
             span = tool_around() if self.live else None
@@ -172,7 +172,7 @@ class HaystackTools(Tracker):
         return invoke
 
     def wrap_own_async_code(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, awaited; a tool without a coroutine function comes by `invoke`, in a thread."""
+        """Wrap a tool's own coroutine. A tool without one uses `invoke`, in a thread."""
 
         async def invoke(tool: Any, *args: Any, **kwargs: Any) -> Any:
             span = tool_around() if self.live and tool.async_function is not None else None
@@ -186,10 +186,10 @@ class HaystackTools(Tracker):
 
         return invoke
 
-    # A generator leaves out calls whose arguments are no JSON, and so tells nobody but the log.
+    # A generator drops calls whose arguments are not valid JSON, and only logs it.
 
     def wrap_message(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An answer is read."""
+        """Wrap the reading of an answer."""
 
         def convert(completion: Any, choice: Any) -> Any:
             message = original(completion, choice)
@@ -202,7 +202,7 @@ class HaystackTools(Tracker):
         return convert
 
     def wrap_streamed_message(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, of an answer that was streamed."""
+        """Wrap the reading of a streamed answer."""
 
         def convert(chunks: Any) -> Any:
             message = original(chunks=chunks)
@@ -227,7 +227,7 @@ class HaystackTools(Tracker):
 
 
 class _Outcome:
-    """Keeps on a tool's span what its own code returned or raised."""
+    """Records on a tool span what the tool's own code returned or raised."""
 
     def __init__(self, span: Any) -> None:
         self._span = span
@@ -245,7 +245,7 @@ class _Outcome:
 
 
 def _giving(tool: Any, given: Given) -> Any:
-    """Return the tool with what the record has in the place of its own code, so that errors are in Haystack's words."""
+    """Return a tool that gives the recorded result, so that errors get Haystack's own message."""
 
     async def awaited(**_: Any) -> Any:
         return given.outcome()
@@ -264,10 +264,10 @@ def _with_call(parameters: dict[str, Any], call: ToolCall) -> dict[str, Any]:
 
 
 def _call_in(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ToolCall]:
-    """Return the tool and the model's call among what makes a call ready; their places differ from version to version.
+    """Return the tool and the model's call from the arguments of a preparation; their order depends on the version.
 
     Raises:
-        LookupError: there is none.
+        LookupError: neither is there.
     """
     values = [*args, *kwargs.values()]
     tools = [value for value in values if isinstance(value, Tool)]
@@ -279,7 +279,7 @@ def _call_in(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ToolCall
 
 
 def _text(result: Any) -> str:
-    """Return what a tool gave as text; of an agent, its last message."""
+    """Return a tool's result as text; for an agent, its last message."""
     if isinstance(result, str):
         return result
     last = result.get("last_message") if isinstance(result, dict) else None

@@ -1,8 +1,8 @@
-"""LangChain's runs as a tree: which agent is at work in each, and which of them are spans.
+"""LangChain's runs as a tree: which agent each run belongs to, and which runs become spans.
 
-LangChain reports a run for every step; most are plumbing. An agent is a named graph (`create_agent(name=)`,
-`compile(name=)`) or a node of a graph, but not the inner nodes of an agent's own loop (``model``, ``tools``). That a
-run is a graph shows when its first node starts, so its span is begun then, with the time at which the run began.
+LangChain reports a run for every step, and most are internal. An agent is a named graph (`create_agent(name=)`,
+`compile(name=)`) or a node of a graph, except for the internal nodes of an agent's loop (``model``, ``tools``). A run
+is known to be a graph only when its first node starts, so its span is created then, with the run's start time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
     from lightning_spans.record.instrument.tool_requests import ToolRequest
 
-UNNAMED: Final = "LangGraph"  # what LangGraph calls a graph that has no name
+UNNAMED: Final = "LangGraph"  # LangGraph's name for an unnamed graph
 _LOOP: Final = frozenset(
     {"model", "agent", "tools", "pre_model_hook", "post_model_hook", "generate_structured_response"}
 )
@@ -49,43 +49,43 @@ class ChainRun(Scope):
         here = settled()
         super().__init__(here)
         self.parent = parent
-        # Of the whole tree: its open runs, and the tool calls that models asked for, until they are made.
+        # Shared by the whole tree: its open runs, and the tool calls that models asked for and that have not run yet.
         self.inner: dict[UUID, ChainRun] = {} if parent is None else parent.inner
         self.requests: list[ToolRequest] = [] if parent is None else parent.requests
-        # Of the whole tree, by id: calls of tools that the model was not offered, until somebody answers them.
+        # Shared by the whole tree, by id: calls of tools that the model was not offered and that are not answered yet.
         self.unknown: dict[str, ToolRequest] = {} if parent is None else parent.unknown
-        self.offered: frozenset[str] = frozenset()  # of a chat run: names of the tools that its model has
-        self.made: ToolRequest | None = None  # of a tool: what was asked for
+        self.offered: frozenset[str] = frozenset()  # of a chat run: names of the tools that its model was offered
+        self.made: ToolRequest | None = None  # of a tool: the call that asked for it
         self.kind = kind  # chain, tool or chat
         self.name = name
         self.metadata = metadata
         self.namespace: str | None = metadata.get("langgraph_checkpoint_ns")
         self.lc_agent: str | None = metadata.get("lc_agent_name")
-        self.agent: str | None = None  # of a graph, a node or a tool: who works in it
+        self.agent: str | None = None  # of a graph, a node or a tool: the agent it belongs to
         self.context: Context = here
         self.start_ns = time.time_ns()
         self.graph = False
-        # Of a graph: itself, its tags, the packages that its nodes come from, and whether it is a library's.
+        # Of a graph: the graph, its tags, the packages that its nodes come from, and whether it belongs to a library.
         self.pregel: Any = graph_below() if kind == "chain" else None
         self.tags: Sequence[str] = ()
         self.packages: frozenset[str] = frozenset()
         self.foreign = False
         self.model = ""  # of a chat run: the class of its model
-        self.cached = False  # of a chat run: a cache answered
+        self.cached = False  # of a chat run: the answer came from a cache
 
 
 class ChainRuns(EventTracker[ChainRun]):
-    """The runs that are open, by LangChain's ids, and the spans of those that are agents or tools."""
+    """The open runs, by LangChain's ids, and the spans of those that are agents or tools."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
         self._waiting = WaitingRequests()
-        self._lock = threading.RLock()  # branches of one graph that start at once begin its span once
+        self._lock = threading.RLock()  # parallel branches of a graph begin its span only once
 
     def begin_run(
         self, run_id: UUID, parent_id: UUID | None, kind: str, name: str, metadata: Mapping[str, Any]
     ) -> ChainRun:
-        """Take a run that starts."""
+        """Add a run that starts."""
         run = ChainRun(self.scopes.get(parent_id), kind, name, metadata)
         if run.parent is None:
             self._waiting.begin(run.requests, _conversation(run))
@@ -94,13 +94,13 @@ class ChainRuns(EventTracker[ChainRun]):
         return run
 
     def end_run(self, run_id: UUID) -> ChainRun | None:
-        """Take a run that ends; the context that it was entered with is left, its span is still the caller's to end."""
+        """Remove a run that ends and leave its context. The caller still has to end its span."""
         run = self.leave(run_id)
         if run is None:
             return None
         run.inner.pop(run_id, None)
         if run.parent is None:
-            for inner_id, inner in reversed(list(run.inner.items())):  # cancelled without a word
+            for inner_id, inner in reversed(list(run.inner.items())):  # cancelled without an event
                 self.end_run(inner_id)
                 if inner.call is not None and self.live:
                     inner.call.end(error=asyncio.CancelledError())
@@ -111,7 +111,7 @@ class ChainRuns(EventTracker[ChainRun]):
         return run
 
     def refuse(self, run: ChainRun, request: ToolRequest, why: str) -> None:
-        """Record a tool call that no tool carries out."""
+        """Record a tool call that no tool runs."""
         if request.call_id is not None:
             run.unknown.pop(request.call_id, None)
         if request in run.requests:
@@ -121,11 +121,11 @@ class ChainRuns(EventTracker[ChainRun]):
         self.end(self.begin_tool(request.name, request.call_id, text, context, agent=request.agent), error=why)
 
     def is_node(self, run: ChainRun) -> bool:
-        """Whether a chain is a node of a graph: its checkpoint namespace is its own."""
+        """Whether a chain is a node of a graph, which has its own checkpoint namespace."""
         return run.namespace is not None and (run.parent is None or run.namespace != run.parent.namespace)
 
     def begin_node(self, run: ChainRun) -> None:
-        """Find the agent of a node, begin its span if it is an agent of its own, and enter it."""
+        """Find a node's agent, begin its span if the node is an agent itself, and enter it."""
         node = str(run.metadata.get("langgraph_node") or run.name)
         graph = run.parent
         with self._lock:
@@ -151,8 +151,11 @@ class ChainRuns(EventTracker[ChainRun]):
             self._begin_agent(graph, own)
 
     def _name_loop(self, run: ChainRun, graph: ChainRun | None) -> None:
-        """Find the agent whose loop a node is part of: the named graph, else what is around it, else the graph."""
-        if graph is None:  # recording began inside it
+        """Find the agent whose loop contains a node.
+
+        The named graph, otherwise the surrounding agent, otherwise the graph.
+        """
+        if graph is None:  # recording began within it
             if run.lc_agent:
                 self._begin_agent(run, run.lc_agent)
             return
@@ -163,7 +166,7 @@ class ChainRuns(EventTracker[ChainRun]):
         run.agent = graph.agent
 
     def _begin_agent(self, run: ChainRun, name: str) -> None:
-        """Begin an agent's span, unless the same agent is at work right around it (a node that holds a named graph)."""
+        """Begin an agent's span, unless the same agent already surrounds it (a node that contains a named graph)."""
         around = run.parent
         while around is not None and around.span is None:
             around = around.parent
@@ -183,7 +186,7 @@ class ChainRuns(EventTracker[ChainRun]):
         )
 
     def home(self, run: ChainRun | None) -> OpenSpan | None:
-        """Return the span that what happens in a run belongs under; None for what stands alone."""
+        """Return the parent span for what happens in a run; None if the run stands alone."""
         while run is not None:
             if run.span is not None:
                 return run.span
@@ -202,9 +205,9 @@ class ChainRuns(EventTracker[ChainRun]):
             return root.span
 
     def place(self, run: ChainRun | None, context: Context | None = None) -> Context:
-        """Return the context for what begins in a run: the current one if it is inside the run's span, else the span's.
+        """Return the context for what begins in a run: the current one if it is within the run's span, else the span's.
 
-        A context may be inside through a `with agent(...)` of the user's, and outside where it was not handed on.
+        A context may be within it through the user's `with agent(...)`, and outside it if it was not passed on.
         """
         context = settled(context)
         inside = current_span(context)
@@ -219,7 +222,7 @@ class ChainRuns(EventTracker[ChainRun]):
 
 
 def _conversation(root: ChainRun) -> Conversation | None:
-    """Name the conversation that a run is a part of, if it is: a program has the same name for one in each rollout."""
+    """Return the key of a run's conversation: its attempt and thread. Programs reuse a thread's id in each rollout."""
     thread = root.metadata.get("thread_id")
     if thread is None:
         return None
@@ -228,7 +231,7 @@ def _conversation(root: ChainRun) -> Conversation | None:
 
 
 def _began_in_chain(span: OpenSpan, run: ChainRun | None) -> bool:
-    """Whether a `with agent(...)` of the user's was begun in a plain chain, whose own span is not entered."""
+    """Whether the user's `with agent(...)` began in a plain chain, whose own span is not entered."""
     while run is not None:
         if run.span is not None:
             above = run.span if run.span.operation == names.INVOKE_WORKFLOW else None
@@ -244,10 +247,10 @@ def _began_in_chain(span: OpenSpan, run: ChainRun | None) -> bool:
 
 
 def _is_foreign(graph: ChainRun) -> bool:
-    """Whether a graph is a library's, at work for an agent of the user's: its nodes are no agents then.
+    """Whether a graph belongs to a library and works for one of the user's agents, so that its nodes are not agents.
 
-    Without an agent around, its nodes are all there is to tell calls apart by. A graph of the package that the graph
-    around it comes from is no more foreign than that one: a whole program may be installed.
+    Without a surrounding agent, only its nodes tell calls apart, so they count. A graph from the same package as the
+    surrounding graph is treated like that graph, because a whole program may be installed as a package.
     """
     graph.packages = packages_of(graph.pregel) if graph.pregel is not None else frozenset()
     if graph.agent is None or AGENTS in graph.tags:
@@ -263,7 +266,7 @@ def _is_foreign(graph: ChainRun) -> bool:
 
 
 def _is_of_loop(node: str, run: ChainRun, graph: ChainRun | None) -> bool:
-    """Whether a node is a part of an agent's loop rather than an agent: `create_agent` and `create_react_agent`."""
+    """Whether a node is part of an agent's loop (`create_agent`, `create_react_agent`) rather than an agent."""
     if node.endswith(_MIDDLEWARE) or node == "tools":
         return True
     if node not in _LOOP:

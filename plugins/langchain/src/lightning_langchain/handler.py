@@ -1,6 +1,7 @@
-"""The callback handler: LangChain tells all that happens to one object, in calls of its own.
+"""The callback handler: LangChain reports every event to one object.
 
-The chat span is the openai client's. Only where a model was reached in another way is it made here, at its end.
+Chat spans normally come from the openai client. For models reached in another way, they are created here when the call
+ends.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Have every callback manager of the process call a handler, until what is yielded is called."""
+    """Add a handler to every callback manager of the process; what is yielded removes it."""
     handler = Handler(recorder, FRAMEWORK)
     yield handler.stop
     yield from follow_caches()
@@ -61,9 +62,9 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class Handler(ChainRuns, BaseCallbackHandler):
-    """Called in the thread and context of what it reports, so that what it enters is found when a model is called."""
+    """Runs in the thread and context of the reported work, so that model calls see the context that it enters."""
 
-    run_inline = True  # else async events run in a thread of their own, and their context is lost
+    run_inline = True  # otherwise async events run in their own thread and lose their context
     ignore_retriever = True
     ignore_retry = True
     ignore_custom_event = True
@@ -102,7 +103,10 @@ class Handler(ChainRuns, BaseCallbackHandler):
             self.end(run.span)
 
     def _answered(self, run: ChainRun, outputs: Any) -> None:
-        """Take the answers to calls of tools that are not there; who answers without an error has its own way."""
+        """Record the answers to calls of unknown tools.
+
+        An answer without an error comes from the program's own handling.
+        """
         for message in answers_in(outputs):
             request = run.unknown.pop(message.tool_call_id, None)
             if request is not None and message.status == "error":
@@ -164,7 +168,7 @@ class Handler(ChainRuns, BaseCallbackHandler):
         if run is None:
             return
         if run.made is not None and is_control_flow(error):
-            run.requests.append(run.made)  # it will be called again
+            run.requests.append(run.made)  # the tool will be called again
         self.end(run.span, error=None if is_control_flow(error) else error)
 
     # Models
@@ -196,7 +200,8 @@ class Handler(ChainRuns, BaseCallbackHandler):
         run.context = self.place(run.parent)
         run.offered = offered_in(invocation_params or {})
         if self._models.begin(run, serialized, messages, invocation_params or {}) or run.context is not current():
-            run.enter(run.context)  # else nobody asks in whose context the call is: that of the node around it will do
+            # otherwise nothing reads the call's context, and the surrounding node's is sufficient
+            run.enter(run.context)
 
     @ends
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
@@ -208,7 +213,7 @@ class Handler(ChainRuns, BaseCallbackHandler):
             self._models.end(run, response, None)
 
     def _asked_for(self, run: ChainRun, response: LLMResult) -> None:
-        """Keep the tool calls that an answer asks for; those whose arguments can't be read are never made."""
+        """Keep the tool calls in an answer. Calls with unreadable arguments never run."""
         agent = current_agent(run.context)
         requests = list(requests_in(response, agent))
         run.requests.extend(requests)
@@ -224,7 +229,7 @@ class Handler(ChainRuns, BaseCallbackHandler):
             self._models.end(run, None, error)
 
     def wrap_ask(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A chat model is asked and awaited; LangChain tells no callback where nobody waits for it any more."""
+        """Wrap an asynchronous model call. LangChain reports no callback when nobody waits for the call any more."""
 
         async def ask(model: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -238,9 +243,9 @@ class Handler(ChainRuns, BaseCallbackHandler):
         return ask
 
     def wrap_llm_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """LangChain (1.4) tells only handlers that run inline of a completion model's start, where there is one.
+        """Report the start of a completion model also where LangChain (1.4) reports it only to inline handlers.
 
-        The others are told as they are without us: by a manager that does not know us.
+        Other handlers are called as without this plugin, by a manager that does not contain it.
         """
 
         async def on_llm_start(
@@ -261,7 +266,7 @@ class Handler(ChainRuns, BaseCallbackHandler):
         return on_llm_start
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model's run is entered in the generator of its answer: what its reader does between items is outside."""
+        """Wrap a streamed answer. The run is entered only while the generator works, not while its reader does."""
 
         def stream(model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
             items = original(model, *args, **kwargs)
@@ -270,7 +275,7 @@ class Handler(ChainRuns, BaseCallbackHandler):
         return stream
 
     def wrap_astream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """As `wrap_stream`, of an answer that is awaited."""
+        """Wrap a streamed answer that is read asynchronously; see `wrap_stream`."""
 
         async def astream(model: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             items = original(model, *args, **kwargs)

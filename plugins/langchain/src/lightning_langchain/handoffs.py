@@ -1,4 +1,4 @@
-"""Handoffs: tools that say which node goes on, by LangGraph's `Command`, as those of a swarm or a supervisor do."""
+"""Handoffs: tools that return a LangGraph `Command` with the next node, as in a swarm or with a supervisor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _END: Final = "__end__"
 
 
 def handed_to(output: Any) -> str | None:
-    """Return the agent to which a tool's output hands over; None where it does not."""
+    """Return the agent to which a tool's output hands over; None if it is no handoff."""
     given = output if isinstance(output, list) else [output]
     goals = [goal for part in given for goal in _goals(getattr(part, "goto", None))]
     return next((goal for goal in goals if goal != _END), None)

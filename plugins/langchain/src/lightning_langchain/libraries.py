@@ -1,8 +1,8 @@
-"""Graphs that a library brings along: their nodes are its own steps, and no agents of the user's.
+"""Graphs that come from a library: their nodes are the library's steps, not the user's agents.
 
-A graph is a library's when the functions of all its nodes come from installed packages, LangChain's and LangGraph's own
-apart, or when it is marked. LangChain's event of a graph does not have the graph. It is told in the call of the graph
-itself, a few frames below.
+A graph is a library's when the functions of all its nodes come from installed packages (except LangChain's and
+LangGraph's own), or when it is marked. LangChain's event for a graph does not contain the graph object; the code finds
+it in the call of the graph itself, a few frames up the stack.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any, Final
 
 LIBRARY: Final = "lightning:library"  # a tag that marks a graph as a library's
-AGENTS: Final = "lightning:agents"  # and one whose nodes are agents, wherever it comes from
-_FRAMEWORKS: Final = ("langchain", "langgraph")  # what is made by their functions is as much the user's
-_STEPS: Final = frozenset({"stream", "astream"})  # of a graph, which tell of its start
+AGENTS: Final = "lightning:agents"  # a tag that marks a graph's nodes as agents, wherever it comes from
+_FRAMEWORKS: Final = ("langchain", "langgraph")  # a graph made by these packages' functions belongs to the user
+_STEPS: Final = frozenset({"stream", "astream"})  # methods of a graph that report its start
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
-_FRAMES: Final = 8  # between these and the handler
+_FRAMES: Final = 8  # frames between these methods and the handler
 
 
 def packages_of(graph: Any) -> frozenset[str]:
-    """Return the packages that a library's graph comes from; none for a graph of the user's own."""
+    """Return the packages that a library's graph comes from; empty for the user's own graph."""
     found = {package for node in graph.nodes.values() for package in _packages(getattr(node, "bound", None))}
     return frozenset(found) if found and all(map(_is_installed, found)) else frozenset()
 
 
 def graph_below() -> Any:
-    """Return the graph whose start is told of now; some other or None where it is no graph that starts."""
+    """Return the graph whose start is being reported; another object or None if no graph starts."""
     frame: Any = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame is None:
@@ -40,7 +40,7 @@ def graph_below() -> Any:
 
 
 def _packages(step: Any) -> Iterator[str]:
-    """Return the top packages of the functions in a step of a graph, but for those of the frameworks."""
+    """Return the top-level packages of the functions in a graph's step, except the frameworks' own."""
     for part in getattr(step, "steps", None) or (step,):
         function = getattr(part, "func", None) or getattr(part, "afunc", None) or part
         while isinstance(function, functools.partial):

@@ -1,4 +1,4 @@
-"""Models that LangChain reaches without the openai client: their chat spans are made from LangChain's own events."""
+"""Chat spans from LangChain's own events, for models that do not use the openai client."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from lightning_spans.record.instrument.tracker import Tracker
     from lightning_spans.schema.spans import Json
 
-# Known beforehand to use the openai client. The last two are text models, whose asynchronous calls LangChain begins in
-# tasks of their own, so that the client's patch can't tell their runs.
+# Known to use the openai client. The last two are text models, whose asynchronous calls LangChain begins in tasks of
+# their own, so that the client's patch cannot identify their runs.
 _BY_OPENAI: Final = frozenset({"openai-chat", "azure-openai-chat", "openai", "azure"})
 
 
 def follow_caches() -> Iterator[Callable[[], None]]:
-    """Note the answers that LangChain's caches give, until what is yielded is called."""
+    """Record which answers come from LangChain's caches; what is yielded stops it."""
     yield replace_in_subclasses(BaseCache, "lookup", _wrap_lookup)
     yield replace_in_subclasses(BaseCache, "alookup", _wrap_alookup)
 
@@ -55,11 +55,12 @@ def _noted(found: Any) -> Any:
 
 
 class OtherModels:
-    """Makes the chat span of a call that the openai client did not see by the call's end: one call is one span."""
+    """Creates the chat spans of calls that the openai client did not record, so that each call has one span."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
-        self._seen: set[str] = set()  # classes of models that the openai client was called by; of LiteLLM's only some
+        # model classes that were seen to use the openai client; for LiteLLM only some calls do
+        self._seen: set[str] = set()
 
     def begin(
         self,
@@ -68,10 +69,10 @@ class OtherModels:
         messages: Sequence[BaseMessage] | str,
         params: Mapping[str, Any],
     ) -> bool:
-        """Keep what is asked, at once: the messages are the agent's, and may change.
+        """Copy the request at once, because messages belong to the agent and may change.
 
-        Of a class that is known to call the openai client only references are kept: text will hardly be needed, and
-        costs time.
+        For a class that is known to use the openai client, only references are kept: the text is rarely needed, and
+        copying takes time.
 
         Returns:
             Whether this run must be told of chat spans: not for a model that always uses the openai client.
@@ -96,9 +97,9 @@ class OtherModels:
         return True
 
     def end(self, run: ChainRun, response: LLMResult | None, error: BaseException | None) -> None:
-        """Make the span, unless the openai client made one, or a cache answered.
+        """Create the span, unless the openai client created one or a cache answered.
 
-        A model that always uses the openai client and made no call failed before it called.
+        A model that always uses the openai client but made no call failed before the call.
         """
         if run.seen:
             self._seen.add(run.model)
@@ -107,7 +108,7 @@ class OtherModels:
 
 
 def _request(messages: Sequence[BaseMessage] | str, params: Mapping[str, Any]) -> dict[str, Json]:
-    """Return what was asked as the body of a chat completion, copied."""
+    """Return the request as the body of a chat completion, copied."""
     given = [{"role": "user", "content": messages}] if isinstance(messages, str) else _to_openai(messages)
     rest = {name: value for name, value in params.items() if value is not None and not name.startswith("_")}
     request: dict[str, Json] = read_json(to_json({**rest, "messages": given}))
@@ -115,7 +116,7 @@ def _request(messages: Sequence[BaseMessage] | str, params: Mapping[str, Any]) -
 
 
 def response_body(result: LLMResult) -> dict[str, Json]:
-    """Return what such a model answered, as a chat completion."""
+    """Return the answer of such a model as a chat completion."""
     generations = result.generations[0] if result.generations else []
     choices = []
     for index, generation in enumerate(generations):

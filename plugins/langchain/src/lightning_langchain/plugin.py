@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind LangChain's callbacks, over the openai client's own patches, to the recorder."""
+    """Record LangChain's callbacks, in addition to the openai client's own patches."""
     from lightning_langchain import handler
     from lightning_openai import patch
 

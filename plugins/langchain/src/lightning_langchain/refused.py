@@ -1,7 +1,7 @@
-"""Tool calls that no tool carries out: of a tool that is not there, or with arguments that can't be read.
+"""Tool calls that never run: of unknown tools, or with unreadable arguments.
 
-LangChain tells of none of these. The first kind shows in the message by which a node of tools answers, the second in
-the answer itself.
+LangChain reports neither. The first kind appears in the message with which a tool node answers, the second in the
+model's answer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def offered_in(params: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the tools that a model is offered, in whichever provider's format."""
+    """Return the names of the tools offered to a model, in any provider's format."""
     tools = params.get("tools") or params.get("functions") or ()
     known = [tool.get("function") or tool for tool in tools if isinstance(tool, Mapping)]
     return frozenset(str(tool["name"]) for tool in known if isinstance(tool, Mapping) and tool.get("name"))
 
 
 def unreadable_in(response: LLMResult, agent: str | None) -> Iterator[tuple[ToolRequest, str]]:
-    """Return the tool calls of an answer whose arguments can't be read, and why."""
+    """Return an answer's tool calls with unreadable arguments, and the reason for each."""
     for generation in (generation for row in response.generations for generation in row):
         for call in getattr(getattr(generation, "message", None), "invalid_tool_calls", None) or ():
             name, arguments = call.get("name") or "unknown", call.get("args") or ""
@@ -34,7 +34,7 @@ def unreadable_in(response: LLMResult, agent: str | None) -> Iterator[tuple[Tool
 
 
 def answers_in(outputs: Any) -> Iterator[ToolMessage]:
-    """Return the messages by which tool calls are answered, in what a node gave."""
+    """Return the messages in a node's output that answer tool calls."""
     if isinstance(outputs, ToolMessage):
         yield outputs
     elif isinstance(outputs, Mapping):

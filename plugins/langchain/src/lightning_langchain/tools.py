@@ -1,6 +1,6 @@
-"""Tool calls: whose they are, and what came of them.
+"""Tool calls: which agent each belongs to, and its outcome.
 
-A tool call is the agent's whose model asked for it, also where several agents share one node of tools.
+A tool call belongs to the agent whose model asked for it, also when several agents share one tool node.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
     from lightning_spans.record.instrument.tracker import Tracker
 
-Conversation: TypeAlias = tuple[str | None, str]  # the attempt that it is held in, and LangGraph's thread
-_CONVERSATIONS: Final = 1024  # that may wait for somebody's approval at once; the oldest are forgotten
-_CALLS: Final = 64  # and of one conversation
+Conversation: TypeAlias = tuple[str | None, str]  # the attempt that contains it, and LangGraph's thread
+_CONVERSATIONS: Final = 1024  # number of conversations that may wait for approval at once; the oldest are dropped
+_CALLS: Final = 64  # and per conversation
 _called: Final[ContextVar[str | None]] = ContextVar("lightning_langchain_tool_call", default=None)
 
 
 def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
-    """Put what a replay's record has in the place of every tool's own code, until what is yielded is called.
+    """In a replay, return recorded results instead of running tools; what is yielded removes each patch.
 
-    And keep the model's id of the call that a tool is run for, which callbacks are told since langchain-core 1.0 only.
+    Also keep the model's id of the call for which a tool runs: callbacks get it only since langchain-core 1.0.
     """
 
     def wrap_call(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,36 +78,36 @@ def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
 
 
 def called_for() -> str | None:
-    """Return the model's id of the call that the tool around is run for, where it is run for one."""
+    """Return the model's id of the call for which the surrounding tool runs; None if there is none."""
     return _called.get()
 
 
 def is_control_flow(error: BaseException) -> bool:
-    """Whether it is LangGraph's way to pause or to go elsewhere, and no failure."""
+    """Whether an exception is LangGraph's way to pause or to jump, not a failure."""
     return any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__)
 
 
 class WaitingRequests:
-    """What was asked for in conversations that were interrupted before the tool was called."""
+    """Tool calls that were requested in conversations which were interrupted before the tool ran."""
 
     def __init__(self) -> None:
         self._left: OrderedDict[Conversation, list[ToolRequest]] = OrderedDict()
 
     def begin(self, requests: list[ToolRequest], conversation: Conversation | None) -> None:
-        """Add what an earlier run of a conversation left."""
+        """Add what an earlier run of the conversation left."""
         if self._left and conversation is not None:
             requests.extend(self._left.pop(conversation, ()))
 
     def end(self, requests: list[ToolRequest], conversation: Conversation | None) -> None:
-        """Keep what is left of a run that has ended."""
+        """Keep what remains of a run that has ended."""
         if requests and conversation is not None:
-            self._left[conversation] = requests[-_CALLS:]  # some are never made: those that are an answer's form
+            self._left[conversation] = requests[-_CALLS:]  # some are never run: those that carry the final answer
             if len(self._left) > _CONVERSATIONS:
                 self._left.popitem(last=False)
 
 
 def requests_in(response: LLMResult, agent: str | None) -> Iterator[ToolRequest]:
-    """Return the tool calls that the answer of an agent's model asks for."""
+    """Return the tool calls in the answer of an agent's model."""
     messages = [getattr(generation, "message", None) for row in response.generations for generation in row]
     for call in [call for message in messages for call in getattr(message, "tool_calls", None) or ()]:
         if call_id := call.get("id"):
@@ -117,10 +117,10 @@ def requests_in(response: LLMResult, agent: str | None) -> Iterator[ToolRequest]
 def take_request(
     requests: list[ToolRequest], name: str, call_id: str | None, arguments: Mapping[str, Any] | None, agent: str | None
 ) -> ToolRequest | None:
-    """Take out the request that a tool's call is made for; None when no model of its tree asked for it.
+    """Take out the request for a tool call; None if no model of its tree asked for it.
 
-    By id, or by name and arguments where the program calls a tool with these alone. Where several asked for the same,
-    and ids are unique only within a conversation, it is the agent's around the call.
+    Requests are found by id, or by name and arguments if the program calls a tool with only these. If several agents
+    made the same request, the surrounding agent's is taken, because ids are unique only within a conversation.
     """
 
     def fits(known: ToolRequest) -> bool:
@@ -130,14 +130,14 @@ def take_request(
 
 
 def tool_result(output: Any) -> tuple[str, ToolMessage | None]:
-    """Return a tool's result as text, and the message that carries it, where there is one."""
+    """Return a tool's result as text, and the message that carries it, if there is one."""
     message = _message_of(output)
     content = message.content if message is not None else output
     return content if isinstance(content, str) else to_json(content), message
 
 
 def _message_of(output: Any) -> ToolMessage | None:
-    """Find the message in a tool's output: itself, or inside a LangGraph `Command` or a list."""
+    """Find the message in a tool's output: the output itself, or within a LangGraph `Command` or a list."""
     if isinstance(output, ToolMessage):
         return output
     update = getattr(output, "update", None)

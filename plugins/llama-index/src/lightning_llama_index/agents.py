@@ -1,8 +1,9 @@
-"""Agents and workflows: their spans, and the agents' names for the model calls that they make.
+"""Agent and workflow spans: record which agent makes each model call.
 
-A run begins in a call and goes on in tasks of its own, which copy the context that they are begun in. Of an agent that
-runs alone that is the agent's. In an `AgentWorkflow` agents take turns: each has a span from its first step to the
-first of another, and steps are carried out in it. In any other workflow a step is an agent if it calls a model.
+A run begins in a call and continues in tasks of its own, which copy the context in which they start. For an agent that
+runs alone, this is the agent's context. In an `AgentWorkflow`, agents take turns: each has a span from its first step
+to the first step of another, and its steps run within that span. In any other workflow, a step is an agent if it calls
+a model.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from lightning_spans.schema import spans as names
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
-UNNAMED: Final = "Agent"  # what LlamaIndex calls an agent without a name
+UNNAMED: Final = "Agent"  # LlamaIndex's name for an unnamed agent
 _STEPS: Final = ("setup_agent", "run_agent_step", "parse_agent_output", "call_tool", "aggregate_tool_results")
 
-_STEP_MARKS: Final = ("_step_config", "__step_config")  # on a step; the second before llama-index-workflows 2
-_SIGNALS: Final = ("WaitingForEvent",)  # a step that waits is begun again when its event has come
+_STEP_MARKS: Final = ("_step_config", "__step_config")  # attribute of a step; the second before llama-index-workflows 2
+_SIGNALS: Final = ("WaitingForEvent",)  # a step that waits starts again when its event has arrived
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent and workflow, until what is yielded is called."""
+    """Patch LlamaIndex to record every agent and workflow; what is yielded removes each patch."""
     agents = LlamaIndexAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield agents.undo
@@ -47,16 +48,16 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class LlamaIndexAgents(Tracker):
-    """Begins and ends our spans with runs, and with the turns of agents in a run."""
+    """Begins and ends spans around runs, and around agents' turns within a run."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
-        self._turns: dict[str, OpenSpan | None] = {}  # by an agent workflow's span: whose turn it is
+        self._turns: dict[str, OpenSpan | None] = {}  # by the span of an agent workflow: the agent whose turn it is
         self._followed = WeakSet[type]()  # classes of workflows whose steps are wrapped
         self.undo = Undo()
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A workflow runs, which an agent is too."""
+        """Wrap a run of a workflow. An agent is one too."""
 
         def run(workflow: Any, *args: Any, **kwargs: Any) -> Any:
             with self.guard():
@@ -70,14 +71,14 @@ class LlamaIndexAgents(Tracker):
             except BaseException as error:
                 self.end(span, error=error)
                 raise
-            with self.guard(span):  # before llama-index-workflows 2.13 a handler was the future itself
+            with self.guard(span):  # before llama-index-workflows 2.13 the handler itself was the future
                 getattr(handler, "_result_task", handler).add_done_callback(functools.partial(self._end_run, span))
             return handler
 
         return run
 
     def _follow_steps(self, kind: type) -> None:
-        """Wrap the steps of a workflow of the user's own, before its first run."""
+        """Wrap the steps of the user's own workflow before its first run."""
         if not self.live or issubclass(kind, (AgentWorkflow, BaseWorkflowAgent)):
             return
         for owner in set(kind.__mro__) - set(Workflow.__mro__) - set(self._followed):
@@ -116,7 +117,7 @@ class LlamaIndexAgents(Tracker):
             self.end(span, error=error)
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A step of an agent workflow: its event names the agent, unless it is a tool's."""
+        """Wrap a step of an agent workflow. Its event names the agent, unless the event is a tool's."""
 
         async def step(workflow: Any, ctx: Any, ev: Any) -> Any:
             turn = None
@@ -130,7 +131,7 @@ class LlamaIndexAgents(Tracker):
         return step
 
     def _turn_of(self, agent: str | None) -> OpenSpan | None:
-        """Return the span of the agent whose turn it is: its first step ends the turn of the one before."""
+        """Return the span of the agent whose turn it is. Its first step ends the previous agent's turn."""
         run = current_span()
         if run is None or run.span_id not in self._turns:
             return None

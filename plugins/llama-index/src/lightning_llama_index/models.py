@@ -1,7 +1,7 @@
-"""Models that LlamaIndex reaches without the openai client (Anthropic, Bedrock, Gemini, ...): one chat span a call.
+"""Chat spans for models that do not use the openai client (Anthropic, Bedrock, Gemini, ...), one per call.
 
-Every call is a scope while it lasts. If the openai client makes a chat span in it, nothing is made here. A model that
-answers one kind of call by another of its own is asked once.
+Each call opens a scope. If the openai client creates a chat span within it, this module creates none. A model that
+implements one kind of call by another counts as called once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BY_OPENAI: Final = "llama_index.llms.openai"  # and `openai_like`: their models
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every call of a model, until what is yielded is called."""
+    """Patch LlamaIndex to record every model call; what is yielded removes each patch."""
     models = LlamaIndexModels(recorder, FRAMEWORK)
     yield models.stop
     for name in ("chat", "complete"):
@@ -37,7 +37,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class LlamaIndexModels(Tracker):
-    """Makes the chat spans of calls that the openai client does not make."""
+    """Creates the chat spans of calls that do not use the openai client."""
 
     def _call(self, model: Any, asked: tuple[Any, ...], options: dict[str, Any], *, streamed: bool) -> OtherCall | None:
         if not self.live or any(isinstance(scope.call, OtherCall) for scope in scopes_around()):
@@ -50,7 +50,7 @@ class LlamaIndexModels(Tracker):
         return OtherCall(self.recorder, self.plugin, self.framework, ask, provider=provider, streamed=streamed)
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked."""
+        """Wrap a synchronous call."""
         if original.__module__.startswith(_BY_OPENAI):
             return original
 
@@ -63,7 +63,7 @@ class LlamaIndexModels(Tracker):
         return ask
 
     def wrap_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked, and its answer awaited."""
+        """Wrap an asynchronous call."""
         if original.__module__.startswith(_BY_OPENAI):
             return original
 
@@ -75,7 +75,7 @@ class LlamaIndexModels(Tracker):
         return ask
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked, and its answer streamed: each piece has all that came before."""
+        """Wrap a synchronous call with a streamed answer. Each item contains everything before it."""
         if original.__module__.startswith(_BY_OPENAI):
             return original
 
@@ -94,7 +94,7 @@ class LlamaIndexModels(Tracker):
         return ask
 
     def wrap_stream_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, awaited."""
+        """Wrap an asynchronous call with a streamed answer."""
         if original.__module__.startswith(_BY_OPENAI):
             return original
 
@@ -115,7 +115,7 @@ class LlamaIndexModels(Tracker):
 
 
 def request_body(model: Any, asked: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Json]:
-    """Return what was asked as the body of a chat completion."""
+    """Return the request as the body of a chat completion."""
     given = asked[0] if asked else options.get("messages", options.get("prompt", ""))
     turns = [{"role": "user", "content": given}] if isinstance(given, str) else [_turn(message) for message in given]
     tools = options.get("tools")
@@ -124,7 +124,7 @@ def request_body(model: Any, asked: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def response_body(model: Any, answer: Any) -> dict[str, Json]:
-    """Return what was answered as a chat completion."""
+    """Return the answer as a chat completion."""
     message = getattr(answer, "message", None)
     turn = {"role": "assistant", "content": answer.text} if message is None else _turn(message)
     choice = {"index": 0, "message": turn, "finish_reason": "tool_calls" if "tool_calls" in turn else "stop"}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind LlamaIndex's agents, tools and models, over the openai client's own patches, to the recorder."""
+    """Record LlamaIndex's agents, tools and models, in addition to the openai client's own patches."""
     from lightning_llama_index import agents, models, tools
     from lightning_openai import patch
 

@@ -1,4 +1,4 @@
-"""Tool calls that models ask for: carried out, or refused."""
+"""Tool spans, also for tool calls that LlamaIndex rejects."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_spans.schema import spans as names
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
-_HANDOFF: Final = "handoff"  # what it does is done to the workflow, so it is done again in a replay
+_HANDOFF: Final = "handoff"  # this tool changes the workflow itself, so it also runs in a replay
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch LlamaIndex to record every tool call; what is yielded removes each patch."""
     tools = LlamaIndexTools(recorder, FRAMEWORK)
     yield tools.stop
     for owner in (BaseWorkflowAgent, AgentWorkflow):
@@ -34,10 +34,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class LlamaIndexTools(Tracker):
-    """Begins and ends the spans of tools."""
+    """Begins and ends tool spans around LlamaIndex's tool calls."""
 
     def wrap_call_tool(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool is called for an agent, or there is none of that name; what it raises is told to the model."""
+        """Wrap an agent's tool call, including unknown tools. The model gets the text of exceptions."""
 
         async def call_tool(workflow: Any, ctx: Any, ev: Any) -> Any:
             span = self.begin_tool(ev.tool_name, ev.tool_id, to_json(ev.tool_kwargs))
@@ -60,7 +60,7 @@ class LlamaIndexTools(Tracker):
         return call_tool
 
     def wrap_own_code(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool's own code is called; what it raises becomes its output."""
+        """Wrap a tool's own code. An exception becomes its output."""
 
         async def call(workflow: Any, ctx: Any, tool: Any, tool_input: Any) -> Any:
             name = tool.metadata.get_name()
@@ -73,7 +73,7 @@ class LlamaIndexTools(Tracker):
 
 
 async def _handed_over(span: OpenSpan, ctx: Any, ev: Any, text: str) -> str | None:
-    """Say which agent goes on; return what the model is told where there is none of that name, or it may not."""
+    """Record the agent that takes over; return the model's message if that agent is unknown or not allowed."""
     agent = await ctx.store.get("next_agent", default=None)
     if agent is None or agent != ev.tool_kwargs.get("to_agent"):
         return text
@@ -82,7 +82,7 @@ async def _handed_over(span: OpenSpan, ctx: Any, ev: Any, text: str) -> str | No
 
 
 def _output(name: str, tool_input: Any, given: Given) -> ToolOutput:
-    """Make a tool's output of what the record has."""
+    """Convert a recorded result to a tool's output."""
     raw = given.result if given.returned is None else given.outcome()
     error = error_of(given.error_type, given.error) if given.failed else None
     return ToolOutput(
@@ -96,10 +96,10 @@ def _output(name: str, tool_input: Any, given: Given) -> ToolOutput:
 
 
 def _keep(span: OpenSpan, output: Any) -> None:
-    """Keep what a tool returned, where the text that the model is told is not the same."""
+    """Record a tool's returned value, if the text for the model differs from it."""
     keep_returned(span, "" if output.is_error else output.raw_output)
 
 
 def _waits(error: BaseException) -> bool:
-    """Whether a tool waits for an event; the step is carried out again once it is there."""
+    """Whether a tool waits for an event. The step runs again when the event has arrived."""
     return type(error).__name__ == "WaitingForEvent"

@@ -1,8 +1,8 @@
-"""The SDK's own traces and spans, followed as they start and finish: agents, and what works in their names.
+"""The SDK's own traces and spans, observed as they start and finish: agents, and the work done for them.
 
-Not by a trace processor: processors hear nothing when tracing is disabled, and the user may replace them all. The SDK
-makes its spans either way (`NoOpSpan` when disabled) and starts them in the execution context of what they stand for,
-so the methods of both kinds are wrapped. No processor is added or removed, and nothing is exported because of us.
+This is not a trace processor: processors get nothing when tracing is disabled, and the user may replace them all. The
+SDK creates its spans in both cases (`NoOpSpan` when disabled) and starts them in the execution context of the work, so
+the methods of both kinds are wrapped. No processor is added or removed, and nothing additional is exported.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 _FOLLOWED: Final = MODEL | {"trace", "agent", "function", "handoff"}
 _NOT_FOUND: Final = frozenset(
     {"Tool not found", "Custom tool not found"}
-)  # as the SDK tells of a tool that is not there
+)  # the SDK's message about an unknown tool
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every trace and span of the SDK, until what is yielded is called."""
+    """Patch every trace and span of the SDK; what is yielded removes each patch."""
     sdk = SdkTracker(recorder, FRAMEWORK)
     yield sdk.stop
     for kind in (sdk_spans.SpanImpl, sdk_spans.NoOpSpan, *_traces()):
@@ -48,7 +48,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def _traces() -> list[type]:
-    known = ("TraceImpl", "NoOpTrace", "ReattachedTrace")  # the last one since 0.10, for runs that are resumed
+    known = ("TraceImpl", "NoOpTrace", "ReattachedTrace")  # the last one since 0.10, for resumed runs
     return [getattr(sdk_traces, name) for name in known if hasattr(sdk_traces, name)]
 
 
@@ -58,7 +58,7 @@ def _kind(sdk: Any) -> str:
 
 
 class SdkScope(Scope):
-    """What a span or trace of the SDK stands for, from its start to its finish."""
+    """The work that a span or trace of the SDK stands for, from its start to its finish."""
 
     __slots__ = ("asked", "handled", "kind", "sdk", "used")
 
@@ -66,8 +66,8 @@ class SdkScope(Scope):
         super().__init__(here)
         self.sdk = sdk
         self.kind = kind
-        self.handled = sys.exception()  # the agent runs inside somebody's `except`: no failure of its own
-        self.used = False  # an agent began in it
+        self.handled = sys.exception()  # the agent runs within the program's `except` block: not its own failure
+        self.used = False  # an agent began within it
         self.asked: list[ToolRequest] = []  # of an agent: the tool calls of its model's last answer
         if kind == "agent":
             around = self.outer
@@ -75,27 +75,30 @@ class SdkScope(Scope):
                 around.used, around = True, around.outer
 
     def is_mask(self) -> bool:
-        """Whether it is a trace that the SDK made only to hide another one, or nothing, while tracing is disabled."""
+        """Whether the SDK created a trace only to hide another one, or nothing, while tracing is disabled."""
         return self.kind == "trace" and self.sdk.trace_id == "no-op" and not (self.used or self.seen)
 
     def raised(self) -> BaseException | None:
-        """Return the exception that is on its way through this work."""
+        """Return the exception that is propagating through this work."""
         error = sys.exception()
         return None if error is self.handled or isinstance(error, GeneratorExit) else error
 
 
 class SdkTracker(EventTracker[SdkScope]):
-    """Begins and ends our spans with the SDK's. Its scopes are known by the id of the SDK's object, which they hold."""
+    """Begins and ends spans with the SDK's.
+
+    Its scopes are identified by the id of the SDK's object, which they hold.
+    """
 
     def stop(self) -> None:
-        """End what is open but for masks, and hear no more."""
+        """End what is open, except masks, and stop listening."""
         for scope in list(self.scopes.values()):
             if scope.is_mask():
                 self.drop(scope.span)
         super().stop()
 
     def wrap_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A span or trace of the SDK starts."""
+        """Wrap the start of a span or trace."""
 
         def start(sdk: Any, mark_as_current: bool = False) -> Any:
             answer = original(sdk, mark_as_current)
@@ -107,7 +110,7 @@ class SdkTracker(EventTracker[SdkScope]):
         return start
 
     def wrap_finish(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A span or trace of the SDK finishes."""
+        """Wrap the finish of a span or trace."""
 
         def finish(sdk: Any, reset_current: bool = False) -> Any:
             if id(sdk) in self.scopes:
@@ -117,7 +120,7 @@ class SdkTracker(EventTracker[SdkScope]):
         return finish
 
     def wrap_set_error(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Something went wrong; it is kept also where the SDK does not."""
+        """Wrap the report of an error. It is kept also if the SDK does not keep it."""
 
         def set_error(sdk: Any, error: Any) -> Any:
             if self.live and isinstance(error, Mapping) and error.get("message") in _NOT_FOUND:
@@ -126,7 +129,7 @@ class SdkTracker(EventTracker[SdkScope]):
             scope = self.scopes.get(id(sdk))
             if scope is not None:
                 with self.guard(scope.span):
-                    # The SDK reports inside its `except`. Its own words hide what a tool raised (0.24).
+                    # The SDK reports within its `except`. Its message hides what a tool raised (0.24).
                     scope.error = scope.raised() or error_text(error)
             return original(sdk, error)
 
@@ -176,14 +179,14 @@ class SdkTracker(EventTracker[SdkScope]):
             self.end(scope.span, error=error, attributes=facts)
 
     def _refused(self, name: str, why: str) -> None:
-        """Record the call of a tool that is not there: no tool runs, and the SDK tells an error of what is around."""
+        """Record the call of an unknown tool. No tool runs, and the SDK reports an error on the surrounding span."""
         request = taken(_asked_around(current_scope()), name)
         call_id, arguments = (request.call_id, str(request.arguments)) if request is not None else (None, "")
         self.end(self.begin_tool(name, call_id, arguments), error=f"{why}: {name}")
 
 
 def _asked_around(around: Scope | None) -> list[ToolRequest]:
-    """Return the tool calls that the agent around waits for."""
+    """Return the tool calls that the surrounding agent waits for."""
     while isinstance(around, SdkScope) and around.kind != "agent":
         around = around.outer
     return around.asked if isinstance(around, SdkScope) else []

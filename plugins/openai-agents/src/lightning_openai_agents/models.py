@@ -1,4 +1,4 @@
-"""Models that the SDK reaches without the openai client's HTTP calls: LiteLLM, or Responses over a websocket."""
+"""Chat spans for models that do not use the openai client's HTTP calls: LiteLLM, or Responses over a websocket."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from lightning_spans.schema.spans import Json
 
 MODEL: Final = frozenset({"generation", "response"})  # the SDK's spans of model calls
-_NOT_SENT: Final = frozenset({"base_url", "model_impl"})  # in a model's settings, but not in its requests
+_NOT_SENT: Final = frozenset({"base_url", "model_impl"})  # part of a model's settings, but not of its requests
 
 
 def begin_call(tracker: Tracker, scope: Scope, data: Any, context: Context) -> None:
-    """See to the chat span of a model call that the SDK reports, unless the openai client makes one."""
+    """Begin the chat span of a model call that the SDK reports, unless the openai client creates one."""
     OtherCall(
         tracker.recorder,
         tracker.plugin,
@@ -33,12 +33,12 @@ def begin_call(tracker: Tracker, scope: Scope, data: Any, context: Context) -> N
 
 
 def response_of(data: Any) -> dict[str, Json] | None:
-    """Return the response of a model call that is over."""
+    """Return the response of a finished model call."""
     return _bodies(data)[1]
 
 
 def _bodies(data: Any) -> tuple[dict[str, Json], dict[str, Json] | None]:
-    """Return request and response of a model call, as far as the SDK has told them by now."""
+    """Return request and response of a model call, as far as the SDK has reported them."""
     return (_generation if data.type == "generation" else _response)(data)
 
 
@@ -54,7 +54,7 @@ def _generation(data: Any) -> tuple[dict[str, Json], dict[str, Json] | None]:
 
 
 def _message(output: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Return what a model answered as a message; of a stream, the SDK keeps it as a body of `/responses`."""
+    """Return a model's answer as a message. The SDK keeps a streamed one as a body of `/responses`."""
     if output.get("object") != "response":
         return output
     items = output.get("output") or ()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind the SDK's own spans and its tools, over the openai client's own patches, to the recorder."""
+    """Record the SDK's own spans and its tools, in addition to the openai client's own patches."""
     from lightning_openai import patch
     from lightning_openai_agents import agents, tools
 

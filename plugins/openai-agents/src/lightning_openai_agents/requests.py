@@ -1,4 +1,4 @@
-"""Tool calls that a model asked for and that are no function's: of a tool that is not there, or a handoff."""
+"""Requested tool calls that are not a function's: unknown tools and handoffs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CALLS: Final = frozenset({"function_call", "custom_tool_call"})
 
 
 def requests_of(data: Any) -> list[ToolRequest]:
-    """Return the tool calls in a model's answer; none where the SDK may not keep it."""
+    """Return the tool calls in a model's answer; empty if the SDK may not keep it."""
     return list(_requests(response_of(data) or {}))
 
 
@@ -31,14 +31,15 @@ def _requests(response: Any) -> Iterator[ToolRequest]:
 
 
 def taken(requests: list[ToolRequest], name: str) -> ToolRequest | None:
-    """Take out the first request for a tool of this name; the SDK may put the name of a group before it."""
+    """Take out the first request for a tool of this name. The SDK may put a group's name before it."""
     return take(requests, lambda known: name in {known.name} or name.endswith(f".{known.name}"), lambda _: False)
 
 
 def tell_handoff(span: OpenSpan, agent: str | None, requests: list[ToolRequest]) -> None:
-    """Tell what a handoff's span stands for, once it is known who goes on.
+    """Record a handoff on its span, once the next agent is known.
 
-    Which tool call it was the SDK does not tell: by its usual name, else the first that is no function's.
+    The SDK does not say which tool call it was: it is found by the usual name, otherwise it is the first that is no
+    function.
     """
     usual = f"transfer_to_{agent or ''}".lower().replace(" ", "_")
     request = take(requests, lambda _: True, lambda known: known.name.lower() == usual)

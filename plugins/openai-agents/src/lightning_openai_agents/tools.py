@@ -1,4 +1,4 @@
-"""Tool calls: what the SDK's span of one does not say, and what is given in their place in a replay."""
+"""Adds what the SDK's spans of tool calls lack, and returns recorded results in a replay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Add to the spans of tools, until what is yielded is called."""
+    """Patch the SDK to complete the spans of tools; what is yielded removes each patch."""
     tools = SdkTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(ToolContext, "from_agent_context", tools.wrap_from_agent_context)
@@ -45,25 +45,28 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
         yield replace_in_subclasses(MCPServer, "call_tool", tools.wrap_call_tool)
 
 
-_INVOKED: Final = ("FunctionTool", "CustomTool")  # those with an `on_invoke_tool`: functions, agents, MCP's
+_INVOKED: Final = ("FunctionTool", "CustomTool")  # tools with an `on_invoke_tool`: functions, agents, MCP tools
 _ACTIONS: Final = ("ComputerAction", "LocalShellAction", "ShellAction", "ApplyPatchAction")
 
 
 def _actions() -> list[type]:
-    """Return what carries out the calls of tools that are no functions."""
+    """Return what runs the calls of tools that are not functions."""
     home = "agents.run_internal.tool_actions" if find_spec("agents.run_internal") else "agents._run_impl"
     module = import_module(home)
     return [getattr(module, name) for name in _ACTIONS if hasattr(module, name)]
 
 
 def _invoke_through(tools: SdkTools, kind: Any) -> Callable[[], None]:
-    """Have what invokes a tool go through us; it is a field of each tool, also of those that are there already."""
+    """Wrap the field of each tool that invokes it, also of tools that already exist."""
     kind.on_invoke_tool = _Invoker(tools)
     return lambda: delattr(kind, "on_invoke_tool")
 
 
 class _Invoker:
-    """Stands in for the field. What it gives for a tool is one object: the SDK compares it with what it approved."""
+    """Replaces the field.
+
+    It returns the same object for a tool each time, because the SDK compares it with the approved one.
+    """
 
     def __init__(self, tools: SdkTools) -> None:
         self._tools = tools
@@ -71,7 +74,7 @@ class _Invoker:
 
     def __get__(self, tool: Any, kind: type | None = None) -> Any:
         if tool is None:
-            raise AttributeError("on_invoke_tool")  # the class has no such attribute of its own
+            raise AttributeError("on_invoke_tool")  # the class itself has no such attribute
         invoke = vars(tool)["on_invoke_tool"]
         if not self._tools.live:
             return invoke
@@ -91,7 +94,7 @@ else:
 
 
 class _Invoked(_Proxy):
-    """What invokes a tool, unless the record of a replay says what came of it."""
+    """Invokes a tool; in a replay it returns the recorded outcome."""
 
     def __init__(self, invoke: Any, tools: SdkTools) -> None:
         super().__init__(invoke)
@@ -105,7 +108,7 @@ class _Invoked(_Proxy):
                     **{names.TOOL_ARGUMENTS: arguments, names.TOOL_CALL_ID: getattr(context, "tool_call_id", None)}
                 )
         answer = await acalled(lambda: _invoked(self.__wrapped__, context, arguments), _outcome)
-        if span is not None and isinstance(answer, str):  # the SDK's span may be told not to hold it
+        if span is not None and isinstance(answer, str):  # the SDK may be configured to leave it out of its span
             with guard(span):
                 span.set(**{names.TOOL_RESULT: answer})
         return answer
@@ -117,7 +120,7 @@ async def _invoked(invoke: Any, context: Any, arguments: str) -> Any:
 
 
 def _outcome(given: Given) -> Any:
-    """Return what a tool gave, also where that is what the model was told of a failure; the failure is noted."""
+    """Return a tool's result, also if it is the model's message about a failure; the failure is noted."""
     scope = _tool_scope()
     if given.failed and scope is not None:
         scope.error = given.error
@@ -132,10 +135,10 @@ def _tool_scope() -> Scope | None:
 
 
 class SdkTools(Tracker):
-    """Adds to the spans that are begun with the SDK's."""
+    """Completes the spans that begin with the SDK's."""
 
     def wrap_from_agent_context(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Take a tool call's id and arguments, which the SDK's span has not, or only if it may hold data."""
+        """Record a tool call's id and arguments. The SDK's span lacks them, or has them only if it may hold data."""
 
         def from_agent_context(cls: Any, context: Any, tool_call_id: Any, *args: Any, **kwargs: Any) -> Any:
             answer = original(cls, context, tool_call_id, *args, **kwargs)
@@ -154,7 +157,7 @@ class SdkTools(Tracker):
         return from_agent_context
 
     def wrap_call_tool(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A server of tools carries out a call; of one that failed the SDK keeps the text alone."""
+        """Wrap a tool server's call. For a failed call the SDK keeps only the text."""
 
         async def call_tool(server: Any, *args: Any, **kwargs: Any) -> Any:
             answer = await original(server, *args, **kwargs)
@@ -168,7 +171,10 @@ class SdkTools(Tracker):
         return call_tool
 
     def wrap_action(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A shell, a computer or an editor is told to do something: not in a replay, as what came of it is not kept."""
+        """Wrap an action of a shell, a computer or an editor.
+
+        A replay does not run it, because its result is not recorded.
+        """
 
         async def execute(cls: Any, *args: Any, **kwargs: Any) -> Any:
             attempt = current_attempt() if self.live else None
@@ -180,7 +186,7 @@ class SdkTools(Tracker):
 
 
 def error_text(error: Any) -> str:
-    """Return an error of the SDK as text: its message, and the detail where it has one."""
+    """Return an SDK error as text: its message, and its details if it has some."""
     if not isinstance(error, Mapping):
         return str(error)
     data = error.get("data")
@@ -189,7 +195,7 @@ def error_text(error: Any) -> str:
 
 
 def tool_facts(data: Any, span: OpenSpan | None) -> dict[str, Json]:
-    """Return what the span of a tool knows when it is over."""
+    """Return the attributes that a tool's span has when it ends."""
     facts: dict[str, Json] = {}
     if data.output is not None:
         facts[names.TOOL_RESULT] = data.output if isinstance(data.output, str) else to_json(data.output)

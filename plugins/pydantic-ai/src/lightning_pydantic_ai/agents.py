@@ -1,4 +1,4 @@
-"""Agents: their spans, and their names for the model calls that they make."""
+"""Agent spans: record which Pydantic AI agent makes each model call."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from lightning_spans.hooks import OpenSpan, Recorder
 
-UNNAMED: Final = "agent"  # what Pydantic AI calls an agent whose name it could not find either
+UNNAMED: Final = "agent"  # Pydantic AI's name for an agent whose variable it could not find
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent, until what is yielded is called."""
+    """Patch Pydantic AI to record every agent; what is yielded removes each patch."""
     agents = PydanticAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace(Agent, "iter", agents.wrap_iter)
@@ -37,19 +37,19 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class PydanticAgents(Tracker):
-    """Begins and ends our spans with the agents' runs.
+    """Begins and ends spans around agents' runs.
 
-    A run is entered for as long as the caller's block lasts, so that what he does there is done in the agent's name. He
-    may have entered another since, or be in another task; so each step of a run enters it anew.
+    A run stays entered as long as the caller's block lasts, so that what the caller does there is recorded under the
+    agent. The caller may have entered another run since, or be in another task, so each step of a run enters it again.
     """
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
-        self._runs: dict[int, OpenSpan] = {}  # by the id of the run's state, which lives as long
-        self._inferred: dict[int, ref[Any]] = {}  # agents that are called as the variable that holds them, by id
+        self._runs: dict[int, OpenSpan] = {}  # by the id of the run's state, which exists as long as the run
+        self._inferred: dict[int, ref[Any]] = {}  # agents that are named after the variable that holds them, by id
 
     def wrap_infer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent without a name is called as the variable that holds it."""
+        """Wrap the naming of an agent without a name: it is named after the variable that holds it."""
 
         def infer_name(agent: Any, *args: Any, **kwargs: Any) -> Any:
             original(agent, *args, **kwargs)
@@ -64,7 +64,7 @@ class PydanticAgents(Tracker):
         return known is not None and known() is agent
 
     def wrap_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent runs: every way to run one, streamed or not, goes through `iter`."""
+        """Wrap an agent's run. Every way to run one, streamed or not, uses `iter`."""
 
         def iterate(agent: Any, *args: Any, **kwargs: Any) -> Any:
             run = original(agent, *args, **kwargs)
@@ -89,10 +89,10 @@ class PydanticAgents(Tracker):
                     finally:
                         self._runs.pop(state, None)
             finally:
-                attach(overlaid(outer))  # no token: a run that is given up may end in another context
+                attach(overlaid(outer))  # no token: an abandoned run may end in another context
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A run goes on to its next node."""
+        """Wrap a run's step to its next node."""
 
         async def step(run: Any, *args: Any, **kwargs: Any) -> Any:
             span = self._runs.get(_state(run))
@@ -104,7 +104,7 @@ class PydanticAgents(Tracker):
         return step
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A node begins to stream what it does."""
+        """Wrap a node's stream."""
 
         def stream(node: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
             span = self._runs.get(id(getattr(ctx, "state", None)))
@@ -120,13 +120,13 @@ def _state(run: Any) -> int:
 
 @asynccontextmanager
 async def _streamed_in(context: Context, streaming: AbstractAsyncContextManager[Any]) -> AsyncIterator[Any]:
-    """Begin, go on and end a stream in `context`, but for what its reader does meanwhile."""
+    """Start, continue and end a stream in `context`, but not what its reader does in between."""
     steps = Steps(context)
     steps.enter()
     try:
         async with streaming as items:
             steps.leave()
-            try:  # events are a generator, which carries a tool out when the next is asked for
+            try:  # events are a generator, which runs a tool when the next event is requested
                 yield entered_steps(context, items) if isinstance(items, AsyncGenerator) else items
             finally:
                 steps.enter()

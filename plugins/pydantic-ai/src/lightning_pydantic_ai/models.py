@@ -1,7 +1,7 @@
-"""Models that Pydantic AI reaches without the openai client (Anthropic, Google, Bedrock, ...): one chat span a call.
+"""Chat spans for models that do not use the openai client (Anthropic, Google, Bedrock, ...), one per call.
 
-Every call is a scope while it lasts. If the openai client makes a chat span in it, or a model inside of this one does,
-nothing is made here.
+Each call opens a scope. If the openai client, or a nested model, creates a chat span within it, this module creates
+none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FINISH: Final = {"tool_call": "tool_calls"}
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every call of a model, until what is yielded is called."""
+    """Patch Pydantic AI to record every model call; what is yielded removes each patch."""
     models = PydanticModels(recorder, FRAMEWORK)
     yield models.stop
     yield replace_in_subclasses(Model, "request", models.wrap_request)
@@ -38,10 +38,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class PydanticModels(Tracker):
-    """Makes the chat spans of calls that the openai client does not make."""
+    """Creates the chat spans of calls that do not use the openai client."""
 
     def wrap_request(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked."""
+        """Wrap a call."""
         if original.__module__.startswith(_BY_OPENAI):
             return original
 
@@ -52,7 +52,7 @@ class PydanticModels(Tracker):
         return request
 
     def wrap_request_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked, and its answer streamed."""
+        """Wrap a call with a streamed answer."""
         if original.__module__.startswith(_BY_OPENAI):
             return original
 
@@ -78,7 +78,7 @@ async def _streaming(stream: AbstractAsyncContextManager[Any], call: OtherCall) 
     failed: BaseException | None = None
     try:
         async with stream as opened:
-            attach(overlaid(outer))  # the reader's calls are no part of it
+            attach(overlaid(outer))  # the reader's own calls are not part of it
             yield opened
             answer = functools.partial(_read, opened)
     except GeneratorExit:
@@ -96,7 +96,7 @@ def _read(opened: Any) -> dict[str, Json]:
 
 
 def request_body(model: Any, messages: Sequence[Any], settings: Any = None, parameters: Any = None) -> dict[str, Json]:
-    """Return what was asked as the body of a chat completion."""
+    """Return the request as the body of a chat completion."""
     known = {key: value for key, value in (settings or {}).items() if isinstance(value, str | int | float | list)}
     tools = [
         {
@@ -106,13 +106,14 @@ def request_body(model: Any, messages: Sequence[Any], settings: Any = None, para
         for tool in [*getattr(parameters, "function_tools", ()), *getattr(parameters, "output_tools", ())]
     ]
     told = [given.instructions for given in messages if getattr(given, "instructions", None)]
-    turns = [{"role": "system", "content": told[-1]}] if told else []  # every request repeats them, the last one counts
+    # every request repeats them; only the last counts
+    turns = [{"role": "system", "content": told[-1]}] if told else []
     body = {**known, "model": model.model_name, "messages": [*turns, *(t for given in messages for t in _turns(given))]}
     return {**body, "tools": tools} if tools else body
 
 
 def response_body(answer: Any) -> dict[str, Json]:
-    """Return what was answered as a chat completion."""
+    """Return the answer as a chat completion."""
     details: Mapping[str, Any] = getattr(answer, "provider_details", None) or {}
     reason = getattr(answer, "finish_reason", None) or details.get("finish_reason")
     return {

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind Pydantic AI's agents, tools and models, over the openai client's own patches, to the recorder."""
+    """Record Pydantic AI's agents, tools and models, in addition to the openai client's own patches."""
     from lightning_openai import patch
     from lightning_pydantic_ai import agents, models, tools
 

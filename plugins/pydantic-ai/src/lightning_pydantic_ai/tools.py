@@ -1,4 +1,4 @@
-"""Tool calls that models ask for: carried out, or refused."""
+"""Tool spans, also for tool calls that Pydantic AI rejects."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ except ImportError:  # 1.x
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
 
-# Where a tool call that a model asked for is carried out, or refused.
+# The methods that run or reject a tool call of a model.
 TOOL_CALL: Final = "execute_tool_call" if "execute_tool_call" in vars(ToolManager) else "_call_tool"
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch Pydantic AI to record every tool call; what is yielded removes each patch."""
     tools = PydanticTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(ToolManager, TOOL_CALL, tools.wrap_tool_call)
@@ -38,13 +38,13 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class PydanticTools(Tracker):
-    """Begins and ends the spans of tools."""
+    """Begins and ends tool spans around Pydantic AI's tool calls."""
 
     def wrap_tool_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent carries out a tool call of its model's, with its arguments as they were asked for."""
+        """Wrap an agent's tool call, with the arguments as the model wrote them."""
 
         async def carry_out(manager: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-            call = getattr(given, "call", given)  # since 1.60 with what came of checking its arguments
+            call = getattr(given, "call", given)  # since 1.60 with the result of validating its arguments
             span = None
             with self.guard():
                 if not _is_answer(manager, call):
@@ -62,7 +62,7 @@ class PydanticTools(Tracker):
         return carry_out
 
     def wrap_own_code(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A set of tools, an MCP server among them, calls one whose arguments fit."""
+        """Wrap the call of a toolset's tool (including MCP servers) with valid arguments."""
 
         async def call_tool(toolset: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.live:
@@ -72,7 +72,7 @@ class PydanticTools(Tracker):
         return call_tool
 
     def wrap_check(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool call's arguments are checked; where they don't fit for the last time, nothing is carried out."""
+        """Wrap the validation of a tool call's arguments. If they are invalid for the last time, no tool runs."""
 
         async def check(manager: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -87,23 +87,23 @@ class PydanticTools(Tracker):
 
 
 def _arguments(call: Any) -> str:
-    """Return a call's arguments as the model gave them: what can't be read is put into an object by Pydantic AI."""
+    """Return a call's arguments as the model wrote them. Pydantic AI wraps unreadable ones in an object."""
     return call.args if isinstance(call.args, str) else str(call.args_as_json_str())
 
 
 def _is_answer(manager: Any, call: Any) -> bool:
-    """Whether it is no tool but the form in which an agent with an output type answers."""
+    """Whether a tool only carries the final answer of an agent with an output type."""
     definition = manager.get_tool_def(call.tool_name)
     return definition is not None and definition.kind == "output"
 
 
 def _waits(error: BaseException) -> bool:
-    """Whether a tool call waits for somebody."""
+    """Whether a tool call waits for a person or an event."""
     return isinstance(error, CallDeferred | ApprovalRequired)
 
 
 def _reason(error: Exception) -> BaseException | None:
-    """Return what went wrong: Pydantic AI wraps what the model is told; None for a call that waits for somebody."""
+    """Return the error, which Pydantic AI wraps in the model's message; None for a call that waits."""
     if _waits(error):
         return None
     wrapped = type(error).__name__ in {"ToolRetryError", "ToolFailedError"}
@@ -111,7 +111,7 @@ def _reason(error: Exception) -> BaseException | None:
 
 
 def _text(call: Any, answer: Any) -> str:
-    """Return a tool's result as the model is told it."""
+    """Return a tool's result as the text that the model gets."""
     value = answer.return_value if isinstance(answer, ToolReturn) else answer
     part = ToolReturnPart(tool_name=call.tool_name, content=value, tool_call_id=call.tool_call_id)
     return str(part.model_response_str())

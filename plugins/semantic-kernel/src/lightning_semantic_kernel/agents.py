@@ -1,4 +1,4 @@
-"""Agents: their spans, and their names for the model calls that they make."""
+"""Agent spans: record which Semantic Kernel agent makes each model call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent, until what is yielded is called."""
+    """Patch Semantic Kernel to record every agent; what is yielded removes each patch."""
     agents = KernelAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace_in_subclasses(Agent, "get_response", agents.wrap_get_response)
@@ -26,14 +26,14 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class KernelAgents(Tracker):
-    """Begins and ends our spans with the framework's agents."""
+    """Begins and ends agent spans around the runs of Semantic Kernel's agents."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
-        self._at_work: dict[str, Any] = {}  # agents, by the id of their span
+        self._at_work: dict[str, Any] = {}  # running agents, by the id of their span
 
     def wrap_get_response(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent works, from its messages to its answer."""
+        """Wrap an agent's run, from its messages to its answer."""
 
         async def get_response(agent: Any, *args: Any, **kwargs: Any) -> Any:
             span = self._begin(agent)
@@ -46,7 +46,7 @@ class KernelAgents(Tracker):
         return get_response
 
     def wrap_invoke(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, message by message or piece by piece."""
+        """Wrap an agent's run, message by message or part by part."""
 
         def invoke(agent: Any, *args: Any, **kwargs: Any) -> Any:
             items = original(agent, *args, **kwargs)
@@ -65,12 +65,12 @@ class KernelAgents(Tracker):
             self._forget(span)
 
     def _begin(self, agent: Any) -> OpenSpan | None:
-        """Begin an agent's span; None where it has one, because a method of its class calls that of its parent."""
+        """Begin an agent's span; None if it has one, because its method calls its parent class's."""
         with self.guard():
             around = current_span()
             if around is not None and self._at_work.get(around.span_id) is agent:
                 return None
-            named = "name" in agent.model_fields_set  # Semantic Kernel gives others a random name
+            named = "name" in agent.model_fields_set  # Semantic Kernel gives unnamed agents a random name
             span = self.begin_agent(agent.name if named else type(agent).__name__, by_default=not named)
             if span is not None:
                 self._at_work[span.span_id] = agent

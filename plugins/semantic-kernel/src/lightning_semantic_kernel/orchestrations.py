@@ -1,4 +1,4 @@
-"""Orchestrations and group chats: one trace each, also where the runtime hands messages to agents in its own tasks."""
+"""Orchestrations and group chats: each is one trace, even if the runtime passes messages to agents in its own tasks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
 _SENDER: Final = "_lightning_sender"
-_RANDOM: Final = re.compile(r"_[0-9a-f]{32}$")  # at the end of a name that nobody gave
+_RANDOM: Final = re.compile(r"_[0-9a-f]{32}$")  # end of the name that Semantic Kernel generates for an unnamed agent
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every orchestration and message, until what is yielded is called."""
+    """Patch Semantic Kernel to record every orchestration and message; what is yielded removes each patch."""
     orchestrations = KernelOrchestrations(recorder, FRAMEWORK)
     yield orchestrations.stop
     yield replace(OrchestrationBase, "invoke", orchestrations.wrap_invoke)
@@ -40,14 +40,14 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class KernelOrchestrations(Tracker):
-    """Begins and ends our spans with orchestrations, and takes their context along with messages."""
+    """Begins and ends spans around orchestrations, and passes their context along with messages."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
         self._runs: dict[int, OpenSpan] = {}  # by the identity of their result
 
     def wrap_invoke(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An orchestration begins; it returns at once, and its result says when it has ended."""
+        """Wrap the start of an orchestration. It returns at once; its result says when it has ended."""
 
         async def invoke(orchestration: Any, *args: Any, **kwargs: Any) -> Any:
             span = self.begin(names.INVOKE_WORKFLOW, _RANDOM.sub("", orchestration.name))
@@ -65,13 +65,13 @@ class KernelOrchestrations(Tracker):
         return invoke
 
     def wrap_get(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The program waits for the result."""
+        """Wrap the wait for the result."""
 
         async def get(result: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return await original(result, *args, **kwargs)
             finally:
-                if result.event.is_set():  # or the program waits for no longer, and it goes on
+                if result.event.is_set():  # or the program stops waiting while the orchestration continues
                     self._finish(id(result), result.exception)
 
         return get
@@ -80,7 +80,7 @@ class KernelOrchestrations(Tracker):
         self.end(self._runs.pop(run, None), error=error)
 
     def wrap_chat(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A group chat runs, message by message or piece by piece."""
+        """Wrap a group chat, message by message or part by part."""
 
         def invoke(chat: Any, *args: Any, **kwargs: Any) -> Any:
             return self._read(chat, original(chat, *args, **kwargs))
@@ -96,7 +96,7 @@ class KernelOrchestrations(Tracker):
             await inner.aclose()
 
     def wrap_metadata(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A message is sent: what the runtime keeps for its own tracing keeps its sender's context too."""
+        """Wrap the sending of a message: the runtime's tracing metadata also carries the sender's context."""
 
         def get_telemetry_envelope_metadata() -> Any:
             metadata = original()
@@ -108,7 +108,7 @@ class KernelOrchestrations(Tracker):
         return get_telemetry_envelope_metadata
 
     def wrap_process(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A message is handed to its handlers, in a task that belongs to who started the runtime."""
+        """Wrap the delivery of a message to its handlers, in a task of whoever started the runtime."""
 
         async def process(runtime: Any, envelope: Any) -> Any:
             sender = getattr(envelope.metadata, _SENDER, None)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind Semantic Kernel's agents, orchestrations and functions, over the patches of the openai client."""
+    """Record Semantic Kernel's agents, orchestrations and functions, in addition to the openai client's patches."""
     from lightning_openai import patch
     from lightning_semantic_kernel import agents, orchestrations, tools
 

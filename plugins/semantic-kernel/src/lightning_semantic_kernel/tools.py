@@ -1,4 +1,4 @@
-"""Functions that models call: their spans, with what the model asked for and what it is told."""
+"""Tool spans for functions that models call: the arguments the model asked for and the result it was given."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_spans.schema import spans as names
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
-_FAILED: Final = "An error occurred while invoking the function"  # so the model is told of what a function raised
+_FAILED: Final = "An error occurred while invoking the function"  # so the model gets the text of a function's exception
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every function that a model calls, until what is yielded is called."""
+    """Patch Semantic Kernel to record every function call of a model; what is yielded removes each patch."""
     tools = KernelTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(Kernel, "invoke_function_call", tools.wrap_call)
@@ -34,15 +34,15 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class KernelTools(Tracker):
-    """Begins and ends our spans with the functions that models call."""
+    """Begins and ends tool spans around the functions that models call."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
-        self._accepted: set[str] = set()  # spans of functions that exist, whose arguments fit
-        self._raised: dict[str, Exception] = {}  # what a function raised in a span
+        self._accepted: set[str] = set()  # spans of known functions with valid arguments
+        self._raised: dict[str, Exception] = {}  # exceptions of functions, by span
 
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model calls a function: it is carried out, or refused, and the result joins the history."""
+        """Wrap a model's function call. It runs or is rejected, and the result is added to the history."""
 
         async def invoke_function_call(kernel: Any, function_call: Any, chat_history: Any, **options: Any) -> Any:
             span = self._begin(function_call)
@@ -70,7 +70,7 @@ class KernelTools(Tracker):
         self.end(span, error=error, attributes={names.TOOL_RESULT: text})
 
     def wrap_call_stack(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The filters around a call are put together: nothing was wrong with it."""
+        """Wrap the assembly of the filters around a call, which happens only for a valid call."""
 
         def construct_call_stack(kernel: Any, filter_type: Any, *args: Any, **kwargs: Any) -> Any:
             span = tool_around() if filter_type == FilterTypes.AUTO_FUNCTION_INVOCATION else None
@@ -81,7 +81,7 @@ class KernelTools(Tracker):
         return construct_call_stack
 
     def wrap_own_code(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Its own code runs, be it a method or a prompt."""
+        """Wrap a function's own code: a method or a prompt."""
 
         async def invoke(function: Any, context: Any) -> None:
             span = tool_around() if self.live else None
@@ -105,7 +105,7 @@ class KernelTools(Tracker):
 
 
 def _result_of(call: Any, history: Any) -> str:
-    """Return what the model is told: calls that run at once end in any order."""
+    """Return the model's message. Parallel calls end in any order."""
     for message in reversed(history.messages):
         for item in message.items:
             if isinstance(item, FunctionResultContent) and item.id == (call.id or "unknown"):

@@ -1,4 +1,4 @@
-"""Agents: their spans, and their names for the model calls that they make."""
+"""Agent spans: record which smolagents agent makes each model call."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent, until what is yielded is called."""
+    """Patch smolagents to record every agent; what is yielded removes each patch."""
     agents = SmolAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace(MultiStepAgent, "run", agents.wrap_run)
 
 
 def name_of(agent: Any) -> str:
-    """Return an agent's name: only those that others manage must have one."""
+    """Return an agent's name. Only managed agents must have one."""
     return agent.name or type(agent).__name__
 
 
 class SmolAgents(Tracker):
-    """Begins and ends our spans with the agents' runs."""
+    """Begins and ends spans around agents' runs."""
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent works; a stream works when it is read."""
+        """Wrap an agent's run. A stream does the work while it is read."""
 
         def run(agent: Any, *args: Any, **kwargs: Any) -> Any:
             span = self.begin_agent(name_of(agent), by_default=not agent.name) if self.live else None

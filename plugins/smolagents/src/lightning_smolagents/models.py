@@ -1,7 +1,7 @@
-"""Models that smolagents reaches without openai's and LiteLLM's clients: one chat span a call.
+"""Chat spans for models that do not use openai's or LiteLLM's client, one per call.
 
-Those of Hugging Face's inference client, of Bedrock, and those that run here. Every call is a scope while it lasts.
-If a client makes a chat span in it, nothing is made here.
+These are Hugging Face's inference client, Bedrock, and models that run in this process. Each call opens a scope. If a
+client creates a chat span within it, this module creates none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BY_CLIENTS: Final = frozenset({"OpenAIModel", "OpenAIServerModel", "LiteLLMMode
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every call of a model, until what is yielded is called."""
+    """Patch smolagents to record every model call; what is yielded removes each patch."""
     models = SmolModels(recorder, FRAMEWORK)
     yield models.stop
     yield replace_in_subclasses(Model, "generate", models.wrap)
@@ -32,7 +32,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class SmolModels(Tracker):
-    """Makes the chat spans of calls that no client makes."""
+    """Creates the chat spans of calls for which no client creates one."""
 
     def _call(self, model: Any, messages: Any, tools: Any, *, streamed: bool) -> OtherCall | None:
         if not self.live:
@@ -44,7 +44,7 @@ class SmolModels(Tracker):
         return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed)
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked."""
+        """Wrap a call."""
         if _is_by_client(original):
             return original
 
@@ -59,7 +59,7 @@ class SmolModels(Tracker):
         return generate
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, streamed."""
+        """Wrap a call with a streamed answer."""
         if _is_by_client(original):
             return original
 
@@ -88,13 +88,13 @@ def _kept(pieces: Generator[Any, None, None], seen: list[Any]) -> Generator[Any,
 
 
 def request_body(model: Any, messages: Sequence[Any], tools: Any) -> dict[str, Json]:
-    """Return what was asked as the body of a chat completion."""
+    """Return the request as the body of a chat completion."""
     body: dict[str, Json] = {"model": _name(model), "messages": [_turn(message) for message in messages]}
     return {**body, "tools": [get_tool_json_schema(tool) for tool in tools]} if tools else body
 
 
 def response_body(model: Any, answer: Any) -> dict[str, Json]:
-    """Return what was answered as a chat completion."""
+    """Return the answer as a chat completion."""
     calls = [
         {
             "id": call.id,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind smolagents' agents, tools and models, and the clients of openai and LiteLLM, to the recorder."""
+    """Record smolagents' agents, tools and models, in addition to the clients of openai and LiteLLM."""
     from lightning_openai import patch
     from lightning_smolagents import agents, models, tools
 

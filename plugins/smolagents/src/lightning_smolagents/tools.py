@@ -1,6 +1,7 @@
-"""Tool calls: those that a model asks for, those in the code that it writes, and the running of that code.
+"""Tool spans: calls that a model asks for, calls in the code that it writes, and the execution of that code.
 
-A managed agent is called as a tool. The tools `final_answer` are the form in which agents answer, and no tool calls.
+A managed agent is called as a tool. `final_answer` tools only carry an agent's answer and are not recorded as tool
+calls.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from lightning_spans.schema import spans as names
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
-CODE: Final = "python_interpreter"  # as smolagents calls the running of code
+CODE: Final = "python_interpreter"  # smolagents' name for running code
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch smolagents to record every tool call; what is yielded removes each patch."""
     tools = SmolTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(ToolCallingAgent, "process_tool_calls", tools.wrap_process)
@@ -41,15 +42,15 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class SmolTools(Tracker):
-    """Begins and ends the spans of tools."""
+    """Begins and ends tool spans around smolagents' tool calls."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
-        self._asked: dict[int, list[ToolRequest]] = {}  # by the id of the agent whose model did
-        self._waiting: dict[str, str] = {}  # by the span of a call: the tool that is yet to run in it
+        self._asked: dict[int, list[ToolRequest]] = {}  # by the id of the agent whose model asked
+        self._waiting: dict[str, str] = {}  # by the span of a call: the tool that has still to run within it
 
     def wrap_process(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model's answer is carried out; only here the calls have ids."""
+        """Wrap the processing of a model's answer. Only here do the calls have ids."""
 
         def process(agent: Any, chat_message: Any, *args: Any, **kwargs: Any) -> Generator[Any, None, None]:
             with self.guard():
@@ -65,7 +66,7 @@ class SmolTools(Tracker):
         return process
 
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool that a model asked for is carried out, or there is none of that name."""
+        """Wrap a tool call that a model asked for, including unknown tools."""
 
         def execute(agent: Any, tool_name: str, arguments: Any) -> Any:
             if not self.live or isinstance(agent.tools.get(tool_name), FinalAnswerTool):
@@ -91,7 +92,7 @@ class SmolTools(Tracker):
         return execute
 
     def _request(self, agent: Any, name: str, arguments: Any) -> ToolRequest | None:
-        """Take what a model asked for; equal calls that run at once are told apart by the very arguments."""
+        """Take out the model's request. Equal parallel calls are told apart by the identity of their arguments."""
         return take(
             self._asked.get(id(agent), []),
             lambda request: request.name == name and (request.arguments or {}) == (arguments or {}),
@@ -99,7 +100,7 @@ class SmolTools(Tracker):
         )
 
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool's own code runs: for a model's call, or for code, which is a call of its own."""
+        """Wrap a tool's own code: for a model's call, or for code, where it is a call of its own."""
 
         def call(tool: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.live or isinstance(tool, FinalAnswerTool):
@@ -117,7 +118,7 @@ class SmolTools(Tracker):
         return call
 
     def wrap_managed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A managed agent is asked, by a model's call or by code."""
+        """Wrap a call of a managed agent, by a model or by code."""
 
         def call(agent: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.live or not agent.name:
@@ -145,7 +146,10 @@ class SmolTools(Tracker):
             return result
 
     def wrap_code(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Code that a model wrote runs; in a replay too, since what it leaves is needed: its tools are given."""
+        """Wrap the execution of code that a model wrote. A replay runs it too, because later code needs its variables.
+
+        Only its tools are replayed.
+        """
 
         def run(executor: Any, code_action: str) -> Any:
             span = self.begin_tool(CODE, None, to_json({"code": code_action})) if self.live else None
@@ -161,7 +165,7 @@ class SmolTools(Tracker):
 
 
 def observed(result: Any) -> str:
-    """Return a result as a model is told it; pictures and sounds are kept beside."""
+    """Return a result as the text that a model gets. Images and audio are kept separately."""
     if type(result) in {AgentImage, AgentAudio}:
         return f"Stored {'image.png' if type(result) is AgentImage else 'audio.mp3'!r} in memory."
     return str(result).strip()

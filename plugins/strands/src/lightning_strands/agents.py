@@ -1,4 +1,4 @@
-"""Agents, graphs and swarms: their spans, and the agents' names for the model calls that they make."""
+"""Agent spans: record which Strands agent, graph or swarm makes each model call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_strands import FRAMEWORK
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
-UNNAMED: Final = "Strands Agents"  # what Strands calls an agent without a name
+UNNAMED: Final = "Strands Agents"  # Strands' name for an unnamed agent
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent, graph and swarm, until what is yielded is called."""
+    """Patch Strands to record every agent, graph and swarm; what is yielded removes each patch."""
     agents = StrandsAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace(Agent, "stream_async", agents.wrap_stream)
@@ -31,23 +31,23 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def streams(team: Any) -> bool:
-    """Whether a graph or swarm is run as a stream, since 1.14."""
+    """Whether a graph or swarm runs as a stream, since 1.14."""
     return "stream_async" in vars(team)
 
 
 def way_of(team: Any) -> str:
-    """Return the method that every way to run a graph or swarm comes by."""
+    """Return the method that every way to run a graph or swarm uses."""
     return "stream_async" if streams(team) else "invoke_async"
 
 
 class StrandsAgents(Tracker):
-    """Begins and ends our spans with the agents' runs, and with those of what agents are put together to."""
+    """Begins and ends spans around runs of agents, graphs and swarms."""
 
     def _begin(self, agent: Any) -> OpenSpan | None:
         return self.begin_agent(agent.name, by_default=agent.name == UNNAMED)
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent works: every way to run one, streamed or not, comes by here."""
+        """Wrap an agent's run. Every way to run one, streamed or not, uses this method."""
 
         def stream(agent: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             events: AsyncGenerator[Any, None] = original(agent, *args, **kwargs)
@@ -56,7 +56,7 @@ class StrandsAgents(Tracker):
         return stream
 
     def wrap_structured_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent answers in a form, by a call of its own."""
+        """Wrap an agent's structured answer, which is a call of its own."""
 
         async def answer(agent: Any, *args: Any, **kwargs: Any) -> Any:
             with self.inside(self._begin(agent)):
@@ -65,7 +65,7 @@ class StrandsAgents(Tracker):
         return answer
 
     def wrap_team_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A graph or swarm runs."""
+        """Wrap a streamed run of a graph or swarm."""
 
         def stream(team: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             events: AsyncGenerator[Any, None] = original(team, *args, **kwargs)
@@ -74,7 +74,7 @@ class StrandsAgents(Tracker):
         return stream
 
     def wrap_team(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, before they could be streamed."""
+        """Wrap a run of a graph or swarm in versions without streaming."""
 
         async def invoke(team: Any, *args: Any, **kwargs: Any) -> Any:
             with self.inside(self.begin(names.INVOKE_WORKFLOW, type(team).__name__)):

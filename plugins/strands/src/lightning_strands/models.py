@@ -1,7 +1,6 @@
-"""Models that Strands reaches without openai's and LiteLLM's clients (Bedrock, Anthropic): one chat span a call.
+"""Chat spans for models that do not use openai's or LiteLLM's client (Bedrock, Anthropic), one per call.
 
-Every call is a scope while it lasts. If a client makes a chat span in it, or a model inside of this one does, nothing
-is made here.
+Each call opens a scope. If a client, or a nested model, creates a chat span within it, this module creates none.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ _FINISH: Final = {"end_turn": "stop", "tool_use": "tool_calls", "max_tokens": "l
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every call of a model, until what is yielded is called."""
+    """Patch Strands to record every model call; what is yielded removes each patch."""
     models = StrandsModels(recorder, FRAMEWORK)
     yield models.stop
     yield replace_in_subclasses(Model, "stream", models.wrap_stream)
 
 
 class StrandsModels(Tracker):
-    """Makes the chat spans of calls that no client makes."""
+    """Creates the chat spans of calls for which no client creates one."""
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model is asked: every model streams its answer."""
+        """Wrap a call. Every model streams its answer."""
         if original.__module__.startswith(_BY_CLIENTS):
             return original
 
@@ -67,7 +66,7 @@ async def _kept(events: AsyncGenerator[Any, None], seen: list[Any]) -> AsyncGene
 
 
 def request_body(model: Any, messages: Sequence[Any], tools: Any, system: Any) -> dict[str, Json]:
-    """Return what was asked as the body of a chat completion."""
+    """Return the request as the body of a chat completion."""
     turns: list[dict[str, Json]] = [{"role": "system", "content": system}] if system else []
     turns += [turn for message in messages for turn in _turns(message)]
     declared = [
@@ -86,7 +85,7 @@ def request_body(model: Any, messages: Sequence[Any], tools: Any, system: Any) -
 
 
 def response_body(model: Any, events: Sequence[Any]) -> dict[str, Json]:
-    """Return what was answered, event by event, as a chat completion."""
+    """Return the answer, collected from its events, as a chat completion."""
     text, reason = "", None
     usage: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []

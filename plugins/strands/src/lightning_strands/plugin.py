@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind Strands' agents, tools and models, over the patches of openai's and LiteLLM's clients, to the recorder."""
+    """Record Strands' agents, tools and models, in addition to the patches of openai's and LiteLLM's clients."""
     from lightning_openai import patch
     from lightning_strands import agents, models, tools
 

@@ -1,4 +1,4 @@
-"""Tool calls that models ask for: carried out, or refused."""
+"""Tool spans, also for tool calls that Strands rejects."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
 
-_HANDOFF: Final = "handoff_to_agent"  # what it does is the swarm's own, and is done in a replay too
+_HANDOFF: Final = "handoff_to_agent"  # this tool changes the swarm itself, so it also runs in a replay
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch Strands to record every tool call; what is yielded removes each patch."""
     tools = StrandsTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(ToolExecutor, "_stream", tools.wrap_stream)
@@ -33,10 +33,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class StrandsTools(Tracker):
-    """Begins and ends the spans of tools."""
+    """Begins and ends tool spans around Strands' tool calls."""
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool is carried out for an agent, or there is none of that name; the last event is its result."""
+        """Wrap an agent's tool call, including unknown tools. The last event is the result."""
 
         def stream(agent: Any, tool_use: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             events: AsyncGenerator[Any, None] = original(agent, tool_use, *args, **kwargs)
@@ -49,7 +49,10 @@ class StrandsTools(Tracker):
         return stream
 
     def wrap_own_code(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A tool is called, in a replay only where the record does not have what it gave; its last event is that."""
+        """Wrap a tool's own code. In a replay it runs only if there is no recorded result.
+
+        The last event is the result.
+        """
 
         async def stream(tool: Any, tool_use: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             span = tool_around() if self.live and tool.tool_name != _HANDOFF else None
@@ -81,11 +84,11 @@ class StrandsTools(Tracker):
 
     def _end_with(self, span: OpenSpan, event: Any) -> None:
         result = getattr(event, "tool_result", None)
-        if result is None:  # it waits for somebody
+        if result is None:  # it waits for a person or an event
             return
         text = "".join(_text(part) for part in result.get("content", ()))
         failed = result.get("status") == "error"
-        if failed:  # nobody of that name goes on
+        if failed:  # no agent of that name
             span.attributes.pop(names.HANDOFF, None)
         given = getattr(span, "given", None)
         error = (given.error if given is not None else getattr(event, "exception", None) or text) if failed else None
@@ -93,7 +96,7 @@ class StrandsTools(Tracker):
 
 
 def _result_of(given: Given) -> dict[str, Any]:
-    """Return what a tool gave in the record, as Strands has it."""
+    """Return a recorded result in Strands' format."""
     whole = given.whole()
     if isinstance(whole.value, dict):
         return whole.value
@@ -102,7 +105,7 @@ def _result_of(given: Given) -> dict[str, Any]:
 
 
 def _input(tool_use: Mapping[str, Any]) -> Any:
-    """Return the arguments that the model gave; Strands puts the agent into those of calls that a program makes."""
+    """Return the model's arguments. For a program's own calls, Strands adds the agent to them."""
     given = tool_use.get("input")
     return {k: v for k, v in given.items() if k != "agent"} if isinstance(given, Mapping) else given
 
