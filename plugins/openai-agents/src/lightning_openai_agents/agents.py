@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from lightning_spans.record.instrument.tool_requests import ToolRequest
 
 _FOLLOWED: Final = MODEL | {"trace", "agent", "function", "handoff"}
-_NOT_FOUND: Final = frozenset(
-    {"Tool not found", "Custom tool not found"}
-)  # the SDK's message about an unknown tool
+_NOT_FOUND: Final = frozenset({"Tool not found", "Custom tool not found"})  # the SDK's message about an unknown tool
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
