@@ -1,4 +1,4 @@
-"""Every model call made with the openai client becomes one span, and goes where its agent's policy is."""
+"""Records every model call made with the openai client as one span, and sends it to its agent's policy."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["agent", "attach", "emit_reward"]
 
 
 def attach(**options: Any) -> Attachment:
-    """Record every call of the openai client; options and errors as of `lightning_spans.attach`."""
+    """Record every call of the openai client. Options and errors are those of `lightning_spans.attach`."""
     return lightning_spans.attach("openai", **options)

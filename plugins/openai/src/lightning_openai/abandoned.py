@@ -1,7 +1,7 @@
-"""Streams that nobody reads on: a thread of its own ends their spans.
+"""Abandoned streams: a separate thread ends their spans.
 
-That a stream is left shows when it is collected, and the collector runs wherever memory is asked for: in any thread,
-under any lock, perhaps the sink's. So nothing is done there but to hand the call over.
+A stream turns out to be abandoned when it is garbage collected, which can happen on any allocation: in any thread,
+under any lock, perhaps the sink's. So the collector only hands the call over to the thread.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final
 
 from lightning_spans.record.process import in_child, threads_live_on
 
-_WAIT_S: Final = 1.0  # to end spans takes microseconds; whoever stops this ends the rest himself
+_WAIT_S: Final = 1.0  # ending spans takes microseconds; whoever stops this object ends the rest itself
 
 
 class AbandonedStreams:
-    """Calls whose bodies nobody reads any further."""
+    """Calls whose answers nobody reads any further."""
 
     def __init__(self) -> None:
         self._ends: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # its `put` may interrupt itself
@@ -25,22 +25,22 @@ class AbandonedStreams:
         in_child(self._begin_again)
 
     def start(self) -> None:
-        """Begin to end what is handed over."""
+        """Start the thread that ends the calls which are handed over."""
         self._thread = threading.Thread(target=self._work, name="lightning-abandoned-streams", daemon=True)
         self._thread.start()
 
     def take(self, end: Callable[[], object]) -> None:
-        """Take what ends the span of a call, without an error."""
+        """Take the function that ends a call's span. Never raises."""
         self._ends.put(end)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was handed over is ended; False when the time ran out."""
+        """Wait until every call that was handed over has ended; False if the time ran out."""
         done = threading.Event()
         self._ends.put(done.set)
         return done.wait(timeout_s)
 
     def stop(self) -> None:
-        """End what is left, and the thread."""
+        """End the remaining calls and the thread."""
         if self._thread is not None:
             self._ends.put(None)
             self._thread.join(_WAIT_S)

@@ -1,4 +1,4 @@
-"""Anthropic's streams: put together into the message that would have come without one."""
+"""Anthropic's streams: assemble the events into the message that a call without streaming would return."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json
 
 MESSAGES: Final = "/messages"  # the endpoint
-_BLOCKS: Final = {  # what a delta of a block adds, by its type: to which field, from which
+_BLOCKS: Final = {  # which field a delta of a block extends, and from which of its own fields, by the delta's type
     "text_delta": "text", "input_json_delta": "partial_json", "thinking_delta": "thinking",
     "signature_delta": "signature",
 }  # fmt: skip
 
 
 def message_of_events(events: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
-    """Put a message of Anthropic's together, whose blocks grow in their places."""
+    """Assemble one of Anthropic's messages from its events. Its blocks grow in place."""
     message: dict[str, Json] = {}
     blocks: dict[int, Growing] = {}
     for event in events:
@@ -41,7 +41,7 @@ def _grow_block(block: Growing, delta: Mapping[str, Json]) -> None:
 
 
 def _block(block: dict[str, Json]) -> dict[str, Json]:
-    """Return a block with its input as data, or as the text that came of it where it is none."""
+    """Return a block with its input as data, or as the text that arrived if it is not valid JSON."""
     text = block.pop("partial_json", "")
     if not text:
         return block

@@ -1,4 +1,4 @@
-"""What a chat span says of a call beside its bodies: model, sampling parameters, id, finish reasons, usage."""
+"""Attributes of a chat span besides the bodies: model, sampling parameters, id, finish reasons, usage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAMPLING: Final = (
 
 
 def request_attributes(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the attributes that a request body tells: model and sampling parameters."""
+    """Return the attributes in a request body: model and sampling parameters."""
     attributes: dict[str, Json] = {}
     if (model := body.get("model")) is not None:
         attributes[names.REQUEST_MODEL] = str(model)
@@ -32,7 +32,7 @@ def request_attributes(body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def response_attributes(endpoint: str, response: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the attributes that a response tells: id, model, finish reasons, usage.
+    """Return the attributes in a response: id, model, finish reasons, usage.
 
     Args:
         endpoint: ``/chat/completions``, ``/completions``, ``/responses`` or Anthropic's ``/messages``.
@@ -68,7 +68,7 @@ def _finish_of_choices(response: Mapping[str, Json]) -> list[str]:
 
 
 def _finish_of_output(response: Mapping[str, Json]) -> list[str]:
-    """Say in the words of chat completions why a response of /responses ended."""
+    """Return why a response of /responses ended, as a finish reason of chat completions."""
     status = response.get("status")
     if status == "completed":
         calls = any(_get(item, "type") == "function_call" for item in response.get("output") or ())

@@ -1,4 +1,4 @@
-"""One model call, from before it is sent until its answer has been read: its chat span and what goes into it."""
+"""One model call, from before it is sent until its answer has been read: its chat span and the span's content."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from lightning_spans.schema.spans import Json
 
 PLUGIN: Final = "lightning_openai"
-_PATHS: Final = ("/chat/completions", "/completions", "/responses")  # the first that fits counts
+_PATHS: Final = ("/chat/completions", "/completions", "/responses")  # the first match counts
 
 
 @functools.lru_cache(256)
 def endpoint_of(method: str, url: str) -> str | None:
-    """Return which model call a request is, by its path alone; None when it is none.
+    """Return the endpoint of a model call from a request's path; None if the request is not a model call.
 
     The URL may be relative, absolute, or Azure's (``/deployments/NAME/chat/completions``).
     """
@@ -45,14 +45,14 @@ def endpoint_of(method: str, url: str) -> str | None:
     return next((known for known in _PATHS if path.endswith(known) or f"/{path}" == known), None)
 
 
-# Where every call passes there is `try` and no `guard`: entering and leaving one costs three calls.
+# The code that every call runs uses `try` instead of `guard`: entering and leaving a guard costs three function calls.
 
 
 class ModelCall:
-    """What `patch` keeps of one call. Its methods never raise.
+    """The state that `patch` keeps of one call. Its methods never raise.
 
-    The agent's thread only notes what it has in hand. What the bodies say is read when the span is delivered (`_told`).
-    Until then nothing of the client's is held: what waits in memory the agent can't use again, and new memory is slow.
+    The agent's thread only stores references. The bodies are parsed when the span is delivered (`_told`). Until then
+    none of the client's objects are held: the agent could not reuse their memory, and allocating new memory is slow.
     """
 
     def __init__(
@@ -60,24 +60,24 @@ class ModelCall:
     ) -> None:
         self._recorder = recorder
         self._user = client
-        self._method = method  # of the client's class: what it passes on is the same call
+        self._method = method  # of the client's class: a request that it passes on is the same call
         self._endpoint = endpoint
         self._body: Mapping[str, Json] = _body(options)
         self._request: Any = None
         self._asked: bytes | None = None  # the body of the request
         self._retries: int | None = None
         self._recorded: RecordedBody | None = None  # the body of the response; None: there was no response
-        self._refusal: bytes | None = None  # the body of the response where that was an error
-        self._chunks: int | None = None  # of that body, when the span ended
+        self._refusal: bytes | None = None  # the body of the response, if it was an error
+        self._chunks: int | None = None  # the body's state when the span ended
         self._prompted: Mapping[str, Json] | None = (
-            None  # the body with its agent's other prompt; None: the agent's own
+            None  # the body with the agent's replaced prompt; None: the agent's own prompt
         )
         self._destination = CallDestination.PROGRAM
         self.state = SENT
-        self._failed = False  # something went wrong other than that the agent reads no further
+        self._failed = False  # an error occurred, other than that the agent stopped reading
         self.events: int | None = None  # items of an event stream that the agent took; None: it reads in another way
         self.seen_ns = 0
-        self._kind = ""  # the content type of an answer to a streamed call that came whole
+        self._kind = ""  # the content type of a complete answer to a streamed call
         scope = current_scope()
         context = None if scope is None else scope.call_begins()
         model = self._body.get("model")
@@ -97,18 +97,18 @@ class ModelCall:
             scope.call_began()
 
     def covers(self, client: Any, options: Any, method: Any) -> bool:
-        """Whether a request is this call on its way through the methods of its client's classes, or somebody's patch.
+        """Whether a request is this call on its way through its client's methods or another patch.
 
         A method of a subclass may pass on other options than it was given.
         """
         if client is self._user:
             return options is self._options or method is not self._method
-        return client is not None and client is self.client  # the one that sends it to the gateway
+        return client is not None and client is self.client  # the client that sends it to the gateway
 
     def sent_by(self, client: Any, options: Any) -> tuple[Any, Any]:
-        """Return the client and the options that send the call: to the gateway where its agent is in training.
+        """Return the client and options that send the call: to the gateway if its agent is in training.
 
-        In a replay every call goes there first: see `sent_on`.
+        In a replay every call goes to the gateway first; see `sent_on`.
         """
         options = self._with_prompts(client, options)
         span, attempt = self.span, self.span.attempt
@@ -133,14 +133,14 @@ class ModelCall:
         return client, copy
 
     def sent_on(self, error: BaseException, options: Any) -> tuple[Any, Any] | None:
-        """Return the user's client and options where the gateway leaves a call of a replay to them; None elsewhere."""
+        """Return the user's client and options if the gateway leaves a replayed call to them; None otherwise."""
         if self.client is self._user or not reroute.is_own(error):
             return None
         lead: Any = next((scope.call for scope in scopes_around() if getattr(scope.call, "leads", False)), None)
-        if lead is not None:  # who led it to the gateway knows where else it goes
+        if lead is not None:  # whoever sent it to the gateway knows its own endpoint
             self._destination, lead.left = CallDestination.REPLACED, True
             return None
-        if self._prompted is not None:  # its other system prompt goes along
+        if self._prompted is not None:  # the replaced system prompt is sent too
             options = reroute.with_body(options, self._body)
         self.client, self._base_url = self._user, self._user.base_url
         self._destination = CallDestination.RETURNED
@@ -148,7 +148,7 @@ class ModelCall:
         return self._user, options
 
     def _with_prompts(self, client: Any, options: Any) -> Any:
-        """Return options whose body has the agent's other system prompt, where there is one for it."""
+        """Return options whose body has the agent's replaced system prompt, if there is one."""
         if self._prompted is not None or client is not self._user:
             return options
         try:
@@ -162,11 +162,11 @@ class ModelCall:
             return options
 
     def sends(self, client: Any) -> bool:
-        """Whether this client of httpx is the one that sends the call: one that fetches a token for it is not."""
+        """Whether this httpx client sends the call itself. A client that only fetches a token for it does not."""
         return getattr(self.client, "_client", None) is client
 
     def name(self, request: Any) -> None:
-        """Name the span in a request that is about to be sent, unless the caller has named one of his own there."""
+        """Put the span's id into a request about to be sent, unless the caller has put its own there."""
         try:
             if "traceparent" not in request.headers:
                 request.headers["traceparent"] = self.span.traceparent
@@ -174,8 +174,8 @@ class ModelCall:
             log_failure(PLUGIN, error, self.span)
 
     def responded(self, response: Any, retries: int | None) -> None:
-        """Take the answer, before the client makes its own objects of it; and after how many tries again, if known."""
-        if self.span.end_ns is not None:  # recording stopped meanwhile
+        """Take the answer before the client parses it, with the number of retries if known."""
+        if self.span.end_ns is not None:  # recording has stopped since
             return
         try:
             self._request, self._retries = response.request, retries
@@ -191,7 +191,7 @@ class ModelCall:
             log_failure(PLUGIN, error, self.span)
 
     def returned(self) -> None:
-        """End the span of a call that is complete as it returns to the agent."""
+        """End the span of a call that is complete when it returns to the agent."""
         if not self.state.is_streamed:
             self.end_left()
 
@@ -212,18 +212,18 @@ class ModelCall:
             self._end(error)
 
     def read_to_end(self) -> None:
-        """The body is complete."""
+        """Note that the body is complete."""
         self.state = self.state.ended
         if self.events is None:
             self.seen_ns = time.time_ns()
 
     def read_failed(self, error: BaseException) -> None:
-        """Reading raised. An event stream makes another error of it for the agent, so that one is waited for."""
+        """Note that reading failed. An event stream raises another error to the agent, so wait for that one."""
         if not self.state.is_waiting:
             self.failed(error)
 
     def closed(self) -> None:
-        """End the span: nobody reads any further. Perhaps it is the garbage collector that says so: see `abandoned`."""
+        """End the span because nobody reads any further. The garbage collector may call this; see `abandoned`."""
         if self.span.end_ns is not None or self.state.is_waiting:
             return
         if self.state.is_complete:
@@ -240,11 +240,11 @@ class ModelCall:
                 log_failure(PLUGIN, error, self.span)
 
     def leave(self) -> None:
-        """Leave the span to the parent of a forked child: here it counts as ended."""
+        """Leave the span to the parent of a forked child. In the child it counts as ended."""
         self.span.end_ns = self.span.start_ns
 
     def _end(self, error: BaseException | None) -> None:
-        """Note what is the agent's, and leave the rest for later: what `_told` reads does not change any more."""
+        """Store what belongs to the agent. The rest is done later: what `_told` reads no longer changes."""
         end_ns = None
         unfinished.discard(self)
         request, self._request = self._request, None
@@ -262,7 +262,7 @@ class ModelCall:
         self.span.end(error=error, end_ns=end_ns, later=self._told)
 
     def _told(self) -> None:
-        """Add what request and response say."""
+        """Add the attributes of request and response."""
         told = self.span.attributes
         told[names.SERVER_ADDRESS] = self._base_url.host
         if self._asked is not None:
@@ -273,7 +273,7 @@ class ModelCall:
             if self._refusal is not None:
                 told[names.RESPONSE] = self._refusal.decode(errors="replace")
             if self.span.status == "ok":
-                told[names.ABANDONED] = True  # recording stopped before the answer came
+                told[names.ABANDONED] = True  # recording stopped before the answer arrived
             return
         text, state = body_of(self._recorded, self._chunks), self.state
         if not self._is_event_stream():
@@ -284,7 +284,7 @@ class ModelCall:
             return
         events = read_events(
             text, self.events if state.is_streamed else None
-        )  # else it ended before the agent took any
+        )  # otherwise it ended before the agent took an item
         response = put_together(self._endpoint, events.found)
         whole = (state.is_complete or events.done) and not events.more
         if not self._failed and not whole and not is_whole(self._endpoint, response):
@@ -294,14 +294,14 @@ class ModelCall:
             told.update(response_attributes(self._endpoint, response))
 
     def _is_event_stream(self) -> bool:
-        """Whether the body is an event stream: one that is streamed is what was requested, another what it says."""
+        """Whether the body is an event stream: as requested for a streamed body, otherwise by its content type."""
         if not self.span.attributes[names.STREAMED]:
             return False
         return self.state.is_streamed or "text/event-stream" in self._kind
 
 
 def _body(options: Any) -> Mapping[str, Json]:
-    """Return the JSON body of a request, to be read only: what the caller gave in pieces, or wrote out himself."""
+    """Return a request's JSON body, for reading only. The caller may have given it in parts, or as text."""
     given = options.json_data if options.json_data is not None else getattr(options, "content", None)
     if isinstance(given, bytes | bytearray):
         given = read_object(given)
@@ -310,13 +310,13 @@ def _body(options: Any) -> Mapping[str, Json]:
 
 
 def _is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
-    # An abstract class takes its time to say no.
+    # A negative isinstance check of an abstract class is slow.
     return type(value) is dict or (value is not None and isinstance(value, Mapping))
 
 
 def _content(message: Any) -> bytes | None:
     """Return the body of a request, or of a response that was read."""
-    content = getattr(message, "_content", None)  # `.content` raises where a body is itself a stream
+    content = getattr(message, "_content", None)  # `.content` raises if a body is itself a stream
     return content if isinstance(content, bytes) and content else None
 
 

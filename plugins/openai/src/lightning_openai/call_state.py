@@ -1,4 +1,4 @@
-"""The states of one model call: where it was sent, and how far its answer was read."""
+"""The states of one model call: where it was sent, and how much of its answer was read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 
 class CallDestination(enum.Enum):
-    """Where a call goes."""
+    """Where a call is sent."""
 
     PROGRAM = "the endpoint of the program"
     GATEWAY = "the gateway"
@@ -16,17 +16,17 @@ class CallDestination(enum.Enum):
 
 
 class AnswerState:
-    """How far the answer of a call was read, and the states that follow.
+    """How much of a call's answer was read, and the states that can follow.
 
-    They are attributes, because a stream passes through two of them for each item.
+    The states are attributes, because a stream passes through two of them for each item.
 
     Attributes:
-        name: what a log shows.
-        requested: after the agent requested the next item of an event stream.
-        received: after that item came.
-        ended: after the last byte of the body.
-        is_streamed: whether the body came while the agent read it.
-        is_waiting: whether the agent waits for the next item: how that ends says what became of the answer.
+        name: shown in logs.
+        requested: state after the agent requested the next item of an event stream.
+        received: state after that item arrived.
+        ended: state after the last byte of the body.
+        is_streamed: whether the body arrives while the agent reads it.
+        is_waiting: whether the agent waits for the next item, so that the outcome of that wait decides the answer's.
         is_complete: whether the body was read to its end.
     """
 
@@ -37,7 +37,7 @@ class AnswerState:
     ) -> None:
         self.name = name
         self.is_streamed, self.is_waiting, self.is_complete = is_streamed, is_waiting, is_complete
-        self.requested = self.received = self.ended = self  # where nothing below says otherwise
+        self.requested = self.received = self.ended = self  # unless stated otherwise below
 
     def __repr__(self) -> str:
         return self.name

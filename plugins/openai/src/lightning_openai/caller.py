@@ -1,4 +1,4 @@
-"""Who calls a model, where that is to be known before there is a span."""
+"""The agent that calls a model, when it must be known before a span exists."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class ModelCaller(NamedTuple):
-    """Who calls."""
+    """The agent that calls."""
 
     agent: str | None
     path: str | None
     attempt: Attempt | None
 
     def goes_to(self, recorder: Recorder) -> Attempt | None:
-        """Return the attempt whose policy answers its calls; None: they stay where they are."""
+        """Return the attempt whose policy answers its calls; None if the calls keep their own endpoint."""
         attempt = self.attempt
         return attempt if attempt is not None and attempt.endpoint is not None and recorder.reroutes(self) else None
 
 
 def caller_in(context: Context) -> ModelCaller:
-    """Return who calls in a context."""
+    """Return the calling agent of a context."""
     agent = current_agent(context)
     path = None if agent is None else standing(agent, context)
     return ModelCaller(agent, path, current_attempt(context))

@@ -1,4 +1,4 @@
-"""The events of a stream that was kept: read at once, since to read each by itself takes its time."""
+"""Parse a recorded event stream as a whole, which is faster than event by event."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _ADDS: Final = re.compile(b'"content": ?"')
 
 
 class StreamEvents(NamedTuple):
-    """What was read of a stream.
+    """The parsed part of a stream.
 
     Attributes:
-        found: the JSON objects of its events, in order. Of a chat completion, those are one that only add to its text.
-        done: the stream's end mark was there.
-        more: it has events beyond those that were asked for.
+        found: the JSON objects of its events, in order. Events of a chat completion that only add text are merged into
+            one.
+        done: whether the end marker was there.
+        more: whether the stream has events beyond those requested.
     """
 
     found: list[dict[str, Json]]
@@ -31,11 +32,11 @@ class StreamEvents(NamedTuple):
 
 
 def read_events(body: str, taken: int | None = None) -> StreamEvents:
-    """Read a server-sent event stream, which may be cut anywhere.
+    """Parse a server-sent event stream, which may be cut anywhere.
 
     Args:
         body: the stream.
-        taken: how many of its events to return; None: all.
+        taken: number of its events to return; None: all.
     """
     sent = body.encode()
     reader = EventReader(len(sent))
@@ -51,12 +52,12 @@ def read_events(body: str, taken: int | None = None) -> StreamEvents:
 
 
 def _objects(texts: Sequence[bytes]) -> list[dict[str, Json]]:
-    events = read_json(b"[%b]" % b",".join(texts))  # at once, which takes half the time
+    events = read_json(b"[%b]" % b",".join(texts))  # all at once, which takes half the time
     return [event for event in events if isinstance(event, dict)]
 
 
 def _until_broken(texts: Sequence[bytes]) -> list[dict[str, Json]]:
-    """Read events up to one that is no JSON."""
+    """Parse events up to the first that is not valid JSON."""
     events: list[dict[str, Json]] = []
     for text in texts:
         try:
@@ -69,7 +70,7 @@ def _until_broken(texts: Sequence[bytes]) -> list[dict[str, Json]]:
 
 
 def _fewer(texts: Sequence[bytes]) -> Sequence[bytes]:
-    """Make one event of those that differ in the text they add and in nothing else."""
+    """Merge events that differ only in the text that they add."""
     around = _around(texts[len(texts) // 2]) if texts else None
     if around is None:
         return texts
@@ -80,7 +81,7 @@ def _fewer(texts: Sequence[bytes]) -> Sequence[bytes]:
     for text in texts:
         if text.startswith(before) and text.endswith(after):
             add = text[start:end]
-            if b'"' not in add and add[-1:] != b"\\":  # else it may be more than a text
+            if b'"' not in add and add[-1:] != b"\\":  # otherwise it may contain more than text
                 adds.append(add)
                 continue
         if adds:
@@ -93,7 +94,7 @@ def _fewer(texts: Sequence[bytes]) -> Sequence[bytes]:
 
 
 def _around(event: bytes) -> tuple[bytes, bytes] | None:
-    """Return what stands before and after the text that an event adds to a chat completion; None if it says more."""
+    """Return what comes before and after the text that an event adds to a chat completion; None if it contains more."""
     begins = _ADDS.search(event)
     if begins is None or _ADDS.search(event, begins.end()):
         return None
@@ -111,7 +112,7 @@ def _around(event: bytes) -> tuple[bytes, bytes] | None:
 
 
 def is_whole(endpoint: str, response: Mapping[str, Json] | None) -> bool:
-    """Whether a message put together is finished, even where the stream's own end was not seen."""
+    """Whether an assembled message is finished, even if the end of the stream was not seen."""
     if response is None:
         return False
     if endpoint == "/responses":

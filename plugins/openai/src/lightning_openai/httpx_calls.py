@@ -1,9 +1,8 @@
-"""Model calls that a program sends with httpx itself, or with a client that does: Anthropic's, Mistral's, Groq's, ...
+"""Model calls that a program sends with httpx, or with a client that uses it: Anthropic's, Mistral's, Groq's, ...
 
-They are followed where httpx sends a request, if nothing else makes their span and the path is one of OpenAI's or
-Anthropic's; `foreign` knows those of others. Each try is a request of its own, and so a span. The calls of agents in
-training are sent to the gateway, with nothing of the user's but the body, the time limits and what says in which form
-it is.
+They are recorded where httpx sends a request, if nothing else creates their span and the path is one of OpenAI's or
+Anthropic's; `foreign` handles other vendors' paths. Each retry is a request of its own, and so a span. Calls of agents
+in training are sent to the gateway with only the body, the time limits and the headers that state its format.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _KEPT: Final = ("content-type", "accept", "user-agent", "anthropic-version", "an
 
 
 def endpoint_asked(request: Any) -> str | None:
-    """Return the endpoint of a request that looks like a model's; None where it is none of OpenAI's or Anthropic's."""
+    """Return the endpoint of a request that looks like a model call; None if it is none of OpenAI's or Anthropic's."""
     path = request.url.path
     return MESSAGES if path.rstrip("/").endswith(MESSAGES) else endpoint_of(request.method, path)
 
@@ -56,7 +55,7 @@ class HttpxCall:
         self._body = body
         self._asked: bytes = request.content
         self._recorded: RecordedBody | None = None  # the body of the answer; None: there was none
-        self._chunks: int | None = None  # of that body, when the span ended
+        self._chunks: int | None = None  # the body's state when the span ended
         self._status = 200
         self._events = False  # the answer is an event stream
         self._to_end = False
@@ -84,13 +83,13 @@ class HttpxCall:
         return "anthropic" if self._endpoint == MESSAGES else None
 
     def refused(self) -> Any:
-        """Return the answer to a call that is not to be sent at all; None: it is."""
+        """Return the response to a call that must not be sent; None if it may be sent."""
         return None
 
     def sent_by(self) -> tuple[Any, Any]:
-        """Return the client and the request that send the call: to the gateway where its agent is in training.
+        """Return the client and request that send the call: to the gateway if its agent is in training.
 
-        In a replay every call goes there first: see `sent_on`.
+        In a replay every call goes to the gateway first; see `sent_on`.
         """
         span, attempt = self.span, self.span.attempt
         try:
@@ -105,7 +104,7 @@ class HttpxCall:
             return self._client, self._request
 
     def _with_prompts(self, attempt: Attempt | None) -> None:
-        """Put the agent's other prompt into the request, where there is one for it."""
+        """Put the agent's replaced prompt into the request, if there is one."""
         prompted = with_prompts(self._body, self.span.path, attempt)
         if prompted is not None:
             self._body = prompted
@@ -129,14 +128,14 @@ class HttpxCall:
         return client, request
 
     def _other(self, url: Any, headers: Mapping[str, str], body: Mapping[str, Json]) -> Any:
-        """Return a request with another body. Its length is counted anew."""
+        """Return a request with another body. Its length is computed again."""
         self._asked = dumps(body)
         told = {name: value for name, value in headers.items() if name.lower() not in {"content-length", "host"}}
         extensions = self._request.extensions
         return self._library.Request("POST", url, headers=told, content=self._asked, extensions=extensions)
 
     def sent_on(self, response: Any) -> bool:
-        """Whether the gateway left a call of a replay to the program's own endpoint, where it is to be sent now."""
+        """Whether the gateway left a replayed call to the program's own endpoint, where it must be sent now."""
         if self.span.attributes.get(names.REROUTED) and reroute.is_left(response.status_code, response.headers):
             self.span.attributes.pop(names.REROUTED)
             self._asked = self._request.content
@@ -145,16 +144,16 @@ class HttpxCall:
 
     @property
     def own(self) -> tuple[Any, Any]:
-        """The client and the request of the program."""
+        """The program's client and request."""
         return self._client, self._request
 
     def reads_first(self, response: Any) -> bool:  # noqa: ARG002 - its subclass looks at it
-        """Whether a response is to be read before it is taken."""
+        """Whether to read a response before processing it."""
         return False
 
     def responded(self, response: Any) -> Any:
-        """Take the answer; end the span if it is there as a whole. Return what the program is given."""
-        if self.span.end_ns is not None:  # recording stopped meanwhile
+        """Take the answer. End the span if it is complete. Return what the program gets."""
+        if self.span.end_ns is not None:  # recording has stopped since
             return response
         try:
             self._status = response.status_code
@@ -175,15 +174,15 @@ class HttpxCall:
                 self._end(error)
 
     def read_to_end(self) -> None:
-        """The body is complete."""
+        """Note that the body is complete."""
         self._to_end = True
 
     def read_failed(self, error: BaseException) -> None:
-        """Reading raised."""
+        """Note that reading failed."""
         self.failed(error)
 
     def closed(self) -> None:
-        """End the span: nobody reads any further. Perhaps it is the garbage collector that says so: see `abandoned`."""
+        """End the span because nobody reads any further. The garbage collector may call this; see `abandoned`."""
         if self.span.end_ns is not None:
             return
         if self._to_end:
@@ -198,7 +197,7 @@ class HttpxCall:
                 self._end(self._refusal() if self._status >= 400 else None)
 
     def leave(self) -> None:
-        """Leave the span to the parent of a forked child: here it counts as ended."""
+        """Leave the span to the parent of a forked child. In the child it counts as ended."""
         self.span.end_ns = self.span.start_ns
 
     def _refusal(self) -> str:
@@ -216,12 +215,12 @@ class HttpxCall:
         self.span.end(error=error, later=lambda: self._told(left=left))
 
     def _told(self, *, left: bool) -> None:
-        """Add what request and answer say."""
+        """Add the attributes of request and answer."""
         told = self.span.attributes
         told[names.REQUEST] = self._request_text()
         if self._recorded is None:
             if self.span.status == "ok":
-                told[names.ABANDONED] = True  # recording stopped before the answer came
+                told[names.ABANDONED] = True  # recording stopped before the answer arrived
             return
         text, response, whole = self._read_answer(body_of(self._recorded, self._chunks))
         if left and not whole:
@@ -234,7 +233,7 @@ class HttpxCall:
         return self._asked.decode()
 
     def _read_answer(self, text: str) -> tuple[str, Mapping[str, Json] | None, bool]:
-        """Return an answer as text and as data, and whether it is whole."""
+        """Return an answer as text and as data, and whether it is complete."""
         if not self._events:
             return text, read_object(text), self._to_end
         found = read_events(text)
@@ -249,6 +248,6 @@ class HttpxCall:
 
 
 def _library(client: Any) -> ModuleType:
-    """Return the library of a client: httpx, or httpx2."""
+    """Return a client's library: httpx or httpx2."""
     roots = (kind.__module__.partition(".")[0] for kind in type(client).__mro__)
     return next(sys.modules[root] for root in roots if root in {"httpx", "httpx2"})

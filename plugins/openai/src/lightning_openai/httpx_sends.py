@@ -1,4 +1,4 @@
-"""Where httpx and httpx2 send a request: calls that nothing else records are recorded there, or counted."""
+"""The methods with which httpx and httpx2 send requests: otherwise unrecorded calls are recorded or counted here."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from lightning_openai.httpx_calls import HttpxCall
     from lightning_spans.hooks import Recorder
 
-# Whether a client is sending: what is under it sends the same request.
+# Whether a client is sending: its transport sends the same request.
 _sending: ContextVar[bool] = ContextVar("lightning_openai_sending", default=False)
 
 
 def is_sending() -> bool:
-    """Whether a client of httpx is sending what is sent here and now."""
+    """Whether an httpx client is currently sending."""
     return _sending.get()
 
 
 class HttpxSends:
-    """The patch of the clients.
+    """Patches the clients.
 
     Args:
-        recorder: gives who is to be told; None: nobody now.
-        recorded: whether what is sent here and now is part of a call that makes a span, or that was counted.
-        by_openai: whether that is a call of the openai client.
-        name: names the span of that call in the request of a client.
+        recorder: returns the recorder; None: nothing is recorded now.
+        recorded: whether the current request is part of a call that has a span, or that was counted.
+        by_openai: whether that call is the openai client's.
+        name: puts the id of that call's span into a client's request.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class HttpxSends:
         self._name = name
 
     def places(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Return what is to be replaced, by what."""
+        """Return what to replace, and with what."""
         for library in ("httpx", "httpx2"):
             if find_spec(library) is not None:
                 module = import_module(library)
@@ -61,7 +61,7 @@ class HttpxSends:
                 yield module.AsyncClient, "send", self._wrap_async
 
     def _begin(self, client: Any, request: Any) -> HttpxCall | None:
-        """Begin the span of a request that nothing else makes one of; None: it is sent as it is, perhaps counted."""
+        """Begin the span of a request that has none; None if it is sent unchanged, perhaps counted."""
         recorder = self._recorder()
         call = None
         if recorder is not None and (not self._recorded() or self._takes_over(recorder, request)):
@@ -72,7 +72,7 @@ class HttpxSends:
         return call
 
     def _takes_over(self, recorder: Recorder, request: Any) -> bool:
-        """Whether a call that a framework reports is one for a policy, so that its span is made here."""
+        """Whether a call that a framework reports goes to a policy, so that its span is created here."""
         try:
             if is_sending() or self._by_openai() or not is_model_call(request.method, request.url.path):
                 return False
@@ -95,7 +95,7 @@ class HttpxSends:
                 response.close()
                 response = original(*call.own, **options)
             elif sender is not client:
-                response.request = request  # by whose headers a client may tell how the answer is to be given
+                response.request = request  # a client may use their headers to choose how the answer is sent
             if call.reads_first(response):
                 response.read()
             return call.responded(response)
@@ -113,7 +113,7 @@ class HttpxSends:
                     call.failed(error)
                 raise
             finally:
-                _sending.set(outer)  # a token would not do: a coroutine may be closed in another context
+                _sending.set(outer)  # a token would not work: a coroutine may be closed in another context
 
         return send
 
@@ -155,5 +155,5 @@ class HttpxSends:
 
 
 def _options(options: dict[str, Any], *, own: bool) -> dict[str, Any]:
-    """Return the options to send a request with: to the gateway none that authenticates the user."""
+    """Return the options to send a request with. To the gateway, none that authenticates the user."""
     return options if own else {"stream": options.get("stream", False)}

@@ -1,6 +1,6 @@
-"""JSON text of what programs hold: nothing in it is refused.
+"""JSON text for any object of a program: nothing is rejected.
 
-`lightning_spans.schema.lenient_json` reads what others wrote; plain data is written by `schema.json.dumps`.
+`lightning_spans.schema.lenient_json` parses what others wrote; `schema.json.dumps` writes plain data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import orjson
 
 
 def to_json(value: object) -> str:
-    """Return JSON text; what JSON does not know is given as its `str`, NaN and the infinities as null."""
+    """Return JSON text. Objects unknown to JSON become their `str`, NaN and infinities become null."""
     try:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS).decode()
     except TypeError:  # an integer beyond 64 bits, or half of a surrogate pair

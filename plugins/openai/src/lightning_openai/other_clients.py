@@ -1,4 +1,4 @@
-"""Calls of models that are reached without the openai client: a framework's own event makes their chat span."""
+"""Chat spans for models called without the openai client, created from a framework's own events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lightning_spans")
 T = TypeVar("T")
-NOT_ASKED: Final[Mapping[str, Json]] = {}  # in place of an answer: it came from a cache
+NOT_ASKED: Final[Mapping[str, Json]] = {}  # instead of an answer: it came from a cache
 _told: Final[set[str]] = set()
 
 
@@ -49,7 +49,7 @@ def _end(
     bodies: dict[str, Json] = {names.REQUEST: to_json(request)}
     if response is not None:
         bodies[names.RESPONSE] = to_json(response)
-    if isinstance(error, GeneratorExit):  # its reader left
+    if isinstance(error, GeneratorExit):  # its reader stopped
         bodies[names.ABANDONED], error = True, None
     told = {} if response is None else response_attributes(endpoint, response)
     status = getattr(error, "status_code", None)
@@ -59,7 +59,7 @@ def _end(
 
 
 def _tell(recorder: Recorder, span: OpenSpan, framework: str) -> None:
-    """Say that an agent which is to be trained can't be."""
+    """Report that an agent cannot be trained although it should be."""
     if span.agent is not None and recorder.reroutes(span) and span.agent not in _told:
         _told.add(span.agent)
         logger.warning(
@@ -72,23 +72,23 @@ def _tell(recorder: Recorder, span: OpenSpan, framework: str) -> None:
 
 
 class OtherCall:
-    """A call of a model by whatever client: its chat span, unless the patched client makes one meanwhile.
+    """A model call through any client: its chat span, unless the patched client creates one meanwhile.
 
-    A request that it sends to the gateway names the span (`mark`), so that the gateway's tokens join it.
+    A request that it sends to the gateway carries the span's id (`mark`), so that the gateway's tokens join it.
 
     Args:
-        recorder: takes the span.
-        plugin: the package that follows, for what is logged.
-        framework: what reports the call.
-        ask: gives what is asked as the body of a request to `endpoint`.
-        at_once: ask now, since messages may change; else when the span is made.
-        provider: who serves the model, where known.
+        recorder: receives the span.
+        plugin: the package that reports, for log messages.
+        framework: the framework that reports the call.
+        ask: returns the request as a body for `endpoint`.
+        at_once: call `ask` now, because messages may change; otherwise when the span is created.
+        provider: the model's provider, if known.
         streamed: whether the answer is streamed.
-        endpoint: whose format the bodies have: ``/chat/completions`` or ``/responses``.
-        place: gives the context for the span; called where the call begins.
-        scope: what the plugin enters while the call lasts; one of its own by default.
+        endpoint: the format of the bodies: ``/chat/completions`` or ``/responses``.
+        place: returns the context for the span; called where the call begins.
+        scope: entered by the plugin while the call lasts; a new one by default.
         known: attributes of the span.
-        leads: whether a replay's gateway is asked first, in place of the program's own endpoint.
+        leads: whether a replay's gateway is asked first, instead of the program's own endpoint.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class OtherCall:
         leads: bool = False,
     ) -> None:
         self.leads, self.provider = leads, provider
-        self.left = False  # the openai client was told by the gateway to ask the program's own endpoint
+        self.left = False  # the gateway told the openai client to use the program's own endpoint
         self.scope = Scope() if scope is None else scope
         self.scope.call = self
         self._recorder = recorder
@@ -124,21 +124,21 @@ class OtherCall:
         self._place = place
         self._outer = settled()
         self._start_ns = time.time_ns()
-        self._span: OpenSpan | None = None  # begun before the end where a request names it
+        self._span: OpenSpan | None = None  # begun before the end if a request carries its id
         self._ask = ask
         self._request: Mapping[str, Json] | None = None
         if at_once:
             with recorder.guard(plugin):
-                self._request = {}  # where it fails
+                self._request = {}  # if it fails
                 self._request = ask()
 
     @property
     def named(self) -> bool:
-        """Whether a request to the gateway has named the span, which is then to be ended in any case."""
+        """Whether a request to the gateway carries the span's id. Then the span must be ended in any case."""
         return self._span is not None
 
     async def asked(self, work: Awaitable[T], body: Callable[[T], Mapping[str, Json] | None]) -> T:
-        """Await the answer; `body` gives it as a chat completion, None where it is none, or `NOT_ASKED`."""
+        """Await the answer. `body` returns it as a chat completion, None if it is none, or `NOT_ASKED`."""
         try:
             with entered(scoped(self.scope)):
                 answer = await work
@@ -151,7 +151,7 @@ class OtherCall:
     async def steps(
         self, items: AsyncGenerator[T, None], body: Callable[[T], Mapping[str, Json] | None]
     ) -> AsyncGenerator[T, None]:
-        """Return the items of an answer that is streamed; `body`, as of `asked`, gets the last."""
+        """Return the items of a streamed answer. `body`, as in `asked`, gets the last."""
         last: list[T] = []
         failed: BaseException | None = None
         steps = entered_steps(scoped(self.scope, current()), items)
@@ -169,7 +169,7 @@ class OtherCall:
             self.end((lambda: body(last[0])) if last and failed is None else None, error=failed)
 
     def called(self, work: Callable[[], T], body: Callable[[T], Mapping[str, Json] | None]) -> T:
-        """As `asked`, of an answer that is not awaited."""
+        """Call synchronously; see `asked`."""
         try:
             with entered(scoped(self.scope)):
                 answer = work()
@@ -182,7 +182,7 @@ class OtherCall:
     def iterate(
         self, items: Generator[T, None, None], body: Callable[[T], Mapping[str, Json] | None]
     ) -> Generator[T, None, None]:
-        """As `steps`, of a generator that is not asynchronous."""
+        """Return the items of a synchronous generator; see `steps`."""
         last: list[T] = []
         failed: BaseException | None = None
         steps = entered_iteration(scoped(self.scope, current()), items)
@@ -205,7 +205,7 @@ class OtherCall:
         *,
         error: BaseException | str | None = None,
     ) -> None:
-        """Make the span, unless the patched client or a call inside of this one did.
+        """Create the span, unless the patched client or a nested call did.
 
         Args:
             answer: as `body` of `asked`; None: there was no answer.
@@ -217,7 +217,7 @@ class OtherCall:
             response = None if answer is None else answer()
             if response is NOT_ASKED and self._span is None:
                 return
-            self.scope.call_began()  # what is around this one made no call of its own
+            self.scope.call_began()  # the surrounding call made no call of its own
             span = self._span
             if span is None:
                 span = self._begin()
@@ -225,7 +225,7 @@ class OtherCall:
             _end(span, self._endpoint, self._asks(), response, error)
 
     def is_left(self, error: BaseException) -> bool:
-        """Whether the gateway leaves a call that leads to it to the program's own endpoint: that makes the span."""
+        """Whether the gateway leaves a call to the program's own endpoint. That call creates the span."""
         if not self.leads or not (self.left or LEFT in str(error)):
             return False
         if self._span is not None:
@@ -233,7 +233,7 @@ class OtherCall:
         return True
 
     def begin(self) -> None:
-        """Begin the span: there is no other of this call, and it is to be ended in any case."""
+        """Begin the span. The call has no other, and this one must be ended in any case."""
         with self._recorder.guard(self._plugin):
             if self._span is None:
                 self._span = self._begin()
@@ -250,11 +250,11 @@ class OtherCall:
         return self._request
 
     def is_reroutable(self, unaskable: list[str]) -> None:
-        """Note that the call is sent in a way that would be led to a policy, and which of its fields none is asked."""
+        """Note that the call could be sent to a policy, and which of its fields no policy supports."""
         self._known |= {names.REROUTABLE: True, names.UNASKABLE: unaskable or None}
 
     def name(self, request: Any) -> None:
-        """Name the span in a request to the gateway of its attempt; any other is left as it is."""
+        """Put the span's id into a request to its attempt's gateway. Other requests are left as they are."""
         with self._recorder.guard(self._plugin, self._span):
             unaskable = unaskable_in(request)
             if unaskable is not None:
@@ -273,7 +273,7 @@ class OtherCall:
 
 
 def mark(request: Any) -> None:
-    """Have the call that this HTTP request is part of name its span in it, if it goes to the gateway."""
+    """Put the span's id of the current call into this HTTP request, if it goes to the gateway."""
     for scope in scopes_around():
         if scope.call is not None:
             scope.call.name(request)

@@ -1,8 +1,8 @@
-"""The patch of the openai client: every model call made with the openai client is one chat span, whoever makes it.
+"""The patch of the openai client: every model call made with it is one chat span, whoever makes the call.
 
-The client is patched where every request passes: `request` (which holds the loop of retries, so that one call is one
-span), `_process_response` (which has the answer as it came), and the two generators that read event streams. Clients
-made before are patched too, since these are methods of the base classes.
+The client is patched where every request passes: `request` (which contains the retry loop, so that one call is one
+span), `_process_response` (which has the unparsed answer), and the two generators that read event streams. These are
+methods of the base classes, so existing clients are patched too.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ logger = logging.getLogger("lightning_spans")
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
 _undo_patches = Undo()
-# Which call a response belongs to, between `request` and `_process_response` of the same task.
+# The call that a response belongs to, between `request` and `_process_response` of the same task.
 _current: ContextVar[ModelCall | None] = ContextVar("lightning_openai_call", default=None)
 
 
 def bind(recorder: Recorder) -> Callable[[], None]:
-    """Report every model call to this recorder, until the callable that is given back is called.
+    """Report every model call to this recorder until the returned function is called.
 
-    Several frameworks may bind; they share one patch, and the first undo but the last leaves it in place.
+    Several frameworks may bind. They share one patch, which only the last undo removes.
     """
     with _lock:
         if not _recorders:
@@ -88,7 +88,7 @@ def _clear() -> None:
 
 
 def _put_back() -> bool:
-    """Patch again where somebody took our patch out; gives whether he had."""
+    """Patch again if another library removed the patch; return whether it had."""
     with _lock:
         again = [put_back(owner, name, wrap) for owner, name, wrap in _PATCHES if name == "request" and _recorders]
         for undo in again:
@@ -97,7 +97,7 @@ def _put_back() -> bool:
 
 
 def _wrap_uninstrument(original: Callable[..., Any]) -> Callable[..., Any]:
-    """See to our patches after an instrumentor has put back what was there before it, and so perhaps before us."""
+    """Restore the patches after an instrumentor has put back what it found, which may predate them."""
 
     def uninstrument(instrumentor: Any, **options: Any) -> Any:
         try:
@@ -114,7 +114,7 @@ def _end_unfinished() -> None:
 
 
 def _after_fork() -> None:
-    """Leave calls to the parent: that the child lets go of their answers says nothing."""
+    """Leave calls to the parent process: the child drops its copies of the answers, which means nothing."""
     global _lock  # noqa: PLW0603 - another thread of the parent's may hold it
     _lock = threading.Lock()
     while unfinished:
@@ -130,7 +130,7 @@ def _begin(client: Any, options: Any, streamed: object, method: Any) -> ModelCal
     endpoint = endpoint_of(options.method, str(options.url))
     if recorder is None:
         with _lock:
-            if not _recorders:  # somebody put back a wrapper of ours that he had found: see `patches.clear`
+            if not _recorders:  # another library put back one of our wrappers that it had found: see `patches.clear`
                 _clear()
         return None
     if endpoint is None:
@@ -144,10 +144,10 @@ def _begin(client: Any, options: Any, streamed: object, method: Any) -> ModelCal
     return call
 
 
-# Below, a request that the current call `covers` is already being recorded: we are patched in twice, in a class and in
-# its parent, perhaps with somebody else's patch between. Others patch `OpenAI`, not its base, so subclasses are patched
-# too; their patches may be descriptors that want to be bound. A subclass of the user's own may have a `request` too: it
-# is called on his client, and what it passes on to the client's base is sent to where the call goes.
+# A request that the current call `covers` is already recorded: the patch is in a class and in its parent, perhaps with
+# another library's patch in between. Other libraries patch `OpenAI`, not its base class, so subclasses are patched too;
+# such patches may be descriptors that must be bound. A user's own subclass may define `request` too: it is called on the
+# user's client, and the request that it passes on to the base class is sent to the call's destination.
 
 
 def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +171,7 @@ def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
                 call.failed(error)
             raise
         finally:
-            _current.set(outer)  # a token would not do: a coroutine may be closed in another context
+            _current.set(outer)  # a token would not work: a coroutine may be closed in another context
         call.returned()
         return answer
 
@@ -179,7 +179,7 @@ def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _send(call: ModelCall, client: Any, options: Any, ask: Callable[[Any, Any], Any]) -> Any:
-    """Send a call to where it goes; one of a replay that is not in the record to the program's own endpoint then."""
+    """Send a call to its destination. A replayed call that is not in the record then goes to the program's endpoint."""
     sender, given = call.sent_by(client, options)
     try:
         return ask(sender, given)
@@ -192,7 +192,7 @@ def _send(call: ModelCall, client: Any, options: Any, ask: Callable[[Any, Any], 
 
 
 async def _asend(call: ModelCall, client: Any, options: Any, ask: Callable[[Any, Any], Any]) -> Any:
-    """Send a call: see `_send`."""
+    """Send a call asynchronously; see `_send`."""
     sender, given = call.sent_by(client, options)
     try:
         return await ask(sender, given)
@@ -225,7 +225,7 @@ def _wrap_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
                 call.failed(error)
             raise
         finally:
-            _current.set(outer)  # a token would not do: a coroutine may be closed in another context
+            _current.set(outer)  # a token would not work: a coroutine may be closed in another context
         call.returned()
         return answer
 
@@ -233,7 +233,7 @@ def _wrap_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of_subclass(method: Any) -> bool:
-    """Whether a method is written in the body of a subclass, so that it needs an object of that class."""
+    """Whether a method is defined in a subclass, so that it needs an object of that class."""
     kind, _, name = str(getattr(method, "__qualname__", "")).rpartition(".")
     return name == "request" and kind.rpartition(".")[2] not in {"", "<locals>", "SyncAPIClient", "AsyncAPIClient"}
 
@@ -275,7 +275,7 @@ def _watched(items: Iterator[Any], call: ModelCall) -> Iterator[Any]:
             call.state = call.state.requested
         call.read_to_end()
     except GeneratorExit:
-        raise  # the agent reads no further
+        raise  # the agent stopped reading
     except BaseException as error:
         call.failed(error)
         raise
@@ -317,7 +317,7 @@ async def _awatched(items: Any, call: ModelCall) -> AsyncIterator[Any]:
 
 
 def _name(client: Any, request: Any) -> None:
-    """Name the span of a model call in the HTTP request that is about to be sent for it."""
+    """Put the id of a model call's span into the HTTP request about to be sent for it."""
     call = _current.get()
     if call is not None and call.sends(client):
         call.name(request)
@@ -326,12 +326,12 @@ def _name(client: Any, request: Any) -> None:
 
 
 def _is_recorded() -> bool:
-    """Whether what is sent here and now is part of a call that makes a span, or of a request that was counted."""
+    """Whether the current request is part of a call that has a span, or of a request that was counted."""
     return _is_by_openai() or is_sending() or any(scope.call is not None for scope in scopes_around())
 
 
 def _is_by_openai() -> bool:
-    """Whether what is sent here and now is part of a call of the openai client's."""
+    """Whether the current request is part of a call of the openai client."""
     return _current.get() is not None
 
 

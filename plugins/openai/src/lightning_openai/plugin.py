@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def lightning_attach(framework: str, recorder: Recorder) -> Callable[[], None] | None:
-    """Bind the openai client to the recorder."""
+    """Record the openai client."""
     if framework != "openai":
         return None
     from lightning_openai.patch import bind

@@ -1,4 +1,4 @@
-"""A response body that is kept as the agent reads it, in whatever way it does."""
+"""A response body that is recorded while the agent reads it, in any way."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, NamedTuple, Protocol
 
 
 class BodyListener(Protocol):
-    """Who wants to know how the reading went."""
+    """Receives how the reading went."""
 
     def read_to_end(self) -> None:
-        """The body is complete."""
+        """Note that the body is complete."""
 
     def read_failed(self, error: BaseException) -> None:
-        """Reading raised."""
+        """Note that reading failed."""
 
     def closed(self) -> None:
-        """Nobody will read any further; may come more than once, and after the other two."""
+        """Note that nobody reads any further. May be called more than once, and after the other two."""
 
 
 class _RecordedStream:
-    """Stands in for `response.stream`; the bytes that pass are kept as they came, so perhaps compressed."""
+    """Replaces `response.stream`. The bytes that pass are kept as they arrived, perhaps compressed."""
 
     def __init__(self, stream: Any, listener: BodyListener) -> None:
         self._stream = stream
@@ -60,7 +60,7 @@ class _RecordedStream:
 
 
 class _Reading:
-    """No generator: one that is left before its end costs its event loop a task and a round to close it."""
+    """Not a generator: closing an abandoned one costs its event loop a task and an iteration."""
 
     def __init__(self, stream: AsyncIterator[bytes], listener: BodyListener, chunks: list[bytes]) -> None:
         self._stream = stream
@@ -89,8 +89,8 @@ class RecordedBody(NamedTuple):
     """A body, as far as it was read.
 
     Attributes:
-        chunks: its bytes; of one that is still read more may come, perhaps compressed.
-        response: gives the class, status and headers that say how to decompress them; None where they are plain.
+        chunks: its bytes, perhaps compressed; more may arrive while it is read.
+        response: class, status and headers for decompression; None if the bytes are not compressed.
     """
 
     chunks: list[bytes]
@@ -98,18 +98,18 @@ class RecordedBody(NamedTuple):
 
 
 def record_body(response: Any, listener: BodyListener) -> RecordedBody:
-    """Record the body of a response, which has not been read yet, while it is read."""
+    """Record the unread body of a response while it is read."""
     stream: Any = response.stream
     kind: Any = type(stream)
     put = response.stream = _class_for(kind)(stream, listener)
     if "content-encoding" not in response.headers:
         return RecordedBody(put.chunks)
-    # Without the stream, which holds its listener, who holds this.
+    # Without the stream, which holds its listener, which holds this.
     return RecordedBody(put.chunks, type(response)(response.status_code, headers=response.headers))
 
 
 def body_of(body: RecordedBody, chunks: int | None = None) -> str:
-    """Return the text of a body, decompressed: all that was kept, or the first so many chunks."""
+    """Return a body's text, decompressed: everything that was kept, or the first chunks."""
     response, content = body.response, b"".join(body.chunks[:chunks])
     if response is not None:
         content = type(response)(response.status_code, headers=response.headers, content=content).content
@@ -119,6 +119,6 @@ def body_of(body: RecordedBody, chunks: int | None = None) -> str:
 
 @functools.cache
 def _class_for(kind: type) -> type[_RecordedStream]:
-    """Return a class that passes as a stream of httpx or httpx2, whichever this client uses."""
+    """Return a class that counts as a stream of httpx or httpx2, whichever this client uses."""
     bases = [base for base in kind.__mro__ if base.__name__ in {"SyncByteStream", "AsyncByteStream"}]
     return type("RecordedStream", (_RecordedStream, *bases), {})

@@ -1,7 +1,7 @@
-"""Rerouting: a clean client of our own for the calls of agents in training, so that nothing of the user's goes along.
+"""Rerouting: calls of agents in training use our own client, so that nothing else of the user's client is sent.
 
-Headers, query, cookies, authentication, Azure paths, proxies and event hooks of the user's client are not stripped one
-by one: they never enter. What is taken over is the body, the limits on time and retries, and a few headers.
+Headers, query, cookies, authentication, Azure paths, proxies and event hooks of the user's client are not removed one
+by one: the new client never has them. It takes over the body, the limits on time and retries, and a few headers.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 AGENT_HEADER: Final = "x-lightning-agent"
 REPLAY_HEADER: Final = "x-lightning-replay"
-ASKS: Final = {REPLAY_HEADER: "asks"}  # of a replay's calls: what is not in the record can be sent on from here
-_OWN: Final = "own"  # of the answer: it is to be
+ASKS: Final = {REPLAY_HEADER: "asks"}  # marks a replay's calls: what is not in the record can be sent on from here
+_OWN: Final = "own"  # header of the answer: the call must be sent on
 LEFT: Final = "replay_own"  # the code in its body
-_TIMEOUT, _CONNECTION = "timeout", "connection"  # of the answer: there was none in the record
-# Of what the caller gave with the call. The last two are the openai client's notes to itself.
+_TIMEOUT, _CONNECTION = "timeout", "connection"  # header of the answer: the record has none
+# Options that the caller gave with the call. The last two are the openai client's own notes.
 _TAKEN: Final = ("content-type", "accept", "idempotency-key", "x-stainless-", "____stainless")
-# Of what is sent in the end.
+# Headers that are sent in the end.
 _SENT: Final = (
     "host", "content-type", "content-length", "transfer-encoding", "connection", "accept", "accept-encoding",
     "user-agent", "idempotency-key", "x-stainless-", "authorization", "traceparent", AGENT_HEADER,
@@ -51,7 +51,7 @@ _SENT: Final = (
 
 
 class _Gate:
-    """The last look at a request: what is not on the list is not sent, wherever it came from (environment, cookies)."""
+    """Checks each request last: what is not on the list is not sent, whatever its source (environment, cookies)."""
 
     def _filter(self, request: Any) -> None:
         for name in list(request.headers):
@@ -78,12 +78,12 @@ def rerouted(
     body: Mapping[str, Json],
     headers: Mapping[str, str],
 ) -> tuple[Any, FinalRequestOptions]:
-    """Return the client and the options that send a call to the gateway of its attempt.
+    """Return the client and options that send a call to its attempt's gateway.
 
     Args:
         client: the user's client; only its limits are taken over.
-        options: the caller's; left as they are.
-        attempt: gives URL, model and key.
+        options: the caller's; not changed.
+        attempt: provides URL, model and key.
         endpoint: ``/chat/completions``, ``/completions`` or ``/responses``.
         body: the whole body of the request.
         headers: added to what is sent.
@@ -108,24 +108,24 @@ def rerouted(
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether the gateway left a call of a replay to the program's own endpoint."""
+    """Whether the gateway left a replayed call to the program's own endpoint."""
     response = getattr(error, "response", None)
     return response is not None and is_left(getattr(error, "status_code", None), response.headers)
 
 
 def is_left(status: int | None, headers: Mapping[str, str]) -> bool:
-    """Whether an answer of the gateway leaves a call of a replay to the program's own endpoint."""
+    """Whether an answer of the gateway leaves a replayed call to the program's own endpoint."""
     return status == 421 and headers.get(REPLAY_HEADER) == _OWN
 
 
 def own_headers(attempt: Attempt, agent: str | None) -> dict[str, str]:
-    """Return the headers of a call to the gateway: the attempt's key, who asks, and whether it is a replay."""
+    """Return the headers of a call to the gateway: the attempt's key, the agent, and whether it is a replay."""
     asks = {} if attempt.replay is None else ASKS
     return {"authorization": f"Bearer {attempt.key or 'unused'}", **agent_header(agent), **asks}
 
 
 def raise_unanswered(error: BaseException) -> None:
-    """Raise what the client raised in the record where it had no answer; return where the error is the answer.
+    """Raise the recorded exception of a call without an answer; return if the error itself is the answer.
 
     Raises:
         openai.APITimeoutError: it timed out.
@@ -142,17 +142,17 @@ def raise_unanswered(error: BaseException) -> None:
 
 
 def with_body(options: FinalRequestOptions, body: Mapping[str, Json]) -> FinalRequestOptions:
-    """Return options that send another body; the caller's are left as they are."""
+    """Return options with another body. The caller's are not changed."""
     copy = model_copy(options)
     copy.json_data = dict(body)
     copy.extra_json = None
-    if hasattr(copy, "content"):  # newer clients: a body that the caller wrote out himself
+    if hasattr(copy, "content"):  # newer clients: a body that the caller wrote as text
         copy.content = None
     return copy
 
 
 def agent_header(agent: str | None) -> dict[str, str]:
-    """Return the header that names the agent by its path, percent-encoded, since header values are ASCII."""
+    """Return the header that names the agent by its path, percent-encoded because header values are ASCII."""
     return {} if agent is None else {AGENT_HEADER: quote(agent, safe="/")}
 
 
@@ -167,7 +167,7 @@ def _sync_client(base_url: str, strict: bool) -> _Client:
         if (base_url, strict) not in _sync:
             http = DefaultHttpxClient(trust_env=False, verify=trusted())
             client = _Client(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
-            weakref.finalize(client, http.close)  # streams hold the client, so none is cut
+            weakref.finalize(client, http.close)  # streams hold the client, so none is cut off
             _sync[base_url, strict] = _anonymous(client)
         return _sync[base_url, strict]
 
@@ -183,7 +183,7 @@ def _async_client(base_url: str, strict: bool) -> _AsyncClient:
 
 
 def _of_loop() -> dict[tuple[str, bool], Any]:
-    """Return the clients of this event loop. Connections belong to the loop that opened them, so each has its own."""
+    """Return this event loop's clients. A connection belongs to the loop that opened it, so each loop has its own."""
     loop = asyncio.get_running_loop()
     with _lock:
         if loop not in _by_loop:
@@ -193,7 +193,7 @@ def _of_loop() -> dict[tuple[str, bool], Any]:
 
 
 def http_client(library: ModuleType, *, asynchronous: bool) -> Any:
-    """Return a client of httpx, or httpx2, that sends what it is given and nothing of the user's."""
+    """Return an httpx or httpx2 client that sends only what it is given."""
     if not asynchronous:
         with _lock:
             if library.__name__ not in _http:
@@ -207,7 +207,7 @@ def http_client(library: ModuleType, *, asynchronous: bool) -> Any:
 
 
 def forget() -> None:
-    """Let go of all clients; calls that run keep theirs until they end."""
+    """Drop all clients. Running calls keep theirs until they end."""
     with _lock:
         _sync.clear()
         _http.clear()
@@ -215,7 +215,7 @@ def forget() -> None:
 
 
 def _after_fork() -> None:
-    """Make new clients in a forked child: over the parent's connections it would read what is not meant for it."""
+    """Create new clients in a forked child: on the parent's connections it would read the parent's answers."""
     global _lock  # noqa: PLW0603 - another thread of the parent's may hold it
     _lock = threading.Lock()
     _parents.extend([*_sync.values(), *_http.values(), *_by_loop.items()])
@@ -224,11 +224,11 @@ def _after_fork() -> None:
     _by_loop.clear()
 
 
-_parents: Final[list[object]] = []  # in a forked child: not closed here, since the parent uses them
+_parents: Final[list[object]] = []  # in a forked child: not closed here, because the parent uses them
 in_child(_after_fork)
 
 
-# Given, so that the client does not look for them in the environment; the key is replaced in every request.
+# Given explicitly, so that the client does not read the environment; every request replaces the key.
 _NOBODY: Final[dict[str, Any]] = {"api_key": "unused", "organization": "", "project": "", "webhook_secret": ""}
 
 

@@ -1,4 +1,4 @@
-"""Calls whose answers are still waited for, or read: they end at the latest when recording does."""
+"""Calls whose answers are still awaited or read. They end with recording at the latest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class UnfinishedCall(Protocol):
         """End the span with what was read."""
 
     def leave(self) -> None:
-        """Leave the span to the parent of a forked child: here it counts as ended."""
+        """Leave the span to the parent of a forked child. In the child it counts as ended."""
 
 
 unfinished: Final[set[UnfinishedCall]] = set()

@@ -1,1 +1,1 @@
-"""Calls of models in vendors' own forms (Gemini's, Ollama's, Cohere's): recorded and asked as chat completions."""
+"""Calls in vendors' own formats (Gemini's, Ollama's, Cohere's): recorded and answered as chat completions."""

@@ -1,4 +1,4 @@
-"""Answers of the gateway as responses of httpx in a vendor's form, and recorded ones of a vendor cut into objects."""
+"""Convert the gateway's answers to httpx responses in a vendor's format; split recorded answers into objects."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from lightning_spans.schema.spans import Json
 
 
 def parts_of(text: str, content_type: str) -> list[dict[str, Json]]:
-    """Return the objects of an answer as it was recorded, which may be cut anywhere: of a stream, those that are whole.
+    """Return the JSON objects of a recorded answer, which may be cut anywhere.
+
+    Incomplete objects of a stream are left out.
 
     Args:
-        text: events, lines of JSON, or one JSON text: an object, or a list of them.
-        content_type: says which.
+        text: server-sent events, lines of JSON, or one JSON text: an object or a list of objects.
+        content_type: which of these it is.
     """
     if content_type.startswith("text/event-stream"):
         return read_events(text).found
@@ -38,12 +40,12 @@ def parts_of(text: str, content_type: str) -> list[dict[str, Json]]:
 
 
 class Answers:
-    """Makes responses.
+    """Creates responses.
 
     Args:
-        dialect: the form.
+        dialect: the vendor's format.
         library: httpx or httpx2.
-        request: of the program, which the responses are to; it is asked now.
+        request: the program's request; it has just been sent.
     """
 
     def __init__(self, dialect: ForeignDialect, library: ModuleType, request: Any) -> None:
@@ -51,11 +53,14 @@ class Answers:
         self._since_ns = time.perf_counter_ns()
 
     def refusal(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> Any:
-        """Return an error."""
+        """Return an error response."""
         return self._of(status, dumps(self._dialect.error(status, message)), "application/json", headers)
 
     def of(self, response: Any) -> Any:
-        """Return a response of the gateway in this form; one that is read already, or a stream, which is read then."""
+        """Return the gateway's response in this format.
+
+        Already read, or a stream that is translated while it is read.
+        """
         status = response.status_code
         streamed = response.headers.get("content-type", "").startswith("text/event-stream")
         if status >= 400:
@@ -85,7 +90,7 @@ def _message(response: Any) -> str:
 
 
 class _Reader:
-    """Turns the bytes of a streamed chat completion into those of a streamed answer."""
+    """Converts the bytes of a streamed chat completion to those of the vendor's stream."""
 
     def __init__(self, dialect: ForeignDialect, since_ns: int) -> None:
         self._dialect = dialect
@@ -93,7 +98,7 @@ class _Reader:
         self._said = dialect.stream(since_ns)
 
     def feed(self, piece: bytes) -> bytes:
-        """Take bytes as they come."""
+        """Convert the next bytes."""
         made: list[bytes] = []
         for data in self._cut.feed(piece):
             chunk = orjson.loads(data)
@@ -104,12 +109,12 @@ class _Reader:
         return b"".join(made)
 
     def end(self) -> bytes:
-        """Return what the end of the stream tells."""
+        """Return the bytes at the end of the stream."""
         return b"".join([self._dialect.framed(event) for event in self._said.end()])
 
 
 class _TranslatedStream:
-    """Stands in for the stream of a response: reads the gateway's as it is read."""
+    """Replaces the stream of a response: reads the gateway's stream as it is read."""
 
     def __init__(self, response: Any, reader: _Reader) -> None:
         self._response, self._reader = response, reader

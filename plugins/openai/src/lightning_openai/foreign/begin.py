@@ -1,4 +1,4 @@
-"""Whose form a request of httpx is in, and so what follows it."""
+"""Find the format of an httpx request, and start recording it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def unaskable_in(request: Any) -> list[str] | None:
-    """Return what of a request no policy can be asked, by its fields; None where it is no call of a model that is read.
+    """Return the fields of a request that a policy cannot be asked for; None if it is no readable model call.
 
-    One that is read can be led to a policy, unless there is something of this kind in it.
+    A readable call can be sent to a policy unless it has such fields.
     """
     path = request.url.path
     body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
@@ -32,7 +32,7 @@ def unaskable_in(request: Any) -> list[str] | None:
 
 
 def begun(recorder: Recorder, client: Any, request: Any) -> HttpxCall | None:
-    """Begin the span of a request that is about to be sent; None where it is no call of a model that can be read."""
+    """Begin the span of a request about to be sent; None if it is no readable model call."""
     try:
         path = request.url.path
         body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None

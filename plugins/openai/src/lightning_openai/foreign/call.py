@@ -1,4 +1,4 @@
-"""A model call in a vendor's own form: recorded as the chat completion that it amounts to, and asked as one."""
+"""A model call in a vendor's own format, recorded and sent as the equivalent chat completion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _told: Final[set[tuple[str, str]]] = set()  # what was left out, by provider and
 
 
 class ForeignCall(HttpxCall):
-    """One request in a vendor's form, until its answer has been read."""
+    """One request in a vendor's format, until its answer has been read."""
 
     def __init__(
         self, recorder: Recorder, client: Any, request: Any, dialect: ForeignDialect, body: Mapping[str, Json]
@@ -70,7 +70,7 @@ class ForeignCall(HttpxCall):
         return super()._rerouted(url, attempt, trained=trained)
 
     def refused(self) -> Any:
-        """Return the answer to a call that is to go to the policy, which can't be asked it; None: it can be."""
+        """Return an error response for a call of the policy that it cannot answer; None if it can."""
         span, attempt = self.span, self.span.attempt
         wanted = self._translated.untranslated
         if not wanted or attempt is None or attempt.endpoint is None or not self._recorder.reroutes(span):
@@ -86,11 +86,11 @@ class ForeignCall(HttpxCall):
         return response
 
     def reads_first(self, response: Any) -> bool:
-        """Whether a response is to be read before it is taken: an error of the gateway's, which is said anew."""
+        """Whether to read a response before processing it: an error of the gateway, which is translated."""
         return bool(self.span.attributes.get(names.REROUTED)) and response.status_code >= 400
 
     def responded(self, response: Any) -> Any:
-        """See `HttpxCall`; an answer of the gateway's is said in the program's own form."""
+        """See `HttpxCall`. The gateway's answer is translated to the program's own format."""
         rerouted = self.span.attributes.get(names.REROUTED)
         self._content_type = response.headers.get("content-type", "")
         response = super().responded(response)

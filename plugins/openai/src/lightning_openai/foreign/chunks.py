@@ -1,4 +1,4 @@
-"""A streamed chat completion, taken chunk by chunk: text goes on at once, tool calls and counts when they are whole."""
+"""Read a streamed chat completion: text is passed on at once, tool calls and token counts when complete."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_spans.schema.spans import Json
 
 
 class ChoiceSoFar:
-    """One choice, as far as it came."""
+    """One choice, as far as it has arrived."""
 
     def __init__(self) -> None:
         self._message = Growing()
         self.finish_reason: str | None = None
 
     def add(self, choice: Mapping[str, Json]) -> Mapping[str, Json]:
-        """Take its part of a chunk; return the delta."""
+        """Add the choice's part of a chunk; return the delta."""
         delta = choice.get("delta") or {}
         self._message.add({name: value for name, value in delta.items() if name == "tool_calls"})
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
@@ -25,16 +25,16 @@ class ChoiceSoFar:
 
     @property
     def calls(self) -> list[Mapping[str, Json]]:
-        """The tools that it calls, whole."""
+        """The tool calls, complete."""
         return objects(message_of(self._message).get("tool_calls"))
 
 
 class ChunkReader:
-    """What chunks have said.
+    """The content of the chunks so far.
 
     Attributes:
-        head: what the last chunk says beside choices and counts: id and model.
-        usage: the counts; {} before they came.
+        head: fields of the last chunk other than choices and counts: id and model.
+        usage: token counts; {} until they arrive.
         choices: by index.
     """
 
@@ -44,7 +44,7 @@ class ChunkReader:
         self.choices: dict[int, ChoiceSoFar] = {}
 
     def take(self, chunk: Mapping[str, Json]) -> list[tuple[int, Mapping[str, Json]]]:
-        """Take a chunk; return its deltas, each with the index of its choice."""
+        """Add a chunk; return its deltas, each with the index of its choice."""
         self.head |= {name: chunk[name] for name in ("id", "model", "created") if chunk.get(name) is not None}
         self.usage = chunk.get("usage") or self.usage
         deltas = []

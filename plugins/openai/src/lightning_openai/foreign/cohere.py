@@ -1,4 +1,4 @@
-"""Cohere's own form: ``/v2/chat``, streamed as events of many kinds."""
+"""Cohere's own format: ``/v2/chat``, streamed as events of many types."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OFF: Final = ("OFF", "off", "NONE", None)
 
 
 class Cohere:
-    """Cohere's form."""
+    """Cohere's format."""
 
     provider = "cohere"
     content_type = "text/event-stream"
@@ -72,7 +72,7 @@ class Cohere:
         if (mode := citations.take("mode")) not in _OFF:
             untranslated["citation_options.mode"] = mode
         thinking = Fields(fields.take("thinking"), "thinking")
-        thinking.take("token_budget")  # a wish that no template knows
+        thinking.take("token_budget")  # a preference that no chat template supports
         if (kind := thinking.take("type")) is not None:
             chat["reasoning_effort"] = "none" if kind == "disabled" else EFFORT
         if fields.take("stream"):
@@ -82,7 +82,7 @@ class Cohere:
         return ForeignRequest(chat, untranslated, left_out)
 
     def prompted(self, body: Mapping[str, Json], changed: Changed) -> Mapping[str, Json] | None:
-        """See `ForeignDialect`: its system messages are those of a chat completion."""
+        """See `ForeignDialect`. Its system messages are those of a chat completion."""
         return changed(body)
 
     def completion(self, parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
@@ -121,7 +121,7 @@ def _messages(given: Fields, untranslated: dict[str, Json]) -> Iterator[dict[str
         for call in objects(given.take("tool_calls")):
             function = call.get("function") or {}
             calls.append(as_call(call.get("id"), function.get("name"), function.get("arguments")))
-        given.take("citations")  # where an earlier answer's words were from
+        given.take("citations")  # sources of an earlier answer
         yield assistant_message("".join([*([plan] if plan else ()), *texts]), "".join(thoughts), calls)
     elif role == "tool":
         yield {"role": "tool", "tool_call_id": given.take("tool_call_id"), "content": "\n".join(texts)}
@@ -220,7 +220,7 @@ class _CohereEvents:
     def __init__(self) -> None:
         self._read = ChunkReader()
         self._begun = False
-        self._block: str | None = None  # the kind of the block that grows
+        self._block: str | None = None  # the type of the current block
         self._blocks = 0
 
     def feed(self, chunk: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:

@@ -1,4 +1,4 @@
-"""What translates a vendor's own form of asking a model: its request to a chat completion, and the answer back."""
+"""Translation of a vendor's own format: requests to chat completions, and answers back."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from lightning_spans.chat.body import tool_call
 from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json
 
-CHAT: Final = "/chat/completions"  # the endpoint of what is translated
-EFFORT: Final = "medium"  # of thinking that is only switched on, or has a budget, which no template knows
+CHAT: Final = "/chat/completions"  # the endpoint of translated requests
+EFFORT: Final = "medium"  # of reasoning that is only switched on, or has a budget, which no chat template supports
 Changed: TypeAlias = Callable[[Mapping[str, Json]], Mapping[str, Json] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignRequest:
-    """A request in a vendor's form, as a chat completion asks for it.
+    """A request in a vendor's format, as a chat completion.
 
     Attributes:
         body: of the chat completion.
-        untranslated: by the names of their fields, what no chat completion says.
-        left_out: likewise, what is for the vendor's own server or its bookkeeping, and changes no answer elsewhere.
+        untranslated: fields that a chat completion cannot express, by name.
+        left_out: fields for the vendor's own server or bookkeeping, which do not change an answer elsewhere, by name.
     """
 
     body: dict[str, Json]
@@ -32,25 +32,25 @@ class ForeignRequest:
 
     @property
     def recorded(self) -> dict[str, Json]:
-        """The body with what it does not say beside it."""
+        """The body together with what it does not express."""
         return {**self.body, **self.untranslated, **self.left_out}
 
 
 class AnswerStream(Protocol):
-    """Says a streamed chat completion in a vendor's form."""
+    """Translates a streamed chat completion to a vendor's format."""
 
     def feed(self, chunk: Mapping[str, Json]) -> Iterable[Mapping[str, Json]]:
-        """Take a chunk; return the events that say it."""
+        """Translate a chunk; return its events."""
 
     def end(self) -> Iterable[Mapping[str, Json]]:
         """Return the events at the end."""
 
 
 class ForeignDialect(Protocol):
-    """A vendor's form.
+    """A vendor's format.
 
     Attributes:
-        provider: who speaks it, in the words of OpenTelemetry where they have one.
+        provider: its name, as in OpenTelemetry's conventions if they have one.
         content_type: of a streamed answer.
     """
 
@@ -58,22 +58,25 @@ class ForeignDialect(Protocol):
     content_type: str
 
     def knows(self, path: str, body: Mapping[str, Json]) -> bool:
-        """Whether a request is in this form."""
+        """Whether a request is in this format."""
 
     def read(self, path: str, body: Mapping[str, Json]) -> ForeignRequest:
         """Translate a request."""
 
     def prompted(self, body: Mapping[str, Json], changed: Changed) -> Mapping[str, Json] | None:
-        """Return a request with another system prompt, None where there is none: `changed` knows chat completions."""
+        """Return a request with another system prompt; None if there is none. `changed` works on chat completions."""
 
     def completion(self, parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-        """Return as a chat completion what was answered: one whole answer, or the events of a stream as far as read."""
+        """Return a recorded answer as a chat completion.
+
+        One complete answer, or the events of a stream as far as read.
+        """
 
     def answer(self, completion: Mapping[str, Json], since_ns: int) -> Mapping[str, Json]:
-        """Translate a chat completion; it was asked for at `since_ns` of `time.perf_counter_ns()`."""
+        """Translate a chat completion that was requested at `since_ns` of `time.perf_counter_ns()`."""
 
     def stream(self, since_ns: int) -> AnswerStream:
-        """Begin to translate the chunks of one, as of `answer`."""
+        """Begin to translate the chunks of a chat completion; see `answer`."""
 
     def framed(self, event: Mapping[str, Json]) -> bytes:
         """Return an event of a stream as it is sent."""
@@ -83,12 +86,12 @@ class ForeignDialect(Protocol):
 
 
 class Fields:
-    """The fields of an object, taken one by one. What is left at the end was not translated.
+    """The fields of an object, taken one by one. Fields that remain at the end were not translated.
 
     Args:
-        given: the object; anything else has no fields, and is left as a whole.
+        given: the object. Anything else has no fields and remains as a whole.
         where: its own name; "" for the body.
-        spelt: gives the usual spelling of a field's name.
+        spelt: returns the usual spelling of a field's name.
     """
 
     def __init__(self, given: Any, where: str = "", spelt: Callable[[str], str] = str) -> None:
@@ -97,19 +100,19 @@ class Fields:
         self._where = where
 
     def take(self, name: str) -> Any:
-        """Take a field; None where it is not given."""
+        """Take a field; None if it is missing."""
         return self._given.pop(name, None)
 
     def renamed(self, names: Mapping[str, str]) -> dict[str, Json]:
-        """Take those of these that are given, under other names."""
+        """Take the given fields, under other names."""
         return {new: value for old, new in names.items() if (value := self.take(old)) is not None}
 
     def drop(self, names: Iterable[str]) -> dict[str, Json]:
-        """Take those of these that say anything, under the names that the request has for them."""
+        """Take the given fields that are not empty, under the names they have in the request."""
         return {self.name(name): value for name in names if not _is_empty(value := self.take(name))}
 
     def rest(self) -> dict[str, Json]:
-        """Return what nobody took and says anything."""
+        """Return the remaining fields that are not empty."""
         if self._whole is not None:
             return {self._where: self._whole}
         if not self._given:
@@ -117,7 +120,7 @@ class Fields:
         return {self.name(name): value for name, value in self._given.items() if not _is_empty(value)}
 
     def name(self, name: str) -> str:
-        """Return the name of a field as the whole request has it."""
+        """Return a field's name as seen from the whole request."""
         return f"{self._where}.{name}" if self._where else name
 
 
@@ -126,19 +129,19 @@ def _is_empty(value: Json) -> bool:
 
 
 def objects(value: Any) -> list[Mapping[str, Json]]:
-    """Return the objects of a list; none where it is no list."""
+    """Return the objects of a list; empty if it is not a list."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 class CallIds:
-    """Ids for tool calls where a form has none, and which of them a result answers: the first open one of its name."""
+    """Ids for tool calls in formats without ids. A result answers the first open call of its name."""
 
     def __init__(self) -> None:
         self._open: list[tuple[str, str]] = []
         self._count = 0
 
     def called(self, name: str, given: Json = None) -> str:
-        """Return the id of a call: the one given, else a new one."""
+        """Return a call's id: the given one, otherwise a new one."""
         self._count += 1
         call_id = given if isinstance(given, str) and given else f"call_{self._count}"
         self._open.append((name, call_id))
@@ -156,13 +159,13 @@ class CallIds:
 
 
 def as_call(call_id: Json, name: Json, arguments: Any) -> dict[str, Json]:
-    """Return a tool call of a chat completion; arguments that are data become JSON text."""
+    """Return a tool call of a chat completion. Arguments given as data become JSON text."""
     text = arguments if isinstance(arguments, str) else to_json(arguments or {})
     return tool_call(call_id, name, text)
 
 
 def arguments_of(call: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the arguments of a tool call as an object; those that are none stand in one under ``arguments``."""
+    """Return a tool call's arguments as an object. Anything else is put into one under ``arguments``."""
     text = (call.get("function") or {}).get("arguments") or "{}"
     try:
         data = read_json(text)
@@ -172,14 +175,14 @@ def arguments_of(call: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def user_message(parts: Sequence[str]) -> dict[str, Json]:
-    """Return what a user said: one text, or several as parts."""
+    """Return a user's message: one text, or several parts."""
     if len(parts) == 1:
         return {"role": "user", "content": parts[0]}
     return {"role": "user", "content": [{"type": "text", "text": text} for text in parts]}
 
 
 def assistant_message(text: str, thought: str, calls: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-    """Return what a model said."""
+    """Return a model's message."""
     message: dict[str, Json] = {"role": "assistant", "content": text or (None if calls else "")}
     if thought:
         message["reasoning_content"] = thought
@@ -189,19 +192,19 @@ def assistant_message(text: str, thought: str, calls: Sequence[Mapping[str, Json
 
 
 def thought_of(message: Mapping[str, Json]) -> str:
-    """Return the reasoning of a message or a delta, by either of its names."""
+    """Return the reasoning in a message or a delta, under either of its names."""
     return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def schema_format(schema: Json) -> dict[str, Json]:
-    """Return the `response_format` for a JSON schema; of None, for any JSON."""
+    """Return the `response_format` for a JSON schema; for None, the one for any JSON."""
     if schema is None:
         return {"type": "json_object"}
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}}
 
 
 def usage_of(prompt: Json, answered: Json) -> dict[str, Json]:
-    """Return the token counts of a chat completion; {} where none are known."""
+    """Return the token counts of a chat completion; {} if unknown."""
     counts = {"prompt_tokens": prompt, "completion_tokens": answered}
     known = {name: int(count) for name, count in counts.items() if isinstance(count, (int, float))}
     return {**known, "total_tokens": sum(known.values())} if known else {}

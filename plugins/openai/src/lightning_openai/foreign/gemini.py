@@ -1,4 +1,4 @@
-"""Google's form: ``models/NAME:generateContent`` and ``:streamGenerateContent``, of Gemini's API and Vertex AI's."""
+"""Google's format: ``models/NAME:generateContent`` and ``:streamGenerateContent``, of the Gemini API and Vertex AI."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _STATUS: Final = {
 
 
 class Gemini:
-    """Google's form. Its fields may be spelt ``systemInstruction`` or ``system_instruction``."""
+    """Google's format. Field names may be written ``systemInstruction`` or ``system_instruction``."""
 
     provider = "gcp.gen_ai"
     content_type = "text/event-stream"
@@ -125,13 +125,13 @@ class Gemini:
 
 
 class _Contents:
-    """Turns contents into messages. What a model said in several contents that follow each other is one message."""
+    """Converts contents to messages. Consecutive contents of the model become one message."""
 
     def __init__(self, untranslated: dict[str, Json]) -> None:
         self._untranslated = untranslated
         self._ids = CallIds()
         self._messages: list[dict[str, Json]] = []
-        self._said: list[str] = []  # by the user, and not in a message yet
+        self._said: list[str] = []  # the user's, not in a message yet
         self._answer: tuple[list[str], list[str], list[dict[str, Json]]] = ([], [], [])  # text, thoughts, calls
         self._answers = False  # whether the model is speaking
 
@@ -186,7 +186,7 @@ class _Contents:
 
 
 class _CandidateSoFar:
-    """A candidate, as far as it came."""
+    """A candidate, as far as it has arrived."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -197,7 +197,7 @@ class _CandidateSoFar:
         self._ids = CallIds()
 
     def add(self, candidate: Mapping[str, Json]) -> None:
-        """Take a part of it."""
+        """Add one of its parts."""
         self._finish = candidate.get("finishReason") or self._finish
         for part in objects((candidate.get("content") or {}).get("parts")):
             call = part.get("functionCall")
@@ -210,7 +210,7 @@ class _CandidateSoFar:
                 self._others.append(part)
 
     def choice(self) -> dict[str, Json]:
-        """Return it as a choice; parts that no message has stand in it under ``parts``."""
+        """Return it as a choice. Parts that a message cannot hold are kept under ``parts``."""
         message = assistant_message("".join(self._texts), "".join(self._thoughts), self._calls)
         if self._others:
             message["parts"] = self._others
@@ -244,7 +244,7 @@ class _GeminiEvents:
 
 
 def _candidate(index: int, parts: list[dict[str, Json]], reason: Json = None) -> dict[str, Json]:
-    said = parts or [{"text": ""}]  # an answer without parts is not kept in the history of google-genai's chats
+    said = parts or [{"text": ""}]  # google-genai's chats do not keep an answer without parts in their history
     candidate: dict[str, Json] = {"content": {"role": "model", "parts": said}, "index": index}
     if reason is not None:
         words = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}
@@ -308,7 +308,7 @@ def _config(config: Fields, untranslated: dict[str, Json]) -> dict[str, Json]:
     elif kind not in {None, "text/plain"}:
         untranslated["generationConfig.responseMimeType"] = kind
     thinking = Fields(config.take("thinkingConfig"), "generationConfig.thinkingConfig", camel)
-    thinking.take("includeThoughts")  # they are, where the model has any
+    thinking.take("includeThoughts")  # they are, if the model has any
     level, budget = thinking.take("thinkingLevel"), thinking.take("thinkingBudget")
     if level is not None or budget is not None:
         chat["reasoning_effort"] = level.lower() if isinstance(level, str) else "none" if budget == 0 else EFFORT
@@ -319,7 +319,7 @@ def _config(config: Fields, untranslated: dict[str, Json]) -> dict[str, Json]:
 
 
 def _filters(given: Any) -> dict[str, Json]:
-    """Return the settings if one of them would hold an answer back."""
+    """Return the safety settings if one of them could block an answer."""
     settings = given if isinstance(given, list) else [given] if given else []
     free = all(isinstance(one, Mapping) and one.get("threshold") in _FILTERS_NOTHING for one in settings)
     return {} if free else {"safetySettings": given}

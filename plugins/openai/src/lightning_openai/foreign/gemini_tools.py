@@ -1,4 +1,4 @@
-"""Tools in Google's form: declarations with schemas of OpenAPI's kind, and which of them is to be called."""
+"""Tools in Google's format: declarations with OpenAPI schemas, and the choice of a tool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_openai.foreign.dialect import Fields
 from lightning_spans.schema.spans import Json
 
 _CHOICES: Final = {"AUTO": "auto", "ANY": "required", "NONE": "none"}
-_COUNTS: Final = frozenset({  # int64, which the JSON of a protocol buffer writes as text
+_COUNTS: Final = frozenset({  # int64, which protocol buffers write as text in JSON
     "minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties",
 })  # fmt: skip
 _NAMED: Final = frozenset({"properties", "defs", "$defs"})  # schemas by name
@@ -26,7 +26,7 @@ def camel(name: str) -> str:
 
 
 def read_tools(given: Any, untranslated: dict[str, Json]) -> dict[str, Json]:
-    """Return the functions that are offered, as a chat completion offers them; tools of Google's are untranslated."""
+    """Return the offered functions as in a chat completion. Google's own tools stay untranslated."""
     tools: list[Json] = []
     for place, item in enumerate(given if isinstance(given, list) else [given]):
         tool = Fields(item, f"tools[{place}]" if isinstance(given, list) else "tools", camel)
@@ -42,7 +42,7 @@ def read_tools(given: Any, untranslated: dict[str, Json]) -> dict[str, Json]:
 def _function(declared: Fields) -> dict[str, Json]:
     function = declared.renamed({"name": "name", "description": "description"})
     schema, plain = declared.take("parametersJsonSchema"), declared.take("parameters")
-    # What a function gives back is said by what it gave back.
+    # A function's declared result type is not needed: its result is in the conversation.
     declared.take("response")
     declared.take("responseJsonSchema")
     function["parameters"] = schema or (json_schema(plain) if plain else {"type": "object", "properties": {}})
@@ -50,7 +50,7 @@ def _function(declared: Fields) -> dict[str, Json]:
 
 
 def read_tool_config(given: Any, untranslated: dict[str, Json], tools: Sequence[Json]) -> dict[str, Json]:
-    """Return which tool is to be called, as a chat completion says it."""
+    """Return the choice of a tool as in a chat completion."""
     config = Fields(given, "toolConfig", camel)
     calling = Fields(config.take("functionCallingConfig"), "toolConfig.functionCallingConfig", camel)
     mode, allowed = calling.take("mode"), calling.take("allowedFunctionNames")
@@ -69,7 +69,7 @@ def read_tool_config(given: Any, untranslated: dict[str, Json], tools: Sequence[
 
 
 def json_schema(given: Any) -> Any:
-    """Return a schema of OpenAPI's kind, with types such as ``STRING``, as JSON schema."""
+    """Return an OpenAPI schema, with types such as ``STRING``, as a JSON schema."""
     if isinstance(given, list):
         return [json_schema(item) for item in given]
     if not isinstance(given, Mapping):

@@ -1,7 +1,7 @@
-"""google-genai's asynchronous calls, which it sends with aiohttp where that is installed, and elsewhere with httpx.
+"""google-genai's asynchronous calls, which use aiohttp if it is installed and httpx otherwise.
 
-Those of agents in training are sent with httpx, and so by our own client, which is there for each event loop. The
-others stay with aiohttp, and are recorded where google-genai sends them.
+Calls of agents in training are sent with httpx, using our own client for each event loop. Other calls keep using
+aiohttp and are recorded where google-genai sends them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _JSON: Final = "application/json"
 
 
 def follow(recorder: Callable[[], Recorder | None]) -> Undo:
-    """Report the calls that google-genai sends with aiohttp, from when the program imports it until the undo.
+    """Record the calls that google-genai sends with aiohttp, from its import until the undo.
 
     Args:
-        recorder: gives who is to be told; None: nobody now.
+        recorder: returns the recorder; None: nothing is recorded now.
     """
 
     def wrap_use(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -64,7 +64,7 @@ def follow(recorder: Callable[[], Recorder | None]) -> Undo:
 
 
 def _is_rerouted(recorder: Recorder | None, client: Any) -> bool:
-    """Whether what is sent here and now goes to a policy, from a client that is made already and has httpx too."""
+    """Whether the current call goes to a policy, from an existing client that also has httpx."""
     if recorder is None:
         return False
     whole = getattr(client, "_async_client_session_request_args", None) is not None
@@ -74,7 +74,7 @@ def _is_rerouted(recorder: Recorder | None, client: Any) -> bool:
 
 
 def _begun(recorder: Recorder | None, client: Any, request: Any) -> _AiohttpCall | None:
-    """Return the call that is about to be sent; None where it is none, or another makes its span."""
+    """Return the call about to be sent; None if it is no model call, or if something else creates its span."""
     if recorder is None or not client._use_aiohttp():
         return None
     with recorder.guard(PLUGIN):
@@ -114,7 +114,7 @@ class _AiohttpCall:
         )
 
     async def follow(self, sent: Any) -> Any:
-        """Await the answer; a stream is followed as it is read."""
+        """Await the answer. A stream is recorded while it is read."""
         try:
             with entered(scoped(self._call.scope)):
                 answer = await sent

@@ -1,4 +1,4 @@
-"""The forms that are known, and whose a request is."""
+"""The known formats, and which of them a request uses."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ _KNOWN: Final[tuple[ForeignDialect, ...]] = (Gemini(), OllamaChat(), OllamaGener
 
 
 def dialect_of(path: str, body: Mapping[str, Json]) -> ForeignDialect | None:
-    """Return the form of a request that looks like a model's; None where it is in none of these."""
+    """Return the format of a request that looks like a model call; None if it is none of these."""
     path = path.rstrip("/")
     return next((dialect for dialect in _KNOWN if dialect.knows(path, body)), None)

@@ -1,4 +1,4 @@
-"""Ollama's own form: ``/api/chat`` and ``/api/generate``, streamed as lines of JSON."""
+"""Ollama's own format: ``/api/chat`` and ``/api/generate``, streamed as lines of JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OPTIONS: Final = {
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
     "repeat_penalty": "repetition_penalty",
 }  # fmt: skip
-# How a server of Ollama's loads the model: another has it loaded.
+# How an Ollama server loads the model. Other servers have loaded it already.
 _LOADING: Final = (
     "numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "vocab_only", "use_mmap",
     "use_mlock", "num_thread", "num_keep",
@@ -67,7 +67,7 @@ class OllamaChat:
         if wanted := fields.take("format"):
             chat["response_format"] = schema_format(None if wanted == "json" else wanted)
         chat |= _effort(fields.take("think"))
-        if fields.take("stream") is not False:  # as it is at Ollama
+        if fields.take("stream") is not False:  # as with Ollama
             chat["stream"] = True
         return ForeignRequest(chat, untranslated | options.rest() | fields.rest(), left_out)
 
@@ -89,7 +89,7 @@ class OllamaChat:
         return messages, untranslated
 
     def prompted(self, body: Mapping[str, Json], changed: Changed) -> Mapping[str, Json] | None:
-        """See `ForeignDialect`: its system messages are those of a chat completion."""
+        """See `ForeignDialect`. Its system messages are those of a chat completion."""
         return changed(body)
 
     def completion(self, parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
@@ -201,7 +201,10 @@ def _last(reason: Json, usage: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _durations(since_ns: int, first_ns: int | None) -> dict[str, Json]:
-    """Return how long an answer took here, in nanoseconds; in one that came as a whole nothing is told apart."""
+    """Return how long an answer took here, in nanoseconds.
+
+    For an answer that arrived as a whole, prompt and answer both get the total.
+    """
     now_ns = time.perf_counter_ns()
     asked_ns, told_ns = (now_ns, since_ns) if first_ns is None else (first_ns, first_ns)
     return {

@@ -1,1 +1,1 @@
-"""LiteLLM: calls that it sends by itself are recorded, led to a policy, and given in replays."""
+"""LiteLLM: record the calls that it sends itself, send them to a policy, and replay them."""

@@ -1,7 +1,8 @@
-"""Calls made with LiteLLM, by whichever of its providers: most of those send HTTP of their own, beside every client.
+"""Calls made with LiteLLM through any of its providers. Most providers send HTTP themselves, without a known client.
 
-Each of its functions is one that LiteLLM's decorator `client` holds: caching, retries and logging are around it, the
-choice of a provider is in it. So it is changed where the decorator holds it, which reaches names imported before.
+LiteLLM's functions are wrapped by its decorator `client`, which adds caching, retries and logging; the function itself
+chooses the provider. The patch replaces the function inside the decorator, which also works for names that were
+imported before.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ _ENDPOINTS: Final = {
     "responses": "/responses",
     "aresponses": "/responses",
 }
-_SAME_ARGUMENTS: Final = {"atext_completion": "text_completion"}  # which takes whatever it is given
-# LiteLLM's asynchronous functions call the others with one of these, to be given a coroutine.
+_SAME_ARGUMENTS: Final = {"atext_completion": "text_completion"}  # which accepts any arguments
+# LiteLLM's asynchronous functions call the synchronous ones with one of these arguments to get a coroutine.
 _INNER: Final = ("acompletion", "atext_completion", "aresponses")
-# Of what the caller gives, what is part of a request's body; the rest are LiteLLM's own settings, and keys.
+# The arguments that are part of a request's body. The others are LiteLLM's own settings, and keys.
 _BODY: Final = frozenset((
     "messages", "prompt", "input", "instructions", "functions", "function_call", "temperature", "top_p", "n", "stream",
     "stream_options", "stop", "max_completion_tokens", "max_tokens", "max_output_tokens", "modalities", "prediction",
@@ -63,10 +64,10 @@ _BODY: Final = frozenset((
 
 
 def follow(recorder: Callable[[], Recorder | None]) -> Undo:
-    """Report LiteLLM's calls, from when the program imports it until the undo.
+    """Record LiteLLM's calls, from its import until the undo.
 
     Args:
-        recorder: gives who is to be told; None: nobody now.
+        recorder: returns the recorder; None: nothing is recorded now.
     """
     undo = Undo()
     for name in _MODULES:
@@ -86,7 +87,7 @@ def _change(module: ModuleType, recorder: Callable[[], Recorder | None]) -> Undo
 
 
 def _cell(function: Any) -> Any:
-    """Return where LiteLLM's decorator keeps the function that it decorates."""
+    """Return the closure cell in which LiteLLM's decorator keeps the decorated function."""
     while function is not None:
         held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         if "original_function" in held:
@@ -116,7 +117,7 @@ class _Function(NamedTuple):
     def begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, left: bool
     ) -> tuple[OtherCall, dict[str, Any]] | None:
-        """Return the call that is about to be made, and the arguments to make it with; None: it is not recorded.
+        """Return the call about to be made, and its arguments; None if it is not recorded.
 
         Args:
             args: as the caller gave them.
@@ -166,10 +167,10 @@ class _Function(NamedTuple):
         return call, given
 
     def failed(self, call: OtherCall, error: BaseException) -> None:
-        """End the span of a call that raised; what a replay's record has of an error is said as it was.
+        """End the span of a call that raised. A replayed error gets its recorded message.
 
         Raises:
-            LeftToOwnEndpointError: a replay leaves it to the program's own endpoint.
+            LeftToOwnEndpointError: a replay leaves the call to the program's own endpoint.
         """
         if call.leads:
             if call.is_left(error):
@@ -178,8 +179,8 @@ class _Function(NamedTuple):
         call.end(error=error)
 
     def answered(self, call: OtherCall, answer: Any) -> Any:
-        """End the span of a call, now or as its stream is read."""
-        if call.scope.seen:  # the openai client's, or that of a call of LiteLLM's in this one
+        """End the span of a call, now or when its stream is read."""
+        if call.scope.seen:  # the openai client's, or that of a nested LiteLLM call
             return answer
         if hasattr(answer, "__next__") or hasattr(answer, "__anext__"):
             call.begin()
@@ -190,7 +191,7 @@ class _Function(NamedTuple):
 
 
 def _body(given: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """Return what is asked in the form of OpenAI."""
+    """Return the request in OpenAI's format."""
     body = {"model": model, **{name: given[name] for name in given if name in _BODY and given[name] is not None}}
     if isinstance(body.get("messages"), list):
         body["messages"] = list(body["messages"])
@@ -251,7 +252,7 @@ def _wrap_async(original: Callable[..., Any], function: _Function) -> Callable[.
 
 
 class _LitellmReading:
-    """A stream of LiteLLM's that is being read. It holds the call and not the stream, which may be left."""
+    """A LiteLLM stream that is being read. It holds the call, not the stream, which may be abandoned."""
 
     def __init__(self, call: OtherCall, endpoint: str) -> None:
         self.call = call
@@ -263,7 +264,7 @@ class _LitellmReading:
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
-        """While an item is asked for: where none comes, the span ends."""
+        """Enclose the request for an item. The span ends if there is none."""
         self.inside = True
         try:
             with entered(scoped(self.call.scope)):
@@ -278,12 +279,12 @@ class _LitellmReading:
             self.inside = False
 
     def took(self, item: Any) -> Any:
-        """Keep an item that the agent is given."""
+        """Keep an item that the agent gets."""
         self._items.append(item)
         return item
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the span, with what was read."""
+        """End the span with what was read."""
         if self._over:
             return
         self._over = True
@@ -291,11 +292,11 @@ class _LitellmReading:
         self.call.end(self._answer if self._items else None, error=error)
 
     def end_left(self) -> None:
-        """End the span of a stream that nobody reads on."""
+        """End the span of an abandoned stream."""
         self.end(GeneratorExit())
 
     def left(self) -> None:
-        """Have the span ended: perhaps it is the garbage collector that calls."""
+        """Have the span ended. The garbage collector may call this."""
         if not self._over:
             abandoned.take(self.end_left)
 
@@ -309,10 +310,10 @@ class _LitellmReading:
 
 
 def _read(stream: Any, reading: _LitellmReading) -> None:
-    """Follow who reads a stream, which stays the object that it is."""
+    """Record the reading of a stream. The stream stays the same object."""
     try:
         object.__setattr__(stream, "_lightning", reading)
-        kind: Any = type(stream)  # a type is hashable, which mypy does not know of one
+        kind: Any = type(stream)  # a type is hashable, which mypy does not know
         stream.__class__ = _class_for(kind)
     except (AttributeError, TypeError):  # a bare generator
         reading.end_left()
@@ -322,7 +323,7 @@ def _read(stream: Any, reading: _LitellmReading) -> None:
 
 @functools.cache
 def _class_for(kind: Any) -> Any:
-    """Return a class of streams that tell what is read of them, and are in all else what they were."""
+    """Return a subclass of a stream's class that reports what is read and otherwise behaves the same."""
     return type(kind.__name__, (kind,), dict(_methods(kind)) | {"__module__": kind.__module__})
 
 

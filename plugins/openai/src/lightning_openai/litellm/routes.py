@@ -1,8 +1,8 @@
-"""Where LiteLLM's calls go: to a policy, in a replay to the gateway first, or where the program sends them.
+"""Where LiteLLM's calls go: to a policy, in a replay to the gateway first, or to the program's endpoint.
 
-What goes to a gateway is asked of LiteLLM's provider ``openai``, which sends it with the openai client, or by HTTP of
-its own where that is asked for a response. A replay gives what is recorded of any provider in this way: it is recorded
-as it was asked of LiteLLM, in the form of OpenAI.
+Calls to a gateway use LiteLLM's provider ``openai``, which sends them with the openai client, or with its own HTTP for
+the Responses API. A replay returns recorded answers of any provider in this way: calls are recorded as LiteLLM received
+them, in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Attempt
 
 RESPONSES: Final = "/responses"
-_PREFIXES: Final = {"/completions": "text-completion-openai"}  # of a model's name: LiteLLM's provider for the endpoint
-# Providers whose calls LiteLLM sends with the openai client as they are, so that they come to the gateway by that.
+# prefix of a model's name: LiteLLM's provider for the endpoint
+_PREFIXES: Final = {"/completions": "text-completion-openai"}
+# Providers whose calls LiteLLM sends unchanged with the openai client, so that they reach the gateway through it.
 _BY_OPENAI: Final = frozenset({"openai", "custom_openai", "text-completion-openai", "azure", "azure_text"})
-# Of what the caller gives, what says where a call goes and in whose name; it does not go along to the gateway.
+# Arguments for the destination of a call and its credentials; they are not sent to the gateway.
 _WHERE: Final = frozenset((
     "model", "api_key", "api_base", "base_url", "api_version", "api_type", "organization", "project", "deployment_id",
     "model_list", "custom_llm_provider", "client", "shared_session", "headers", "extra_headers", "extra_query",
     "ssl_verify", "azure", "hf_model_name", "region_name", "litellm_credential_name", "drop_params",
 ))  # fmt: skip
 _VENDORS: Final = ("aws_", "azure_", "vertex_", "watsonx_", "oci_", "sagemaker_", "bedrock_", "gcs_")
-# What shapes an answer, and is left out by LiteLLM for models of which it does not know that they take it.
+# Arguments that shape an answer. LiteLLM drops them for models that it does not know to support them.
 _KEPT: Final = frozenset((
     "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "response_format",
     "tools", "tool_choice", "reasoning_effort",
 ))  # fmt: skip
-# How LiteLLM begins the text of an error that its provider ``openai`` had.
+# How LiteLLM begins the message of an error of its provider ``openai``.
 _TOLD: Final = "OpenAIException - "
 
 
 class LeftToOwnEndpointError(Exception):
-    """A replay leaves a call to the program's own endpoint. The program never meets it."""
+    """A replay leaves a call to the program's own endpoint. The program never sees this."""
 
 
 def provider_of(given: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -49,9 +50,9 @@ def provider_of(given: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def asks_first(given: Mapping[str, Any], attempt: Attempt | None, endpoint: str) -> bool:
-    """Whether a call that no policy answers is to be asked of a replay's gateway before its own endpoint."""
+    """Whether a call without a policy asks a replay's gateway before its own endpoint."""
     if attempt is None or attempt.replay is None or attempt.endpoint is None or given.get("fallbacks"):
-        return False  # each of the calls that fall back is asked by itself
+        return False  # each fallback call asks by itself
     litellm: Any = sys.modules["litellm"]
     try:
         model, provider, _, _ = litellm.get_llm_provider(
@@ -59,18 +60,18 @@ def asks_first(given: Mapping[str, Any], attempt: Attempt | None, endpoint: str)
             custom_llm_provider=given.get("custom_llm_provider"),
             api_base=given.get("api_base") or given.get("base_url"),
         )
-    except litellm.exceptions.BadRequestError:  # nobody knows the provider, which the call itself will say
+    except litellm.exceptions.BadRequestError:  # an unknown provider, which the call itself will report
         return False
     if endpoint != RESPONSES:
         return provider not in _BY_OPENAI
     known = litellm.utils.ProviderConfigManager.get_provider_responses_api_config(
         model=model, provider=litellm.types.utils.LlmProviders(provider)
     )
-    return known is not None  # else LiteLLM makes a chat completion of it, which is asked by itself
+    return known is not None  # otherwise LiteLLM turns it into a chat completion, which asks by itself
 
 
 def led_to(attempt: Attempt, given: Mapping[str, Any], endpoint: str, model: str) -> dict[str, Any]:
-    """Return the arguments that ask a gateway. Parameters that only another provider knows are left out."""
+    """Return the arguments for a gateway. Parameters that only another provider knows are left out."""
     kept = {name: given[name] for name in given if name not in _WHERE and not name.startswith(_VENDORS)}
     return {
         **kept,
@@ -82,22 +83,22 @@ def led_to(attempt: Attempt, given: Mapping[str, Any], endpoint: str, model: str
 
 
 def shaped_as(given: Mapping[str, Any]) -> list[str]:
-    """Name the parameters that are to be sent on, also where LiteLLM does not know that a model takes them."""
+    """Name the parameters to send on, even if LiteLLM does not know that a model supports them."""
     own = given.get("allowed_openai_params") or ()
     return [*own, *(name for name in sorted(_KEPT) if given.get(name) is not None)]
 
 
 def schema_of(kind: type) -> Any:
-    """Return a class that an answer is to be read into as it is asked for in a request."""
+    """Return the schema of a class that an answer is parsed into, as it appears in a request."""
     return sys.modules["litellm"].utils.type_to_response_format_param(response_format=kind)
 
 
 def said_again(error: BaseException, provider: str | None) -> None:
-    """Have an error of a replay say what it said in the record, where LiteLLM tells it as one of ``openai``.
+    """Give a replayed error its recorded message, if LiteLLM reports it as an error of ``openai``.
 
     Args:
         error: changed in place.
-        provider: that the program names.
+        provider: the provider that the program names.
     """
     before, _, told = str(error).partition(_TOLD)
     if told.startswith("litellm."):  # recorded as LiteLLM raised it
