@@ -146,8 +146,8 @@ def _begin(client: Any, options: Any, streamed: object, method: Any) -> ModelCal
 
 # A request that the current call `covers` is already recorded: the patch is in a class and in its parent, perhaps with
 # another library's patch in between. Other libraries patch `OpenAI`, not its base class, so subclasses are patched too;
-# such patches may be descriptors that must be bound. A user's own subclass may define `request` too: it is called on the
-# user's client, and the request that it passes on to the base class is sent to the call's destination.
+# such patches may be descriptors that must be bound. A user's own subclass may define `request` too: it is called on
+# the user's client, and the request that it passes on to the base class is sent to the call's destination.
 
 
 def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
