@@ -1,6 +1,6 @@
-"""Make the folder and the test of a new plugin: `nox -s new -- NAME ["Its Name"]`.
+"""Create the folder and the test of a new plugin: `nox -s new -- NAME ["Its Name"]`.
 
-NAME is the framework's distribution; its name as people write it is made from that where it is not given.
+NAME is the framework's distribution. Without a second argument, its display name is made from NAME.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 TEMPLATE = Path(__file__).parent / "plugin"
 ROOT = TEMPLATE.parent.parent
-# Where every plugin is named: tests/project/test_plugin_folders.py says which of them lacks it.
+# The places that list every plugin: tests/project/test_plugin_folders.py says which of them lacks one.
 LISTS = (
     "README.md", "docs/how-to/frameworks.md", "docs/how-to/install.md", "docs/reference/api/plugins.md",
     "docs/site/mkdocs.yml", "pyproject.toml",
@@ -23,11 +23,11 @@ def make(name: str, root: Path = ROOT, title: str | None = None) -> list[Path]:
 
     Args:
         name: the framework's distribution.
-        root: where the folder `plugins` is.
-        title: the framework's name as people write it.
+        root: contains the folder `plugins`.
+        title: the framework's display name.
 
     Raises:
-        ValueError: the name is no distribution's, or the plugin is there already.
+        ValueError: the name is not a distribution's, or the plugin exists.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ValueError(f"{name!r} is no name of a distribution: lower case letters, digits and single hyphens.")
@@ -60,7 +60,7 @@ def _named(text: str, name: str, title: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Make the plugin that the command line names, and say what comes next."""
+    """Create the plugin that the command line names, and print the next steps."""
     if len(arguments) not in (1, 2):
         sys.exit('Which framework? nox -s new -- NAME ["Its Name"]')
     try:

@@ -1,4 +1,4 @@
-"""One version for all distributions, and the changelog that belongs to it: `nox -s release -- 0.2.0`."""
+"""Set one version for all distributions, and gather the changelog: `nox -s release -- 0.2.0`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-OURS = r'"lightning-(?:spans|openai)(?:\[\w+\])?=='  # our own requirements of each other, in the same version
+# our distributions' requirements of each other, in the same version
+OURS = r'"lightning-(?:spans|openai)(?:\[\w+\])?=='
 
 
 def projects(root: Path = ROOT) -> list[Path]:
-    """Return the pyproject of every distribution, and of the template that new ones are made from."""
+    """Return the pyproject of every distribution, and of the template for new ones."""
     return sorted(
         path
         for folder in ("core", "plugins/*", "trainer", "templates/plugin")
@@ -21,13 +22,13 @@ def projects(root: Path = ROOT) -> list[Path]:
 
 
 def with_version(text: str, version: str) -> str:
-    """Return a pyproject's text with another version, its own and that of what it asks for among ours."""
+    """Return a pyproject's text with another version: its own, and that of its requirements among our distributions."""
     text = re.sub(r'(?m)^version = "[^"]*"$', f'version = "{version}"', text, count=1)
     return re.sub(rf'({OURS})[^"]*"', rf'\g<1>{version}"', text)
 
 
 def main(arguments: list[str]) -> None:
-    """Write the version that the command line names, and gather the fragments."""
+    """Write the version that the command line names, and gather the change notes."""
     if len(arguments) != 1 or not re.fullmatch(r"\d+\.\d+\.\d+", arguments[0]):
         sys.exit("Which version? nox -s release -- MAJOR.MINOR.PATCH")
     for path in projects():

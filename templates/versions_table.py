@@ -1,4 +1,4 @@
-"""The table of tested versions in the docs, written from what the plugins name: `nox -s table`."""
+"""The table of tested versions in the docs, written from the plugins' own files: `nox -s table`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/reference/versions.md"
 BEGIN = "<!-- versions: written by `nox -s table` -->"
 END = "<!-- end of versions -->"
-ORDER = ["oldest", "middle", "latest", "together"]  # a leg of another name is to find its place here
+ORDER = ["oldest", "middle", "latest", "together"]  # add other names of legs here
 
 
 def table(root: Path = ROOT) -> str:
@@ -28,10 +28,10 @@ def table(root: Path = ROOT) -> str:
 
 
 def written(text: str, root: Path = ROOT) -> str:
-    """Return a text with the table between its marks.
+    """Return a text with the table between its markers.
 
     Raises:
-        ValueError: the marks are not there.
+        ValueError: the markers are missing.
     """
     before, found, rest = text.partition(BEGIN)
     _, ended, after = rest.partition(END)
@@ -41,7 +41,7 @@ def written(text: str, root: Path = ROOT) -> str:
 
 
 def _plain(requirement: str) -> str:
-    """Return a requirement as one reads it: ``autogen-ext[openai]==0.7.5`` is ``autogen-ext 0.7.5``."""
+    """Return a requirement for readers: ``autogen-ext[openai]==0.7.5`` becomes ``autogen-ext 0.7.5``."""
     name, version = re.fullmatch(r"([\w.-]+)(?:\[.*\])?(.*)", requirement).groups()
     return f"{name} {version.removeprefix('==')}".strip()
 

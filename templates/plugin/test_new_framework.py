@@ -21,7 +21,7 @@ from lightning_spans.testing.plugins.suite import (
 
 
 def make(name, url, *tools, **options):
-    """Write this one in your framework, and most programs below are written."""
+    """Write this in your framework first: most programs below use it."""
     return Agent(name, instructions(name), openai.AsyncOpenAI(base_url=url, **options), MODEL, tools)
 
 
@@ -46,7 +46,7 @@ def note(text: str) -> str:
 
 
 class TestConformance(PluginConformance):
-    """The programs of the kit in this framework: `program.SCENARIOS` and `replayed.REPLAYS` tell what they do."""
+    """The conformance kit's programs in this framework. `program.SCENARIOS` and `replayed.REPLAYS` describe each."""
 
     framework = "new-framework"
     unsupported = dict.fromkeys(["responses", "responses_streaming"], "the example speaks chat completions alone") | {
@@ -65,7 +65,7 @@ class TestConformance(PluginConformance):
     def namesakes(self, url):
         output = []
         for team in ("red", "blue"):
-            with lightning_new_framework.agent(team):  # where the framework has teams, write two of those
+            with lightning_new_framework.agent(team):  # if the framework has teams, write two of those
                 output.append(ask("writer", url, "namesakes"))
         return output
 

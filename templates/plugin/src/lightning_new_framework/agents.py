@@ -1,4 +1,4 @@
-"""Agents: their spans, and their names for the model calls that they make."""
+"""Agent spans: record which agent makes each model call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every agent, until what is yielded is called."""
+    """Patch the framework to record every agent; what is yielded removes each patch."""
     agents = NewFrameworkAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace(Agent, "run", agents.wrap_run)
@@ -23,14 +23,14 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class NewFrameworkAgents(Tracker):
-    """Begins and ends our spans with the framework's agents.
+    """Begins and ends agent spans around the runs of the framework's agents.
 
-    What is entered here must be the current context when the model's HTTP request is made: wrap what runs in the task
-    and thread of the work itself, not a listener that is called in a thread of its own.
+    The context that is set here must be current when the model's HTTP request is made: wrap code that runs in the task
+    and thread of the work itself, not a listener that is called in its own thread.
     """
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent works, from its prompt to its answer."""
+        """Wrap an agent's run, from its prompt to its answer."""
 
         async def run(agent: Any, *args: Any, **kwargs: Any) -> Any:
             with self.inside(self.begin_agent(agent.name)):
@@ -39,7 +39,7 @@ class NewFrameworkAgents(Tracker):
         return run
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, as a stream: what its reader does between two pieces is not the agent's."""
+        """Wrap an agent's run as a stream. What its reader does between two items is not part of the agent."""
 
         def stream(agent: Any, *args: Any, **kwargs: Any) -> Any:
             pieces = original(agent, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""A framework of one page that stands in for yours, so that every test is green before you begin.
+"""A one-page framework in place of yours, so that every test passes before you begin.
 
-Replace it piece by piece: import your framework in `agents.py` and `tools.py`, write the programs of the tests in it,
-delete this.
+Replace it step by step: import your framework in `agents.py` and `tools.py`, write the tests' programs in it, then
+delete this file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from openai import AsyncOpenAI
 
 
 class Agent:
-    """Asks a model until it wants no more tools.
+    """Calls a model until it asks for no more tools.
 
     Attributes:
-        name: who it is.
-        observers: called with what happens, in order; the user's own.
+        name: the agent's name.
+        observers: the user's functions, called with each event in order.
         request_options: added to every request.
     """
 
@@ -48,7 +48,7 @@ class Agent:
             messages += await asyncio.gather(*(self._result_of(call) for call in message.tool_calls))
 
     async def stream(self, prompt: str) -> AsyncGenerator[str, None]:
-        """Return the answer piece by piece; without tools."""
+        """Return the answer part by part, without tools."""
         chunks = await self._client.chat.completions.create(**self._request(self._begin(prompt)), stream=True)
         async for chunk in chunks:
             if chunk.choices and chunk.choices[0].delta.content:

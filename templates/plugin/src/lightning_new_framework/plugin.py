@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Bind New Framework's agents and tools, and the openai client that makes the chat spans, to the recorder."""
+    """Record New Framework's agents and tools. The openai client's own patches create the chat spans."""
     from lightning_new_framework import agents, tools
     from lightning_openai import patch
 

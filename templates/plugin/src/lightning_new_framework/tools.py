@@ -1,4 +1,4 @@
-"""Tool calls: their spans."""
+"""Tool spans."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """Follow every tool call, until what is yielded is called."""
+    """Patch the framework to record every tool call; what is yielded removes each patch."""
     tools = NewFrameworkTools(recorder, FRAMEWORK)
     yield tools.stop
     yield replace(Agent, "call_tool", tools.wrap_call_tool)
 
 
 class NewFrameworkTools(Tracker):
-    """Begins and ends our spans with the framework's tools."""
+    """Begins and ends tool spans around the framework's tool calls."""
 
     def wrap_call_tool(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An agent calls a tool."""
+        """Wrap a tool call of an agent."""
 
         async def call_tool(agent: Any, name: str, arguments: str, call_id: str) -> Any:
             span = self.begin_tool(name, call_id, arguments)
