@@ -36,7 +36,7 @@ def test_mlflow_keeps_every_number_and_a_run_goes_on_there(tmp_path: Path, monke
     assert run.info.run_name == tmp_path.name
     assert run.data.params == {"model": "m", "agents": "['writer']"}
     points = client.get_metric_history(run.info.run_id, "train/reward")
-    assert [(point.step, point.value) for point in points] == [(0, 0.5), (1, 0.5)]
+    assert [(point.step, point.value) for point in points] == [(1, 0.5), (2, 0.5)]  # steps count from 1
     assert run.data.metrics["train/reward/Senior _r_"] == 0.25
     assert "train/loss" not in run.data.metrics
 
@@ -81,6 +81,29 @@ def test_tracker_that_is_unknown_or_not_installed_is_refused_at_the_start(
 def test_trackers_may_be_one_text_with_commas() -> None:
     config = TrainConfig(target="a:b", data=Path("x"), model="m", trackers="mlflow, wandb")  # type: ignore[arg-type]
     assert config.trackers == ("mlflow", "wandb")
+
+
+class Noting:
+    name = "noting"
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int]] = []
+
+    def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        self.steps.append((kind, step))
+
+    def close(self) -> None:
+        pass
+
+
+def test_trackers_get_training_steps_from_1_and_a_validation_after_so_many_steps(tmp_path: Path) -> None:
+    noting = Noting()
+    log = MetricLog(tmp_path, trackers=[noting])
+    log.add("val", 0, {"reward": 0.5})
+    log.add("train", 0, {"reward": 0.5})
+    log.add("val", 1, {"reward": 0.5})
+    log.close()
+    assert noting.steps == [("val", 0), ("train", 1), ("val", 1)]
 
 
 class Failing:

@@ -87,10 +87,53 @@ def test_a_run_is_opened_from_the_list_and_its_steps_from_the_chart(look: Lookin
     look.page.click("tr.train >> text=step 3")
     look.page.wait_for_selector(".cell")
     assert look.text("h1") == "Step 3"
+    assert look.page.evaluate("location.hash").endswith("/step/train/3")
+    look.page.go_back()
+    look.page.click(".figure >> text=step 3")
+    look.page.wait_for_selector(".cell")
+    assert look.text("h1") == "Held out after step 3"
+
+
+def test_a_policy_that_fell_is_seen_on_the_page_of_its_run(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "fell", steps=4, groups=1, size=2)
+    options = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(options | {"policies": {"planner": "lora", "solver": "lora"}}))
+    (run / "best" / "planner").mkdir(parents=True)
+    fell = {"kind": "rollback", "step": 3, "policy": "planner", "to_step": 0, "best": 0.9, "reward": 0.2}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in (fell, {**fell, "to_step": "many"}))
+    with looking(browser, run) as look:
+        look.open("run", "fell")
+        table = look.page.locator("[aria-label='best weights by policy'] tbody tr").all_inner_texts()
+        assert [row.split("\t")[-2:] for row in table] == [["after step 3", "best/planner"], ["never", "\N{EN DASH}"]]
+        assert "planner returned to its first weights" in look.text(".chart")
+        assert look.page.locator("figcaption:has-text('Share of the gradient by agent')").count() == 1
+        look.well()
+
+
+def test_latency_and_tokens_sort_by_every_percentile(look: Looking) -> None:
+    look.open("run", "calculator", "tools", "train", 2)
+    rows = "[aria-label='latency and tokens of model calls'] tbody tr"
+    look.page.wait_for_selector(rows)
+    assert "whole rollouts" in look.text(f"{rows}:first-child")
+    for column in (4, 6, 8, 11):
+        look.page.click(
+            f"[aria-label='latency and tokens of model calls'] thead tr:last-child th:nth-child({column}) button"
+        )
+        look.until("location.hash.includes('calls=-')")
+        cells = [
+            text.replace(",", "").split()
+            for text in look.page.locator(f"{rows} td:nth-child({column})").all_inner_texts()
+        ]
+        values = [
+            float(number) * {"s": 1000, "min": 60_000}.get(unit, 1)
+            for number, unit in (cell if len(cell) == 2 else (cell[0], "") for cell in cells)
+        ]
+        assert values == sorted(values, reverse=True)
 
 
 def test_a_step_says_what_the_store_says_and_filters_by_a_click(look: Looking, runs: Path, picture: Any) -> None:
-    look.open("run", "calculator", "step", "train", 1)
+    look.open("run", "calculator", "step", "train", 2)
     look.page.wait_for_selector(".cell")
     store = open_store(str(runs / "calculator" / "lightning.db"))
     ids = [r.rollout_id for r in store.rollouts() if ":t1-" in r.rollout_id]
@@ -110,7 +153,7 @@ def test_a_step_says_what_the_store_says_and_filters_by_a_click(look: Looking, r
 
 
 def test_a_screen_is_shown_to_others_as_it_is_set(look: Looking) -> None:
-    look.open("run", "calculator", "step", "train", 1)
+    look.open("run", "calculator", "step", "train", 2)
     look.page.wait_for_selector(".cell")
     look.number("calls")
     look.page.locator(".histogram button").first.click()
@@ -132,7 +175,7 @@ def test_a_screen_is_shown_to_others_as_it_is_set(look: Looking) -> None:
 
 
 def test_the_table_of_rollouts_sorts_by_every_column(look: Looking, picture: Any) -> None:
-    look.open("run", "calculator", "step", "train", "1?view=table")
+    look.open("run", "calculator", "step", "train", "2?view=table")
     look.page.wait_for_selector("tbody tr .clip")
     look.number("calls")
 
@@ -154,7 +197,7 @@ def test_the_table_of_rollouts_sorts_by_every_column(look: Looking, picture: Any
 def test_a_reward_and_an_agent_have_one_colour_in_the_whole_run(look: Looking) -> None:
     shades: dict[str, set[str]] = {}
     hues: dict[str, set[str]] = {}
-    for where in ("step/train/0", "step/train/3", "group/calculator-0a1b2c3d:t2-0", "credit/1", "rewards/train/2"):
+    for where in ("step/train/1", "step/train/4", "group/calculator-0a1b2c3d:t2-0", "credit/2", "rewards/train/3"):
         look.open("run", "calculator", *where.split("/"))
         look.page.reload()
         look.page.wait_for_selector(".cell, .heat td")
@@ -248,7 +291,7 @@ def test_a_call_is_shown_as_the_tokens_that_were_drawn(look: Looking, runs: Path
 
 
 def test_the_account_adds_up_and_leads_to_the_calls(look: Looking, picture: Any) -> None:
-    look.open("run", "calculator", "account", 1)
+    look.open("run", "calculator", "account", 2)
     look.page.wait_for_selector(".funnel")
     texts = look.page.locator(".funnel").first.locator("b").all_inner_texts()
     numbers = [int(text.replace(",", "").replace("\N{MINUS SIGN}", "-")) for text in texts]
@@ -278,7 +321,7 @@ def test_a_task_before_and_after_is_two_clicks_away(look: Looking, picture: Any)
 
 @pytest.mark.parametrize("screen", ["credit", "rewards", "tools"])
 def test_the_other_screens_of_a_step_open(look: Looking, picture: Any, screen: str) -> None:
-    look.open("run", "calculator", screen, *([] if screen == "credit" else ["train"]), 1)
+    look.open("run", "calculator", screen, *([] if screen == "credit" else ["train"]), 2)
     look.page.wait_for_selector({"credit": ".heat td b", "rewards": ".scatter circle", "tools": ".meter"}[screen])
     picture(look, screen)
     if screen == "credit":
@@ -337,7 +380,7 @@ def test_the_calls_of_a_step_are_counted_while_it_goes_on(browser: Any, tmp_path
     store = open_store(str(run / "lightning.db"))
     store.enqueue([Rollout(rollout_id="live-1:t1-0-0", group_id="live-1:t1-0", task={"q": "new"})])
     with looking(browser, run) as look:
-        look.open("run", "live", "step", "train", 1)
+        look.open("run", "live", "step", "train", 2)
         assert look.number("calls") == 0
         (attempt,) = store.claim("runner", limit=1, lease_s=600)
         scene = Scene(attempt, Words(), random.Random(0), 0)
@@ -386,8 +429,8 @@ def test_no_screen_breaks_a_rule_of_accessibility(browser: Any, runs: Path, sche
     (chat, *_) = [line for line in printed(runs / "calculator", "--rollout", rollout) if line["operation"] == "chat"]
     call = f"call/{rollout}/{rollout}.1/{chat['span_id']}"
     screens = (
-        "", "step/train/1", "group/calculator-0a1b2c3d:t1-0", f"rollout/{rollout}", call, "tries",
-        "account/1", "credit/1", "rewards/train/1", "tools/train/1", "fleet", "search/multiply", "marks",
+        "", "step/train/2", "group/calculator-0a1b2c3d:t1-0", f"rollout/{rollout}", call, "tries",
+        "account/2", "credit/2", "rewards/train/2", "tools/train/2", "fleet", "search/multiply", "marks",
     )  # fmt: skip
     width = {"light": 1280, "dark": 390}[scheme]
     with looking(browser, runs, viewport={"width": width, "height": 800}, color_scheme=scheme) as look:
@@ -406,9 +449,9 @@ def test_no_screen_breaks_a_rule_of_accessibility(browser: Any, runs: Path, sche
 def test_without_a_key_the_page_asks_for_one(browser: Any, runs: Path) -> None:
     with looking(browser, runs) as look:
         look.page.goto(f"{look.url}/view/")
-        look.page.wait_for_selector("text=A key, please")
+        look.page.wait_for_selector("text=This page needs a key")
         look.page.fill("input[type=password]", look._key)
-        look.page.click("text=Look")
+        look.page.click("text=Open")
         look.page.wait_for_selector("h1")
         assert look._key not in look.page.url
 
@@ -417,7 +460,7 @@ def test_it_is_read_on_a_phone_and_in_the_dark(browser: Any, runs: Path, picture
     phone = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark", "has_touch": True}
     with looking(browser, runs, **phone) as look:
         rollout = "calculator-0a1b2c3d:t1-0-1"
-        for screen in ("", "step train 1", f"rollout {rollout}", "account 1"):
+        for screen in ("", "step train 2", f"rollout {rollout}", "account 2"):
             where = f"run calculator {screen}"
             look.open(*where.split())
             look.until("!document.querySelector('[aria-busy]')")

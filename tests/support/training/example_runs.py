@@ -278,6 +278,8 @@ def make_run(
             "groups_without_signal": len(batch.flat_groups) / groups, "entropy": 1.4 - 0.2 * step,
             "entropy/planner": 1.2 - 0.2 * step, "kl": 0.001 * step, "logprob_gap": 0.012, "clip_fraction": 0.01 * step,
             "grad_norm": 1.0 / (1 + step), "staleness": 0.0, "staleness_max": 0.0, "response_tokens": 14.0 - step,
+            "gradient_share/planner": 0.7 - 0.1 * step, "gradient_share/solver": 0.3 + 0.1 * step,
+            "token_share/planner": 0.4, "token_share/solver": 0.6,
             "tool_error_rate": 1 - skill, "tool_error_rate/calculator": 1 - skill, "rollout_seconds": 12.0,
             "update_seconds": 5.0, "adapt_seconds": 0.2, "seconds": 17.5,
         })  # fmt: skip

@@ -33,6 +33,7 @@ export type ScalePage = Schemas["ScalePage"];
 export type MarkRow = Schemas["MarkRow"];
 export type MarksPage = Schemas["MarksPage"];
 export type HeldOut = Schemas["HeldOut"];
+export type PolicyRow = Schemas["PolicyRow"];
 export type UsageRow = Schemas["UsageRow"];
 export type ToolRow = Schemas["ToolRow"];
 export type Percentiles = Schemas["Percentiles"];

@@ -145,8 +145,11 @@ function App(): JSX.Element {
   );
 }
 
-// The step that an address names; null where it names none, or what is no number.
-const stepIn = (part: string): number | null => (/^\d+$/.test(part) ? Number(part) : null);
+// The step that an address names, as `stepHref` writes it; null where it names none.
+function stepIn(part: string, mode = "train"): number | null {
+  const step = /^\d+$/.test(part) ? Number(part) - (mode === "train" ? 1 : 0) : -1;
+  return step < 0 ? null : step;
+}
 
 interface Where {
   kind: string | undefined;
@@ -162,7 +165,7 @@ function Screen({ kind, run, screen, rest, tick }: Where): JSX.Element {
   if (kind !== "run") return <Runs />;
   switch (screen) {
     case "step":
-      return <Step key={`${one}/${two}`} run={run} mode={one || "train"} step={stepIn(two)} tick={tick} />;
+      return <Step key={`${one}/${two}`} run={run} mode={one || "train"} step={stepIn(two, one || "train")} tick={tick} />;
     case "group":
       return <Group key={one} run={run} group={one} tick={tick} />;
     case "rollout":
@@ -180,9 +183,9 @@ function Screen({ kind, run, screen, rest, tick }: Where): JSX.Element {
     case "credit":
       return <Credit run={run} step={stepIn(one)} tick={tick} />;
     case "rewards":
-      return <Rewards run={run} mode={one} step={stepIn(two)} tick={tick} />;
+      return <Rewards run={run} mode={one} step={stepIn(two, one || "train")} tick={tick} />;
     case "tools":
-      return <Tools run={run} mode={one} step={stepIn(two)} tick={tick} />;
+      return <Tools run={run} mode={one} step={stepIn(two, one || "train")} tick={tick} />;
     case "fleet":
       return <Fleet run={run} tick={tick} />;
     case "search":

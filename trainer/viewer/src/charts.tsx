@@ -16,9 +16,38 @@ export interface Line {
 
 const tone = (name: string): string => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-export function Lines({ title, lines, onStep, unit = "" }: { title: string; lines: Line[]; onStep?: (step: number) => void; unit?: string }): JSX.Element | null {
+/** Something that happened between two steps: a vertical line with its text below the chart. */
+export interface Mark {
+  at: number;
+  text: string;
+}
+
+interface Chart {
+  title: string;
+  lines: Line[];
+  onStep?: (step: number) => void;
+  unit?: string;
+  marks?: Mark[];
+}
+
+function drawMarks(chart: uPlot, marks: Mark[], colour: string): void {
+  const { ctx, bbox } = chart;
+  ctx.save();
+  ctx.strokeStyle = colour;
+  ctx.setLineDash([3, 3]);
+  for (const { at } of marks) {
+    const x = Math.round(chart.valToPos(at, "x", true));
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+export function Lines({ title, lines, onStep, unit = "", marks = [] }: Chart): JSX.Element | null {
   const holder = useRef<HTMLDivElement>(null);
-  const known = JSON.stringify(lines.map((line) => [line.name, line.points, line.band ? [...line.band] : 0]));
+  const known = JSON.stringify([marks, lines.map((line) => [line.name, line.points, line.band ? [...line.band] : 0])]);
   const plain = hues(lines.filter((line) => !line.tone).map((line) => line.name));
   const tones = lines.map((line) => line.tone ?? plain.shift() ?? "ink");
   const xs = useMemo(() => [...new Set(lines.flatMap((line) => line.points.map(([x]) => x)))].sort((a, b) => a - b), [known]);
@@ -64,6 +93,7 @@ export function Lines({ title, lines, onStep, unit = "" }: { title: string; line
           ],
           series,
           bands,
+          hooks: { draw: [(drawn) => drawMarks(drawn, marks, tone("--bad"))] },
         },
         data as uPlot.AlignedData,
         place,
@@ -102,6 +132,12 @@ export function Lines({ title, lines, onStep, unit = "" }: { title: string; line
             <i class={`${tones[at]} ${line.dashed ? "dashed" : ""}`} aria-hidden="true" />
             {line.name} <b>{number(line.points.at(-1)?.[1])}</b>
             {unit}
+          </span>
+        ))}
+        {marks.map((mark) => (
+          <span key={`${mark.at}${mark.text}`}>
+            <i class="bad-line dashed" aria-hidden="true" />
+            {mark.text}
           </span>
         ))}
       </div>

@@ -775,6 +775,7 @@ export interface components {
          *         sentence: the result in words.
          *         held_out: of the trained agents, then of each agent with rewards of its own; [] without held-out tasks.
          *         best: the validation with the highest reward; None without held-out tasks, and with a judge.
+         *         best_folder: its checkpoint, within the run's folder; None if it was not saved.
          *         cost: of the run.
          */
         Headline: {
@@ -783,6 +784,8 @@ export interface components {
             /** Held Out */
             held_out: components["schemas"]["HeldOut"][];
             best: components["schemas"]["HeldOutPoint"] | null;
+            /** Best Folder */
+            best_folder: string | null;
             cost: components["schemas"]["RunCost"];
         };
         /**
@@ -1064,6 +1067,41 @@ export interface components {
             most: number;
         };
         /**
+         * PolicyRow
+         * @description Held-out rewards of a policy with weights of its own, or of one that was returned to its best.
+         *
+         *     Attributes:
+         *         policy: its name.
+         *         agents: that it answers, where they have rewards of their own.
+         *         points: steps taken and mean reward, one pair for each validation.
+         *         best_step: steps taken when the reward was highest.
+         *         best: that reward.
+         *         last: the newest one.
+         *         folder: where its best weights are, within the run's folder; None if they were not saved.
+         *         rollbacks: every return to them.
+         */
+        PolicyRow: {
+            /** Policy */
+            policy: string;
+            /** Agents */
+            agents: string[];
+            /** Points */
+            points: [
+                number,
+                number
+            ][];
+            /** Best Step */
+            best_step: number | null;
+            /** Best */
+            best: number | null;
+            /** Last */
+            last: number | null;
+            /** Folder */
+            folder: string | null;
+            /** Rollbacks */
+            rollbacks: components["schemas"]["Rollback"][];
+        };
+        /**
          * RewardRow
          * @description A reward with its source.
          */
@@ -1088,6 +1126,20 @@ export interface components {
             attempts: components["schemas"]["Judgement"][];
             /** Total */
             total: number;
+        };
+        /**
+         * Rollback
+         * @description A return of a policy to its best weights: `--rollback-on-cliff`.
+         *
+         *     Attributes:
+         *         after: steps taken when it fell.
+         *         to_step: steps taken when the weights were saved.
+         */
+        Rollback: {
+            /** After */
+            after: number;
+            /** To Step */
+            to_step: number;
         };
         /**
          * RolloutPage
@@ -1234,6 +1286,8 @@ export interface components {
             /** Loose */
             loose: boolean;
             headline: components["schemas"]["Headline"];
+            /** Policies */
+            policies: components["schemas"]["PolicyRow"][];
             /** Most Frequent */
             most_frequent: {
                 [key: string]: [

@@ -10,6 +10,8 @@ export interface Column<T> {
   name: string;
   label?: string;
   title?: string;
+  group?: string; // a heading over this column and its neighbours with the same one
+  first?: boolean; // the first of its group: set apart from the column before
   text?: boolean; // sorts from A, not from the largest, and is not aligned as a number
   value: (row: T) => Value;
   cell?: (row: T) => ComponentChildren;
@@ -30,6 +32,13 @@ function sorted<T>(rows: T[], column: Column<T> | undefined, down: boolean): T[]
   known.sort((a, b) => compare(column.value(a), column.value(b)) * (down ? -1 : 1));
   return [...known, ...rest];
 }
+
+/** The headings over the columns, each with the number of columns under it. */
+const groupsOf = <T,>(columns: Column<T>[]): [string, number][] =>
+  columns.reduce<[string, number][]>((all, { group = "" }) => {
+    const last = all.at(-1);
+    return last?.[0] === group ? [...all.slice(0, -1), [group, last[1] + 1]] : [...all, [group, 1]];
+  }, []);
 
 interface Props<T> {
   columns: Column<T>[];
@@ -54,9 +63,22 @@ export function SortedTable<T>({ columns, rows, first, param = "sort", label }: 
       <div class="scroll" role="group" aria-label={label} tabIndex={0}>
         <table class="rows sorts">
           <thead>
+            {columns.some((column) => column.group) && (
+              <tr>
+                {groupsOf(columns).map(([group, span], at) =>
+                  group ? (
+                    <th key={at} colSpan={span} scope="colgroup" class="first group">
+                      {group}
+                    </th>
+                  ) : (
+                    <td key={at} colSpan={span} />
+                  ),
+                )}
+              </tr>
+            )}
             <tr>
               {columns.map((column) => (
-                <th key={column.name} class={column.text ? "" : "num"} title={column.title} aria-sort={column.name !== name ? undefined : down ? "descending" : "ascending"}>
+                <th key={column.name} class={`${column.text ? "" : "num"} ${column.first ? "first" : ""}`} title={column.title} aria-sort={column.name !== name ? undefined : down ? "descending" : "ascending"}>
                   <button type="button" class="link" onClick={() => press(column)}>
                     {column.label ?? column.name}
                     <span aria-hidden="true">{column.name !== name ? "" : down ? " ↓" : " ↑"}</span>
@@ -71,7 +93,7 @@ export function SortedTable<T>({ columns, rows, first, param = "sort", label }: 
                 {columns.map((column) => {
                   const value = column.value(row);
                   return (
-                    <td key={column.name} class={column.text ? "" : "num"}>
+                    <td key={column.name} class={`${column.text ? "" : "num"} ${column.first ? "first" : ""}`}>
                       {column.cell ? column.cell(row) : typeof value === "number" ? number(value) : (value ?? "–")}
                     </td>
                   );

@@ -7,6 +7,10 @@ import { RefusedError, setKey } from "./api";
 export const href = (...parts: (string | number)[]): string =>
   `#/${parts.map((part) => encodeURIComponent(String(part))).join("/")}`;
 
+/** The address of a screen of a step. Training steps count from 1 there too; a validation is after this number of steps. */
+export const stepHref = (run: string, screen: string, mode: string, step: number): string =>
+  href("run", run, screen, ...(screen === "account" || screen === "credit" ? [] : [mode]), mode === "train" ? step + 1 : step);
+
 export const go = (address: string): void => {
   location.hash = address.slice(1);
 };
@@ -175,15 +179,15 @@ function AskKey(): JSX.Element {
   };
   return (
     <form class="card ask" onSubmit={submit}>
-      <h2>A key, please</h2>
+      <h2>This page needs a key</h2>
       <p>
-        This page shows what agents said. <code>lightning-rl view</code> prints an address with a key in it; for a server,{" "}
+        Recorded prompts and answers are private. <code>lightning-rl view</code> prints an address with a key in it; for a server,{" "}
         <code>lightning-rl key viewer</code> makes one.
       </p>
       <label>
         Key <input type="password" autocomplete="off" value={text} onInput={(e) => setText(e.currentTarget.value)} />
       </label>
-      <button type="submit">Look</button>
+      <button type="submit">Open</button>
     </form>
   );
 }

@@ -59,7 +59,7 @@ class MetricLog:
         write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in self._lines).encode())
         self._file = self._path.open("a", encoding="utf-8")
         self._drawn = -1
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step or None)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1 if from_step else None)
         self._trackers = dict.fromkeys(trackers, 0)  # with the number of times that each failed in a row
         self.alarms: list[Alarm] = raised(self._history)  # those that stand
 
@@ -83,17 +83,18 @@ class MetricLog:
         """
         tasks = {HELD_OUT: self._held_out} if kind == "val" and self._held_out is not None else {}
         self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **tasks, **(facts or {}), **values})
+        shown = shown_step(kind, step)
         for name, value in values.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
+            self._board.add_scalar(f"{kind}/{name}", value, shown)
         for tracker in list(self._trackers):
-            self._tell(tracker, kind, step, values)
+            self._tell(tracker, kind, shown, values)
         standing = {alarm.name for alarm in self.alarms}
         self.alarms = raised(self._history)
         fresh = [alarm for alarm in self.alarms if alarm.name not in standing]
         for alarm in fresh:
             facts = {"name": alarm.name, "text": alarm.text, "steps_taken": alarm.step}
             self._write({"kind": "alarm", "step": step, "time": round(time.time(), 3), **facts})
-            self._board.add_text(f"alarm/{alarm.name}", alarm.text, step)
+            self._board.add_text(f"alarm/{alarm.name}", alarm.text, shown)
         self._board.flush()
         return fresh
 
@@ -154,13 +155,16 @@ class MetricLog:
         self._drawn = len(self._lines)
         names = {name for line in self._lines for name in line if name.startswith("reward/")}
         curves: dict[str, Sequence[tuple[int, float]]] = {
-            "training": self.series("train", "reward"),
-            "held out": self.series("val", "reward"),
+            "training": self._shown("train", "reward"),
+            "held out": self._shown("val", "reward"),
         }
         for name in sorted(names):
-            curves[f"training, {name.removeprefix('reward/')}"] = self.series("train", name)
+            curves[f"training, {name.removeprefix('reward/')}"] = self._shown("train", name)
         write_atomically(path, _picture({label: points for label, points in curves.items() if points}))
         return path
+
+    def _shown(self, kind: Kind, name: str) -> list[tuple[int, float]]:
+        return [(shown_step(kind, step), value) for step, value in self.series(kind, name)]
 
     def close(self) -> None:
         """Let go of the files and the trackers."""
@@ -171,6 +175,11 @@ class MetricLog:
                 tracker.close()
             except Exception as error:  # noqa: BLE001 - whatever a service does, the run has ended
                 logger.warning("%s did not take the end of the run: %s", tracker.name, error)
+
+
+def shown_step(kind: Kind, step: int) -> int:
+    """Return the number under which people see a line: training steps from 1, a validation after so many steps."""
+    return step + 1 if kind == "train" else step
 
 
 def read(path: Path) -> list[Line]:

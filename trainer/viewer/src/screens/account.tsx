@@ -1,7 +1,7 @@
 // The account of a step: the way from calls seen to calls trained, each loss with its reason and its calls.
 import type { JSX } from "preact";
 import { useGet, type AccountPage, type CallLink, type RunPage } from "../api";
-import { Agent, Chip, Clipped, count, go, href, number, shade, Show, Signed, useKeys } from "../ui";
+import { Agent, Chip, Clipped, count, go, href, number, shade, Show, Signed, stepHref, useKeys } from "../ui";
 import { isUnderWay, lastEnded, StepPicker, stepName } from "./picker";
 
 export const Links = ({ run, links }: { run: string; links: CallLink[] }): JSX.Element => (
@@ -51,7 +51,7 @@ export function Account({ run, step, tick }: { run: string; step: number | null;
 
 function One({ run, step, known, tick }: { run: string; step: number; known: RunPage["steps"]; tick: number }): JSX.Element {
   const page = useGet<AccountPage>("account", { run, step }, tick);
-  useKeys({ u: () => go(href("run", run, "step", "train", step)) });
+  useKeys({ u: () => go(stepHref(run, "step", "train", step)) });
   return (
     <>
       <div class="head">
@@ -67,7 +67,7 @@ function Funnel({ run, page }: { run: string; page: AccountPage }): JSX.Element 
   const share = (n: number, of: number): { width: string } => ({ width: `${of ? Math.max(0.4, (n / of) * 100) : 0}%` });
   return (
     <>
-      {page.same_as_run === false && <p class="note bad">Made again from the store, these numbers are not those that the run wrote: a reward, a rule or an option has changed since.</p>}
+      {page.same_as_run === false && <p class="note bad">These numbers, computed from the store, differ from those that the run wrote: a reward, a rule or an option has changed since.</p>}
       <section class="card funnel">
         <Bar label="calls seen" n={page.seen} style={share(page.seen, page.seen)} kind="seen" />
         {page.losses.map((loss) => (
@@ -82,12 +82,12 @@ function Funnel({ run, page }: { run: string; page: AccountPage }): JSX.Element 
         <Bar label="calls trained" n={page.trained} style={share(page.trained, page.seen)} kind="kept" />
         <Bar label="merged onto an earlier call’s row" n={page.merged} style={share(page.merged, page.seen)} kind="quiet" />
         <Bar label="training rows" n={page.rows} style={share(page.rows, page.seen)} kind="kept" />
-        <Bar label="rows that teach nothing: all rewards of their group are equal" n={page.rows_without_gradient} style={share(page.rows_without_gradient, page.seen)} kind="loss" />
+        <Bar label="rows without signal: all rewards of their group are equal" n={page.rows_without_gradient} style={share(page.rows_without_gradient, page.seen)} kind="loss" />
       </section>
       <section class="card funnel">
         <Bar label="tokens in the rows" n={page.tokens_in_rows} style={share(page.tokens_in_rows, page.tokens_in_rows)} kind="seen" />
         <Bar label="tokens trained" n={page.tokens} style={share(page.tokens, page.tokens_in_rows)} kind="kept" />
-        {page.tokens_steered > 0 && <Bar label="left out of the loss: a grammar or the like steered them" n={page.tokens_steered} style={share(page.tokens_steered, page.tokens_in_rows)} kind="loss" />}
+        {page.tokens_steered > 0 && <Bar label="left out of the loss: constrained by a grammar or similar" n={page.tokens_steered} style={share(page.tokens_steered, page.tokens_in_rows)} kind="loss" />}
       </section>
       <section class="card">
       <table class="pairs">

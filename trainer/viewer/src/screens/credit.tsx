@@ -2,7 +2,7 @@
 import type { JSX } from "preact";
 import { useGet, type CreditPage, type RunPage } from "../api";
 import { useParam } from "../params";
-import { Agent, go, href, number, ScaleKey, shade, Show, useKeys } from "../ui";
+import { Agent, go, number, ScaleKey, shade, Show, stepHref, useKeys } from "../ui";
 import { Links } from "./account";
 import { isUnderWay, lastEnded, StepPicker, stepName } from "./picker";
 
@@ -23,7 +23,7 @@ export function Credit({ run, step, tick }: { run: string; step: number | null; 
 function One({ run, step, known, tick }: { run: string; step: number; known: RunPage["steps"]; tick: number }): JSX.Element {
   const [credit, setCredit] = useParam("by");
   const page = useGet<CreditPage>("credit", { run, step, credit }, tick);
-  useKeys({ u: () => go(href("run", run, "step", "train", step)) });
+  useKeys({ u: () => go(stepHref(run, "step", "train", step)) });
   return (
     <>
       <div class="head">

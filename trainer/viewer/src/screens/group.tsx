@@ -3,7 +3,7 @@ import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { get, useUntil, type Event, type GroupPage, type Loaded, type Member } from "../api";
 import { useFlag, useParam } from "../params";
-import { Agent, count, go, href, hue, isOpen, number, Rewards, shade, Show, Signed, Status, Toggle, useKeys } from "../ui";
+import { Agent, count, go, href, hue, isOpen, number, Rewards, shade, Show, Signed, Status, stepHref, Toggle, useKeys } from "../ui";
 import { stepName } from "./picker";
 import { EventCard } from "./rollout";
 
@@ -64,7 +64,7 @@ const asked = (event: Event | undefined): string => JSON.stringify(event?.said ?
 function Side({ run, first }: { run: string; first: GroupPage }): JSX.Element {
   const [fold, setFold] = useFlag("fold", true);
   const [order, setOrder] = useParam("order", "best");
-  useKeys({ u: () => go(href("run", run, "step", first.mode, first.step ?? 0)) });
+  useKeys({ u: () => go(stepHref(run, "step", first.mode, first.step ?? 0)) });
   const ordered = order === "best" ? [...first.members].sort(bestFirst) : first.members;
   const { columns, twins } = folded(ordered, fold);
   const rows = columns.map((member) => turns(member.events));
@@ -76,7 +76,7 @@ function Side({ run, first }: { run: string; first: GroupPage }): JSX.Element {
     <>
       <div class="head">
         <p class="crumbs">
-          <a href={href("run", run, "step", first.mode, first.step ?? 0)}>{stepName(first.mode, first.step)}</a>
+          <a href={stepHref(run, "step", first.mode, first.step ?? 0)}>{stepName(first.mode, first.step)}</a>
         </p>
         <h1>
           <span class="task">{first.task.slice(0, 400) || first.group_id}</span>

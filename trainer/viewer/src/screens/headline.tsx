@@ -1,16 +1,16 @@
 // The result of a run at a glance: one sentence, four numbers, and the held-out reward of each agent.
 import type { ComponentChildren, JSX } from "preact";
-import type { HeldOut, RunPage } from "../api";
-import { Agent, Chip, compact, count, duration, fixed, href } from "../ui";
+import type { HeldOut, PolicyRow, RunPage } from "../api";
+import { Agent, Chip, compact, count, duration, fixed, stepHref } from "../ui";
 
 type Tone = "" | "good" | "bad";
 
-function Figure({ label, value, tone = "", children }: { label: string; value: string; tone?: Tone; children: ComponentChildren }): JSX.Element {
+function Figure({ label, value, tone = "", address, children }: { label: string; value: string; tone?: Tone; address?: string | undefined; children: ComponentChildren }): JSX.Element {
   return (
     <div class="figure">
       <dt>{label}</dt>
       <dd>
-        <b class={tone}>{value}</b>
+        <b class={tone}>{address ? <a href={address}>{value}</a> : value}</b>
         <small>{children}</small>
       </dd>
     </div>
@@ -34,20 +34,29 @@ function Difference({ of }: { of: HeldOut | undefined }): JSX.Element {
 }
 
 export function Headline({ run, page }: { run: string; page: RunPage }): JSX.Element {
-  const { sentence, held_out, best, cost } = page.headline;
+  const { sentence, held_out, best, best_folder, cost } = page.headline;
   const last = held_out[0]?.points.at(-1);
   return (
     <section class="headline card" aria-label="result">
       <p class="lead">{sentence}</p>
       <dl class="figures">
         <Difference of={held_out[0]} />
-        <Figure label="Best checkpoint" value={best === null ? "–" : best.step === 0 ? "base model" : `step ${best.step}`}>
+        <Figure
+          label="Best checkpoint"
+          value={best === null ? "–" : best.step === 0 ? "base model" : `step ${best.step}`}
+          address={best === null ? undefined : stepHref(run, "step", "val", best.step)}
+        >
           {best === null ? (
             "needs held-out tasks"
           ) : (
             <>
               held-out reward {fixed(best.mean)}
               {last && last.step !== best.step && `, last ${fixed(last.mean)}`}
+              {best_folder && (
+                <>
+                  {" "}in <code title="A folder of the run: serve it with lightning-rl serve">{best_folder}</code>
+                </>
+              )}
             </>
           )}
         </Figure>
@@ -60,6 +69,7 @@ export function Headline({ run, page }: { run: string; page: RunPage }): JSX.Ele
         </Figure>
       </dl>
       {held_out.length > 1 && <ByAgent run={run} agents={held_out.slice(1)} />}
+      {page.policies.length > 0 && <ByPolicy run={run} policies={page.policies} />}
     </section>
   );
 }
@@ -72,8 +82,8 @@ function ByAgent({ run, agents }: { run: string; agents: HeldOut[] }): JSX.Eleme
         <thead>
           <tr>
             <th>held-out reward of</th>
-            <th class="num">{first === undefined ? "first" : <a href={href("run", run, "step", "val", first)}>{first === 0 ? "before" : `step ${first}`}</a>}</th>
-            <th class="num">{last === undefined ? "last" : <a href={href("run", run, "step", "val", last)}>{`step ${last}`}</a>}</th>
+            <th class="num">{first === undefined ? "first" : <a href={stepHref(run, "step", "val", first)}>{first === 0 ? "before" : `step ${first}`}</a>}</th>
+            <th class="num">{last === undefined ? "last" : <a href={stepHref(run, "step", "val", last)}>{`step ${last}`}</a>}</th>
             <th class="num">difference, 95 %</th>
           </tr>
         </thead>
@@ -88,6 +98,40 @@ function ByAgent({ run, agents }: { run: string; agents: HeldOut[] }): JSX.Eleme
               <td class="num">
                 <b class={toneOf(each)}>{rise(each.difference)}</b> <small>{interval(each.low, each.high)}</small>
               </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+/** The best weights of each policy, and how often it was returned to them. */
+function ByPolicy({ run, policies }: { run: string; policies: PolicyRow[] }): JSX.Element {
+  return (
+    <div class="scroll" role="group" aria-label="best weights by policy" tabIndex={0}>
+      <table class="by-agent">
+        <thead>
+          <tr>
+            <th>policy</th>
+            <th class="num">best held-out reward</th>
+            <th class="num">after</th>
+            <th class="num">last</th>
+            <th class="num">returned to its best</th>
+            <th>best weights</th>
+          </tr>
+        </thead>
+        <tbody>
+          {policies.map((each) => (
+            <tr key={each.policy}>
+              <th scope="row">
+                {each.policy} {each.agents.map((name) => name !== each.policy && <Agent key={name} name={name} />)}
+              </th>
+              <td class="num">{fixed(each.best)}</td>
+              <td class="num">{each.best_step === null ? "–" : <a href={stepHref(run, "step", "val", each.best_step)}>{each.best_step === 0 ? "before training" : `step ${each.best_step}`}</a>}</td>
+              <td class="num">{fixed(each.last)}</td>
+              <td class="num">{each.rollbacks.length ? each.rollbacks.map((back) => `after step ${back.after}`).join(", ") : "never"}</td>
+              <td>{each.folder ? <code>{each.folder}</code> : "–"}</td>
             </tr>
           ))}
         </tbody>

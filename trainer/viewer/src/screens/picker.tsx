@@ -2,7 +2,7 @@
 import type { JSX } from "preact";
 import type { RunPage, StepRow } from "../api";
 import { query } from "../params";
-import { go, href, isOpen, useKeys } from "../ui";
+import { go, isOpen, stepHref, useKeys } from "../ui";
 
 /** What a screen without a step in its address shows: the last of training, or of whatever was run. */
 export const lastStep = (known: StepRow[], mode: string): StepRow | undefined => known.filter((row) => row.mode === (mode || "train")).at(-1) ?? (mode ? undefined : known.at(-1));
@@ -22,7 +22,7 @@ export const capital = (text: string): string => text.charAt(0).toUpperCase() + 
 export function StepPicker({ run, screen, mode, step, known }: { run: string; screen: string; mode: string; step: number; known: RunPage["steps"] }): JSX.Element {
   const onlyTrain = screen === "account" || screen === "credit";
   const at = known.findIndex((row) => row.mode === mode && row.step === step);
-  const open = (kind: string, number: number | string): void => go(href("run", run, screen, ...(onlyTrain ? [number] : [kind, number])) + query());
+  const open = (kind: string, number: number): void => go(stepHref(run, screen, kind, number) + query());
   const next = (by: number): StepRow | undefined => (by > 0 ? known.slice(at + 1) : known.slice(0, at).reverse()).find((row) => row.mode === mode);
   const move = (by: number): void => {
     const row = next(by);
@@ -39,7 +39,7 @@ export function StepPicker({ run, screen, mode, step, known }: { run: string; sc
         value={`${mode}/${step}`}
         onChange={(e) => {
           const [kind = "", number = ""] = e.currentTarget.value.split("/");
-          open(kind, number);
+          open(kind, Number(number));
         }}
       >
         {known

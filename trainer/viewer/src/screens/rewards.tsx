@@ -4,7 +4,7 @@ import { useGet, type Judgement, type RewardsPage, type RunPage } from "../api";
 import { Scatter, type Point } from "../charts";
 import { useParam } from "../params";
 import { SortedTable, type Column } from "../table";
-import { Chip, count, go, href, number, shade, Show, useKeys } from "../ui";
+import { Chip, count, go, href, number, shade, Show, stepHref, useKeys } from "../ui";
 import { isUnderWay, lastStep, StepPicker, stepName } from "./picker";
 
 export function Rewards({ run, mode, step, tick }: { run: string; mode: string; step: number | null; tick: number }): JSX.Element {
@@ -21,7 +21,7 @@ export function Rewards({ run, mode, step, tick }: { run: string; mode: string; 
 
 function One({ run, mode, step, known, tick }: { run: string; mode: string; step: number; known: RunPage["steps"]; tick: number }): JSX.Element {
   const page = useGet<RewardsPage>("rewards", { run, mode, step }, tick);
-  useKeys({ u: () => go(href("run", run, "step", mode, step)) });
+  useKeys({ u: () => go(stepHref(run, "step", mode, step)) });
   return (
     <>
       <div class="head">

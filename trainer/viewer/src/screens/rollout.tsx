@@ -6,7 +6,7 @@ import { placeOf } from "../marks";
 import { useParam } from "../params";
 import { MarkButton } from "./marks";
 import { stepName } from "./picker";
-import { Agent, Chip, Clipped, count, duration, go, href, hue, isOpen, Message, number, Rewards, Show, Signed, useKeys } from "../ui";
+import { Agent, Chip, Clipped, count, duration, go, href, hue, isOpen, Message, number, Rewards, Show, Signed, stepHref, useKeys } from "../ui";
 
 interface Props {
   run: string;
@@ -65,7 +65,7 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
       <div class="head">
         <p class="crumbs">
           {page.step !== null && page.mode && (
-            <a href={href("run", run, "step", page.mode, page.step)}>{stepName(page.mode, page.step)}</a>
+            <a href={stepHref(run, "step", page.mode, page.step)}>{stepName(page.mode, page.step)}</a>
           )}
           {page.group_id && <a href={href("run", run, "group", page.group_id)}>group, side by side</a>}
           {page.group_id && <a href={href("run", run, "tries", page.group_id)}>the task before and after</a>}

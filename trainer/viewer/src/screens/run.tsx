@@ -1,8 +1,8 @@
 // A run: its curves, its alarms, and its steps to click.
 import type { JSX } from "preact";
-import { useGet, type HeldOut, type RunPage, type StepRow } from "../api";
+import { useGet, type HeldOut, type PolicyRow, type RunPage, type StepRow } from "../api";
 import { Lines, type Line } from "../charts";
-import { Agent, Chip, count, go, href, hue, number, Show } from "../ui";
+import { Agent, Chip, count, go, href, hue, number, Show, stepHref } from "../ui";
 import { Headline } from "./headline";
 import { stepName } from "./picker";
 
@@ -28,12 +28,13 @@ export function Overview({ run, tick }: { run: string; tick: number }): JSX.Elem
 
 function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
   const { train, val, options } = page;
-  const open = (place: number): void => go(href("run", run, "step", "train", Math.max(0, place - 1)));
+  const open = (place: number): void => go(stepHref(run, "step", "train", Math.max(0, place - 1)));
   const ends = (mode: string): Map<number, [number, number]> =>
     new Map(page.steps.flatMap((row) => (row.mode === mode && row.reward_low !== null && row.reward_high !== null ? [[row.step + (mode === "train" ? 1 : 0), [row.reward_low, row.reward_high]]] : [])));
   const fallback: Line[] = train.length
     ? []
     : [{ name: "mean reward", points: page.steps.filter((r) => r.mode === "train" && r.reward !== null).map((r) => [r.step + 1, r.reward ?? 0]), strong: true, tone: "ink", band: ends("train") }];
+  const returns = page.policies.flatMap((each) => each.rollbacks.map((back) => ({ at: back.after, text: `${each.policy} returned to ${back.to_step === 0 ? "its first weights" : `step ${back.to_step}`}` })));
   const agents = options["agents"] as string[] | null | undefined;
   const facts: [string, unknown][] = [
     ["model", options["model"]],
@@ -58,7 +59,7 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
       {Object.entries(page.most_frequent).map(([agent, [text, share]]) => (
         <p key={agent} class="facts">
           <span>
-            <Agent name={agent || null} /> {Math.round(share * 100)} % of its answers are <b>{text}</b>
+            <Agent name={agent || null} /> {Math.round(share * 100)} % of the answers are <b>{text}</b>
           </span>
         </p>
       ))}
@@ -71,18 +72,23 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
             ...fallback,
             ...one(val, "reward", "held out", { dashed: true, strong: true, tone: "held", band: ends("val") }),
           ]}
+          marks={returns}
         />
-        <Lines title="Held-out reward by agent, with its 95 % interval" onStep={open} lines={page.headline.held_out.slice(1).map(heldOut)} />
+        <Lines title="Held-out reward by agent, with its 95 % interval" onStep={open} lines={page.headline.held_out.slice(1).map(heldOut)} marks={returns} />
+        <Lines title="Held-out reward by policy" onStep={open} lines={page.policies.length > 1 ? page.policies.map(ofPolicy) : []} marks={returns} />
+        <Lines title="Held-out reward minus the best before, with its 95 % interval" onStep={open} lines={fromBest(val)} marks={returns} />
         <Lines title="Training reward by agent" onStep={open} lines={byAgent(train, "reward/")} />
         <Lines title="Loss" lines={[...one(train, "loss", "training"), ...one(val, "loss", "held out", { dashed: true, strong: true, tone: "held" })]} />
         <Lines title="Training reward by source" onStep={open} lines={family(train, "reward_source/")} />
         <Lines title="Groups without signal, failed rollouts" onStep={open} lines={[...one(train, "groups_without_signal", "share of groups"), ...failures(train)]} />
-        <Lines title="Entropy, nats a token" onStep={open} lines={[...one(train, "entropy", "all", ALL), ...byAgent(train, "entropy/")]} />
+        <Lines title="Share of the gradient by agent" onStep={open} lines={byAgent(train, "gradient_share/")} />
+        <Lines title="Share of the trained tokens by agent" onStep={open} lines={byAgent(train, "token_share/")} />
+        <Lines title="Entropy, nats per token" onStep={open} lines={[...one(train, "entropy", "all", ALL), ...byAgent(train, "entropy/")]} />
         <Lines title="KL" onStep={open} lines={[...one(train, "kl", "kl"), ...one(train, "approx_kl", "of the update")]} />
         <Lines title="Gap between engine and trainer, nats" onStep={open} lines={one(train, "logprob_gap", "mean gap")} />
         <Lines title="Clipped share, gradient norm" onStep={open} lines={[...one(train, "clip_fraction", "clipped"), ...one(train, "grad_norm", "gradient norm")]} />
         <Lines title="Staleness, updates" onStep={open} lines={[...one(train, "staleness", "mean"), ...one(train, "staleness_max", "most")]} />
-        <Lines title="Tokens an answer" onStep={open} lines={[...one(train, "response_tokens", "all", ALL), ...byAgent(train, "response_tokens/")]} />
+        <Lines title="Tokens per answer" onStep={open} lines={[...one(train, "response_tokens", "all", ALL), ...byAgent(train, "response_tokens/")]} />
         <Lines title="Tool errors, share" onStep={open} lines={[...one(train, "tool_error_rate", "all", ALL), ...family(train, "tool_error_rate/")]} />
         <Lines
           title="Seconds by phase"
@@ -115,6 +121,20 @@ const heldOut = (of: HeldOut): Line => ({
   tone: hue(of.agent),
   band: new Map(of.points.flatMap((point) => (point.low !== null && point.high !== null ? [[point.step, [point.low, point.high]] as const] : []))) as Map<number, [number, number]>,
 });
+
+const ofPolicy = (of: PolicyRow): Line => ({ name: of.policy, points: of.points.map(([step, mean]) => [step, mean]), tone: hue(of.policy) });
+
+/** How far each agent's held-out reward is from its best before; below 0 it has fallen. */
+function fromBest(rows: Rows): Line[] {
+  const names = named(rows, "from_best").filter((key) => !/^from_best_(low|high)/.test(key));
+  return names.map((key) => {
+    const suffix = key.slice("from_best".length);
+    const low = new Map(pick(rows, `from_best_low${suffix}`));
+    const high = new Map(pick(rows, `from_best_high${suffix}`));
+    const band = new Map([...low].flatMap(([step, value]) => (high.has(step) ? [[step, [value, high.get(step) ?? value]] as [number, [number, number]]] : [])));
+    return { name: suffix.slice(1) || "trained agents", points: pick(rows, key), band, ...(suffix ? { tone: hue(suffix.slice(1)) } : ALL) };
+  });
+}
 
 function Alarms({ alarms }: { alarms: RunPage["alarms"] }): JSX.Element {
   return (
@@ -155,7 +175,7 @@ function Steps({ run, steps }: { run: string; steps: StepRow[] }): JSX.Element {
           {steps.map((row) => (
             <tr key={`${row.mode}${row.step}`} class={row.mode}>
               <td>
-                <a href={href("run", run, "step", row.mode, row.step)}>{stepName(row.mode, row.step)}</a>
+                <a href={stepHref(run, "step", row.mode, row.step)}>{stepName(row.mode, row.step)}</a>
               </td>
               <td class="num">
                 {number(row.reward)}

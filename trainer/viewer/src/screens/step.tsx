@@ -5,7 +5,7 @@ import { useGet, type RolloutRow, type RunPage, type StepRow } from "../api";
 import { binsOf, Histogram, inBin, type Bin } from "../charts";
 import { useFacts, useGroups } from "../facts";
 import { useFlag, useParam } from "../params";
-import { count, go, href, number, ScaleKey, Show, Signed, Toggle, useKeys } from "../ui";
+import { count, go, href, number, ScaleKey, Show, Signed, stepHref, Toggle, useKeys } from "../ui";
 import { capital, StepPicker, stepName } from "./picker";
 import { GroupList, RolloutTable } from "./rollouts";
 
@@ -25,7 +25,7 @@ export function Step({ run, mode, step, tick }: Props): JSX.Element {
         const chosen = step ?? steps.at(-1)?.step;
         if (chosen === undefined) {
           const other = data.steps[0];
-          if (other && step === null) queueMicrotask(() => location.replace(href("run", run, "step", other.mode, other.step)));
+          if (other && step === null) queueMicrotask(() => location.replace(stepHref(run, "step", other.mode, other.step)));
           return <p class="note">No rollout is in this store.</p>;
         }
         return <OneStep key={`${mode}${chosen}`} run={run} mode={mode} step={chosen} known={data.steps} tick={tick} />;
@@ -104,10 +104,10 @@ function OneStep({ run, mode, step, known, tick }: { run: string; mode: string; 
         <StepPicker run={run} screen="step" mode={mode} step={step} known={known} />
         {mode === "train" && (
           <span class="also">
-            <a href={href("run", run, "account", step)}>account</a>
-            <a href={href("run", run, "credit", step)}>credit</a>
-            <a href={href("run", run, "rewards", mode, step)}>rewards</a>
-            <a href={href("run", run, "tools", mode, step)}>tools</a>
+            <a href={stepHref(run, "account", mode, step)}>account</a>
+            <a href={stepHref(run, "credit", mode, step)}>credit</a>
+            <a href={stepHref(run, "rewards", mode, step)}>rewards</a>
+            <a href={stepHref(run, "tools", mode, step)}>tools</a>
           </span>
         )}
       </div>

@@ -2,7 +2,7 @@
 import type { JSX } from "preact";
 import { useGet, type CallLink, type FleetPage, type Percentiles, type RunPage, type ToolRow, type ToolsPage, type UsageRow } from "../api";
 import { SortedTable, type Column } from "../table";
-import { Agent, Chip, duration, go, href, number, Show, useKeys } from "../ui";
+import { Agent, Chip, duration, go, href, number, Show, stepHref, useKeys } from "../ui";
 import { isUnderWay, lastStep, StepPicker, stepName } from "./picker";
 
 export function Tools({ run, mode, step, tick }: { run: string; mode: string; step: number | null; tick: number }): JSX.Element {
@@ -19,7 +19,7 @@ export function Tools({ run, mode, step, tick }: { run: string; mode: string; st
 
 function One({ run, mode, step, known, tick }: { run: string; mode: string; step: number; known: RunPage["steps"]; tick: number }): JSX.Element {
   const page = useGet<ToolsPage>("tools", { run, mode, step }, tick);
-  useKeys({ u: () => go(href("run", run, "step", mode, step)) });
+  useKeys({ u: () => go(stepHref(run, "step", mode, step)) });
   return (
     <>
       <div class="head">
@@ -30,7 +30,7 @@ function One({ run, mode, step, known, tick }: { run: string; mode: string; step
         {(data) => (
           <>
             <h2>Model calls: latency and tokens</h2>
-            {data.usage.length === 0 ? <p class="note">No model call was recorded in {number(data.rollouts)} attempts.</p> : <Usage run={run} rows={data.usage} />}
+            {data.usage.length === 0 ? <p class="note">No model call was recorded in {number(data.rollouts)} attempts.</p> : <SortedTable label="latency and tokens of model calls" columns={usageColumns(run)} rows={data.usage} first="agent" param="calls" />}
             <h2>Tools</h2>
             {data.tools.length === 0 ? (
               <p class="note">No tool was used in {number(data.rollouts)} attempts.</p>
@@ -46,68 +46,28 @@ function One({ run, mode, step, known, tick }: { run: string; mode: string; step
 
 const spanAddress = (run: string, link: CallLink): string => href("run", run, "rollout", link.rollout_id, link.attempt_id, link.span_id);
 
-function Usage({ run, rows }: { run: string; rows: UsageRow[] }): JSX.Element {
-  const cells = (of: Percentiles, show: (value: number) => string): JSX.Element => (
-    <>
-      {[of.p50, of.p90, of.p99].map((value, at) => (
-        <td key={at} class="num">
-          {show(value)}
-        </td>
-      ))}
-    </>
-  );
-  const whole = (value: number): string => number(Math.round(value));
-  const heads = ["p50", "p90", "p99"].map((name) => (
-    <th key={name} class="num" scope="col">
-      {name}
-    </th>
-  ));
-  return (
-    <div class="scroll" role="group" aria-label="latency and tokens of model calls" tabIndex={0}>
-      <table class="rows usage">
-        <thead>
-          <tr>
-            <th rowSpan={2}>agent</th>
-            <th rowSpan={2} class="num">
-              number
-            </th>
-            <th rowSpan={2} class="num">
-              failed
-            </th>
-            <th colSpan={4} class="first">
-              latency
-            </th>
-            <th colSpan={3} class="first">
-              prompt tokens
-            </th>
-            <th colSpan={3} class="first">
-              response tokens
-            </th>
-          </tr>
-          <tr>
-            {heads}
-            <th class="num">slowest</th>
-            {heads}
-            {heads}
-          </tr>
-        </thead>
-        <tbody>
-          {rows.map((row, at) => (
-            <tr key={at}>
-              <td>{row.slowest === null ? <b>whole rollouts</b> : <Agent name={row.agent} />}</td>
-              <td class="num">{number(row.number)}</td>
-              <td class={`num ${row.errors ? "bad" : ""}`}>{number(row.errors)}</td>
-              {cells(row.ms, duration)}
-              <td class="num">{row.slowest ? <a href={spanAddress(run, row.slowest)}>{duration(row.ms.most)}</a> : duration(row.ms.most)}</td>
-              {cells(row.prompt_tokens, whole)}
-              {cells(row.response_tokens, whole)}
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
-  );
-}
+const PERCENTS = ["p50", "p90", "p99"] as const;
+
+const percentColumns = (name: string, label: string, of: (row: UsageRow) => Percentiles, show: (value: number) => string): Column<UsageRow>[] =>
+  PERCENTS.map((each, at) => ({ name: `${name}-${each}`, label: each, group: label, first: at === 0, value: (row) => of(row)[each], cell: (row) => show(of(row)[each]) }));
+
+const whole = (value: number): string => number(Math.round(value));
+
+const slowestColumn = <T extends { ms: Percentiles; slowest: CallLink | null }>(run: string): Column<T> => ({
+  name: "slowest",
+  value: (row) => row.ms.most,
+  cell: (row) => (row.slowest ? <a href={spanAddress(run, row.slowest)}>{duration(row.ms.most)}</a> : duration(row.ms.most)),
+});
+
+const usageColumns = (run: string): Column<UsageRow>[] => [
+  { name: "agent", text: true, value: (row) => (row.slowest === null ? "" : row.agent), cell: (row) => (row.slowest === null ? <b>whole rollouts</b> : <Agent name={row.agent} />) },
+  { name: "number", value: (row) => row.number },
+  { name: "failed", value: (row) => row.errors, cell: (row) => <span class={row.errors ? "bad" : ""}>{number(row.errors)}</span> },
+  ...percentColumns("ms", "latency", (row) => row.ms, duration),
+  { ...slowestColumn<UsageRow>(run), group: "latency" },
+  ...percentColumns("prompt", "prompt tokens", (row) => row.prompt_tokens, whole),
+  ...percentColumns("response", "response tokens", (row) => row.response_tokens, whole),
+];
 
 const toolColumns = (run: string): Column<ToolRow>[] => [
   { name: "tool", text: true, value: (row) => row.tool, cell: (row) => <b>{row.tool}</b> },
@@ -128,8 +88,8 @@ const toolColumns = (run: string): Column<ToolRow>[] => [
     ),
   },
   { name: "repeated", title: "calls with the same arguments as an earlier call of the attempt", value: (row) => row.repeated },
-  ...(["p50", "p90", "p99"] as const).map((name) => ({ name, value: (row: ToolRow) => row.ms[name], cell: (row: ToolRow) => duration(row.ms[name]) })),
-  { name: "slowest", value: (row) => row.ms.most, cell: (row) => (row.slowest ? <a href={spanAddress(run, row.slowest)}>{duration(row.ms.most)}</a> : duration(row.ms.most)) },
+  ...PERCENTS.map((name) => ({ name, value: (row: ToolRow) => row.ms[name], cell: (row: ToolRow) => duration(row.ms[name]) })),
+  slowestColumn<ToolRow>(run),
   { name: "error", label: "an error", text: true, value: (row) => row.error, cell: (row) => (row.failed ? <a class="clip" href={spanAddress(run, row.failed)}>{row.error || "error"}</a> : "") },
 ];
 

@@ -31,6 +31,7 @@ from lightning_trainer.kits.view.reading import others
 from lightning_trainer.kits.view.reading.calls import call_page
 from lightning_trainer.kits.view.reading.headline import headline_of
 from lightning_trainer.kits.view.reading.learning import account_of, credit_of
+from lightning_trainer.kits.view.reading.policies import policies_of
 from lightning_trainer.kits.view.reading.rollouts import as_it_went, loose_trace, page_of, side_by_side, trace_of
 from lightning_trainer.kits.view.reading.scale import scale_of
 from lightning_trainer.kits.view.reading.search import search as search_page
@@ -137,6 +138,7 @@ def run_page(views: _Views, name: _Run) -> RunPage:
         steps=steps,
         loose=loose,
         headline=headline_of(run, lines, steps),
+        policies=policies_of(run, lines, held_out),
         most_frequent=next((line[MOST_FREQUENT] for line in reversed(lines) if line.get(MOST_FREQUENT)), {}),
     )
 

@@ -57,8 +57,12 @@ def rewarded_names(validations: Lines, policy_of: Mapping[str, str]) -> dict[str
 
 def best_step_of(validations: Lines, names: Sequence[str]) -> int | None:
     """Return after how many steps the mean held-out reward of these names was highest, the first time."""
-    points = _points(validations, names)
-    return max(points, key=lambda point: _mean(point[1]))[0] if points else None
+    return max(mean_rewards(validations, names), key=lambda point: point[1], default=(None, 0.0))[0]
+
+
+def mean_rewards(validations: Lines, names: Sequence[str]) -> list[tuple[int, float]]:
+    """Return each validation's steps and the mean held-out reward of these names."""
+    return [(step, _mean(tasks)) for step, tasks in _points(validations, names)]
 
 
 def fall_of(validations: Lines, policy: str, names: Sequence[str]) -> Fall | None:

@@ -106,13 +106,53 @@ class Headline:
         sentence: the result in words.
         held_out: of the trained agents, then of each agent with rewards of its own; [] without held-out tasks.
         best: the validation with the highest reward; None without held-out tasks, and with a judge.
+        best_folder: its checkpoint, within the run's folder; None if it was not saved.
         cost: of the run.
     """
 
     sentence: str
     held_out: list[HeldOut]
     best: HeldOutPoint | None
+    best_folder: str | None
     cost: RunCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """A return of a policy to its best weights: `--rollback-on-cliff`.
+
+    Attributes:
+        after: steps taken when it fell.
+        to_step: steps taken when the weights were saved.
+    """
+
+    after: int
+    to_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRow:
+    """Held-out rewards of a policy with weights of its own, or of one that was returned to its best.
+
+    Attributes:
+        policy: its name.
+        agents: that it answers, where they have rewards of their own.
+        points: steps taken and mean reward, one pair for each validation.
+        best_step: steps taken when the reward was highest.
+        best: that reward.
+        last: the newest one.
+        folder: where its best weights are, within the run's folder; None if they were not saved.
+        rollbacks: every return to them.
+    """
+
+    policy: str
+    agents: list[str]
+    points: list[tuple[int, float]]
+    best_step: int | None
+    best: float | None
+    last: float | None
+    folder: str | None
+    rollbacks: list[Rollback]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,4 +179,5 @@ class RunPage:
     steps: list[StepRow]
     loose: bool
     headline: Headline
+    policies: list[PolicyRow]
     most_frequent: dict[str, tuple[str, float]]

@@ -8,6 +8,7 @@ from lightning_trainer.intervals import Declared, Estimate, estimate_mean, rewar
 from lightning_trainer.kits.view.answers.runs import Headline, HeldOut, HeldOutPoint, RunCost, StepRow
 from lightning_trainer.kits.view.names import chosen_by
 from lightning_trainer.kits.view.runs import Run
+from lightning_trainer.models import BEST
 from lightning_trainer.report.metrics import Line, best_step, newest_validations
 from lightning_trainer.report.step_notes import held_out_sentence
 from lightning_trainer.report.terminal import decimal
@@ -30,8 +31,13 @@ def headline_of(run: Run, lines: Sequence[Line], steps: Sequence[StepRow]) -> He
         sentence=_sentence(validations, lines, steps, run.declared),
         held_out=held_out,
         best=next((point for point in points if point.step == best), None),
+        best_folder=_best_folder(run, best),
         cost=_cost(lines),
     )
+
+
+def _best_folder(run: Run, best: int | None) -> str | None:
+    return BEST if run.folder and best and (run.folder / BEST).is_dir() else None
 
 
 def _held_out(validations: Sequence[Line], chosen: Sequence[str] | None, declared: Declared) -> list[HeldOut]:
