@@ -1,1 +1,1 @@
-"""Recording in the agent's process: who calls, what the calls say, and how it reaches the store."""
+"""Recording in the agent's process: which agent calls, what the calls contain, and how spans reach the store."""

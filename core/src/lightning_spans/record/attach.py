@@ -33,15 +33,15 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `attach()` was told; frameworks attached at once share a recorder, so they must agree.
+    """The options of `attach()`. Frameworks attached at the same time share a recorder, so these must be equal.
 
     Attributes:
-        agents: names or globs that rerouting is limited to; None: whatever the runner asks for.
+        agents: names or globs that rerouting is limited to; None: all agents that the runner selects.
         store: URL or path of the store for spans outside a runner's attempts.
         tracer: ``otel`` or ``embedded``.
-        otlp: an OTLP/HTTP endpoint that gets every span too; None: none.
-        span_processors: of OpenTelemetry's SDK, which see every span.
-        prompts: path of a file with other system prompts.
+        otlp: an OTLP/HTTP endpoint that also gets every span; None: none.
+        span_processors: OpenTelemetry SDK processors, which also get every span.
+        prompts: path of a file with replacement system prompts.
     """
 
     agents: tuple[str, ...] | None
@@ -58,7 +58,7 @@ class Options:
         return without_secrets(f"Options({', '.join(values)})")
 
 
-_options: Options | None = None  # of what is attached
+_options: Options | None = None  # of the live attachments
 _attached: dict[str, Attachment] = {}
 
 
@@ -75,11 +75,11 @@ class Attachment:
 
     @property
     def live(self) -> bool:
-        """Whether it still records."""
+        """Whether it is still recording."""
         return _attached.get(self.framework) is self
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until every span so far is delivered, spooled or dropped, and listeners have got it.
+        """Wait until every span so far is delivered, spooled or dropped, and listeners have received it.
 
         Returns False if the time ran out.
         """
@@ -129,32 +129,34 @@ def attach(
 ) -> Attachment:
     """Record every model call, tool call and agent of a framework in this process.
 
-    With no options it reads the environment that the runner sets; without a runner it writes to ``./lightning.db``.
-    Attaching the same framework twice is attaching it once: the live attachment is given back.
+    Without options it reads the environment that the runner sets; without a runner it writes to ``./lightning.db``.
+    Attaching the same framework again returns the live attachment.
 
     Args:
         framework: the plugin's name: ``langchain``, ``openai``, ...
-        agents: names or globs: only these may ever be rerouted to the policy in training; None: whatever the runner
-            asks for. All agents are recorded either way.
+        agents: names or globs: only these may be rerouted to the policy in training; None: all that the runner
+            selects. All agents are recorded in either case.
         store: URL or path for spans outside a runner's attempts; by default ``LIGHTNING_STORE``, else ``lightning.db``.
-            A path is of the folder in which the program attaches, also when it goes to another. For a server's URL,
-            ``LIGHTNING_KEY`` is its key; a live key is enough. Docs/live.md: how they are labelled, sampled and masked.
-        tracer: ``otel`` for real spans of OpenTelemetry's SDK wherever a processor or a collector is there to see them,
-            ``embedded`` for the same records without the SDK. The store's are the same either way.
-        otlp: an OTLP/HTTP endpoint that gets every span too, such as ``http://localhost:6006/v1/traces``; by default
-            ``LIGHTNING_OTLP``. Reached with the SDK's own exporter, and its variables, such as
+            A path is relative to the folder in which the program attaches, even if it changes folders later. For a
+            server's URL, ``LIGHTNING_KEY`` is its key; a live key is enough. docs/how-to/live.md describes how such
+                spans
+            are labelled, sampled and masked.
+        tracer: ``otel`` creates spans of OpenTelemetry's SDK if a processor or a collector receives them, ``embedded``
+            creates the same records without the SDK. The store's records are the same in both cases.
+        otlp: an OTLP/HTTP endpoint that also gets every span, such as ``http://localhost:6006/v1/traces``; by default
+            ``LIGHTNING_OTLP``. The SDK's own exporter sends to it and reads its variables, such as
             ``OTEL_EXPORTER_OTLP_HEADERS``.
-        span_processors: of OpenTelemetry's SDK; they see every span, and are shut down with the last `detach()`. Your
-            own global provider is left as it is. With ``OTEL_SDK_DISABLED=true`` neither they nor `otlp` get any.
-        prompts: file that ``lightning-rl prompts`` wrote: its prompts take the place of the agents' own, in calls
-            that are made with the openai client. None by default.
+        span_processors: of OpenTelemetry's SDK; they get every span, and are shut down with the last `detach()`. Your
+            own global provider is not changed. With ``OTEL_SDK_DISABLED=true`` neither they nor `otlp` get any spans.
+        prompts: file that ``lightning-rl prompts`` wrote: its prompts replace the agents' own, in calls that are made
+            with the openai client. None by default.
 
     Returns:
         The attachment: a context manager with `detach()`.
 
     Raises:
         AttachError: the plugin or its framework is not installed, or a live attachment has other options.
-        ConfigError: the value of an option, or of a variable of docs/how-to/live.md, is not known.
+        ConfigError: an option, or a variable of docs/how-to/live.md, has an unknown value.
     """
     options = Options(
         agents=None if agents is None else (agents,) if isinstance(agents, str) else tuple(agents),
@@ -178,7 +180,7 @@ def attach(
 
 
 def _bind_or_close(framework: str, recorder: Recorder) -> Callable[[], None]:
-    """Bind a framework; where that fails and nothing else is attached, close the pipeline that was opened for it."""
+    """Bind a framework. If that fails and nothing else is attached, close the pipeline that was opened for it."""
     try:
         return _bind(framework, recorder)
     except BaseException:
@@ -201,7 +203,7 @@ def _bind(framework: str, recorder: Recorder) -> Callable[[], None]:
 
 
 def attached() -> list[str]:
-    """Name the frameworks that are attached now."""
+    """Name the frameworks that are currently attached."""
     return list(_attached)
 
 
@@ -255,13 +257,13 @@ def _open_pipeline(told: Options) -> Pipeline:
     carried.add(carry_context())
     carried.add(carry_attempts())
     pipeline = Pipeline(recorder, delivery, listeners, naming, carried)
-    _options = told  # where no store is named, one that attaches in another folder agrees
+    _options = told  # without a named store, an attachment in another folder is compatible
     set_live(pipeline)
     return pipeline
 
 
 def _seen_by(options: Options, spool: Spool) -> tuple[Sequence[SpanProcessor], Collector | None]:
-    """Return what sees the SDK's spans: the user's processors, and what sends to his collector."""
+    """Return the SDK processors that get the spans: the user's, and the exporter to the user's collector."""
     from lightning_spans.record.tracing.tracers import sdk_disabled
 
     if options.tracer != "otel" or not (options.otlp or options.span_processors):
@@ -291,9 +293,10 @@ def _close_pipeline() -> None:
 
 
 def _load_store(options: Options) -> None:
-    """Import now what writes the own store: beside the agent's first runs, half a second of CPU slows all of them.
+    """Import now what writes to the process's own store.
 
-    Not in a runner's worker or an attempt, nor with a server for a store: there, spans go elsewhere.
+    Imported during the agent's first runs, half a second of CPU would slow all of them. Not in a runner's worker or an
+    attempt, nor with a server as the store: spans go elsewhere there.
     """
     attempt = from_environment()
     elsewhere = os.environ.get("LIGHTNING_WORKER") or (attempt is not None and attempt.endpoint)

@@ -1,4 +1,4 @@
-"""`child_environment()`: variables that make the model calls of a process that an agent starts part of the attempt."""
+"""`child_environment()`: variables that make the model calls of a child process part of the attempt."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lightning_spans.record.context import AGENT_VARIABLE, current_agent, curren
 from lightning_spans.record.delivery.outbox import default_spool
 from lightning_spans.schema.attempts import Attempt
 
-# codex and Claude Code take a key of the environment from their own variables.
+# codex and Claude Code read their keys from their own variables.
 _KEYS: Final = ("OPENAI_API_KEY", "CODEX_API_KEY", "ANTHROPIC_API_KEY")
 
 
 def child_environment(agent: str | None = None) -> dict[str, str]:
-    """Return the variables that a process needs, on top of your own, to take part in this attempt.
+    """Return the variables that a child process needs, in addition to your own, to take part in this attempt.
 
-    For whatever starts a command and is given its environment, such as the Claude Agent SDK or codex:
-    ``ClaudeAgentOptions(env=child_environment(agent="coder"))``. A program that is attached finds its attempt in them.
-    Where calls of the agent go to the gateway, ``OPENAI_BASE_URL``, ``ANTHROPIC_BASE_URL`` and their keys lead those of
-    any other program there. Outside of an attempt there are none.
+    For code that starts a command with a given environment, such as the Claude Agent SDK or codex:
+    ``ClaudeAgentOptions(env=child_environment(agent="coder"))``. An attached program finds its attempt in them. If the
+    agent's calls go to the gateway, ``OPENAI_BASE_URL``, ``ANTHROPIC_BASE_URL`` and their keys send the calls of any
+    other program there too. Outside an attempt the result is empty.
 
     Args:
-        agent: whose calls they are; by default the agent at work.
+        agent: the agent that makes the calls; by default the current agent.
     """
     attempt = current_attempt()
     name = current_agent() if agent is None else agent
@@ -36,14 +36,17 @@ def child_environment(agent: str | None = None) -> dict[str, str]:
 
 
 def attempt_variables() -> dict[str, str]:
-    """Return what a process that is started here needs; empty outside of attempts, and where it inherits them."""
+    """Return what a child process started here needs; empty outside attempts, and if the child inherits it."""
     context = settled()
     attempt = given_attempt(context)
     return {} if attempt is None else variables_of(attempt, current_agent(context))
 
 
 def variables_of(attempt: Attempt, agent: str | None) -> dict[str, str]:
-    """Return the variables by which an attached program finds its attempt. What an outer one had set is emptied."""
+    """Return the variables by which an attached program finds its attempt.
+
+    Variables of an outer attempt are emptied.
+    """
     values = {name: "" for name in _ATTEMPT if os.environ.get(name)}
     values |= {"LIGHTNING_SPOOL": str(default_spool().absolute()), **attempt.environment()}
     return values | ({AGENT_VARIABLE: agent} if agent is not None else {})
@@ -53,15 +56,16 @@ _ATTEMPT: Final = ("LIGHTNING_ENDPOINT", "LIGHTNING_KEY", "LIGHTNING_AGENTS", "L
 
 
 def gateway_variables(attempt: Attempt, agent: str | None = None) -> dict[str, str]:
-    """Return the variables by which programs in any language find the gateway; empty where there is none."""
+    """Return the variables by which programs in any language find the gateway; empty if there is none."""
     if not attempt.endpoint:
         return {}
     values = dict.fromkeys(_KEYS, attempt.key or "none")
-    # OPENAI_API_BASE, the older name, goes before OPENAI_BASE_URL in LangChain.
+    # LangChain prefers OPENAI_API_BASE, the older name, to OPENAI_BASE_URL.
     values["OPENAI_BASE_URL"] = values["OPENAI_API_BASE"] = f"{attempt.endpoint}/v1"
     values["ANTHROPIC_BASE_URL"] = attempt.endpoint
-    values["ANTHROPIC_AUTH_TOKEN"] = ""  # it would go before the key
+    values["ANTHROPIC_AUTH_TOKEN"] = ""  # it would have priority over the key
     if agent is not None:
         header = f"x-lightning-agent: {quote(agent, safe='')}"
-        values["ANTHROPIC_CUSTOM_HEADERS"] = values["OPENAI_CUSTOM_HEADERS"] = header  # so that the gateway knows it
+        # so that the gateway knows the agent
+        values["ANTHROPIC_CUSTOM_HEADERS"] = values["OPENAI_CUSTOM_HEADERS"] = header
     return values

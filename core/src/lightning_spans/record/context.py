@@ -1,7 +1,8 @@
-"""Who is at work: the current agent and attempt, kept in the OpenTelemetry Context.
+"""The current agent and attempt, kept in the OpenTelemetry Context.
 
-The OTel Context, not a ContextVar of our own, because threading instrumentation carries it into threads and executors
-(FRAMEWORKS: an own ContextVar was lost there). There is never a process-wide current attempt: one process runs many.
+The OTel Context is used instead of a ContextVar because threading instrumentation carries it into threads and
+executors, where a ContextVar of our own was lost. There is no process-wide current attempt, because one process runs
+many.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.json import from_json, loads
 from lightning_spans.schema.replays import Replay
 
-STARTING = "lightning-starting"  # under which OTel's SDK, when it starts a span, finds ours
-SCOPE = "lightning-scope"  # under which the innermost `Entry` is kept; see `instrument.scope`
-AGENT_VARIABLE = "LIGHTNING_AGENT"  # names the agent that a process works for, where nothing in it does
-_PREFIX = "lightning-"  # of all that we keep in the OTel Context
+STARTING = "lightning-starting"  # key under which OTel's SDK finds our span when it starts one
+SCOPE = "lightning-scope"  # key of the innermost `Entry`; see `instrument.scope`
+AGENT_VARIABLE = "LIGHTNING_AGENT"  # names the agent that a process works for, if nothing within it names one
+_PREFIX = "lightning-"  # everything that we keep in the OTel Context
 _AGENT = "lightning-agent"
 _TERMS = "lightning-terms"
 _ATTEMPT = "lightning-attempt"
@@ -32,9 +33,9 @@ T = TypeVar("T")
 
 
 def _direct() -> tuple[Callable[[], Context], Callable[[Any], Any], Callable[[Any], object]]:
-    """Return what OTel's `get_current`, `attach` and `detach` come to.
+    """Return the functions that OTel's `get_current`, `attach` and `detach` end up calling.
 
-    Each is two calls, and a stream makes four for an item; and OTel logs a traceback where a context is left in another
+    Each is two calls, and a stream makes four per item. OTel also logs a traceback if a context is left in another
     execution context than it was entered in.
     """
     variable = getattr(getattr(otel_context, "_RUNTIME_CONTEXT", None), "_current_context", None)
@@ -47,7 +48,7 @@ current, attach, _detach = _direct()
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Attempt | None:
-    """Read the attempt that a runner set for this process; None when there is none."""
+    """Read the attempt that a runner set for this process; None if there is none."""
     env = os.environ if environ is None else environ
     if not (env.get("LIGHTNING_ROLLOUT_ID") and env.get("LIGHTNING_ATTEMPT_ID")):
         return None
@@ -64,12 +65,12 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Attempt | None
 
 
 class Entry:
-    """A context that is entered for a while, of which copies may outlive that while.
+    """A context that is entered for some time. Copies of it may exist for longer.
 
     Attributes:
-        previous: the context that was current before it was entered.
-        entered: the context that it was entered with; None before.
-        closed: whether it is over.
+        previous: the context that was current before.
+        entered: the context that was entered; None before that.
+        closed: whether it has ended.
     """
 
     __slots__ = ("closed", "entered", "previous")
@@ -81,24 +82,25 @@ class Entry:
 
 
 def settled(context: Context | None = None) -> Context:
-    """Return a context without what entries that are over have left in it.
+    """Return a context without what ended entries have left in it.
 
-    A framework may report the end of its work in a copy of its context (asyncio shields callbacks), so that who awaited
-    it is still in the work's own. What was put on top since then stays: an attempt, an agent, everybody else's values.
+    A framework may report the end of its work in a copy of its context (asyncio shields callbacks), so the awaiting
+    code still has the work's own. Values that were set after the entry stay: an attempt, an agent, other libraries'
+    values.
 
     Args:
         context: by default the current one.
     """
     context = current() if context is None else context
     entry = context.get(SCOPE)
-    while isinstance(entry, Entry) and entry.closed and entry.entered is not None:  # nearly always not once
+    while isinstance(entry, Entry) and entry.closed and entry.entered is not None:  # nearly always zero times
         context = (entry.previous or Context()) if context is entry.entered else _without(context, entry, entry.entered)
         entry = context.get(SCOPE)
     return context
 
 
 def _without(context: Context, entry: Entry, entered: Context) -> Context:
-    """Undo in a context what an entry changed, but for what was changed again on top of it."""
+    """Undo an entry's changes to a context, except those that were changed again later."""
     before = entry.previous or Context()
     values = {
         key: value for key, value in context.items() if not (key.startswith(_PREFIX) and value is entered.get(key))
@@ -108,25 +110,25 @@ def _without(context: Context, entry: Entry, entered: Context) -> Context:
 
 
 def current_agent(context: Context | None = None) -> str | None:
-    """Name the agent at work in this context; None when nothing named one."""
+    """Return the agent at work in this context; None if nothing named one."""
     name = (settled() if context is None else context).get(_AGENT)
     return name if isinstance(name, str) else os.environ.get(AGENT_VARIABLE) or None
 
 
 def current_attempt(context: Context | None = None) -> Attempt | None:
-    """Return the attempt of this context, else the one that the environment names, else None."""
+    """Return the attempt of this context, otherwise the environment's, otherwise None."""
     attempt = given_attempt(settled() if context is None else context)
     return from_environment() if attempt is None else attempt
 
 
 def given_attempt(context: Context) -> Attempt | None:
-    """Return the attempt of this context; None where there is none, or the environment names it."""
+    """Return the attempt of this context; None if there is none, or if the environment names it."""
     attempt = context.get(_ATTEMPT)
     return attempt if isinstance(attempt, Attempt) else None
 
 
 def with_agent(name: str | None, context: Context | None = None) -> Context:
-    """Return a context in which this agent is at work."""
+    """Return a context with this agent as the current one."""
     return Context({**(settled() if context is None else context), _AGENT: name})
 
 
@@ -137,7 +139,7 @@ def current_terms(context: Context) -> Mapping[str, Any]:
 
 
 def with_terms(terms: Mapping[str, Any]) -> Context:
-    """Return a context in which data has these terms, besides those that it has already."""
+    """Return a context in which data has these terms, in addition to existing ones."""
     context = settled()
     return Context({**context, _TERMS: {**current_terms(context), **terms}})
 
@@ -148,44 +150,44 @@ def with_attempt(attempt: Attempt, context: Context | None = None) -> Context:
 
 
 def at_work(agent: str | None, attempt: Attempt | None, values: Mapping[str, object]) -> Context:
-    """Return a context of these values, in which this agent is at work, for this attempt unless it is None."""
+    """Return a context with these values, this current agent, and this attempt unless it is None."""
     given = {_AGENT: agent} if attempt is None else {_AGENT: agent, _ATTEMPT: attempt}
     return Context({**values, **given})
 
 
 @contextmanager
 def entered(context: Context) -> Iterator[Context]:
-    """Make `context` the current one inside the block."""
+    """Make `context` the current one within the block."""
     token = attach(context)
     try:
         yield context
     finally:
-        with suppress(ValueError):  # an async generator that is closed by its event loop: there is nothing to leave
+        with suppress(ValueError):  # an async generator that its event loop closes: there is nothing to leave
             _detach(token)
 
 
 def overlaid(ours: Context, onto: Context | None = None) -> Context:
-    """Return a context with our values of `ours` and everybody else's of `onto` (the current one by default)."""
+    """Return a context with our values from `ours` and all other values from `onto` (the current one by default)."""
     base = current() if onto is None else onto
     theirs = {key: value for key, value in base.items() if not key.startswith(_PREFIX)}
     return Context({**theirs, **{key: value for key, value in ours.items() if key.startswith(_PREFIX)}})
 
 
 class Steps:
-    """The context of a generator and that of its reader, changed at each step; others may change theirs meanwhile.
+    """The contexts of a generator and of its reader, swapped at each step. Other code may change them in between.
 
-    A generator shares its reader's execution context: what it entered itself would leak out at each ``yield``. What
-    others put into the OTel Context inside (the user's tracing) still does.
+    A generator shares its reader's execution context, so what it entered itself would leak at each ``yield``. What
+    others put into the OTel Context within it (the user's tracing) still does.
 
     Args:
-        inner: the generator's context; None: that of its reader.
+        inner: the generator's context; None: its reader's.
 
     Attributes:
-        entered: what `enter` made current; None before it did, or where there is nothing to enter. While it is current,
-            `leave` comes to `attach(outer)`, and the next `enter`, while `outer` is current, to `attach(entered)`: a
-            stream of many items may do that itself, and set `inside`.
+        entered: the context that `enter` made current; None before that, or if there is nothing to enter. While it is
+            current, `leave` equals `attach(outer)`, and the next `enter`, while `outer` is current, `attach(entered)`:
+            a stream of many items may do this itself, and set `inside`.
         outer: the reader's context.
-        inside: whether the generator runs.
+        inside: whether the generator is running.
     """
 
     __slots__ = ("_inner", "entered", "inside", "outer")
@@ -207,16 +209,16 @@ class Steps:
         attach(self.entered)
 
     def leave(self) -> None:
-        """Return the reader its own back."""
+        """Restore the reader's context."""
         if self._inner is None or self.outer is None:
             return
         self._inner = inner = current()
         self.inside = False
-        # No token: the last step may come in another execution context.
+        # No token: the last step may run in another execution context.
         attach(self.outer if inner is self.entered else overlaid(self.outer, inner))
 
     async def close(self, items: AsyncGenerator[Any, None]) -> None:
-        """Close the generator in its context, and leave that."""
+        """Close the generator in its context, and leave the context."""
         if not self.inside:
             self.enter()
         try:
@@ -226,7 +228,7 @@ class Steps:
 
 
 async def entered_steps(context: Context, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """Run an async generator inside `context`, but what its reader does between two items outside of it."""
+    """Run an async generator within `context`; its reader's code between two items runs outside it."""
     steps = Steps(context)
     try:
         steps.enter()
@@ -239,7 +241,7 @@ async def entered_steps(context: Context, items: AsyncGenerator[T, None]) -> Asy
 
 
 def entered_iteration(context: Context, items: Generator[T, None, None]) -> Generator[T, None, None]:
-    """As `entered_steps`, of a generator that is not asynchronous."""
+    """Run a synchronous generator within `context`; see `entered_steps`."""
     steps = Steps(context)
     try:
         steps.enter()

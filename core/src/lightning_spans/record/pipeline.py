@@ -1,4 +1,4 @@
-"""What is attached in this process: one recorder for all frameworks, and what its spans pass on their way."""
+"""What is attached in this process: one recorder for all frameworks, and the stages that its spans pass."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Pipeline:
-    """Made by the first `attach()`, closed by the last `detach()`.
+    """Created by the first `attach()`, closed by the last `detach()`.
 
     Attributes:
         recorder: begins and ends spans.
         delivery: writes to the process's own store.
-        listeners: tell plugins of spans that ended.
+        listeners: tell plugins of ended spans.
         naming: asks plugins for names of agents.
         stop_carrying: stops carrying context and attempt into threads and processes.
     """
@@ -38,20 +38,20 @@ class Pipeline:
         self.listeners.close()
 
 
-_live: Pipeline | None = None  # process-wide, since patches of a framework are, and so what they report to is too
+_live: Pipeline | None = None  # process-wide, because patches of a framework are too
 
 
 def live_pipeline() -> Pipeline | None:
-    """Return the pipeline while something is attached, else None."""
+    """Return the pipeline while something is attached, otherwise None."""
     return _live
 
 
 def set_live(pipeline: Pipeline | None) -> None:
-    """Make this the process's pipeline; for `attach()` and `detach()`, under their lock."""
+    """Set the process's pipeline; for `attach()` and `detach()`, under their lock."""
     global _live  # noqa: PLW0603 - see `_live`
     _live = pipeline
 
 
 def live_recorder() -> SpanRecorder | None:
-    """Return the recorder of this process while something is attached, else None."""
+    """Return the recorder of this process while something is attached, otherwise None."""
     return None if _live is None else _live.recorder

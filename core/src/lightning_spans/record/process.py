@@ -1,6 +1,6 @@
-"""What is put right in a forked child, and what is done at the end of a process.
+"""What is repaired in a forked child, and what is done at the end of a process.
 
-In a forked child no thread lives on but the one that forked, and locks stay held. With gevent they all do.
+In a forked child only the thread that forked exists, and locks stay held. With gevent all threads exist.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from types import FrameType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-_methods: WeakKeyDictionary[object, Callable[[Any], Any]] = WeakKeyDictionary()  # in the order in which they came
+_methods: WeakKeyDictionary[object, Callable[[Any], Any]] = WeakKeyDictionary()  # in the order of their registration
 
 
 def in_child(function: Callable[[], Any]) -> None:
-    """Call this in each forked child; of an object, one method, as long as it lives: it is not kept alive for it."""
+    """Call this in each forked child.
+
+    A bound method is called as long as its object exists, which this does not keep alive.
+    """
     if not hasattr(os, "register_at_fork"):
         return
     if isinstance(function, MethodType):
@@ -45,10 +48,10 @@ def threads_live_on() -> bool:
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """Return where each thread stands, by its identifier.
+    """Return the current frame of each thread, by its identifier.
 
-    Without garbage collection meanwhile: on Python 3.11.7, among others, the process stops for good if an object that
-    lets other threads run, such as a socket, is finalised inside of `sys._current_frames` (CPython's issue 106883).
+    Garbage collection is off meanwhile: on Python 3.11.7, among others, the process hangs if an object that lets other
+    threads run, such as a socket, is finalised within `sys._current_frames` (CPython issue 106883).
     """
     collects = gc.isenabled()
     gc.disable()
@@ -60,10 +63,10 @@ def thread_frames() -> dict[int, FrameType]:
 
 
 def at_end(owner: object, function: Callable[[], Any]) -> Callable[[], None]:
-    """Call this when the process ends, also a worker of multiprocessing, which ends without `atexit`.
+    """Call this when the process ends, also in a multiprocessing worker, which ends without `atexit`.
 
     Args:
-        owner: no worker that is forked when it is gone calls the function.
+        owner: a worker that is forked after the owner is gone does not call the function.
         function: called last, in every process that has it.
 
     Returns:
@@ -81,7 +84,7 @@ def at_end(owner: object, function: Callable[[], Any]) -> Callable[[], None]:
 
 
 def within(timeout_s: float, function: Callable[[], Any]) -> bool:
-    """Call a function, and wait no longer than that for it. False: it takes longer, and goes on in a thread."""
+    """Call a function, and wait at most this long for it. False: it takes longer, and continues in a thread."""
     thread = threading.Thread(target=function, name="lightning-waits", daemon=True)
     try:
         thread.start()

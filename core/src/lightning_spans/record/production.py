@@ -1,4 +1,4 @@
-"""Live use: what an attached program in production records outside of any attempt, read from its environment."""
+"""Live use: what an attached program in production records outside attempts, configured by its environment."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ _HALF: Final = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """How spans outside of attempts are recorded. Spans of attempts are always kept, since training needs them whole.
+    """How spans outside attempts are recorded.
+
+    Spans of attempts are always kept, since training needs complete traces.
 
     Attributes:
-        origin: the label they get.
-        rate: share of the traces that is kept, 0 to 1: whole traces, the same in every process that sees one.
+        origin: their label.
+        rate: share of the traces that is kept, 0 to 1: complete traces, the same ones in every process.
         redaction: what is masked in them.
-        terms: of data, as attributes, where a span states none: `lightning_spans.terms`.
+        terms: of data, as attributes, if a span states none: `lightning_spans.terms`.
     """
 
     origin: str = TRAINING
@@ -53,7 +55,7 @@ EVERYTHING: Final = Live()
 
 
 def sampled(trace_id: str, rate: float) -> bool:
-    """Whether a trace is kept at a rate: by its id, whose second half is random in every tracer (W3C trace context)."""
+    """Whether a trace is kept at a rate. It is decided by its id, whose second half is random (W3C trace context)."""
     return rate >= 1.0 or int(trace_id[16:] or "0", 16) < rate * _HALF
 
 
@@ -61,7 +63,7 @@ def read_live(environ: Mapping[str, str] | None = None) -> Live:
     """Read ``LIGHTNING_ORIGIN``, ``_SAMPLE``, ``_REDACT``, the terms of data, and ``OPENINFERENCE_HIDE_*``.
 
     Raises:
-        ConfigError: one of them makes no sense.
+        ConfigError: one of them has an invalid value.
     """
     env = os.environ if environ is None else environ
     redaction = read_rules(env.get("LIGHTNING_REDACT", "").splitlines(), env)
@@ -79,7 +81,7 @@ def parse_rate(text: str) -> float:
     """Read a share between 0 and 1.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no such number.
     """
     try:
         rate = float(text)

@@ -1,4 +1,4 @@
-"""Other system prompts for agents by name, put in the place of their own on the wire: the program stays as it is."""
+"""Replacement system prompts for agents, by name. They are inserted into requests, so the program stays unchanged."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ An empty ``before`` is in every system prompt, at its start: ``after`` goes in f
 FORMAT: Final = "lightning-prompts-1"
 _ROLES: Final = ("system", "developer")
 _attached: Prompts = {}
-_missing: Final[set[str]] = set()  # agents of which a prompt was told not to fit
+_missing: Final[set[str]] = set()  # agents for which a non-fitting prompt was reported
 
 
 def read_prompts(path: str | Path) -> dict[str, dict[str, str]]:
     """Read the file that ``lightning-rl prompts`` wrote.
 
     Raises:
-        ConfigError: it can't be read, or is no such file.
+        ConfigError: it cannot be read, or is no such file.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -52,19 +52,19 @@ def read_prompts(path: str | Path) -> dict[str, dict[str, str]]:
 
 
 def use(prompts: Prompts) -> None:
-    """Use these wherever an attempt brings none of its own; {} for none."""
+    """Use these for attempts without their own prompts; {} for none."""
     global _attached  # noqa: PLW0603 - the patches of frameworks are process-wide, and so is what they put in
     _attached = prompts
     _missing.clear()
 
 
 def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt | None) -> Mapping[str, Json] | None:
-    """Return the body of a model call with the agent's other prompt; None where it stays as it is.
+    """Return the body of a model call with the agent's replacement prompt; None if it stays unchanged.
 
     Args:
-        body: of a chat completion, of Responses or of Anthropic's messages. It is left as it is.
-        agent: whose call it is, by its path.
-        attempt: whose prompts go before those of `attach()`.
+        body: of a chat completion, of Responses or of Anthropic's messages. It is not changed.
+        agent: the calling agent's path.
+        attempt: its prompts have priority over those of `attach()`.
     """
     prompts: Prompts = attempt.prompts if attempt is not None and attempt.prompts else _attached
     meant = max((name for name in prompts if selects((name,), agent)), key=len, default=None)
@@ -82,9 +82,9 @@ def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt |
 
 
 def own_body(body: Mapping[str, Json], before: str, after: str) -> Mapping[str, Json] | None:
-    """Return the body that a call had before `with_prompts` put `after` in the place of `before`.
+    """Return the body that a call had before `with_prompts` replaced `before` by `after`.
 
-    None where that can't be told: the text is not in it, is in it more than once, or does not come back from it.
+    None if that cannot be determined: the text is not in it, is in it more than once, or does not convert back.
     """
     if sum(_count(text, after) for text in system_texts(body)) != 1:
         return None
@@ -93,7 +93,7 @@ def own_body(body: Mapping[str, Json], before: str, after: str) -> Mapping[str, 
 
 
 def _count(text: str, part: str) -> int:
-    """Count the places at which a text holds another one, overlapping ones among them."""
+    """Count the occurrences of a text in another, including overlapping ones."""
     return sum(text.startswith(part, place) for place in range(len(text) - len(part) + 1))
 
 
@@ -139,7 +139,7 @@ def _content(content: Any, before: str, after: str) -> Any:
 
 
 def _across(parts: Sequence[Any], before: str, after: str) -> list[Any] | None:
-    """Replace a text that goes on over several parts, read as the gateway joins them; these become one, the last."""
+    """Replace a text that spans several parts, joined as the gateway joins them. The parts become one, the last."""
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
     joined = "\n".join(texts)
     start = joined.find(before)
@@ -153,7 +153,10 @@ def _across(parts: Sequence[Any], before: str, after: str) -> list[Any] | None:
 
 
 def system_text(request: Mapping[str, Json]) -> str | None:
-    """Return the system prompt of a request: the instructions, or the first text of that role; None without one."""
+    """Return the system prompt of a request: the instructions, or the first text of that role.
+
+    None if there is none.
+    """
     for field in ("instructions", "system"):
         if (text := _text(request.get(field))) is not None:
             return text

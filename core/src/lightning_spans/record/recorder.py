@@ -1,4 +1,4 @@
-"""The recorder: framework events in, spans out. Nothing here ever raises into the agent."""
+"""The recorder: framework events in, spans out. It never raises into the agent."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ in_child(_after_fork)
 
 
 class Tracer(Protocol):
-    """Makes spans and delivers them; `otel` and `embedded` give identical records."""
+    """Creates and delivers spans; `otel` and `embedded` produce identical records."""
 
     def start(self, span: RecordingSpan, context: Context) -> None:
-        """Return the new span its `trace_id` and `span_id`: its parent's trace, or a new one."""
+        """Give the new span its `trace_id` and `span_id`: its parent's trace, or a new one."""
         ...
 
     def end(self, span: RecordingSpan) -> None:
-        """Deliver the record of an ended span, which is best made by who delivers: off the agent's thread."""
+        """Deliver the record of an ended span. The record is best made by the delivering thread, not the agent's."""
         ...
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until what was ended so far is delivered or spooled; False when the time ran out."""
+        """Wait until all spans ended so far are delivered or spooled; False if the time ran out."""
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Deliver or spool what is pending, and stop; what is not delivered when the time runs out is spooled."""
+        """Deliver or spool what is pending, and stop. What is not delivered when the time runs out is spooled."""
         ...
 
 
 class RecordingSpan:
-    """A span that has begun. `end` it once; later ends change nothing."""
+    """A span that has begun. Call `end` once; further calls change nothing."""
 
     __slots__ = (
         "_begun_in", "_context", "_record", "_recorder", "agent", "attempt", "attributes", "end_ns", "given",
@@ -95,7 +95,7 @@ class RecordingSpan:
         self.trace_id = ""  # 32 hex digits
         self.span_id = ""  # 16 hex digits
         self.handle: Any = None  # the tracer's own
-        self.given: Any = None  # of a tool in a replay: what the record has of it; see `record.replay`
+        self.given: Any = None  # of a tool in a replay: its recorded outcome; see `record.replay`
         self.start_ns = 0
         self.end_ns: int | None = None
         self.status: Status = "unset"
@@ -103,14 +103,17 @@ class RecordingSpan:
 
     @property
     def context(self) -> Context:
-        """The context with the span as current one and its agent at work. Made when asked for: few are entered."""
+        """The context with the span as the current one and its agent at work.
+
+        Created on request, because few are entered.
+        """
         if self._context is None:
-            # Not OTel's own current span: the user's traces would get a parent that is in no backend of his.
+            # Not OTel's own current span: the user's traces would get a parent that no backend of theirs has.
             self._context = at_work(self.agent, self.attempt, {**self._begun_in, _SPAN: self})
         return self._context
 
     def context_in(self, context: Context) -> Context:
-        """Return this context with the span as current one and its agent at work; others' values in it are kept."""
+        """Return this context with the span as the current one and its agent at work; other values in it are kept."""
         return self.context if context is self._begun_in else overlaid(self.context, context)
 
     @property
@@ -120,7 +123,7 @@ class RecordingSpan:
 
     @property
     def path(self) -> str | None:
-        """Where its agent stands, outermost first; None where nothing named one."""
+        """The agent's path, outermost first; None if nothing named one."""
         return None if self.agent is None else path_of(self.agent, self.attributes.get(names.AGENT_PATH))
 
     @property
@@ -140,30 +143,30 @@ class RecordingSpan:
         end_ns: int | None = None,
         later: Later | None = None,
     ) -> None:
-        """End the span and hand it to the sink.
+        """End the span and pass it to the sink.
 
         Args:
-            error: what went wrong; None when all went well.
+            error: what went wrong; None if nothing did.
             attributes: added before it is delivered.
             end_ns: Unix time in nanoseconds; now by default.
-            later: called once the span has ended, to `set` more; what it raises is logged, and costs no span.
+            later: called once the span has ended, to `set` more. If it raises, that is logged, and the span is kept.
         """
         self._recorder.end(self, error=error, attributes=attributes, end_ns=end_ns, later=later)
 
     @property
     def unnamed(self) -> bool:
-        """Whether a hook is still to name its agent."""
+        """Whether a hook must still name its agent."""
         return self.agent is None and self._record is None and self._recorder.names_agents
 
     def record(self) -> Span:
-        """Return the record of the span, which has ended. Waits for the hook that names its agent."""
+        """Return the record of the ended span. Waits for the hook that names its agent."""
         return self._record or self._recorder.finish(self)
 
     def draft(self) -> Span:
-        """Return the record, with the agent that is known by now."""
+        """Return the record, with the agent known so far."""
         if self.unnamed:
             return self._make_span()
-        if self._record is None:  # without the lock of `finish`, which may be held by who names another
+        if self._record is None:  # without the lock of `finish`, which may be held while another span is named
             self._record = self._make_span()
         return self._record
 
@@ -194,13 +197,13 @@ def _without_none(attributes: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def current_span(context: Context | None = None) -> RecordingSpan | None:
-    """Return the span of ours that is open in this context; None when there is none."""
+    """Return our span that is open in this context; None if there is none."""
     found = (settled() if context is None else context).get(_SPAN)
     return found if isinstance(found, RecordingSpan) else None
 
 
 def agent_path(name: str, context: Context | None = None) -> str:
-    """Tell where an agent that begins in this context stands, outermost first; a slash inside a name is doubled."""
+    """Return the path of an agent that begins in this context, outermost first. A slash within a name is doubled."""
     around = current_span(context)
     while around is not None and around.operation != names.INVOKE_AGENT and names.AGENT_PATH not in around.attributes:
         around = around.parent
@@ -211,7 +214,7 @@ def agent_path(name: str, context: Context | None = None) -> str:
 
 
 def standing(agent: str, context: Context | None = None) -> str:
-    """Tell where an agent stands that is at work in this context: under its own span, or one that has none."""
+    """Return the path of an agent at work in this context: under its own span, or one without a span."""
     around = current_span(context)
     while around is not None and around.operation != names.INVOKE_AGENT:
         around = around.parent
@@ -232,19 +235,19 @@ class SpanRecorder:
         store: str | None = None,
     ) -> None:
         self.tracer = tracer
-        self.store = store  # where spans outside of attempts go
+        self.store = store  # where spans outside attempts go
         self._on_end = on_end
         self._name_agent = name_agent
         self._agents = agents
-        self._guards: dict[str, _Guard] = {}  # they hold nothing of a block, so one serves all
+        self._guards: dict[str, _Guard] = {}  # it has no state, so one object serves all
 
     @property
     def names_agents(self) -> bool:
-        """Whether hooks are asked for the agents of spans that nothing named."""
+        """Whether hooks are asked for the agents of unnamed spans."""
         return self._name_agent is not None
 
     def reroutes(self, span: Caller) -> bool:
-        """Whether a model call goes to the policy: its attempt asks for its agent, and `attach(agents=)` allows it."""
+        """Whether a model call goes to the policy: its attempt selects its agent, and `attach(agents=)` allows it."""
         if span.attempt is None or not span.attempt.reroutes(span.path):
             return False
         return self._agents is None or selects(self._agents, span.path)
@@ -260,7 +263,7 @@ class SpanRecorder:
         attributes: Mapping[str, Json] | None = None,
         start_ns: int | None = None,
     ) -> RecordingSpan:
-        """Begin a span; arguments as of `hooks.Recorder.start`."""
+        """Begin a span; see `hooks.Recorder.start`."""
         if parent is not None:
             context = parent.context
         elif context is None:
@@ -289,7 +292,10 @@ class SpanRecorder:
         return span
 
     def _joins(self, parent: RecordingSpan) -> bool:
-        """Whether a span of an earlier recorder lies where ours go: under one that lies elsewhere it is an orphan."""
+        """Whether a span of an earlier recorder has the same destination.
+
+        Under a parent with another one, it is an orphan.
+        """
         return parent._recorder.store == self.store or (parent.attempt is not None and bool(parent.attempt.endpoint))
 
     def end(
@@ -301,7 +307,7 @@ class SpanRecorder:
         end_ns: int | None = None,
         later: Later | None = None,
     ) -> None:
-        """End a span and hand it to the sink; arguments as of `RecordingSpan.end`. Its second end changes nothing."""
+        """End a span and pass it to the sink; see `RecordingSpan.end`. Ending it again changes nothing."""
         if span.end_ns is not None:
             return
         span.end_ns = time.time_ns() if end_ns is None else end_ns
@@ -319,8 +325,8 @@ class SpanRecorder:
                 later()
             except Exception as raised:  # noqa: BLE001 - logged
                 log_failure("what was left for later", raised, span)
-        # What waits to be delivered holds no context, and so nothing of what is around it: memory that the agent can't
-        # use again is slow. But a hook that names its agent may look there.
+        # A waiting span holds no context, and so none of the objects around it: the agent could not reuse their
+        # memory, which is slow. But a hook that names its agent may read the context.
         span._context = None
         if span.agent is not None or not listens("lightning_agent_name"):
             span._begun_in = _NOWHERE
@@ -335,7 +341,7 @@ class SpanRecorder:
 
     def finish(self, span: RecordingSpan) -> Span:
         """Make the record of an ended span, and have its agent named."""
-        with _finishing:  # the sink and the listeners ask for it, each in a thread of its own
+        with _finishing:  # the sink and the listeners call this, each in its own thread
             if span.unnamed and self._name_agent is not None:
                 try:
                     span.agent = self._name_agent(span)
@@ -347,7 +353,7 @@ class SpanRecorder:
             return span._record
 
     def guard(self, plugin: str, span: OpenSpan | None = None) -> AbstractContextManager[None]:
-        """Log what goes wrong inside the block instead of raising it into the agent."""
+        """Log an error within the block instead of raising it into the agent."""
         if span is not None:
             return _Guard(plugin, span)
         known = self._guards.get(plugin)
@@ -355,7 +361,7 @@ class SpanRecorder:
 
 
 def log_failure(plugin: str, error: Exception, span: OpenSpan | None = None) -> None:
-    """Log what went wrong while a framework's event was recorded, instead of raising it into the agent."""
+    """Log an error while recording a framework's event, instead of raising it into the agent."""
     where = f" at span {span.operation} {span.name!r} {span.span_id}" if span is not None else ""
     logger.error(
         "lightning: %s failed%s; the agent continues, this event is not recorded",

@@ -1,8 +1,8 @@
 """What must not reach a disk: fields by name, text by pattern, and the masking settings of OpenInference.
 
-``password`` masks the value of every field and attribute of that name, at any depth of JSON, JSON inside of text
-included; it may be a glob, such as ``*_token``. ``/[0-9]{16}/`` masks what matches, in any text, key and number. Names
-are compared without case.
+``password`` masks the value of every field and attribute of that name, at any depth of JSON, including JSON within
+text. It may be a glob, such as ``*_token``. ``/[0-9]{16}/`` masks matches in any text, key and number. Names ignore
+case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from openinference.instrumentation import TraceConfig
 
 MASK: Final = "__REDACTED__"  # as OpenInference writes it
-_DEEPEST: Final = 60  # levels of JSON that are looked through; what lies deeper is masked whole
+_DEEPEST: Final = 60  # levels of JSON that are searched; deeper values are masked completely
 
 _PREFIX: Final = "OPENINFERENCE_HIDE_"
 HIDES: Final = (
@@ -33,13 +33,13 @@ HIDES: Final = (
 )  # fmt: skip
 _IMAGE_LENGTH: Final = "OPENINFERENCE_BASE64_IMAGE_MAX_LENGTH"
 
-# Keys of a request's and a response's JSON by what they hold, on every surface that we record.
+# Keys of a request's and a response's JSON by their content, for every API that is recorded.
 _ASKED: Final = ("messages", "input", "prompt", "system", "instructions", "contents", "system_instruction", "suffix")
 _TOOLS: Final = ("tools", "functions", "tool_choice", "function_call")
 _ANSWERED: Final = ("choices", "output", "content", "output_text", "reasoning", "candidates", "message", "text")
 _TEXTS: Final = ("content", "text", "arguments", "input_text", "output_text", "refusal", "reasoning_content", "input")
 _IMAGES: Final = ("image_url", "input_image", "image")
-# Attributes of other instrumentors that OpenInference's own masking does not know: beginnings of their names.
+# Prefixes of other instrumentors' attributes that OpenInference's own masking does not know.
 _OTHERS: Final[Mapping[str, tuple[str, ...]]] = {
     "INPUTS": ("llm.prompt_template", "gen_ai.input.", "gen_ai.prompt", "gen_ai.system_instr",
                "gen_ai.tool.definitions"),
@@ -58,11 +58,11 @@ _OTHERS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Redaction:
-    """Rules, applied to a span before anything of it is kept.
+    """Rules that are applied to a span before any of it is kept.
 
     Attributes:
         names: globs of fields, in lower case.
-        patterns: what is masked inside of text.
+        patterns: masked within text.
         hides: OpenInference's settings that are on, such as ``INPUTS``.
         image_length: longest base64 image kept; None: any.
     """
@@ -78,7 +78,7 @@ class Redaction:
         return bool(self.names or self.patterns or self.hides or self.image_length is not None)
 
     def __call__(self, span: Span) -> Span:
-        """Return the span masked; the same one where nothing was."""
+        """Return the span masked; the same object if nothing was."""
         attributes = {key: self._attribute(key, value) for key, value in span.attributes.items()}
         clean = replace(
             span,
@@ -89,7 +89,7 @@ class Redaction:
         return span if clean == span else clean
 
     def _error(self, span: Span) -> str:
-        """Mask what went wrong: often what a tool gave, also in the spans of the agents and workflows around it."""
+        """Mask an error: often it contains a tool's output, also in the spans of surrounding agents and workflows."""
         if span.status_message and span.operation != CHAT and "OUTPUTS" in self.hides:
             return MASK
         return self._string(span.status_message, 0)
@@ -110,7 +110,7 @@ class Redaction:
         return self._any(value, 0)
 
     def _body(self, value: Json, hide: Callable[[dict[str, Any]], dict[str, Any]]) -> Json:
-        """Mask the JSON text of a request or response; one that can't be read is masked whole where it would hide."""
+        """Mask the JSON text of a request or response. Unreadable text is masked completely if it would be hidden."""
         try:
             body = read_json(value) if isinstance(value, str) else value
         except ValueError:
@@ -146,7 +146,7 @@ class Redaction:
         return out
 
     def _parts(self, value: Json, *, text: bool, depth: int = 0) -> Json:
-        """Mask the text, or the images, of messages, and leave who said it."""
+        """Mask the text or the images of messages, but not their roles."""
         if depth > _DEEPEST or (text and isinstance(value, str)):
             return MASK
         if isinstance(value, list):
@@ -202,25 +202,25 @@ class Redaction:
 
 
 def _quoted_keys(text: str) -> Iterator[str]:
-    """Yield the names of fields in JSON that was cut off and in what Python's `repr` gives; in linear time."""
+    """Yield the names of fields in truncated JSON and in Python's `repr`, in linear time."""
     for end in re.finditer(r"""["']\s*:""", text):
         begin = text.rfind(end[0][0], 0, end.start())
         if begin >= 0:
-            yield text[begin + 1 : end.start()].rstrip("\\")  # of JSON inside of JSON, the quotes are escaped
+            yield text[begin + 1 : end.start()].rstrip("\\")  # in JSON within JSON, the quotes are escaped
 
 
 NOTHING: Final = Redaction()
 
 
 def read_rules(rules: Sequence[str], environ: Mapping[str, str]) -> Redaction:
-    """Make a redaction of rules and of OpenInference's variables.
+    """Create a redaction from rules and from OpenInference's variables.
 
     Args:
         rules: names, globs, or patterns between slashes.
-        environ: where ``OPENINFERENCE_HIDE_*`` and ``OPENINFERENCE_BASE64_IMAGE_MAX_LENGTH`` are looked for.
+        environ: contains ``OPENINFERENCE_HIDE_*`` and ``OPENINFERENCE_BASE64_IMAGE_MAX_LENGTH``.
 
     Raises:
-        ConfigError: a pattern can't be read, or a variable has no sense.
+        ConfigError: a pattern cannot be parsed, or a variable is invalid.
     """
     names, patterns = [], []
     for rule in (text.strip() for text in rules):
@@ -239,9 +239,9 @@ def read_rules(rules: Sequence[str], environ: Mapping[str, str]) -> Redaction:
 def _config(hides: Collection[str]) -> TraceConfig:
     from openinference.instrumentation import TraceConfig
 
-    # All are given, since it would read what is left out from the process's own environment.
+    # All are given, because it would read missing ones from the process's own environment.
     switches: dict[str, Any] = {f"hide_{name.lower()}": name in hides for name in HIDES}
-    return TraceConfig(**switches, base64_image_max_length=sys.maxsize)  # images are looked for in every text, above
+    return TraceConfig(**switches, base64_image_max_length=sys.maxsize)  # images are searched for in every text, above
 
 
 def _switch(name: str, environ: Mapping[str, str]) -> bool:

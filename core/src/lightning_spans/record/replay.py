@@ -1,8 +1,8 @@
-"""Tools in a replay: what a tool gave in the record is put in the place of its own code, so that nothing happens twice.
+"""Tools in a replay: the recorded result replaces the tool's own code, so that nothing happens twice.
 
-A plugin wraps the innermost place where a framework runs a tool's own code with `called` or `acalled`. Outside of a
-replay these keep what the code returned or raised, where the text that the model is told is not the same. In a replay
-they ask the gateway, once for each span: it gives what the record has, or says that the tool is to run.
+A plugin wraps the innermost function that runs a tool's own code with `called` or `acalled`. Outside a replay these
+record what the code returned or raised, if the model's text differs from it. In a replay they ask the gateway, once per
+span: it returns the recorded result, or says that the tool must run.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ logger = logging.getLogger("lightning_spans")
 T = TypeVar("T")
 
 PATH: Final = "/v1/replay/tool"
-TIMEOUT_S: Final = 60.0  # to connect, and for each part of the answer; the gateway has it in memory
-_told: Final[set[tuple[str, str]]] = set()  # tools and types of which was told that they do not come back
+TIMEOUT_S: Final = 60.0  # to connect, and for each part of the response; the gateway has it in memory
+_told: Final[set[tuple[str, str]]] = set()  # tools and types for which a warning about replays was logged
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the record has of a tool call.
+    """The recorded outcome of a tool call.
 
     Attributes:
-        result: as the model was told it, as text.
+        result: the text that the model got.
         failed: whether it was an error.
-        error: the error's text; empty where there was none.
-        error_type: the qualified name of what was raised, where that is known.
-        returned: what the tool's own code returned or raised, as `record.returned` writes it; None: `result` says it.
+        error: the error's text; empty if there was none.
+        error_type: the qualified name of the exception's class, if known.
+        returned: what the tool's own code returned or raised, as `record.returned` writes it; None: `result` is it.
     """
 
     result: str = ""
@@ -63,13 +63,13 @@ class Given:
         """Return what the tool's own code returned, or raise what it raised.
 
         Raises:
-            ReplayEndedError: what is recorded can't be read by this program.
-            Exception: what the tool raised in the record.
+            ReplayEndedError: this program cannot read the recorded value.
+            Exception: the recorded exception of the tool.
         """
         return self.whole().outcome()
 
     def whole(self) -> Returned:
-        """Read what the tool's own code returned or raised: kept whole, else made from the texts."""
+        """Return what the tool's own code returned or raised: as recorded, otherwise made from the texts."""
         try:
             if self.returned is not None:
                 return read(self.returned)
@@ -81,10 +81,10 @@ class Given:
 
 
 class Replaying:
-    """Asks the gateway what a replay's record has of the tools that the program calls.
+    """Asks the gateway for the recorded outcomes of a replayed program's tools.
 
     Args:
-        attempt: one that is a replay, with endpoint and key.
+        attempt: a replay, with endpoint and key.
     """
 
     __slots__ = ("_attempt",)
@@ -95,17 +95,17 @@ class Replaying:
     def tool(
         self, agent: str | None, name: str, call_id: str | None, arguments: str, marks: Mapping[str, Json] | None = None
     ) -> Given | None:
-        """Return what the record has of a tool call; None: run it.
+        """Return the recorded outcome of a tool call; None: run it.
 
         Args:
-            agent: whose call it is.
+            agent: the calling agent.
             name: of the tool.
-            call_id: the model's name for the call, where it has one.
+            call_id: the model's id of the call, if it has one.
             arguments: JSON text.
-            marks: ``pure`` or ``side_effects``, where the tool is marked so.
+            marks: ``pure`` or ``side_effects``, if the tool is marked so.
 
         Raises:
-            ReplayEndedError: the record has no such call, or the tool is refused, or the gateway can't be asked.
+            ReplayEndedError: the call is not recorded, the tool is refused, or the gateway cannot be reached.
         """
         asked = {"agent": agent, "name": name, "call_id": call_id, "arguments": arguments, **(marks or {})}
         return _read(name, self._ask(name, dumps(asked)))
@@ -113,9 +113,9 @@ class Replaying:
     async def atool(
         self, agent: str | None, name: str, call_id: str | None, arguments: str, marks: Mapping[str, Json] | None = None
     ) -> Given | None:
-        """As `tool`, while the event loop goes on. Calls that are made at once are answered in their order.
+        """Return the recorded outcome while the event loop runs; see `tool`. Parallel calls are answered in order.
 
-        Some frameworks tell the model results in the order in which they came.
+        Some frameworks pass results to the model in the order in which they arrive.
         """
         ask = partial(copy_context().run, self.tool, agent, name, call_id, arguments, marks)
         return await asyncio.get_running_loop().run_in_executor(_line(), ask)
@@ -129,7 +129,7 @@ class Replaying:
             with waiting("replayed tool", f"the recorded result of {name!r}"):
                 return _posts(f"{endpoint}{PATH}", body, headers)
         except (OSError, http.client.HTTPException) as error:
-            # It is not run instead: in a replay nothing may happen twice.
+            # The tool is not run instead: in a replay nothing may happen twice.
             raise ReplayEndedError(f"the gateway can't be asked what {name!r} gave in the record: {error!r}") from None
 
 
@@ -179,17 +179,17 @@ def _read(name: str, answer: HttpResponse) -> Given | None:
 
 
 def current_replay() -> Replaying | None:
-    """Return what answers for the replay that runs here; None where none does."""
+    """Return the object that answers for the current replay; None if there is none."""
     attempt = current_attempt()
     return None if attempt is None or attempt.replay is None else Replaying(attempt)
 
 
-# A tool's span is asked for once. A call passes several layers of a framework, each of which may be wrapped, and a
-# framework may call a tool that failed again, in the same span.
+# The outcome is requested once per tool span. A call passes several layers of a framework, each of which may be
+# wrapped, and a framework may call a failed tool again within the same span.
 
 
 def tool_around() -> RecordingSpan | None:
-    """Return the span of the tool whose own code is about to run here; None where that is no tool's."""
+    """Return the span of the tool whose own code is about to run here; None if that is no tool's code."""
     span = current_span()
     return span if span is not None and span.operation == names.EXECUTE_TOOL else None
 
@@ -210,36 +210,36 @@ def _question(span: RecordingSpan) -> tuple[str | None, str, str | None, str, di
 
 
 def _take(span: RecordingSpan, given: Given | None) -> Given | None:
-    """Note on a tool's span that its result is given; None where its own code is to run."""
+    """Note on a tool's span that its outcome was replayed; None if its own code must run."""
     if given is None or (given.returned is not None and given.whole().again):
         return None
     span.given = given
     span.attributes[names.REPLAYED] = True
     if given.returned is not None:
         span.attributes[names.TOOL_RETURNED] = given.returned
-    if given.failed and given.error_type:  # a framework may only tell that it failed
+    if given.failed and given.error_type:  # a framework may only report that it failed
         span.attributes[names.ERROR_TYPE] = given.error_type
     return given
 
 
 def given_to(span: RecordingSpan) -> Given | None:
-    """Return what a replay's record gives for the tool of a span; None where its own code is to run.
+    """Return the replayed outcome for a tool's span; None if its own code must run.
 
     Raises:
-        ReplayEndedError: as `Replaying.tool`.
+        ReplayEndedError: see `Replaying.tool`.
     """
     asker = _asker(span)
     return span.given if asker is None else _take(span, asker.tool(*_question(span)))
 
 
 async def agiven_to(span: RecordingSpan) -> Given | None:
-    """As `given_to`, while the event loop goes on."""
+    """Return the replayed outcome while the event loop runs; see `given_to`."""
     asker = _asker(span)
     return span.given if asker is None else _take(span, await asker.atool(*_question(span)))
 
 
 def keep_returned(span: OpenSpan, value: object) -> None:
-    """Keep on its span what a tool's own code returned, unless it is text: that is what the model is told."""
+    """Record on its span what a tool's own code returned, unless it is text: then it is what the model got."""
     if type(value) is str:
         span.attributes.pop(names.TOOL_RETURNED, None)
     else:
@@ -247,7 +247,7 @@ def keep_returned(span: OpenSpan, value: object) -> None:
 
 
 def keep_whole(span: OpenSpan, value: object) -> None:
-    """Keep on its span what a tool's own code returned, be it text."""
+    """Record on its span what a tool's own code returned, even if it is text."""
     try:
         span.attributes[names.TOOL_RETURNED] = write(value)
     except Exception as error:  # noqa: BLE001 - a value of the program's may do anything when it is looked at
@@ -256,7 +256,7 @@ def keep_whole(span: OpenSpan, value: object) -> None:
 
 
 def keep_raised(span: OpenSpan, error: BaseException, *, waits: bool = False) -> None:
-    """Keep on its span what a tool's own code raised; frameworks tell the model something else."""
+    """Record on its span what a tool's own code raised; frameworks tell the model something else."""
     if isinstance(error, ReplayEndedError):
         return
     try:
@@ -266,7 +266,7 @@ def keep_raised(span: OpenSpan, error: BaseException, *, waits: bool = False) ->
 
 
 def tell_unreturned(name: str, error: Exception) -> None:
-    """Log, once for a tool and a type, that what a tool returns does not come back in a replay."""
+    """Log, once per tool and type, that a tool's returned value cannot be replayed."""
     if (name, str(error)) not in _told:
         _told.add((name, str(error)))
         logger.warning("lightning: what the tool %r returns holds %s, which can't be kept for a replay", name, error)
@@ -279,16 +279,16 @@ def called(
     keep: Callable[[OpenSpan, T], None] = keep_returned,
     waits: Callable[[BaseException], bool] = lambda _: False,
 ) -> T:
-    """Run a tool's own code, or return or raise what it did in the record.
+    """Run a tool's own code, or return or raise its recorded outcome.
 
     Args:
         run: its own code.
-        outcome: makes what the code would have returned or raised of what the record has.
-        keep: keeps on the span what the code returned.
-        waits: whether an exception is the framework's way to wait for somebody; the tool will be called again then.
+        outcome: converts the record to what the code would have returned or raised.
+        keep: records on the span what the code returned.
+        waits: whether an exception is the framework's way to wait; the tool will then be called again.
 
     Raises:
-        ReplayEndedError: as `Replaying.tool`.
+        ReplayEndedError: see `Replaying.tool`.
     """
     span = tool_around()
     if span is None:
@@ -312,7 +312,7 @@ async def acalled(
     keep: Callable[[OpenSpan, T], None] = keep_returned,
     waits: Callable[[BaseException], bool] = lambda _: False,
 ) -> T:
-    """As `called`, of code that is awaited."""
+    """Run or replay asynchronous code; see `called`."""
     span = tool_around()
     if span is None:
         return await run()

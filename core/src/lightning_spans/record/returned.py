@@ -1,8 +1,8 @@
-"""What a tool's own code returned or raised, written as JSON so that a replay can give the same thing again.
+"""What a tool's own code returned or raised, as JSON from which a replay can restore it.
 
-Plain JSON is itself. Everything else is an object with the key ``$type``: tuples, sets, bytes, times, arrays,
-dataclasses and pydantic's models by their class, and exceptions. Only classes that the program has imported by then are
-made: no text leads to an import, and none to a call of anything but dataclasses, models and exceptions.
+Plain JSON is written as it is. Everything else is an object with the key ``$type``: tuples, sets, bytes, times, arrays,
+dataclasses and pydantic models by their class, and exceptions. Only classes that the program has already imported are
+restored: no text leads to an import, and none to a call of anything but dataclasses, models and exceptions.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lightning_spans.schema.json import dumps, loads
 from lightning_spans.schema.spans import Json
 
 _TYPE: Final = "$type"
-AGAIN: Final = "again"  # it was left by a framework's way to wait for somebody: its own code is to run, as it did
+AGAIN: Final = "again"  # the tool ended with a framework's way to wait: its own code must run again
 _DEEPEST: Final = 60
 
 
 class Returned:
-    """A value that came back from its text; a class of its own, since None is one too.
+    """A restored value; a class, because None is a value too.
 
     Attributes:
-        value: what was returned; None where something was raised.
-        error: what was raised; None where something was returned.
+        value: what was returned; None if something was raised.
+        error: what was raised; None if something was returned.
         again: whether there is neither, because the tool only began.
     """
 
@@ -55,7 +55,7 @@ def write(value: object) -> str:
     """Return a value as JSON text.
 
     Raises:
-        TypeError: it holds something that would not come back; the message names its type.
+        TypeError: it contains something that cannot be restored; the message names its type.
     """
     return dumps(encoded(value)).decode()
 
@@ -64,7 +64,7 @@ def encoded(value: object) -> Json:
     """Return a value as JSON.
 
     Raises:
-        TypeError: it holds something that would not come back; the message names its type.
+        TypeError: it contains something that cannot be restored; the message names its type.
     """
     return _encode_value(value, 0)
 
@@ -76,17 +76,17 @@ def write_error(error: BaseException) -> str:
 
 
 def write_lost(reason: Exception) -> str:
-    """Return the text that says of a value that it could not be kept, and why."""
+    """Return the text that says that a value could not be recorded, and why."""
     return dumps({_TYPE: "lost", "reason": str(reason)}).decode()
 
 
 def write_again() -> str:
-    """Return the text that says of a tool that it only began."""
+    """Return the text that says that a tool only began."""
     return dumps({_TYPE: AGAIN}).decode()
 
 
 def read(text: str) -> Returned:
-    """Read what one of the above wrote.
+    """Read what one of the functions above wrote.
 
     Raises:
         ValueError: it is no such text, or is of a class that the program has not imported.
@@ -107,12 +107,12 @@ def read(text: str) -> Returned:
 
 
 def error_of(kind: str, message: str, args: Json = None) -> Exception:
-    """Return an exception of a class of this name, with this text; `RecordedToolError` where there is no such class.
+    """Return an exception of the named class with this text; `RecordedToolError` if there is no such class.
 
     Args:
-        kind: its qualified name, with its module before a colon where that is known.
-        message: what `str` gives of it.
-        args: what it is made of, where that is known.
+        kind: its qualified name, after its module and a colon if that is known.
+        message: its `str`.
+        args: its arguments, if known.
     """
     found = _error_class(kind)
     if found is None:
@@ -131,7 +131,7 @@ def error_of(kind: str, message: str, args: Json = None) -> Exception:
 
 
 def _no_init(self: object, *_: object) -> None:
-    """Take anything: the class that it stands for may want what was not kept."""
+    """Accept any arguments: the class's own constructor may need values that were not recorded."""
 
 
 def _args(error: BaseException) -> Json:
@@ -161,7 +161,7 @@ def _name(kind: type) -> str:
 
 
 def _class(name: str) -> Any:
-    """Find a class of a module that is imported; None where there is none."""
+    """Find a class of an imported module; None if there is none."""
     module, _, path = name.rpartition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -200,7 +200,7 @@ def _of_class(value: Any, kind: type, depth: int) -> Json:
         return {_TYPE: "numpy", **about, "data": data}
     if isinstance(value, PurePath):
         return {_TYPE: "path", "value": str(value)}
-    if _class(_name(kind)) is kind:  # a class inside of a function would not be found
+    if _class(_name(kind)) is kind:  # a class within a function could not be found
         if isinstance(value, enum.Enum):
             return {_TYPE: "enum", "class": _name(kind), "name": value.name}
         if dataclasses.is_dataclass(kind):

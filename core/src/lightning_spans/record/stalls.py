@@ -1,13 +1,12 @@
-"""Never silent: every wait of ours is noted while it lasts, and one that outlasts its bound is named.
+"""Names every wait that is longer than its bound, so that nothing hangs silently.
 
-```python
-with waiting("store write", "512 spans") as wait:
-    ...            # wait.moved() where something came: the bound holds for silence, not for work
+```python with waiting("store write", "512 spans") as wait:
+    ...            # wait.moved() whenever something arrives: the bound limits silence, not work
 ```
 
-A thread looks at the open waits and logs each that is too long, once, and once more when it has ended. `stalls` gives
-those of this moment, for ``/healthz``; `stall_counts` all so far, for ``/metrics``. Noting a wait costs about a
-microsecond. A bound named here is when a wait is told of; what ends it is the waiting code's own time limit.
+A thread watches the open waits and logs each that is too long, once, and once more when it has ended. `stalls` returns
+the current ones, for ``/healthz``; `stall_counts` all so far, for ``/metrics``. Noting a wait costs about a
+microsecond. A bound says when a wait is reported; the waiting code's own time limit ends it.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ BOUNDS: Final[Mapping[str, float]] = {
     "shutdown": 60.0,
     # the agent's process
     "sink delivery": 20.0,  # a batch of spans, to a server or the process's own store
-    "spool write": 10.0,  # the disk that takes what could not be delivered
-    "replayed tool": 20.0,  # what a tool gave in the record of a replay, asked of the gateway
-    "span listener": 20.0,  # a `lightning_span_ended` of a plugin
-    "span processor": 20.0,  # one of OpenTelemetry's, given to `attach()`
+    "spool write": 10.0,  # the disk for what could not be delivered
+    "replayed tool": 20.0,  # a recorded tool outcome in a replay, requested from the gateway
+    "span listener": 20.0,  # a plugin's `lightning_span_ended`
+    "span processor": 20.0,  # an OpenTelemetry processor given to `attach()`
     "sink flush": 20.0,  # the spans of an attempt that has ended
     # the runner
     "runner claim": 20.0,
     "runner heartbeat": 20.0,
-    "runner result": 20.0,  # the end of an attempt, told to the store
+    "runner result": 20.0,  # the end of an attempt, written to the store
     "worker start": 60.0,  # a process that imports the agent
-    "ray actor": 60.0,  # a cluster without room for a worker
-    "worker": 30.0,  # an event loop that stands still
-    "agent": 3600.0,  # an attempt without a time limit; else its limit and the time it gets to end
+    "ray actor": 60.0,  # a cluster without capacity for a worker
+    "worker": 30.0,  # a blocked event loop
+    "agent": 3600.0,  # an attempt without a time limit; otherwise its limit plus the time it gets to end
     "reward function": 120.0,
     # the trainer
-    "queue": 60.0,  # rollouts that nobody claims
-    "lease": 60.0,  # attempts whose runner has gone, and that no other takes over
-    "group": 300.0,  # the last rollouts of groups that have all others
+    "queue": 60.0,  # rollouts that no runner claims
+    "lease": 60.0,  # attempts whose runner has gone and that no other takes over
+    "group": 300.0,  # the last rollouts of groups that are otherwise complete
     "rows": 300.0,
     "update": 1800.0,
-    "teacher": 1800.0,  # of distillation: what it thinks of a batch
+    "teacher": 1800.0,  # of distillation: the teacher's log-probabilities of a batch
     "checkpoint write": 300.0,
 }
 """Seconds after which a wait is reported, by part; ``LIGHTNING_BOUNDS="engine=30;update=7200"`` changes them."""
@@ -71,10 +70,10 @@ class Stall:
     """A wait that is longer than its bound.
 
     Attributes:
-        part: what waits, by its name in `BOUNDS`.
+        part: the waiting part, by its name in `BOUNDS`.
         waits_for: what it waits for.
-        seconds: for how long nothing has moved.
-        bound_s: how long it may.
+        seconds: time without progress.
+        bound_s: longest such time before it is reported.
     """
 
     part: str
@@ -89,7 +88,7 @@ class Stall:
 
 
 class Wait:
-    """A wait that is open. Made by `begin`, or by `waiting` for a block."""
+    """An open wait. Created by `begin`, or by `waiting` for a block."""
 
     __slots__ = ("_for", "bound_s", "number", "part", "since", "told")
 
@@ -102,7 +101,7 @@ class Wait:
         self.since = time.monotonic()
 
     def moved(self, part: str | None = None, waits_for: str | Callable[[], str] | None = None) -> None:
-        """Note that something came, and what it waits for now: its time begins anew."""
+        """Note progress, and what it waits for now. Its time starts again."""
         if part is not None:
             self.part, self.bound_s = part, _bounds[part]
         if waits_for is not None:
@@ -112,7 +111,7 @@ class Wait:
         self.since = time.monotonic()
 
     def end(self) -> None:
-        """Note that the wait is over; a second end changes nothing."""
+        """Note that the wait is over. Calling it again changes nothing."""
         if _open.pop(self.number, None) is not None and self.told:
             self._over()
 
@@ -149,8 +148,8 @@ def begin(part: str, waits_for: str | Callable[[], str], bound_s: float | None =
 
     Args:
         part: a name in `BOUNDS`.
-        waits_for: in words; a function is called only where it is told.
-        bound_s: seconds until it is told of; by default the part's.
+        waits_for: a description; a function is called only if the wait is reported.
+        bound_s: seconds until it is reported; by default the part's.
     """
     wait = Wait(part, waits_for, bound_s)
     _open[wait.number] = wait
@@ -165,14 +164,14 @@ def waiting(part: str, waits_for: str | Callable[[], str], bound_s: float | None
 
 
 def stalls() -> list[Stall]:
-    """Return the waits of this process that are longer than their bounds now, longest first."""
+    """Return the waits of this process that currently exceed their bounds, longest first."""
     now = time.monotonic()
     found = [stall for wait in list(_open.values()) if (stall := wait.stall(now)) is not None]
     return sorted(found, key=lambda stall: -stall.seconds)
 
 
 def stall_counts() -> dict[str, int]:
-    """Return how many stalls of each part this process has told of."""
+    """Return how many stalls of each part this process has reported."""
     return dict(_counts)
 
 
@@ -180,7 +179,7 @@ def configure(text: str | None) -> None:
     """Set bounds from text such as ``engine=30;update=7200``; None or empty sets the defaults.
 
     Raises:
-        ConfigError: a part is unknown, or a bound is no positive number.
+        ConfigError: a part is unknown, or a bound is not a positive number.
     """
     wanted = dict(BOUNDS)
     for pair in filter(None, ((text or "").split(";"))):
@@ -216,7 +215,7 @@ def _look_on() -> None:
 
 
 def _after_fork() -> None:
-    """Begin anew in a forked child: the thread and the waits are its parent's."""
+    """Start again in a forked child: the thread and the waits are its parent's."""
     global _thread, _lock
     _thread, _lock = None, threading.Lock()
     _open.clear()

@@ -1,4 +1,4 @@
-"""HTTP calls that look like a model's and that nothing recorded: counted, so that none vanishes in silence."""
+"""Counts unrecorded HTTP calls that look like model calls, so that none is missed silently."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ in_child(_after_fork)
 
 
 def is_model_call(method: str, path: str) -> bool:
-    """Whether a request of the program's looks like one to a model, by its path; a query is not looked at."""
+    """Whether a request looks like a model call, by its path; a query is ignored."""
     if _training.get() or method.upper() != "POST":
         return False
     return _PATHS.search(path.partition("?")[0].rstrip("/")) is not None
@@ -47,9 +47,9 @@ def is_model_call(method: str, path: str) -> bool:
 
 @contextmanager
 def asked_by_training() -> Iterator[None]:
-    """What is asked inside is the training's own, of a judge or for the gateway: neither recorded nor counted.
+    """Mark the block's requests as the training's own, to a judge or the gateway: neither recorded nor counted.
 
-    The process that trains may be one in which `attach` was called, as where a script trains its own program.
+    The training process may have called `attach`, for example if a script trains its own program.
     """
     token = _training.set(True)
     try:
@@ -75,7 +75,7 @@ def take() -> dict[str, int]:
 
 
 def forget() -> None:
-    """Begin anew."""
+    """Start again."""
     with _lock:
         _counts.clear()
         _untold.clear()
@@ -90,7 +90,7 @@ def warn() -> None:
 
 
 def lines(counts: Mapping[str, int]) -> list[str]:
-    """Say in words how many calls went where without being recorded."""
+    """Describe how many calls went where without being recorded."""
     return [
         f"{number} {'call' if number == 1 else 'calls'} to {where} {'was' if number == 1 else 'were'} not recorded: no"
         " client that is followed made them, so they have no agent, and can't be trained. Use an OpenAI-compatible"

@@ -1,4 +1,4 @@
-"""The user's own collector, reached with the exporter of OpenTelemetry's SDK; what it can't send is spooled."""
+"""The user's own collector, reached with the exporter of OpenTelemetry's SDK. What it cannot send is spooled."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lightning_spans.store.urls import without_secrets
 logger = logging.getLogger("lightning_spans")
 
 QUEUE_SIZE: Final = 16_384
-PAUSE_S: Final = 15.0  # after a failure all is spooled for so long: what delivers from there tries again by itself
+PAUSE_S: Final = 15.0  # seconds after a failure in which everything is spooled; the spool's delivery retries by itself
 
 
 class Collector(SpanProcessor):
-    """Sends spans in batches. Its variables are those of the SDK: ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_BSP_...``.
+    """Sends spans in batches. It reads the SDK's variables: ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_BSP_...``.
 
-    The SDK drops what its exporter can't send, and what waits when it is shut down. Here both are spooled.
+    The SDK drops what its exporter cannot send, and what is waiting at shutdown. Here both are spooled.
 
     Args:
-        endpoint: an OTLP/HTTP endpoint, ``/v1/traces`` included.
+        endpoint: an OTLP/HTTP endpoint, including ``/v1/traces``.
         spool: keeps what could not be sent; the sink delivers it from there.
     """
 
@@ -44,12 +44,13 @@ class Collector(SpanProcessor):
     def _begin(self) -> None:
         self._lock = threading.Condition()
         self._waiting: dict[int, ReadableSpan] = {}  # by span id
-        self._exporter: SpanExporter | None = None  # made where it sends: a forked child needs its own connections
+        # created in the sending process: a forked child needs its own connections
+        self._exporter: SpanExporter | None = None
         self._given = self._settled = 0
         self._retry_at = 0.0
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Have a span sent with the next batch."""
+        """Add a span to the next batch."""
         with self._lock:
             full = len(self._waiting) >= QUEUE_SIZE
             if not full:
@@ -76,20 +77,23 @@ class Collector(SpanProcessor):
             self._lock.notify_all()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Send what waits; also wait for a batch that is on its way already, which the SDK does not."""
+        """Send what is waiting. Unlike the SDK, also wait for a batch that is being sent."""
         self._batches.force_flush(timeout_millis)
         with self._lock:
             given = self._given
             return self._lock.wait_for(lambda: self._settled >= given, timeout_millis / 1000)
 
     def shutdown(self) -> None:
-        """Send what waits, and stop."""
+        """Send what is waiting, and stop."""
         self._batches.shutdown()  # type: ignore[no-untyped-call]
         if self._exporter is not None:
             self._exporter.shutdown()
 
     def give_up(self) -> None:
-        """Spool what is not sent by now, also what the collector may yet take: told twice, it is stored once."""
+        """Spool everything not sent yet, even if the collector may still accept it.
+
+        A span sent twice is stored once.
+        """
         with self._lock:
             left, self._waiting = list(self._waiting.values()), {}
         if left:

@@ -33,7 +33,7 @@ class Destination:
     Attributes:
         url: an OTLP/HTTP endpoint; `own_store` or None: the process's own store.
         key: bearer key; None: none is sent.
-        own: whether it is the store that this process was given, and its key.
+        own: whether this process was given this store and its key.
     """
 
     url: str | None = None
@@ -42,17 +42,20 @@ class Destination:
 
     @property
     def written_key(self) -> str | None:
-        """What is written to disk for the key: a live key is not, the key of one attempt is."""
+        """The key that is written to disk with a batch: an attempt's key is written, a live key is not."""
         return OWN_KEY if self.own and self.key is not None else self.key
 
     @property
     def remote(self) -> bool:
-        """Whether it is a server."""
+        """Whether the destination is a server."""
         return self.url is not None and not self.url.startswith(_OWN)
 
 
 def own_store(store: str) -> str:
-    """Name a process's own store as a destination: what is spooled for it is for no other. It tells no password."""
+    """Return a process's own store as a destination, for which only its own batches are spooled.
+
+    Contains no password.
+    """
     named = absolute(store).removeprefix("sqlite:///")
     return _OWN + hashlib.sha256(named.encode()).hexdigest()[:16]
 
@@ -62,7 +65,7 @@ class BatchRefusedError(Exception):
 
 
 class BusyError(Exception):
-    """The destination will take this batch later, and says when."""
+    """The destination will take this batch later, after a stated time."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -73,8 +76,8 @@ class Delivery:
     """Sends batches: to the process's own store, or as OTLP over HTTP.
 
     Args:
-        store: opens the own store, when a span needs it.
-        collector: the endpoint that is the user's own, and gets the headers that he set for it.
+        store: opens the own store when a span first needs it.
+        collector: the user's own endpoint, which gets the headers that the user configured for it.
     """
 
     def __init__(self, store: Callable[[], Store], collector: str | None = None) -> None:
@@ -83,20 +86,23 @@ class Delivery:
         self._store: Store | None = None
         self._send = Posts(timeout_s=10.0)
         self._parents: tuple[Posts, Store | None] | None = None
-        self.about: Callable[[], str] | None = None  # what each request says of this process's spans
+        self.about: Callable[[], str] | None = None  # sent with each request: the counts of this process's spans
         in_child(self._begin_anew)
 
     def _begin_anew(self) -> None:
-        """Leave the parent's store, whose thread is not in a forked child, and connections open for the parent."""
+        """In a forked child, leave the store and the open connections to the parent.
+
+        The store's thread does not run in the child.
+        """
         self._parents, self._send, self._store = (self._send, self._store), Posts(timeout_s=10.0), None
 
     def __call__(self, destination: Destination, spans: Sequence[Span]) -> int:
-        """Deliver one batch. Returns how many of its spans the server says it will never take.
+        """Deliver one batch. Returns how many of its spans the server will never take.
 
         Raises:
-            BatchRefusedError: the server answered 4xx (but for 408 and 429).
-            BusyError: it answered 503 or 429 with the time after which to come back.
-            Exception: whatever else went wrong; the batch may be sent again, delivery is idempotent.
+            BatchRefusedError: the server answered 4xx (except 408 and 429).
+            BusyError: it answered 503 or 429 with a time after which to retry.
+            Exception: any other failure. The batch may be sent again, because delivery is idempotent.
         """
         if destination.url is None or not destination.remote:
             self._keep(lambda store: store.add_spans(spans))
@@ -122,14 +128,14 @@ class Delivery:
         return self._store
 
     def add_rewards(self, rewards: Sequence[Reward]) -> None:
-        """Keep rewards in the process's own store."""
+        """Write rewards to the process's own store."""
         self._keep(lambda store: store.add_rewards(rewards))
 
     def _post(self, url: str, key: str | None, spans: Sequence[Span]) -> int:
         headers = {"content-type": PROTOBUF, **({"authorization": f"Bearer {key}"} if key else {})}
         if url == self._collector:
             headers.update(_collector_headers())
-        if self.about is not None and key:  # a collector of somebody else's is told nothing
+        if self.about is not None and key:  # other collectors get no counts
             headers["x-lightning-sender"] = self.about()
         status, about, said = self._send(url, encode(spans if key else _for_collector(spans)), headers)
         if status == 413 and len(spans) > 1:  # too large together
@@ -146,7 +152,7 @@ class Delivery:
     def _half(self, url: str, key: str | None, spans: Sequence[Span]) -> int:
         try:
             return self._post(url, key, spans)
-        except BatchRefusedError:  # of these alone; the others are taken
+        except BatchRefusedError:  # only for these; the others are taken
             return len(spans)
 
     def close(self) -> None:
@@ -165,7 +171,7 @@ def _collector_headers() -> Mapping[str, str]:
 
 
 def _for_collector(spans: Sequence[Span]) -> list[Span]:
-    """Return spans for a collector of the user's own, which is one that we have no key for, with what viewers read."""
+    """Return spans for the user's own collector, one that we have no key for, with what viewers read."""
     from lightning_spans.record.delivery.openinference import shown
 
     return [shown(span) for span in spans]

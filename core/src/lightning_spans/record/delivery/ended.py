@@ -1,4 +1,4 @@
-"""What a tracer hands over when a span has ended, and to whom."""
+"""What a tracer passes on when a span has ended, and the sink that receives it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLOSE_S: Final = 5.0  # at the end of the process, for a destination that does n
 
 
 class EndedSpan(Protocol):
-    """A span that has ended, and whose record is still to be made."""
+    """A span that has ended and whose record is not made yet."""
 
     @property
     def trace_id(self) -> str:
@@ -20,15 +20,15 @@ class EndedSpan(Protocol):
 
     @property
     def unnamed(self) -> bool:
-        """Whether a hook is still to name its agent, in the thread that delivers: it may be slow."""
+        """Whether a hook must still name its agent, in the delivering thread because it may be slow."""
         ...
 
     def draft(self) -> Span:
-        """Return the record, with the agent that is known by now."""
+        """Return the record, with the agent known so far."""
         ...
 
     def record(self) -> Span:
-        """Return the record; waits for who names its agent."""
+        """Return the record; wait for the hook that names its agent."""
         ...
 
 
@@ -40,9 +40,9 @@ class Sink(Protocol):
         ...
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out."""
+        """Wait until everything so far is delivered, spooled or dropped; False if the time ran out."""
         ...
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Deliver or spool what is pending, and stop; what is not delivered when the time runs out is spooled."""
+        """Deliver or spool what is pending, and stop. What is not delivered when the time runs out is spooled."""
         ...

@@ -1,7 +1,8 @@
-"""The journal: spans that have ended and are not delivered yet, on disk before the call returns to the agent.
+"""The journal: ended spans that are not delivered yet, on disk before the call returns to the agent.
 
-A process may end without a word: `os._exit`, a signal, a cluster that stops its workers. The spool's next reader finds
-the journal of a process that is gone and delivers it. It is not synchronised: it outlives the process, not the machine.
+A process may end without notice: `os._exit`, a signal, a cluster that stops its workers. The spool's next reader finds
+the journal of an ended process and delivers it. It is not synchronised to disk: it survives the process, not the
+machine.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from lightning_spans.schema.spans import Span
 
 logger = logging.getLogger("lightning_spans")
 
-LONG: Final = 4 << 20  # bytes after which a journal is replaced by a new one once its spans are taken
+LONG: Final = 4 << 20  # bytes after which a new journal replaces one whose spans are all taken
 
 
 class Journal:
-    """One process's journal in the folder of its spool. A lock that ends with the process says that it lives.
+    """One process's journal in the folder of its spool. A lock shows that the process is running, and ends with it.
 
     Args:
-        spool: gives the folder.
+        spool: provides the folder.
     """
 
     def __init__(self, spool: Spool) -> None:
@@ -38,7 +39,7 @@ class Journal:
         in_child(self._begin)
 
     def _begin(self) -> None:
-        """Begin without a file: in a forked child the open one is the parent's."""
+        """Start without a file: in a forked child the open file is the parent's."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
@@ -48,7 +49,7 @@ class Journal:
         self._told = False
 
     def write(self, destinations: Sequence[Destination], span: Span) -> None:
-        """Write down a span for each place that it goes to."""
+        """Write a span once per destination."""
         lines = b"".join(self._spool.body(to.url, to.written_key, [span]) + b"\n" for to in destinations)
         try:
             file = self._open() if self._file is None else self._file
@@ -71,13 +72,13 @@ class Journal:
         return self._file
 
     def replace_if_long(self) -> None:
-        """Begin a new file where all spans in a long one are on their way."""
+        """Start a new file if the current one is long and all its spans are being delivered."""
         if self._file is not None and self._length > LONG:
             self._replaced.append((self._file, self._path))
             self._file = None
 
     def settle(self, *, all_of_them: bool) -> None:
-        """Forget the spans of replaced files, which are delivered or spooled; or all spans."""
+        """Drop the spans of replaced files, which are delivered or spooled; or all spans."""
         while self._replaced:
             _remove(*self._replaced.pop())
         if all_of_them and self._file is not None and self._length:
@@ -85,7 +86,7 @@ class Journal:
             self._length = 0
 
     def close(self) -> None:
-        """Forget all spans and remove the file; the folder too, where nothing else is in it."""
+        """Drop all spans and remove the file, and the folder if it is then empty."""
         self.settle(all_of_them=True)
         if self._file is not None:
             _remove(self._file, self._path)

@@ -1,4 +1,4 @@
-"""What processes that are gone left in the spool, delivered by one in which nothing is attached."""
+"""Delivers what ended processes left in the spool, from a process in which nothing is attached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def deliver_left(timeout_s: float) -> bool:
-    """Deliver what other processes left in the spool; False when the time ran out."""
+    """Deliver what other processes left in the spool; False if the time ran out."""
     spool = Spool(default_spool())
     if not (spool.pending() or spool.journals()):
         return True

@@ -1,7 +1,7 @@
-"""Spans as viewers know them: OpenInference's attributes beside ours, for Phoenix and others that read those.
+"""Spans as viewers know them: OpenInference's attributes in addition to ours, for Phoenix and others that read them.
 
-They are added on the way out, for span processors and for a collector of the user's own; what our own store keeps has
-them not. OpenInference's own builders write them. Imported when the first span goes out that way.
+They are added when spans are sent to span processors and to the user's own collector; our own store does not keep them.
+OpenInference's own builders write them. Imported when the first span is sent that way.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _KINDS: Final = {
 _TOOL: Final = {names.TOOL_NAME: SpanAttributes.TOOL_NAME, names.TOOL_CALL_ID: SpanAttributes.TOOL_ID}
 _INPUT: Final = {names.CHAT: names.REQUEST, names.EXECUTE_TOOL: names.TOOL_ARGUMENTS}
 _OUTPUT: Final = {names.CHAT: names.RESPONSE, names.EXECUTE_TOOL: names.TOOL_RESULT}
-# Not among the parameters.
+# Not part of the parameters.
 _SPELLED_OUT: Final = frozenset({"messages", "input", "prompt", "instructions", "tools", "model"})
 
 
 def shown(span: Span) -> Span:
-    """Return a span with what viewers read."""
+    """Return a span with the attributes that viewers read."""
     given = span.attributes
     added: dict[str, Json] = {**get_span_kind_attributes(_KINDS.get(span.operation, OpenInferenceSpanKindValues.CHAIN))}
     added |= {theirs: given[ours] for ours, theirs in _TOOL.items() if ours in given}

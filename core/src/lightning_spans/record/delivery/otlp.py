@@ -1,4 +1,4 @@
-"""Spans as OpenTelemetry's protocol (OTLP), and what a server answers to them. `otlp_reader` reads spans back."""
+"""Spans in OpenTelemetry's protocol (OTLP), and a server's responses. `otlp_reader` reads spans back."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SMALL = [bytes([number]) for number in range(0x80)]
 _TIMES = struct.Struct("<BQBQ")
 _TWO = struct.Struct("BB")
 _DOUBLE = struct.Struct("<d")
-_LABELS = frozenset({str, int, bool})  # no floats: -0.0 is equal to 0.0
-_LABEL = 64  # most characters of an attribute whose bytes are kept for the next span: names, labels, numbers
-_KNOWN = 4096  # and of how many
+_LABELS = frozenset({str, int, bool})  # no floats, because -0.0 equals 0.0
+_LABEL = 64  # longest attribute, in characters, whose bytes are cached for the next span: names, labels, numbers
+_KNOWN = 4096  # size of that cache
 _known: dict[tuple[str, type, str | int], bytes] = {}
 
 
 def flatten(span: Span) -> dict[str, Json]:
-    """Return attributes with the fields that OTel keeps as attributes: operation, agent, attempt and so on."""
+    """Return attributes together with the fields that OTel keeps as attributes: operation, agent, attempt and so on."""
     flat: dict[str, Json] = {names.SCHEMA: names.SCHEMA_VERSION, names.OPERATION: span.operation}
     if span.agent is not None:
         flat[names.AGENT_NAME] = span.agent
@@ -47,10 +47,10 @@ def flatten(span: Span) -> dict[str, Json]:
 
 
 def lift(rest: dict[str, Json]) -> dict[str, Any]:
-    """Undo `flatten`: give keyword arguments of `Span` from OTel attributes, which become the span's own."""
+    """Undo `flatten`: return keyword arguments of `Span` from OTel attributes, which become the span's own."""
     fields: dict[str, Any] = dict.fromkeys(_LIFTED.values())
     for key, field in _LIFTED.items():
-        if isinstance(rest.get(key), str):  # what another library put there in another type stays an attribute
+        if isinstance(rest.get(key), str):  # a value of another type, put there by another library, stays an attribute
             fields[field] = rest.pop(key)
     rest.pop(names.SCHEMA, None)
     origin = rest.pop(names.ORIGIN, None)
@@ -60,7 +60,7 @@ def lift(rest: dict[str, Json]) -> dict[str, Any]:
     return fields
 
 
-# Written by hand, because in the agent's process protobuf's own objects take longer. The numbers are those of
+# Written by hand, because protobuf's own objects would be slower in the agent's process. The numbers are those of
 # opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
 
 
@@ -68,8 +68,8 @@ def encode(spans: Iterable[Span], *, resource: Mapping[str, str] | None = None) 
     """Return an OTLP ``ExportTraceServiceRequest`` as protobuf bytes.
 
     Args:
-        spans: what to send.
-        resource: resource attributes; ``service.name`` is ``lightning`` unless given.
+        spans: the spans to send.
+        resource: resource attributes; ``service.name`` is ``lightning`` by default.
     """
     about = {"service.name": "lightning", **(resource or {})}
     scope = _block(b"\x0a", _block(b"\x0a", b"lightning_spans"))
@@ -101,7 +101,7 @@ def _attribute(key: str, value: Json) -> bytes:
     kind = type(value)
     if kind is str and len(value) > _LABEL:
         return _text(key, value)
-    if kind is list and len(value) == 1 and type(value[0]) is str:  # the reasons why an answer ended
+    if kind is list and len(value) == 1 and type(value[0]) is str:  # the finish reasons
         return _only(key, value[0])
     if value is None:
         return b""
@@ -119,7 +119,7 @@ def _only(key: str, text: str) -> bytes:
 
 
 def _text(key: str, text: str) -> bytes:
-    """Return `_pair` of a long text, in one go."""
+    """Return `_pair` of a long text, in one step."""
     data = _utf8(text)
     size = _varint(len(data))
     whole = 1 + len(size) + len(data)
@@ -129,7 +129,7 @@ def _text(key: str, text: str) -> bytes:
 
 
 def _utf8(text: str) -> bytes:
-    """Return UTF-8; what it lacks, a lone surrogate as in half an emoji, becomes its escape, as in the SQL store."""
+    """Return UTF-8. A lone surrogate, as in half an emoji, becomes its escape, as in the SQL store."""
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -165,11 +165,11 @@ def _value(value: Json) -> bytes:
         return _block(b"\x0a", _utf8(value))
     if isinstance(value, bool):
         return b"\x10\x01" if value else b"\x10\x00"
-    if isinstance(value, int) and -(2**63) <= value < 2**63:  # a larger one goes as text
+    if isinstance(value, int) and -(2**63) <= value < 2**63:  # a larger one is sent as text
         return b"\x18" + _varint(value & (2**64 - 1))
     if isinstance(value, float):
         return b"\x21" + _DOUBLE.pack(value)
-    return b"" if value is None else _other(value)  # an absent value is an AnyValue with nothing set
+    return b"" if value is None else _other(value)  # an absent value is an AnyValue with no field set
 
 
 def _other(value: Json) -> bytes:
@@ -181,7 +181,7 @@ def _other(value: Json) -> bytes:
 
 
 def rejected(answer: bytes, content_type: str) -> int:
-    """Read from a server's answer how many spans of the request it will never take; 0 where it does not say."""
+    """Read from a server's response how many spans it will never take; 0 if it does not say."""
     if not answer or content_type.split(";", maxsplit=1)[0].strip().lower() != PROTOBUF:
         return 0
     from google.protobuf.message import DecodeError

@@ -1,8 +1,8 @@
-"""Spans from OpenTelemetry's protocol (OTLP): protobuf and JSON.
+"""Read spans from OpenTelemetry's protocol (OTLP): protobuf and JSON.
 
-protobuf parses a span in a fifth of a microsecond; making Python objects of its attributes one by one takes a hundred
-times as long. Most attributes are the same bytes in span after span (names, models, numbers), so a request is parsed by
-a copy of OTLP's description in which an attribute is left as its bytes, and what they say is kept for the next span.
+protobuf parses a span in a fifth of a microsecond; creating Python objects for its attributes one by one takes a
+hundred times as long. Most attributes are the same bytes in each span (names, models, numbers). So a request is parsed
+with a copy of OTLP's description in which an attribute stays bytes, and the parsed values are cached for the next span.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 _TRACE_ID: Final = re.compile("(?!0{32})[0-9a-f]{32}")
 _SPAN_ID: Final = re.compile("(?!0{16})[0-9a-f]{16}")
-_SHORT: Final = 128  # most bytes of an attribute that is kept
-_KNOWN: Final = 4096  # and how many are
+_SHORT: Final = 128  # longest attribute that is cached, in bytes
+_KNOWN: Final = 4096  # size of the cache
 _PLAIN: Final = frozenset({str, bool, int, float})
 _known: dict[bytes, tuple[str, Json]] = {}  # read-only values, which spans may share
-_known_lists: dict[bytes, tuple[str, list[Json]]] = {}  # of such values: each span gets a list of its own
+_known_lists: dict[bytes, tuple[str, list[Json]]] = {}  # list attributes: each span gets its own list
 
 
 def decode(body: bytes, content_type: str = PROTOBUF) -> list[Span]:
-    """Read an OTLP ``ExportTraceServiceRequest``, all of it or nothing.
+    """Read an OTLP ``ExportTraceServiceRequest``, completely or not at all.
 
     Raises:
-        ValueError: as `read` raises it, or a span of it is wrong.
+        ValueError: as in `read`, or one of its spans is invalid.
     """
     spans, complaints = read(body, content_type)
     if complaints:
@@ -48,7 +48,7 @@ def read(body: bytes, content_type: str = PROTOBUF) -> tuple[list[Span], list[st
         content_type: ``application/x-protobuf`` or ``application/json``.
 
     Returns:
-        The spans, and for each one that is wrong what is wrong with it.
+        The spans, and for each invalid one the reason.
 
     Raises:
         ValueError: the body is not OTLP, or the content type is neither of the two.
@@ -122,7 +122,7 @@ def _protobuf_span(span: Any, pair_class: type[KeyValue]) -> Span:
 
 
 def _attribute(data: bytes, pair_class: type[KeyValue]) -> tuple[str, Json]:
-    """Read an attribute, and keep what it says if the next span may have the same."""
+    """Read an attribute, and cache it if the next span may have the same."""
     if (items := _known_lists.get(data)) is not None:
         return items[0], items[1].copy()
     pair = pair_class.FromString(data)
@@ -171,12 +171,12 @@ def _decode_json(body: bytes, complaints: list[str]) -> Iterator[Span]:
         try:
             yield _json_span(span)
         except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-            known = type(error) is ValueError  # ours, which says what is wrong
+            known = type(error) is ValueError  # our own parser, which reports what is wrong
             complaints.append(str(error) if known else f"not an OTLP JSON span: {type(error).__name__}: {error}")
 
 
 def _json_span(span: Mapping[str, Json]) -> Span:
-    status = span.get("status") or {}  # null stands for a field's default in the JSON form of protobuf
+    status = span.get("status") or {}  # null means a field's default in the JSON form of protobuf
     return _span(
         trace_id=span["traceId"].lower(),
         span_id=span["spanId"].lower(),

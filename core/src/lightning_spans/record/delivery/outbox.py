@@ -29,16 +29,16 @@ else:
 logger = logging.getLogger("lightning_spans")
 
 MAX_BYTES: Final = 1 << 30
-STALE_S: Final = 600.0  # half a batch this old belongs to a process that died while it wrote
-JOURNAL: Final = ".journal"  # ends the name of a file that a living process writes to
+STALE_S: Final = 600.0  # a half-written batch of this age belongs to a process that died while writing
+JOURNAL: Final = ".journal"  # suffix of a file that a running process writes to
 _TELL_EVERY_S: Final = 60.0
 _BATCH_SIZE: Final = 512
-mine: Final[set[Path]] = set()  # journals of this process: opening one here a second time would lose its lock
+mine: Final[set[Path]] = set()  # journals of this process: opening one again here would lose its lock
 _in_this_process: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 
 def _after_fork() -> None:
-    _in_this_process.clear()  # the threads that held them are not in the child
+    _in_this_process.clear()  # the threads that held them do not exist in the child
     mine.clear()  # the parent's, and locked by it
 
 
@@ -46,20 +46,21 @@ in_child(_after_fork)
 
 
 def line_of(url: str | None) -> str:
-    """Name the line that batches for one destination stand in: what can't reach one holds nobody else up."""
+    """Name the queue for a destination's batches. A destination that cannot be reached delays no other."""
     return hashlib.sha256((url or "").encode()).hexdigest()[:8]
 
 
 class Spool:
-    """A folder of batches, one file each, named by number and line: they are delivered in the order of their numbers.
+    """A folder of batches, one file each, named by number and queue, and delivered in the order of their numbers.
 
-    A file is written whole under another name and then renamed, so that a reader never sees half of it. One process
-    at a time delivers from a folder, under a lock that the system takes back when the process dies; a file is removed
-    when it is delivered. Delivery is idempotent, so a crash between the two costs nothing.
+    A file is written completely under another name and then renamed, so that readers never see a partial file. One
+    process at a time delivers from a folder, under a lock that the system releases if the process dies; a file is
+    removed once it is delivered. Delivery is idempotent, so a crash in between does no harm.
 
     Args:
-        folder: made when first needed, for its owner only: files hold what the agent saw, and attempt keys.
-        max_bytes: most bytes to keep; what comes on top is not kept.
+        folder: created when first needed, accessible only to its owner: files contain what the agent saw, and attempt
+            keys.
+        max_bytes: most bytes to keep; anything beyond is not kept.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
@@ -69,7 +70,7 @@ class Spool:
         self._told_at = -_TELL_EVERY_S
 
     def append(self, url: str | None, key: str | None, spans: Sequence[Span]) -> int:
-        """Keep a batch. Returns the number of spans kept: all, or 0 when the spool is full or the disk refuses."""
+        """Add a batch. Returns the number of spans kept: all, or 0 if the spool is full or the disk fails."""
         body = self.body(url, key, spans)
         half = None
         try:
@@ -84,13 +85,16 @@ class Spool:
         except OSError as error:
             self.tell(f"can't spool to {self.folder}: {error}")
             if half is not None:
-                with suppress(OSError):  # the disk that refused to write; what is left is removed when it is old
+                with suppress(OSError):  # the disk failed to write; the remaining file is removed when it is old
                     half.unlink(missing_ok=True)
             return 0
         return len(spans)
 
     def body(self, url: str | None, key: str | None, spans: Sequence[Span]) -> bytes:
-        """Return a batch as JSON; of an attribute that is none, its type alone: text of it would not be masked."""
+        """Return a batch as JSON.
+
+        Of an attribute that is not JSON only the type is written, because its text would not be masked.
+        """
         batch = {"url": url, "key": key, "spans": [to_json(span) for span in spans]}
         try:
             return dumps(batch)
@@ -100,16 +104,16 @@ class Spool:
         return dumps(batch | {"spans": [to_json(span) for span in known]})
 
     def pending(self) -> int:
-        """Return the number of batches that wait."""
+        """Return the number of waiting batches."""
         return len(self._list_waiting())
 
     def waits(self, url: str | None) -> bool:
-        """Whether a batch for this destination waits, so that a newer one must not overtake it."""
+        """Whether a batch for this destination is waiting, so that a newer one must wait too."""
         line = line_of(url)
         return any(_line(path) in (line, None) for path in self._list_waiting())
 
     def describe(self) -> str:
-        """Say in words what waits where."""
+        """Describe what is waiting for which destination."""
         count = self.pending()
         return f"{count} batches wait in {self.folder}" if count else "nothing waits in the spool"
 
@@ -120,14 +124,14 @@ class Spool:
         ready: Callable[[str], bool] = lambda _: True,
         first: str | None = None,
     ) -> int:
-        """Deliver waiting batches, each line oldest first until one fails. Returns the number of batches delivered.
+        """Deliver waiting batches, each queue oldest first until one fails. Returns the number of batches delivered.
 
-        Does nothing while another process is at it.
+        Does nothing while another process delivers.
 
         Args:
-            send: takes URL, key and spans; True when the batch needs no further delivery.
-            ready: whether a line, as `line_of` names it, is worth a try.
-            first: the line that is served before all others, which may be slow to fail.
+            send: takes URL, key and spans; returns True if the batch needs no further delivery.
+            ready: whether a queue, as named by `line_of`, is worth a try.
+            first: the queue served before all others, which may be slow to fail.
         """
         if not self._list_waiting() and not self.journals():
             return 0
@@ -139,18 +143,18 @@ class Spool:
             return self._deliver(send, ready, first)
 
     def journals(self) -> list[Path]:
-        """Return the journals of other processes, some of which may live."""
+        """Return the journals of other processes, some of which may be running."""
         return [path for path in self._files() if path.suffix == JOURNAL and path not in mine]
 
     def _adopt(self, journal: Path) -> None:
-        """Spool what a process that is gone wrote down and did not deliver."""
-        with suppress(OSError):  # it was removed meanwhile, or its process may not be ours to see
+        """Spool what an ended process recorded but did not deliver."""
+        with suppress(OSError):  # it has been removed, or its process belongs to another user
             if not journal.stat().st_size and time.time() - journal.stat().st_mtime < STALE_S:
                 return  # it may be new, and not locked yet
             file = os.open(journal, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
             try:
                 if not hold(file):
-                    return  # its process lives
+                    return  # its process is running
                 batches, unreadable = _read_journal(journal.read_bytes())
                 if not all(self.append(*batch) for batch in batches):
                     return
@@ -163,7 +167,7 @@ class Spool:
                 os.close(file)
 
     def remove_if_empty(self) -> None:
-        """Remove the folder where nothing ever waited in it."""
+        """Remove the folder if nothing ever waited in it."""
         with suppress(OSError):
             self.folder.rmdir()
 
@@ -192,7 +196,7 @@ class Spool:
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Hold the folder's lock; gives False where another has it."""
+        """Hold the folder's lock; yields False if another process has it."""
         mine = _in_this_process[self.folder]
         if not mine.acquire(blocking=False):
             yield False
@@ -216,13 +220,13 @@ class Spool:
         found = self._files()
         for path in found:
             if path.suffix == ".half":
-                with suppress(OSError):  # somebody finished or removed it meanwhile
+                with suppress(OSError):  # another process has finished or removed it
                     if time.time() - path.stat().st_mtime > STALE_S:
                         path.unlink()
         return [path for path in found if path.suffix == ".spans"]
 
     def _next(self) -> int:
-        """Return a number above all there are, though the clock be set back."""
+        """Return a number above all existing ones, even if the clock was set back."""
         if not self._last:
             self._last = max((int(number) for path in self._list_waiting() if (number := _number(path))), default=0)
         self._last = max(time.time_ns(), self._last + 1)
@@ -232,12 +236,12 @@ class Spool:
         size = 0
         with suppress(FileNotFoundError):
             for path in self.folder.iterdir():
-                with suppress(FileNotFoundError):  # delivered meanwhile
+                with suppress(FileNotFoundError):  # it has been delivered
                     size += path.stat().st_size
         return size
 
     def tell(self, what: str) -> None:
-        """Log what went wrong, once a minute."""
+        """Log a failure, once a minute."""
         if time.monotonic() - self._told_at >= _TELL_EVERY_S:
             self._told_at = time.monotonic()
             logger.error("lightning: %s", what)
@@ -257,7 +261,7 @@ def _number(path: Path) -> str:
 
 
 def _line(path: Path) -> str | None:
-    """Read the line from a file's name; None where it does not tell."""
+    """Read the queue from a file's name; None if the name does not contain it."""
     parts = path.stem.split("-")
     return parts[1] if len(parts) == 3 else None
 
@@ -270,7 +274,7 @@ def _write(path: Path, body: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the folder's list of files on disk, too, where the system can do that."""
+    """Synchronise the folder's list of files to disk, if the system supports it."""
     if sys.platform != "win32":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -280,16 +284,16 @@ def _sync(folder: Path) -> None:
 
 
 def hold(file: int) -> bool:
-    """Lock an open file for this process, as long as it is open; False where another process has it.
+    """Lock an open file for this process as long as it is open; False if another process has locked it.
 
     Raises:
-        OSError: the file system has no locks, as some network file systems.
+        OSError: the file system does not support locks, as some network file systems do not.
     """
     try:
         if sys.platform == "win32":
             msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
         else:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process's own: a forked child does not have it
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # belongs to this process: a forked child does not have it
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
             return False
@@ -302,7 +306,7 @@ Batch: TypeAlias = tuple[str | None, str | None, list[Span]]
 
 
 def _read_journal(body: bytes) -> tuple[list[Batch], int]:
-    """Read a journal as batches; also count the lines that can't be read. Half a line at its end is none."""
+    """Read a journal as batches, and count unreadable lines. A partial last line does not count."""
     batches: list[Batch] = []
     unreadable = 0
     for line in body.split(b"\n")[:-1]:
@@ -335,5 +339,5 @@ def _read(path: Path) -> Batch | None:
 
 
 def default_spool() -> Path:
-    """Folder for undelivered spans: ``LIGHTNING_SPOOL``, else ``./lightning-spool``; made when first needed."""
+    """Folder for undelivered spans: ``LIGHTNING_SPOOL``, otherwise ``./lightning-spool``; created when first needed."""
     return Path(os.environ.get("LIGHTNING_SPOOL", "lightning-spool"))

@@ -1,7 +1,7 @@
-"""Where spans go: a bounded queue, a thread that delivers in batches, and a spool on disk for what can't be delivered.
+"""A bounded queue of spans, a thread that delivers them in batches, and a spool on disk for what cannot be delivered.
 
-The agent's thread writes a span to the journal and puts it into the queue; it never waits for the network or for a disk
-to be synchronised. What can't be delivered is spooled, what can't be spooled is dropped, and both are counted and
+The agent's thread writes a span to the journal and puts it into the queue. It never waits for the network or for a disk
+to synchronise. What cannot be delivered is spooled, what cannot be spooled is dropped, and both are counted and
 reported.
 """
 
@@ -34,29 +34,29 @@ logger = logging.getLogger("lightning_spans")
 
 QUEUE_SIZE: Final = 16_384
 BATCH_SIZE: Final = 512
-LINGER_S: Final = 0.1  # a batch waits this long for company
-IDLE_S: Final = 0.5  # and a thread that has nothing to deliver for something, or for what is spooled
+LINGER_S: Final = 0.1  # seconds that a batch waits for more spans
+IDLE_S: Final = 0.5  # seconds that an idle thread waits for spans, or for spooled batches
 RETRY_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
-DETACH_S: Final = 2.0  # the same when the process goes on without us
+DETACH_S: Final = 2.0  # the same if the process continues without us
 
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the spans put into a sink."""
+    """The outcomes of the spans put into a sink."""
 
     put: int = 0
     delivered: int = 0
     spooled: int = 0
     retried: int = 0  # sent again, from the spool
-    sampled_out: int = 0  # left out by the configured rate
+    sampled_out: int = 0  # left out by the configured sampling rate
     redacted: int = 0  # had something masked
-    refused: int = 0  # the other side will never take them: delivering again is useless
+    refused: int = 0  # the destination will never take them: sending them again is useless
     dropped: int = 0
 
 
 @dataclass(slots=True)
 class _Line:
-    """How it goes with one destination: one that is down holds up no other."""
+    """The state of one destination. An unreachable destination delays no other."""
 
     failures: int = 0
     retry_at: float = 0.0
@@ -71,16 +71,17 @@ class BatchSink:
     """The sink of an attached process.
 
     Args:
-        deliver: sends one batch, and raises when it could not; `BatchRefusedError` when it never can. See `Deliver`.
-        route: gives the destinations of a span: usually the training side of its attempt, else the own store.
+        deliver: sends one batch, and raises if it could not; `BatchRefusedError` if it never can. See `Deliver`.
+        route: returns the destinations of a span: usually the training side of its attempt, otherwise the own store.
         spool: keeps on disk what could not be delivered.
-        own: the process's own store as a destination. It waits for no other; what is spooled for another process's
-            store is left to that, and what is spooled without its key is sent to this destination only.
-        queue_size: spans that may wait; more are dropped and counted.
-        keeps: whether a span is recorded at all; the rest is counted.
-        prepare: masks what must not leave the process, before anything is sent or spooled; one that raises drops its
-            span.
-        finish: called after the last delivery, by the thread that delivers.
+        own: the process's own store as a destination. It waits for no other. What is spooled for another process's
+            store
+            is left to that process, and what is spooled without its key is sent only to this destination.
+        queue_size: spans that may wait; further ones are dropped and counted.
+        keeps: whether a span is recorded at all; the others are counted.
+        prepare: masks what must not leave the process, before anything is sent or spooled. If it raises, its span is
+            dropped.
+        finish: called after the last delivery, by the delivering thread.
     """
 
     def __init__(
@@ -116,30 +117,30 @@ class BatchSink:
             _close_with_worker(self)
         if (
             spool.pending() or spool.journals()
-        ):  # what an earlier process left is delivered, even where this one never records a span
+        ):  # what an earlier process left is delivered even if this one never records a span
             self._start()
 
     def _begin_again(self) -> None:
-        """Begin anew in a forked child: the thread does not live on there."""
+        """Start again in a forked child, which does not have the thread."""
         self._begin()
         register_after_fork(self, _close_with_worker)
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()  # what the collector ends while one is put is put, too
+        self._lock = threading.RLock()  # what the collector ends during a `put` is put too
         self._queue: deque[Put] = deque()
-        self._current: deque[tuple[Destination, list[Span]]] = deque()  # of the batch under way, what is not settled
+        self._current: deque[tuple[Destination, list[Span]]] = deque()  # of the current batch, what is not settled
         self._taken = 0  # spans of that batch
         self._abandoned = False
         self._wake = threading.Event()
         self._done = threading.Condition()
         self._finished = self.counts.put
-        self._looks = self._looked = 0  # at the spool: how many were asked for, and how many there were
+        self._looks = self._looked = 0  # at the spool: how often delivery was requested, and how often it was done
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="lightning-sink", daemon=True)
         self._started = False
 
     def put(self, span: Span | EndedSpan, attempt: Attempt | None) -> None:
-        """Take a span for delivery."""
+        """Take a span."""
         if self._keeps is not None and not self._keeps(span, attempt):
             self.counts.sampled_out += 1
             return
@@ -175,13 +176,13 @@ class BatchSink:
         try:
             self._thread.start()
             self._started = True
-        except RuntimeError as error:  # at the end of the process, since Python 3.12: `close` spools what came
+        except RuntimeError as error:  # at the end of the process, since Python 3.12: `close` spools what has arrived
             self._warn(str(error))
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out.
+        """Wait until everything so far is delivered, spooled or dropped; False if the time ran out.
 
-        What processes that are gone have left is delivered, too.
+        What ended processes have left is delivered too.
         """
         with self._lock:
             target = self.counts.put
@@ -197,11 +198,12 @@ class BatchSink:
             )
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Deliver or spool what is pending, and stop; reports what was not delivered.
+        """Deliver or spool what is pending, and stop; report what was not delivered.
 
         Args:
-            timeout_s: what is not delivered by then is spooled, also what a destination may yet take: told twice, it is
-                stored once. By default `CLOSE_S`. Only the spool's own disk is waited for longer.
+            timeout_s: what is not delivered by then is spooled, even if a destination may still take it: a span sent
+                twice is
+                stored once. By default `CLOSE_S`. Only the spool's own disk may take longer.
         """
         with self._lock:
             if self._closing:
@@ -212,7 +214,7 @@ class BatchSink:
         if self._started:
             self._join(CLOSE_S if timeout_s is None else timeout_s)
         else:
-            self._abandon()  # what came when no thread could be started any more
+            self._abandon()  # what arrived when no thread could be started any more
             self._finish()
         self._journal.close()
         left = self.counts
@@ -226,11 +228,11 @@ class BatchSink:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._abandon()
-            if timeout_s < CLOSE_S:  # the delivery under way may still end well
+            if timeout_s < CLOSE_S:  # the current delivery may still succeed
                 atexit.register(self._thread.join, CLOSE_S - timeout_s)
 
     def about(self) -> str:
-        """Say what became of all spans so far, for the server that counts it: ``ID;delivered=5;dropped=1``."""
+        """Report the outcomes of all spans so far, for the server that counts them: ``ID;delivered=5;dropped=1``."""
         return ";".join([self._id, *(f"{name}={getattr(self.counts, name)}" for name in Counts.__slots__)])
 
     def _run(self) -> None:
@@ -241,7 +243,7 @@ class BatchSink:
             closing = self._closing
             looks = self._looks
             self._work(own, closing=closing)
-            if own is not self._thread:  # gevent keeps the parent's threads in a forked child, where they can't end
+            if own is not self._thread:  # gevent keeps the parent's threads in a forked child, where they cannot end
                 threading.Event().wait()
             with self._done:
                 self._looked = looks
@@ -254,7 +256,7 @@ class BatchSink:
             logger.exception("lightning: what delivers spans did not close")
 
     def _work(self, own: threading.Thread, *, closing: bool) -> None:
-        """Deliver what waits here, then what waits in the spool; hold on to what can neither be sent nor spooled."""
+        """Deliver what is waiting here, then what is spooled; keep what can neither be sent nor spooled."""
         if not (self._current or self._queue):
             self._replay()
         while self._current or self._queue:
@@ -263,7 +265,7 @@ class BatchSink:
                     self._take()
                 while self._current and not self._abandoned:
                     if not self._settle(*self._current[0], closing=closing):
-                        return  # the queue fills meanwhile; what does not fit there is dropped and counted
+                        return  # the queue fills in the meantime; what does not fit is dropped and counted
                     if own is not self._thread:
                         return
                     self._current.popleft()
@@ -294,7 +296,7 @@ class BatchSink:
         self, batch: Sequence[tuple[Span | EndedSpan, Attempt | None]]
     ) -> list[tuple[Destination, list[Span]]]:
         groups: dict[Destination, list[Span]] = {}
-        lists: list[list[Span]] | None = None  # of the attempt before, whose spans go to the same places
+        lists: list[list[Span]] | None = None  # of the previous attempt, whose spans have the same destinations
         before: Attempt | None = None
         for ended, attempt in batch:
             span = ended if isinstance(ended, Span) else self._prepare_span(ended.record(), attempt)
@@ -306,9 +308,9 @@ class BatchSink:
         return list(groups.items())
 
     def _settle(self, destination: Destination, spans: Sequence[Span], *, closing: bool = False) -> bool:
-        """Deliver or spool; at the end drop. False: neither worked, and it may another time.
+        """Deliver or spool, and at the end drop. False: neither worked, but it may work later.
 
-        What comes after something that waits in the spool waits behind it: a destination gets spans in their order.
+        Spans behind a spooled batch for the same destination wait too: a destination gets spans in order.
         """
         due = time.monotonic() >= self._lines[line_of(destination.url)].retry_at
         if due and not self._spool.waits(destination.url) and self._try(destination, spans):
@@ -368,11 +370,11 @@ class BatchSink:
             self._spool.replay(
                 send, ready=lambda line: time.monotonic() >= self._lines[line].retry_at, first=line_of(self._own.url)
             )
-        except OSError as error:  # what waits there goes on waiting
+        except OSError as error:  # what is waiting there continues to wait
             self._warn(f"the spool {self._spool.folder} can't be read: {error}")
 
     def _abandon(self) -> None:
-        """Spool what is left at the end, because a destination does not answer; told twice, it is stored once."""
+        """Spool what is left at the end, because a destination does not respond. A span sent twice is stored once."""
         self._abandoned = True
         rest = list(self._current)
         with self._lock:
@@ -380,8 +382,8 @@ class BatchSink:
             self._queue.clear()
         hangs = self._trying
         for destination, spans in rest:
-            # A server that hangs is no reason to keep the own store waiting, perhaps for ever: the next process may be
-            # held up by the same server.
+            # A hanging server must not delay the own store, perhaps for ever: the next process may be
+            # delayed by the same server.
             if hangs is None or not hangs.remote or destination.remote or not self._settle(destination, spans):
                 self.counts.dropped += len(spans) - self._keep(destination, spans)
 
@@ -392,5 +394,5 @@ class BatchSink:
 
 
 def _close_with_worker(sink: BatchSink) -> None:
-    """Deliver what waits at the end of a worker of multiprocessing, which ends without `atexit`."""
+    """Deliver what is pending at the end of a multiprocessing worker, which ends without `atexit`."""
     Finalize(None, sink.close, exitpriority=-100)  # last

@@ -1,1 +1,1 @@
-"""How frameworks are instrumented: patches, contexts entered and left, open spans tracked."""
+"""How frameworks are instrumented: patches, contexts that are entered and left, open spans that are tracked."""

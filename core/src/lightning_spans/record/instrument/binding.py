@@ -1,4 +1,4 @@
-"""The hook of a plugin, made from what it patches: bound in order, undone last first, and undone where one fails."""
+"""Creates a plugin's hook from its patches: bound in order, undone in reverse, and undone if one of them fails."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Bind: TypeAlias = "Callable[[Recorder], Iterator[Callable[[], None]]]"
 
 
 def attaches(name: str) -> Callable[[Bind], Callable[..., Callable[[], None] | None]]:
-    """Make the hook `lightning_attach` of a plugin from a generator.
+    """Create a plugin's hook `lightning_attach` from a generator.
 
     Args:
-        name: the framework, as `attach()` is told it.
+        name: the framework's name in `attach()`.
     """
 
     def hook_of(bind: Bind) -> Callable[..., Callable[[], None] | None]:
@@ -34,10 +34,10 @@ def attaches(name: str) -> Callable[[Bind], Callable[..., Callable[[], None] | N
 
 
 def bound(bind: Bind, recorder: Recorder) -> Undo:
-    """Change all that a generator changes, and return what restores it.
+    """Make all changes of a generator, and return what restores them.
 
     Raises:
-        Exception: as the generator; what it had changed by then is restored.
+        Exception: raised by the generator; its changes so far are restored.
     """
     undo = Undo()
     try:

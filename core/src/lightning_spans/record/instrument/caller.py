@@ -1,4 +1,4 @@
-"""Parts of a program that are agents if they call a model: a component of a pipeline, a step of a workflow."""
+"""Parts of a program that count as agents if they call a model: a component of a pipeline, a step of a workflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CallerScope(Scope):
-    """Such a part while it runs: its span begins with its first model call, as few of them make one."""
+    """Scope of such a part while it runs. Its span begins with its first model call, because few of them make one."""
 
     __slots__ = ("_around", "_name", "_tracker")
 
@@ -28,7 +28,7 @@ class CallerScope(Scope):
         self._around = current_span()
 
     def call_begins(self) -> Context | None:
-        """Begin the part's span, unless something else of ours is already around the call."""
+        """Begin the part's span, unless another recorded span already surrounds the call."""
         if self.closed or current_span() is not self._around:
             return None
         if self.span is None:
@@ -42,8 +42,8 @@ def following(tracker: Tracker, name: str, signals: tuple[str, ...] = ()) -> Ite
 
     Args:
         tracker: of its framework.
-        name: of the part, and of the agent that it is if it calls a model.
-        signals: names of the framework's exceptions that say something else than that the part failed.
+        name: of the part, and of its agent if it calls a model.
+        signals: names of the framework's exceptions that do not mean that the part failed.
     """
     scope = CallerScope(tracker, name)
     scope.enter(settled())

@@ -1,4 +1,7 @@
-"""The ways out of a process over HTTP that are counted: the standard library's (requests, urllib3), and aiohttp's."""
+"""Counts unrecorded HTTP requests that look like model calls.
+
+It covers the standard library (requests, urllib3) and aiohttp.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def watch(recorded: Callable[[], bool]) -> Undo:
     """Count calls that look like a model's and are not recorded, until the undo.
 
     Args:
-        recorded: whether a request that is sent here and now is part of a call that is recorded, or counted already.
+        recorded: whether the current request is part of a call that is recorded or already counted.
     """
 
     def wrap_putrequest(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,12 +47,12 @@ def watch(recorded: Callable[[], bool]) -> Undo:
 
 
 def look(recorded: Callable[[], bool], method: str, where: Callable[[], tuple[str, str]]) -> None:
-    """Count a request that is about to be sent, if it is such a call. Raises nothing.
+    """Count a request about to be sent, if it looks like a model call. Never raises.
 
     Args:
-        recorded: as of `watch`.
+        recorded: see `watch`.
         method: the HTTP method.
-        where: gives host and path.
+        where: returns host and path.
     """
     try:
         if method.upper() != "POST":

@@ -1,4 +1,4 @@
-"""What is changed in a module as soon as the program imports it: a plugin imports no library for its own sake."""
+"""Patches that are applied when the program imports a module, so that a plugin never imports a library itself."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _waiting: Final[dict[str, list[Callable[[ModuleType], None]]]] = {}
 
 
 def when_imported(name: str, change: Change) -> Undo:
-    """Change a module, now if it is imported, else when it is.
+    """Change a module, now if it is imported, otherwise when it is.
 
     Args:
         name: the module's full name.
-        change: changes it, and returns what restores it. What it raises is logged.
+        change: changes it, and returns what restores it. Its exceptions are logged.
 
     Returns:
-        The undo; a module that is imported later is then left alone.
+        The undo; after it, a module imported later is not changed.
     """
     undo = Undo()
 
@@ -37,7 +37,7 @@ def when_imported(name: str, change: Change) -> Undo:
     if (module := sys.modules.get(name)) is not None:
         take(module)
         return undo
-    if name not in _waiting:  # such a hook stays for good, so each module gets but one
+    if name not in _waiting:  # such a hook is never removed, so each module gets only one
         _waiting[name] = []
         register_post_import_hook(_announce_import, name)
     _waiting[name].append(take)

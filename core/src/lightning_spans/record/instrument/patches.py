@@ -1,4 +1,4 @@
-"""Attributes of frameworks, replaced and put back."""
+"""Replaces attributes of frameworks, and puts them back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 logger = logging.getLogger("lightning_spans")
-# What each wrapper stands in for, and whose it was.
+# What each wrapper replaces, and the owner.
 _ours: Final[WeakKeyDictionary[Any, tuple[Any, Any]]] = WeakKeyDictionary()
 
 
@@ -20,14 +20,15 @@ def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> 
     Args:
         owner: a class or a module.
         name: the attribute; a static or class method stays one.
-        wrap: gets the function, gives the one that takes its place and calls it, or the same to leave it alone. It must
-            be inert after the undo: somebody who patched later may still call it.
+        wrap: takes the function and returns its replacement, or the function itself to leave it unchanged. The
+            replacement
+            must do nothing after the undo: another library that patched later may still call it.
 
     Returns:
-        The undo. It puts the original back, unless somebody patched after us: that would undo his patch.
+        The undo. It restores the original, unless another library patched later: that would undo its patch.
 
     Raises:
-        AttributeError: the owner has no such attribute of its own.
+        AttributeError: the owner itself has no such attribute.
     """
     try:
         original = vars(owner)[name]
@@ -36,7 +37,7 @@ def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> 
     bound = isinstance(original, (classmethod, staticmethod))
     function = original.__func__ if bound else original
     wrapper = wrap(function)
-    if wrapper is function:  # it wants none
+    if wrapper is function:  # `wrap` leaves it unchanged
         return lambda: None
     functools.update_wrapper(wrapper, function)
     _ours[wrapper] = (owner, function)
@@ -51,13 +52,13 @@ def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> 
 
 
 class Undo:
-    """What is to be undone, last first; calling it twice undoes once."""
+    """Steps to undo, in reverse order. Calling it twice undoes once."""
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], None]] = []
 
     def add(self, step: Callable[[], None]) -> None:
-        """Keep a step."""
+        """Add a step."""
         self._steps.append(step)
 
     def __bool__(self) -> bool:
@@ -65,7 +66,7 @@ class Undo:
         return bool(self._steps)
 
     def __call__(self) -> None:
-        """Undo; a step that fails is logged, and keeps no other from being undone."""
+        """Undo. A step that fails is logged, and the others still run."""
         while self._steps:
             step = self._steps.pop()
             try:
@@ -75,12 +76,12 @@ class Undo:
 
 
 def replace_in_subclasses(base: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace a method in every subclass that has its own, in those that are there and in those still to come.
+    """Replace a method in every subclass that defines it, existing and future ones.
 
     Args:
         base: an abstract class; its own method is replaced too, if it has one.
         name: the method.
-        wrap: as of `replace`. One call may pass several wrappers, where a method calls its parent's.
+        wrap: see `replace`. One call may pass several wrappers, if a method calls its parent's.
 
     Returns:
         The undo.
@@ -122,17 +123,17 @@ def _with_subclasses(base: Any) -> Iterator[Any]:
             waiting += type.__subclasses__(kind)
 
 
-# Somebody else may patch the same method. He keeps what he found, which may be a wrapper of ours that is undone by the
-# time he puts it back; or he puts back what was there before us.
+# Another library may patch the same method. It keeps what it found, which may be our wrapper, already undone when the
+# library puts it back; or it puts back what was there before our patch.
 
 
 def put_back(base: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
-    """Replace a method again in every subclass where somebody took our wrapper out; empty where nobody did.
+    """Replace a method again in every subclass from which another library removed our wrapper; empty if none did.
 
     Args:
-        base: as of `replace_in_subclasses`.
+        base: see `replace_in_subclasses`.
         name: the method.
-        wrap: as of `replace`.
+        wrap: see `replace`.
 
     Returns:
         The undo.
@@ -145,9 +146,9 @@ def put_back(base: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
 
 
 def clear(base: Any, name: str) -> None:
-    """Take wrappers of ours that are undone out of every subclass, also from under the wrappers of others.
+    """Remove our undone wrappers from every subclass, also from below other libraries' wrappers.
 
-    A function that holds one in a closure keeps it; such a wrapper must be inert.
+    A function that holds one in a closure keeps it, so such a wrapper must do nothing.
     """
     for kind in _with_subclasses(base):
         if name not in vars(kind):
@@ -158,12 +159,12 @@ def clear(base: Any, name: str) -> None:
                 _free(layer)
         elif _ours[found][0] is kind:
             setattr(kind, name, _original(found))
-        else:  # it was its parent's when somebody found it
+        else:  # it was its parent's when another library found it
             delattr(kind, name)
 
 
 def _is_ours(found: Any) -> bool:
-    return type(found) is FunctionType and found in _ours  # a proxy over one says that it is equal
+    return type(found) is FunctionType and found in _ours  # a proxy around one compares as equal
 
 
 def _layers(found: Any) -> Iterator[Any]:
@@ -179,6 +180,6 @@ def _original(found: Any) -> Any:
 
 
 def _free(layer: Any) -> None:
-    """Return a proxy (wrapt's) what our wrapper under it stands in for; of a function, `__wrapped__` is but a note."""
+    """Let a proxy (wrapt's) wrap what our wrapper below it replaces. A function's `__wrapped__` is only a note."""
     if type(layer) is not FunctionType and _is_ours(getattr(layer, "__wrapped__", None)):
         layer.__wrapped__ = _original(layer.__wrapped__)

@@ -1,8 +1,8 @@
-"""The attempt and the agent at work go along into processes: those that are started, and pools that are there already.
+"""Carries the attempt and current agent into processes: new ones, and pools that already exist.
 
-A process that is started gets them as variables, whichever way it is started: `subprocess` in its environment, one that
-`multiprocessing` or loky spawns or forks from a server in what it reads first. A task that is given to a pool brings
-them along itself, because the pool's processes may have been started in another attempt.
+A new process gets them as variables, however it is started: `subprocess` in its environment; a process that
+`multiprocessing` or loky spawns, or forks from a server, in what it reads first. A task for a pool carries them itself,
+because the pool's processes may have been started in another attempt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _undo = Undo()
 
 
 def carry_attempts() -> Callable[[], None]:
-    """Carry attempt and agent into processes until the callable that is given back is called, by all who have one."""
+    """Carry attempt and agent into processes, until everyone who called this has called the returned function."""
     global _users  # noqa: PLW0603 - what is patched is process-wide
     if not _users:
         _undo.add(replace(subprocess.Popen, "__init__", _wrap_popen))
@@ -81,7 +81,7 @@ def _wrap_popen(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Variables:
-    """Sets variables in the process that reads it from a pickle, before that has the paths of our modules."""
+    """Sets variables in the process that unpickles it, before that process has the paths of our modules."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = dict(values)
@@ -108,9 +108,9 @@ def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CarriedCall:
-    """A pool's task that runs in the attempt, and for the agent, in which it was given to the pool.
+    """A pool's task that runs in the attempt, and for the agent, in which it was submitted.
 
-    Its spans are delivered before its result goes back: nobody waits for the process, which goes on.
+    Its spans are delivered before its result is returned, because nothing waits for the process, which continues.
     """
 
     def __init__(self, function: Callable[..., Any], variables: Mapping[str, str]) -> None:

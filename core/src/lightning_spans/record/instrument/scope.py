@@ -1,8 +1,8 @@
-"""Stretches of work that a framework reports by their start and their end, with the context entered in between.
+"""Work that a framework reports by its start and its end, with a context that is entered in between.
 
-A scope is told of the chat spans that begin in it. That is how a plugin learns whether a model was called through the
-openai client. If the scope was not told by the end, the model was reached in another way, and the plugin makes the chat
-span itself. So one call is one span.
+A scope is told of the chat spans that begin in it. This is how a plugin learns whether a model was called through the
+openai client. If the scope was not told by its end, the model was called in another way, and the plugin creates the
+chat span itself. So each call has one span.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class ScopedCall(Protocol):
-    """A model call that a framework reports, and that is no chat span of the openai client's yet."""
+    """A model call that a framework reports and that has no chat span of the openai client yet."""
 
     @property
     def named(self) -> bool:
-        """Whether a request has named its span, which is then to be ended in any case."""
+        """Whether a request carries its span's id. Then the span must be ended in any case."""
 
     def end(
         self,
@@ -32,27 +32,27 @@ class ScopedCall(Protocol):
         *,
         error: BaseException | str | None = None,
     ) -> None:
-        """Make its span, unless the openai client made one."""
+        """Create its span, unless the openai client created one."""
 
     def name(self, request: Any) -> None:
-        """Name its span in an HTTP request."""
+        """Put its span's id into an HTTP request."""
 
 
 class Scope(Entry):
-    """A stretch of work.
+    """A period of work.
 
-    Its end may come in another execution context than its start, and a copy of its context may outlive it; both then
-    find their way out (`settled`).
+    It may end in another execution context than it started in, and a copy of its context may outlive it. Both cases are
+    resolved by `settled`.
 
     Args:
         here: where it begins; the current context by default.
 
     Attributes:
-        outer: the scope around it.
-        span: what it is recorded as; None: it has no span of its own.
+        outer: the surrounding scope.
+        span: its span; None: it has none.
         seen: whether a chat span began in it.
         call: the model call that it stands for, if it is one.
-        error: what went wrong, where that is told before its end.
+        error: what went wrong, if that is reported before its end.
     """
 
     __slots__ = ("call", "error", "outer", "seen", "span")
@@ -67,29 +67,30 @@ class Scope(Entry):
 
     def enter(self, context: Context) -> None:
         """Make what follows in this execution context part of the work."""
-        self.previous = settled()  # else scopes that ended in other contexts would hold each other, in a longer chain
+        # otherwise scopes that ended in other contexts would hold each other in a growing chain
+        self.previous = settled()
         self.entered = scoped(self, context)
         attach(self.entered)
 
     def leave(self) -> None:
-        """End the work: give back our values that were there before, unless another scope of ours is current."""
+        """End the work: restore our previous values, unless another of our scopes is current."""
         self.closed = True
         context = current()
-        if context is self.entered:  # as nearly always: nobody put anything on top
+        if context is self.entered:  # the usual case: no context was entered in between
             attach(settled(self.previous))
         elif current_scope(context) is self:
             attach(settled(context))
 
     def call_begins(self) -> Context | None:
-        """Be told that a model or tool is about to be called in here; begin the span that waited for it, if one did.
+        """Note that a model or tool is about to be called here; begin the pending span, if there is one.
 
         Returns:
-            The context of that span, which the call is under; None: the current context is the call's.
+            The context of that span, as the call's parent; None: the current context is the parent.
         """
         return None
 
     def call_began(self) -> None:
-        """Be told that a chat span began in here; what is around is told too."""
+        """Note that a chat span began here; surrounding scopes are told too."""
         self.seen = True
         if self.outer is not None:
             self.outer.call_began()
@@ -101,13 +102,13 @@ def scoped(scope: Scope, context: Context | None = None) -> Context:
 
 
 def current_scope(context: Context | None = None) -> Scope | None:
-    """Return the innermost scope of this context, if any; it may be over."""
+    """Return the innermost scope of this context, if any; it may have ended."""
     scope = (current() if context is None else context).get(SCOPE)
     return scope if isinstance(scope, Scope) else None
 
 
 def scopes_around() -> Iterator[Scope]:
-    """Return the scopes around what runs here, innermost first; some may be over."""
+    """Return the scopes around the running code, innermost first; some may have ended."""
     scope = current_scope()
     while scope is not None:
         yield scope

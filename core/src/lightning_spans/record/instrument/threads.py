@@ -1,4 +1,4 @@
-"""The OTel Context goes along into threads and executors: who is at work there was at work where they were begun."""
+"""Carries the OTel Context into threads and executors, so that the agent that started them stays the current one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_spans.record.instrument.patches import Undo, replace
 
 
 def carry_context() -> Callable[[], None]:
-    """Carry it, until the callable that is given back is called.
+    """Carry it, until the returned function is called.
 
-    By OTel's own instrumentation, unless the user's tracing already has it on. That leaves out threads of a class with
-    a `run` of its own, which are seen to here.
+    This uses OTel's own instrumentation, unless the user's tracing has already enabled it. That instrumentation leaves
+    out threads of a class with its own `run`, which are handled here.
     """
     undo = Undo()
     instrumentor = ThreadingInstrumentor()

@@ -1,4 +1,4 @@
-"""Tool calls that models have asked for, until the tools are called: whose they are, and their ids."""
+"""Tool calls that models have asked for and that have not run yet: their agents and their ids."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class ToolRequest(NamedTuple):
     """A tool call that a model asked for.
 
     Attributes:
-        call_id: the model's name for it.
+        call_id: the model's id of the call.
         name: of the tool.
-        arguments: as the framework has them: JSON text, or read.
-        agent: whose model it was, where that is needed to tell.
+        arguments: as the framework has them: JSON text, or parsed.
+        agent: whose model asked, if that is needed to tell calls apart.
     """
 
     call_id: str | None
@@ -26,14 +26,14 @@ class ToolRequest(NamedTuple):
 def take(
     requests: list[ToolRequest], fits: Callable[[ToolRequest], bool], rather: Callable[[ToolRequest], bool]
 ) -> ToolRequest | None:
-    """Take out the request that a tool's call is made for; None when there is none.
+    """Take out the request that a tool call answers; None if there is none.
 
     Args:
-        requests: what waits, oldest first.
-        fits: whether it can be this one.
-        rather: which to prefer of those that fit.
+        requests: waiting requests, oldest first.
+        fits: whether a request can be this call's.
+        rather: which to prefer among those.
     """
-    for request in sorted(filter(fits, list(requests)), key=rather, reverse=True):  # stable: the oldest of equals
+    for request in sorted(filter(fits, list(requests)), key=rather, reverse=True):  # stable: the oldest among equals
         with suppress(ValueError):  # taken by a tool that began at the same time, in another thread
             requests.remove(request)
             return request

@@ -1,4 +1,4 @@
-"""The stack of an exception as it would be without us, for frameworks that tell a model where its tool failed."""
+"""Removes our frames from exceptions, for frameworks that tell a model where its tool failed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import TracebackType
 
 
 def without_our_frames(error: BaseException, *packages: str) -> None:
-    """Take the frames of our wrappers out of the tracebacks of an exception and of those that it came from.
+    """Remove our wrappers' frames from the tracebacks of an exception and of its causes.
 
     Args:
         error: changed in place.
-        packages: import packages of ours, beside the core's.
+        packages: our import packages, in addition to the core's.
     """
     ours = {"lightning_spans", *packages}
     waiting: list[BaseException | None] = [error]

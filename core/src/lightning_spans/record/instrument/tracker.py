@@ -1,4 +1,4 @@
-"""What a plugin keeps while it follows a framework: its open spans and scopes, with what went wrong inside.
+"""The state of a plugin while it follows a framework: its open spans and scopes, and the errors within them.
 
 `Tracker` is for work that a call of the framework encloses, `EventTracker` for work that is reported by its start and
 its end.
@@ -27,15 +27,15 @@ S = TypeVar("S", bound=Scope)
 
 
 class Tracker:
-    """The open spans of one framework. A span that could not be begun is None, which every method takes.
+    """The open spans of one framework. A span that could not be begun is None, which every method accepts.
 
     Args:
-        recorder: takes the spans.
+        recorder: receives the spans.
         framework: the plugin's name, on every span.
 
     Attributes:
-        plugin: the package that follows, for what is logged.
-        live: whether anything is recorded still; wrappers outlive the detaching where somebody patched after us.
+        plugin: the plugin's package, for log messages.
+        live: whether anything is still recorded; wrappers exist after detaching if another library patched later.
     """
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
@@ -46,23 +46,24 @@ class Tracker:
         self._open: dict[str, OpenSpan] = {}  # by span id
 
     def stop(self) -> None:
-        """End what is open, and begin nothing more."""
+        """End all open spans, and begin no more."""
         self.live = False
         for span in reversed(list(self._open.values())):
             self.end(span)
 
     def guard(self, span: OpenSpan | None = None) -> AbstractContextManager[None]:
-        """Log what goes wrong inside the block instead of raising it into the agent."""
+        """Log an error within the block instead of raising it into the agent."""
         return self.recorder.guard(self.plugin, span)
 
     def begin_agent(self, name: str, context: Context | None = None, *, by_default: bool = False) -> OpenSpan | None:
-        """Begin the span of an agent that gets to work.
+        """Begin the span of an agent that starts to work.
 
         Args:
             name: of the agent.
             context: where it begins; the current context by default.
-            by_default: the name is what the framework calls an agent without one. Where `agent()`, or another
-                framework, says who is at work, that stays the agent, and there is no span.
+            by_default: whether the name is the framework's default for unnamed agents. If `agent()` or another
+                framework
+                names the current agent, that name stays, and there is no span.
         """
         if by_default and self._is_named_around(context):
             return None
@@ -86,7 +87,7 @@ class Tracker:
         *,
         agent: str | None = None,
     ) -> OpenSpan | None:
-        """Begin the span of a tool call; `arguments` is JSON text. Its agent is the context's where none is given."""
+        """Begin the span of a tool call. `arguments` is JSON text. By default its agent is the context's."""
         facts = {names.TOOL_NAME: name, names.TOOL_CALL_ID: call_id, names.TOOL_ARGUMENTS: arguments}
         return self.begin(names.EXECUTE_TOOL, name, agent=agent, context=context, attributes=facts)
 
@@ -100,12 +101,12 @@ class Tracker:
         attributes: Mapping[str, Json] | None = None,
         start_ns: int | None = None,
     ) -> OpenSpan | None:
-        """Begin a span; None when nothing is recorded any more, or it could not be begun, which is logged.
+        """Begin a span; None if nothing is recorded any more, or if beginning failed, which is logged.
 
         Args:
             operation: ``invoke_agent``, ``execute_tool``, ``invoke_workflow``.
-            name: what a viewer shows.
-            agent: who is at work in it; the agent of the context where None.
+            name: shown by viewers.
+            agent: the agent at work in it; None: the agent of the context.
             context: where it begins; the current context by default.
             attributes: None values are left out.
             start_ns: Unix time in nanoseconds; now by default.
@@ -130,7 +131,7 @@ class Tracker:
         attributes: Mapping[str, Json] | None = None,
         end_ns: int | None = None,
     ) -> None:
-        """End a span, now or at a Unix time in nanoseconds; the second end of one changes nothing."""
+        """End a span, now or at a Unix time in nanoseconds. Ending it again changes nothing."""
         if span is not None:
             self._open.pop(span.span_id, None)
             if span.end_ns is None:
@@ -141,7 +142,10 @@ class Tracker:
 
     @contextmanager
     def working(self, span: OpenSpan | None) -> Iterator[None]:
-        """End the span with the block, as failed if that raised, and as abandoned if it is a generator left alone."""
+        """End the span with the block.
+
+        As failed if the block raised, and as abandoned if it is an abandoned generator.
+        """
         try:
             yield
         except GeneratorExit:
@@ -155,12 +159,15 @@ class Tracker:
 
     @contextmanager
     def inside(self, span: OpenSpan | None) -> Iterator[None]:
-        """As `working`, with the span entered, so that what the block calls is under it. For generators: `steps`."""
+        """Enter the span and end it with the block, so that what the block calls is under it.
+
+        For generators, use `steps`.
+        """
         with self.working(span), nullcontext() if span is None else entered(span.context):
             yield
 
     async def steps(self, span: OpenSpan | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """Return the items of a generator that works under the span; what their reader does in between is not."""
+        """Return the items of a generator that works under the span; its reader's code in between does not."""
         with self.working(span):
             inner = items if span is None else entered_steps(span.context, items)
             try:
@@ -170,7 +177,7 @@ class Tracker:
                 await inner.aclose()
 
     def iterate(self, span: OpenSpan | None, items: Generator[T, None, None]) -> Generator[T, None, None]:
-        """As `steps`, of a generator that is not asynchronous."""
+        """Return the items of a synchronous generator; see `steps`."""
         with self.working(span):
             inner = items if span is None else entered_iteration(span.context, items)
             try:
@@ -184,10 +191,10 @@ class Tracker:
 
 
 class EventTracker(Tracker, Generic[S]):
-    """A tracker of work that is reported by its start and its end, each in a call of its own.
+    """Tracks work that is reported by its start and its end, each in a separate call.
 
     Attributes:
-        scopes: what has started and not ended, by a key of the plugin's, in order.
+        scopes: what has started and not ended, by the plugin's own key, in order.
     """
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
@@ -195,7 +202,7 @@ class EventTracker(Tracker, Generic[S]):
         self.scopes: dict[Hashable, S] = {}
 
     def stop(self) -> None:
-        """End what is open, and begin nothing more; contexts that were entered are left by who reports the end."""
+        """End all open work, and begin no more. Entered contexts are left by the code that reports the end."""
         super().stop()
         for scope in reversed(list(self.scopes.values())):
             scope.closed = True
@@ -204,25 +211,25 @@ class EventTracker(Tracker, Generic[S]):
                     scope.call.end()
 
     def enter(self, key: Hashable, scope: S, context: Context) -> None:
-        """Keep a scope that starts, and enter it: its span's context, or this one where it has no span."""
+        """Add a scope that starts, and enter it: the context of its span, or the current one if it has no span."""
         self.scopes[key] = scope
         scope.enter(context if scope.span is None else scope.span.context)
 
     def leave(self, key: Hashable) -> S | None:
-        """Leave a scope that ends, and return it; what it stands for is still to be ended. None where none is known."""
+        """Leave a scope that ends, and return it; the caller ends its span. None if the scope is unknown."""
         scope = self.scopes.pop(key, None)
         if scope is not None:
             scope.leave()
         return scope
 
     def drop(self, span: OpenSpan | None) -> None:
-        """Forget a span that stands for nothing after all: it is never delivered."""
+        """Drop a span that turned out to stand for nothing. It is never delivered."""
         if span is not None:
             self._open.pop(span.span_id, None)
 
 
 def begins(method: Callable[..., None]) -> Any:
-    """Guard a tracker's method that hears of a start: it is not heard once recording has stopped."""
+    """Guard a tracker's method for start events, which are ignored once recording has stopped."""
 
     @functools.wraps(method)
     def guarded(self: Tracker, *args: Any, **kwargs: Any) -> None:
@@ -236,7 +243,7 @@ def begins(method: Callable[..., None]) -> Any:
 
 
 def ends(method: Callable[..., None]) -> Any:
-    """Guard a tracker's method that hears of an end: always heard, so that contexts that were entered are left."""
+    """Guard a tracker's method for end events, which are always processed, so that entered contexts are left."""
 
     @functools.wraps(method)
     def guarded(self: Tracker, *args: Any, **kwargs: Any) -> None:

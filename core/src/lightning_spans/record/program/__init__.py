@@ -1,1 +1,1 @@
-"""What a program says of itself, in plain code or where no framework says it: its agents, its tools, its rewards."""
+"""What a program states itself, in plain code or where no framework does: its agents, its tools, its rewards."""

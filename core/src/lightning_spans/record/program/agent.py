@@ -1,4 +1,4 @@
-"""`agent()` and `workflow()`: who is at work, and what one run is, in a plain program or wherever no framework says it.
+"""`agent()` and `workflow()`: name the current agent, and mark one run, in plain code or where no framework does.
 
 Both are ``with`` blocks, and decorators of functions and coroutine functions.
 """
@@ -22,11 +22,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Block(AbstractContextManager["OpenSpan | None"]):
-    """A ``with`` block that is also a decorator: each call of the function is then a block of its own.
+    """A ``with`` block that is also a decorator: each call of the function is then its own block.
 
     Args:
-        called: says what it is in errors.
-        opened: makes the block.
+        called: its name in errors.
+        opened: creates the block.
     """
 
     def __init__(self, called: str, opened: Callable[[], AbstractContextManager[OpenSpan | None]]) -> None:
@@ -50,7 +50,7 @@ class Block(AbstractContextManager["OpenSpan | None"]):
         """Make each call of a function, or of a coroutine function, such a block.
 
         Raises:
-            ConfigError: it is a generator function: what reads it runs in between, and would be inside.
+            ConfigError: it is a generator function: its reader's code runs in between, and would be included.
         """
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             refused = f"{self._called} can't decorate {_name(function)}"
@@ -74,10 +74,10 @@ class Block(AbstractContextManager["OpenSpan | None"]):
 
 
 def agent(name: str) -> Block:
-    """Name the agent that is at work inside the block: for plain programs, and wherever a framework gives no name.
+    """Name the agent at work within the block: for plain programs, and wherever a framework gives no name.
 
-    Model calls made inside carry the name. While attached, the block is also an ``invoke_agent`` span, which is given;
-    otherwise None. It is a decorator too: ``@agent("writer")``.
+    Model calls within it carry the name. While attached, the block is also an ``invoke_agent`` span, which ``as``
+    returns; otherwise None. It is a decorator too: ``@agent("writer")``.
     """
     return Block(f"agent({name!r})", lambda: _agent(name))
 
@@ -89,15 +89,15 @@ def workflow(name: str, /) -> Block: ...
 
 
 def workflow(name: Any, /) -> Any:
-    """Record what happens inside as one run: one trace, with all of its agents, clients, tasks and threads.
+    """Record the block as one run: one trace with all of its agents, clients, tasks and threads.
 
-    For a program that no framework gives a root: its calls would be a trace each. No agent's name is changed by it. As
-    a decorator, ``@workflow`` or ``@workflow("research")``, each call of the function is a run; as ``with
-    workflow("research"):`` the block is. While attached it is an ``invoke_workflow`` span, which is given, otherwise
-    None. One inside of another is a part of its trace. A runner's attempt is one trace without it.
+    For a program to which no framework gives a root: each of its calls would be a separate trace. Agents' names do not
+    change. As a decorator, ``@workflow`` or ``@workflow("research")``, each call of the function is a run; as ``with
+    workflow("research"):`` the block is. While attached it is an ``invoke_workflow`` span, which ``as`` returns,
+    otherwise None. A nested one is part of the outer trace. A runner's attempt is one trace without it.
 
     Args:
-        name: what a viewer shows, or the function, whose name it is then.
+        name: shown by viewers; or the decorated function, whose name is used.
     """
     if callable(name):
         return Block(f"workflow({_name(name)!r})", lambda: _workflow(_name(name)))(name)

@@ -1,4 +1,4 @@
-"""`data_terms()`: what a program says of the data of one request."""
+"""`data_terms()`: the terms under which the data of one request may be used."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def data_terms(
     retention_days: float | None = None,
     source: str | None = None,
 ) -> Iterator[None]:
-    """State terms for all spans outside of attempts that start in the block. An inner block adds to an outer one.
+    """State terms for all spans outside attempts that start in the block. An inner block adds to an outer one.
 
     Args:
-        tenant: whose data it is. Nothing mixes tenants unless you ask for it.
-        consent: whether it may be learned from. Live traces that state nothing are not.
+        tenant: owner of the data. Tenants are not mixed unless you ask for it.
+        consent: whether it may be used for training. Live traces that state nothing are not used.
         retention_days: days after which it is neither used nor kept.
         source: where it comes from, such as a product or a form.
 
     Raises:
-        ConfigError: a value makes no sense.
+        ConfigError: a value is invalid.
     """
     terms = make_terms(tenant=tenant, consent=consent, retention_days=retention_days, source=source)
     with entered(with_terms(terms)):

@@ -1,4 +1,4 @@
-"""Rewards that an agent's program gives from inside."""
+"""Rewards that an agent's program gives itself."""
 
 from __future__ import annotations
 
@@ -20,32 +20,35 @@ _COLLECTOR = "lightning-rewards"
 
 
 class _Collector(NamedTuple):
-    process: int  # what a forked one adds is in its own memory alone
+    process: int  # what a forked process adds exists only in its own memory
     rewards: list[Reward]
 
 
 @contextmanager
 def collecting() -> Iterator[list[Reward]]:
-    """Collect what `emit_reward` gives inside the block; for runners, which deliver it with their own key."""
+    """Collect the rewards that `emit_reward` gives within the block.
+
+    For runners, which deliver them with their own key.
+    """
     rewards: list[Reward] = []
     with entered(otel_context.set_value(_COLLECTOR, _Collector(os.getpid(), rewards))):
         yield rewards
 
 
 def emit_reward(value: float, *, agent: str | None = None) -> None:
-    """Give a reward from inside the agent's program, as often as you like; rewards add up.
+    """Give a reward from within the agent's program. It may be called several times; rewards add up.
 
-    Inside a runner's attempt it travels with the attempt's result. Outside, while attached, it goes to the process's
-    own store. It belongs to the whole attempt unless an agent is named, and is for the model calls that had ended when
-    it was given: calls that come later earn nothing by it.
+    Within a runner's attempt, the reward is sent with the attempt's result. Outside, while attached, it goes to the
+    process's own store. It belongs to the whole attempt unless an agent is named, and counts for the model calls that
+    had ended when it was given: later calls earn nothing from it.
 
     Args:
         value: a finite number.
         agent: the agent that earned it.
 
     Raises:
-        RewardError: the value is not a finite number, there is no attempt and nothing is attached, or a process that
-            the attempt began gives it.
+        RewardError: the value is not a finite number, there is no attempt and nothing is attached, or it is called in a
+            process that the attempt started.
     """
     number = as_reward(value)
     attempt = current_attempt()

@@ -1,4 +1,4 @@
-"""`tool()`: a function of plain code as a tool, recorded, and in a replay given from the record instead of called."""
+"""`tool()`: records a plain function as a tool; in a replay its recorded result is returned instead of calling it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OWN: Final = ("self", "cls")  # what a method is of says nothing that would be the same in another process
+_OWN: Final = ("self", "cls")  # the object of a method is left out, because its text may differ in another process
 
 
 @overload
@@ -39,21 +39,21 @@ def tool(
     pure: bool = False,
     side_effects: bool = False,
 ) -> Any:
-    """Make a tool of a function, be it plain or a coroutine function: as a decorator, or as ``tool(random.random)``.
+    """Record a function or coroutine function as a tool: as a decorator, or as ``tool(random.random)``.
 
-    While attached, each call is an ``execute_tool`` span with arguments and result. In a replay what the record has is
-    returned, or raised, and the function is not called. So it also serves for what differs from run to run: a clock, a
-    die, a request. A result that is neither JSON-like nor a dataclass, a pydantic model, a time, an array or a tuple or
-    set of such is not kept, and ends a replay.
+    While attached, each call is an ``execute_tool`` span with arguments and result. In a replay, the recorded result is
+    returned or raised, and the function is not called. So it also serves for what differs between runs: a clock, a
+    random number, a request. A result that is neither JSON-like nor a dataclass, a pydantic model, a time, an array or
+    a tuple or set of these is not recorded, and ends a replay.
 
     Args:
-        function: what is called.
+        function: the function.
         name: of the tool; by default the function's.
-        pure: it depends on its arguments alone and changes nothing: a replay may call it.
+        pure: it depends only on its arguments and changes nothing: a replay may call it.
         side_effects: it must not be called after a fork either: there it ends the replay.
 
     Raises:
-        ConfigError: both marks are given, or it is a generator function.
+        ConfigError: both `pure` and `side_effects` are given, or it is a generator function.
     """
     if pure and side_effects:
         raise ConfigError("tool(pure=True, side_effects=True): it is one or the other.")
@@ -94,7 +94,7 @@ class _Call:
         self._marks = marks
         try:
             self._signature: inspect.Signature | None = inspect.signature(function)
-        except (TypeError, ValueError):  # some that are written in C tell none
+        except (TypeError, ValueError):  # some functions written in C have no signature
             self._signature = None
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -139,12 +139,12 @@ class _Call:
         return current_agent(), self._name, None, self._arguments(args, kwargs), self._marks
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Return the arguments as JSON text, by the names of the parameters where those are known."""
+        """Return the arguments as JSON text, by parameter names if those are known."""
         held: dict[str, Any] = {**({"args": list(args)} if args else {}), **kwargs}
         if self._signature is not None:
             try:
                 bound = self._signature.bind(*args, **kwargs)
-            except TypeError:  # the call will say so
+            except TypeError:  # the call itself will raise
                 return dumps(_argument_json(held)).decode()
             bound.apply_defaults()
             held = dict(bound.arguments)
@@ -155,7 +155,7 @@ class _Call:
 
 
 class _Ended:
-    """Ends a tool's span with what came of it; a class, because a generator costs twice as much."""
+    """Ends a tool's span with its outcome. A class, because a generator costs twice as much."""
 
     __slots__ = ("_span",)
 
@@ -194,7 +194,7 @@ class _Ended:
 
 
 def _argument_json(value: Any) -> Json:
-    """Return an argument as JSON; what JSON does not know is told by its type, which is the same in every process."""
+    """Return an argument as JSON. For what JSON cannot express, its type, which is the same in every process."""
     try:
         return returned.encoded(value)
     except Exception:  # noqa: BLE001 - a value of the program's may do anything when looked at

@@ -1,1 +1,1 @@
-"""How spans are made and who is told of them: the two tracers, OpenTelemetry's processors, the hooks of each span."""
+"""How spans are created and observed: the two tracers, OpenTelemetry's processors, the hooks for each span."""

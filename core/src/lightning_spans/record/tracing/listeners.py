@@ -1,4 +1,4 @@
-"""The hooks that are called for each span, where they hold up neither the agent nor the delivery of its spans."""
+"""Calls the hooks for each span without delaying the agent or the delivery of its spans."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _ENDED: Final = "lightning_span_ended"
 
 
 class SpanFeed:
-    """Hands spans that have ended to a function, in the order in which they ended, in a thread of its own.
+    """Passes ended spans to a function, in the order in which they ended, in its own thread.
 
     Args:
         hand: gets one span after the other.
-        what: names what is handed to, for what is logged.
+        what: the receiver's name in log messages.
         part: the name in `stalls.BOUNDS` of the wait for it.
-        waits_for: says for what exactly it waits, in words; `what` by default.
-        queue_size: spans that may wait for a slow function; it is not handed more, which is logged.
+        waits_for: describes what exactly it waits for; `what` by default.
+        queue_size: spans that may wait for a slow function; further ones are left out, which is logged.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SpanFeed:
         self._queue_size = queue_size
         self._warned_at = -60.0
         self._begin()
-        in_child(self._begin)  # the thread does not live on in a forked child
+        in_child(self._begin)  # a forked child does not have the thread
         atexit.register(self.close)
 
     def _begin(self) -> None:
@@ -64,7 +64,7 @@ class SpanFeed:
         self._thread: threading.Thread | None = None
 
     def tell(self, span: RecordingSpan) -> None:
-        """Have an ended span handed on."""
+        """Pass on an ended span."""
         with self._changed:
             if self._closing or len(self._queue) >= self._queue_size:
                 self._warn()
@@ -77,12 +77,12 @@ class SpanFeed:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all spans so far were handed on; False when the time ran out."""
+        """Wait until all spans so far were passed on; False if the time ran out."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._queue or self._busy), timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Hand on what is left, but wait no longer than `CLOSE_S` by default, and stop."""
+        """Pass on what is left, but wait no longer than `CLOSE_S` by default, and stop."""
         atexit.unregister(self.close)
         limit_s = CLOSE_S if timeout_s is None else timeout_s
         with self._changed:
@@ -110,7 +110,7 @@ class SpanFeed:
             try:
                 with waiting(self._part, self._waits_for):
                     self._hand(span)
-            except BaseException:  # what would end a program ends no thread of ours
+            except BaseException:  # an exception that would end a program does not end our thread
                 logger.exception("lightning: %s did not get span %s", self._what, span.span_id)
 
     def _warn(self) -> None:
@@ -120,7 +120,7 @@ class SpanFeed:
 
 
 class Listeners(SpanFeed):
-    """Tells ``lightning_span_ended`` of every span."""
+    """Calls ``lightning_span_ended`` for every span."""
 
     def __init__(self, *, queue_size: int = QUEUE_SIZE) -> None:
         super().__init__(
@@ -133,15 +133,15 @@ class Listeners(SpanFeed):
         self._heard_by = hooks.manager().hook.lightning_span_ended.get_hookimpls
 
     def tell(self, span: RecordingSpan) -> None:
-        """Have the listeners told of an ended span, if there are any."""
+        """Notify the listeners of an ended span, if there are any."""
         if self._heard_by():
             super().tell(span)
 
 
 class Naming:
-    """Asks ``lightning_agent_name`` in a thread of its own, and waits no longer than a limit for the answer.
+    """Calls ``lightning_agent_name`` in its own thread, and waits for the answer no longer than a limit.
 
-    While an answer is overdue nothing more is asked: spans go without.
+    While an answer is overdue, nothing more is asked, and spans stay unnamed.
 
     Args:
         limit_s: seconds to wait.
@@ -159,7 +159,7 @@ class Naming:
         self._thread: threading.Thread | None = None
 
     def __call__(self, span: RecordingSpan) -> str | None:
-        """Name the agent of an ended span; None where no plugin does, or not in time."""
+        """Return the name of an ended span's agent; None if no plugin knows it, or not in time."""
         if not self._known_by():
             return None
         if self._overdue is not None and not self._overdue.answered.is_set():
@@ -185,7 +185,7 @@ class Naming:
             try:
                 name = hooks.manager().hook.lightning_agent_name(span=question.span)
                 question.name = name if isinstance(name, str) else None
-            except BaseException:  # what would end a program ends no thread of ours
+            except BaseException:  # an exception that would end a program does not end our thread
                 logger.exception("lightning: lightning_agent_name failed at span %s", question.span.span_id)
             question.answered.set()
 

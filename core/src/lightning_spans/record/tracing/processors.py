@@ -1,7 +1,7 @@
-"""OpenTelemetry's SDK as the tracer ``otel`` uses it: a provider of our own, for the span processors that are given."""
+"""OpenTelemetry's SDK for the tracer ``otel``: our own provider, for the given span processors."""
 
-# First, as hooks for forked children run in the order of their registration: the provider's uses executors, whose
-# lock this module's hook frees. In the other order the child hangs (opentelemetry-sdk 1.45, Python 3.11).
+# First, because hooks for forked children run in the order of registration: the provider's hook uses executors, whose
+# lock this module's hook releases. In the other order the child hangs (opentelemetry-sdk 1.45, Python 3.11).
 import concurrent.futures.thread  # noqa: F401
 import logging
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ Keeps = Callable[[Span | EndedSpan, Attempt | None], bool]
 
 
 def make_provider(ids: Any, processors: Sequence[SpanProcessor], keeps: Keeps | None) -> TracerProvider:
-    """Make a provider that is nobody else's.
+    """Create a separate provider.
 
     Args:
-        ids: makes the ids.
-        processors: see its spans; none of them can harm the agent or another one.
-        keeps: whether a span is recorded; None: each is.
+        ids: generates the ids.
+        processors: get its spans; none of them can harm the agent or another one.
+        keeps: whether a span is recorded; None: all are.
     """
     unset = SpanLimits.UNSET
-    # Explicit, because the defaults come from OTEL_* variables that the user set for his own traces.
+    # Given explicitly, because the defaults come from OTEL_* variables that the user set for their own traces.
     provider = TracerProvider(
         sampler=ALWAYS_ON if keeps is None else _RecordedOnly(keeps),
         resource=Resource({"service.name": "lightning"}),
@@ -45,7 +45,7 @@ def make_provider(ids: Any, processors: Sequence[SpanProcessor], keeps: Keeps | 
 
 
 class _RecordedOnly(Sampler):
-    """Samples what is recorded, so that a trace is whole in the store and at a collector, or in neither."""
+    """Samples what is recorded, so that a trace is complete both in the store and at a collector, or in neither."""
 
     def __init__(self, keeps: Keeps) -> None:
         self._keeps = keeps
@@ -60,7 +60,7 @@ class _RecordedOnly(Sampler):
 
 
 class _Guarded(SpanProcessor):
-    """A processor whose errors are logged: the SDK would raise them into the agent, and pass the others over."""
+    """A processor whose errors are logged: the SDK would raise them into the agent, and skip the other processors."""
 
     def __init__(self, processor: SpanProcessor) -> None:
         self._processor = processor

@@ -1,4 +1,4 @@
-"""Two tracers, one record: real OpenTelemetry spans, or the same without the SDK's pipeline."""
+"""Two tracers with the same records: OpenTelemetry spans, or the same without the SDK's pipeline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 
 
 def sdk_disabled() -> bool:
-    """Whether ``OTEL_SDK_DISABLED`` turns OpenTelemetry's SDK off: no span of its is made, ours are."""
+    """Whether ``OTEL_SDK_DISABLED`` turns OpenTelemetry's SDK off: it creates no spans, we still do."""
     return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 
@@ -50,18 +50,18 @@ def make_tracer(
     keeps: Callable[[Span | EndedSpan, Attempt | None], bool] | None = None,
     prepare: Callable[[Span, Attempt | None], Span] | None = None,
 ) -> Tracer:
-    """Make a tracer by name.
+    """Create a tracer by name.
 
     Args:
         kind: ``otel`` or ``embedded``.
-        sink: takes the spans.
-        processors: what sees the SDK's spans, of the tracer ``otel``.
-        collector: sees them too, and is told when its time is over.
-        keeps: whether a span is recorded at all; of the others the processors see nothing.
-        prepare: masks what processors must not see.
+        sink: receives the spans.
+        processors: get the SDK's spans, with the tracer ``otel``.
+        collector: gets them too, and is told when its time is over.
+        keeps: whether a span is recorded at all; processors do not get the others.
+        prepare: masks what processors must not get.
 
     Raises:
-        ConfigError: as of `check_tracer`.
+        ConfigError: see `check_tracer`.
     """
     check_tracer(kind, processors)
     if kind == "embedded":
@@ -70,7 +70,7 @@ def make_tracer(
 
 
 def check_tracer(kind: str, processors: Sequence[SpanProcessor]) -> None:
-    """Refuse a tracer that there is not.
+    """Reject an unknown tracer.
 
     Raises:
         ConfigError: the name is not one of `TRACERS`, or ``embedded`` is given processors, which it would not call.
@@ -82,10 +82,11 @@ def check_tracer(kind: str, processors: Sequence[SpanProcessor]) -> None:
 
 
 class Ids:
-    """Makes ids, as the SDK's generators do.
+    """Generates ids, as the SDK's generators do.
 
-    Not from the global generator, as the SDK's own: a program that seeds it would get the same ids in every run, and
-    other numbers than without us. Nor from the system: each call lets go of the interpreter's lock, and waits for it.
+    It does not use the global random generator, as the SDK does: a program that seeds it would get the same ids in
+    every run, and other random numbers than without us. Nor the system's: each call releases the interpreter's lock and
+    waits for it.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class Ids:
 
     @contextmanager
     def starting(self, span: RecordingSpan) -> Iterator[None]:
-        """Have the SDK's generator know whose root it makes an id for inside the block."""
+        """Tell the SDK's generator whose root it makes an id for within the block."""
         self._starting.attempt = _its_own(span) if span.parent is None else None
         try:
             yield
@@ -115,11 +116,11 @@ class Ids:
             self._starting.attempt = None
 
     def is_trace_id_random(self) -> bool:
-        """All bits are."""
+        """Whether all bits are random: they are."""
         return True
 
     def give(self, span: RecordingSpan) -> None:
-        """Return a span its ids: a child of its parent, or a root: of its attempt's trace, or of a new one."""
+        """Give a span its ids: as a child of its parent, or as a root in its attempt's trace or a new one."""
         parent = span.parent
         if parent is not None:
             span.trace_id = parent.trace_id
@@ -138,25 +139,25 @@ def _its_own(span: RecordingSpan) -> Attempt | None:
 def trace_of(attempt: Attempt) -> str:
     """Return the trace id of an attempt, 32 hex digits: one run of the user's function is one trace.
 
-    A program that no framework gives a root makes a root of every call. Calls that the gateway alone saw have it too.
+    Without a framework's root, each call of a program is a root. Calls that only the gateway saw have this id too.
     """
     return blake2b(attempt.attempt_id.encode(), digest_size=16).hexdigest()
 
 
 class EmbeddedTracer:
-    """Makes ids itself and hands records straight to the sink."""
+    """Generates ids itself and passes records directly to the sink."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._ids = Ids()
 
     def start(self, span: RecordingSpan, context: Context) -> None:
-        """Return the new span its ids."""
+        """Give the new span its ids."""
         del context
         self._ids.give(span)
 
     def end(self, span: RecordingSpan) -> None:
-        """Hand the span to the sink."""
+        """Pass the span to the sink."""
         self._sink.put(span, span.attempt)
 
     def flush(self, timeout_s: float) -> bool:
@@ -169,13 +170,13 @@ class EmbeddedTracer:
 
 
 class OtelTracer:
-    """Makes real spans of OpenTelemetry's SDK, through a provider of its own; the user's is never touched.
+    """Creates spans of OpenTelemetry's SDK, through its own provider; the user's is not touched.
 
-    They are made where a span processor is there to see them. Without one they would cost half of all that recording
-    costs, for nobody; and the SDK's provider looks for the process's resources anew in every forked child.
+    They are created only if a span processor gets them. Otherwise they would cost half of all that recording costs, for
+    no receiver; and the SDK's provider detects the process's resources again in every forked child.
 
-    A processor's `on_start` is called as the span begins. It gets the ended span in a thread of its own: the record is
-    made first, and neither that nor a slow processor holds up the agent.
+    A processor's `on_start` is called as the span begins. It gets the ended span in its own thread: the record is made
+    first, and neither that nor a slow processor delays the agent.
     """
 
     def __init__(
@@ -203,11 +204,11 @@ class OtelTracer:
             self._undo_end = at_end(self, self._close_processors)
 
     def start(self, span: RecordingSpan, context: Context) -> None:
-        """Return the new span its ids, and begin the SDK's where it is seen."""
+        """Give the new span its ids, and begin the SDK's span if a processor gets it."""
         if self._tracer is None:
             self._ids.give(span)
             return
-        # Only a span of ours is a parent. A span that the user's own tracing has open is not in our store: under it,
+        # Only our spans are parents. An open span of the user's own tracing is not in our store: under it,
         # our root would look like an orphan.
         parent = otel_trace.INVALID_SPAN_CONTEXT if span.parent is None else _context_of(span.parent)
         above = otel_trace.NonRecordingSpan(parent)
@@ -222,14 +223,14 @@ class OtelTracer:
         span.trace_id, span.span_id = f"{made.trace_id:032x}", f"{made.span_id:016x}"
 
     def end(self, span: RecordingSpan) -> None:
-        """Hand the span to the sink, and to the processors' thread."""
-        # Ours, not what the SDK made of it: reading that back costs 14 µs, and what is no plain value is gone.
+        """Pass the span to the sink, and to the processors' thread."""
+        # Our record, not the SDK's span: reading that back costs 14 µs, and values that are not plain are lost.
         self._sink.put(span, span.attempt)
         if self._ended is not None and span.handle is not None and span.handle.is_recording():
             self._ended.tell(span)
 
     def _show(self, span: RecordingSpan) -> None:
-        """End the SDK's span with what the record holds, masked as it is for the store, and what viewers read."""
+        """End the SDK's span with the record's values, masked as for the store, and with what viewers read."""
         from lightning_spans.record.delivery.openinference import shown
 
         handle: Any = span.handle
@@ -269,7 +270,7 @@ class OtelTracer:
 
 
 def _is_plain(value: Json) -> bool:
-    """Whether OpenTelemetry takes it as an attribute."""
+    """Whether OpenTelemetry accepts a value as an attribute."""
     items = value if isinstance(value, (list, tuple)) else (value,)
     return all(isinstance(item, (str, bool, int, float)) for item in items)
 
