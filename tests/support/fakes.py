@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,10 +60,7 @@ class ByteTokenizer:
 
     def __init__(self, chat_template: str = HERMES_TEMPLATE) -> None:
         self.chat_template = chat_template
-        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
-        environment.filters["tojson"] = _tojson
-        self._template = environment.from_string(chat_template)
+        self._template = _compile(chat_template)
 
     def apply_chat_template(
         self,
@@ -99,6 +97,14 @@ class ByteTokenizer:
 
     def __len__(self) -> int:
         return 259
+
+
+@cache
+def _compile(chat_template: str) -> jinja2.Template:
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+    environment.filters["tojson"] = _tojson
+    return environment.from_string(chat_template)
 
 
 def _tojson(value: Any) -> str:
