@@ -54,7 +54,7 @@ logger = masking_logger(__name__)
 
 
 class App(FastAPI):
-    """FastAPI, with the hot paths answered before it: its layers cost more than an answer does."""
+    """FastAPI, with the hot paths answered before it, because its layers cost more than an answer does."""
 
     hot: Mapping[tuple[str, str], ASGIApp]
     metrics: Metrics
@@ -76,9 +76,9 @@ class App(FastAPI):
             else:
                 await super().__call__(scope, receive, counted)
         except ClientGoneError:
-            return  # nobody is there to be answered
+            return  # the client has gone
         except Exception as error:
-            if counted.started:  # too late for another answer: the connection breaks off, which the client sees
+            if counted.started:  # too late for another response: the connection is closed, which the client sees
                 raise
             await send_refusal(counted, _refusal(error), path)
 
@@ -99,7 +99,7 @@ def _server_error(error: Exception) -> Refusal:
 def _not_served(scope: Scope, path: str, hot: Mapping[tuple[str, str], ASGIApp]) -> Refusal:
     method = scope["method"]
     if any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]):
-        # The status at which codex goes on over HTTP at once; after others it tries a socket several times more.
+        # The status after which codex falls back to HTTP at once; after others it retries the socket several times.
         return Refusal(426, f"{path} has no WebSocket here. Use POST.", code="not_served")
     served = ", ".join(f"{verb} {place}" for verb, place in hot if place.startswith("/v1/"))
     status = 405 if any(place == path for _, place in hot) else 404
@@ -107,7 +107,7 @@ def _not_served(scope: Scope, path: str, hot: Mapping[tuple[str, str], ASGIApp])
 
 
 class _CountedSend:
-    """Sends what it is given, and counts the answer when it starts."""
+    """Sends what it is given, and counts the response when it starts."""
 
     __slots__ = ("_metrics", "_path", "_send", "started")
 
@@ -117,7 +117,7 @@ class _CountedSend:
         self._path = path if path in _COUNTED else "/api" if path.startswith("/api/") else "other"
         self.started = False
 
-    def __call__(self, message: Message) -> Awaitable[None]:  # no coroutine of its own: one more for each token
+    def __call__(self, message: Message) -> Awaitable[None]:  # not a coroutine itself: that would be one more per token
         if message["type"] == "http.response.start":
             self.started = True
             self._metrics.request(self._path, message["status"])
@@ -142,19 +142,19 @@ def create_app(
     provider: Upstream | None = None,
     record_untrained: bool = True,
 ) -> App:
-    """Make the app.
+    """Create the app.
 
     Args:
-        store: where everything is kept; the caller closes it, after the server has stopped.
-        keys: issue and check what requests carry.
-        engine: answers calls for `engine.model`; several each for theirs; None: only upstreams answer.
-        upstreams: OpenAI-compatible servers, by the model they answer for.
-        routing: what attempts are told; the training loop replaces it as ``app.state.routing``.
+        store: where everything is kept. The caller closes it after the server has stopped.
+        keys: issue and check the keys of requests.
+        engine: answers calls for `engine.model`; several: each for its own model; None: only upstreams answer.
+        upstreams: OpenAI-compatible servers, by the model they serve.
+        routing: settings for attempts; the training loop replaces it as ``app.state.routing``.
         limits: sizes and times.
-        live: share and masking of the spans that come with a live key.
-        provider: answers attempts' calls of agents that have a name and are none of ``routing.agents``, by the model
-            they ask for; None: they are answered like the others.
-        record_untrained: keep those calls, without tokens.
+        live: sampling rate and masking of spans with a live key.
+        provider: answers attempts' calls of named agents that are not in ``routing.agents``, by the model they request;
+            None: such calls are answered like the others.
+        record_untrained: record those calls, without tokens.
 
     Raises:
         ConfigError: two policies have one name.
@@ -164,7 +164,7 @@ def create_app(
     engines, store = [cast(Engine, WatchedEngine(each)) for each in engines], watched_store(store)
     routing = routing or Routing(model=engines[0].model if engines else "policy")
     metrics, writer = Metrics(), RecordWriter(store, max_waiting_spans=limits.waiting_spans)
-    if (backlog := getattr(store, "backlog", None)) is not None:  # stores in memory have none
+    if (backlog := getattr(store, "backlog", None)) is not None:  # in-memory stores have none
         metrics.watch_queue(backlog)
     attempts = EndedAttempts(store)
     access, leases = Access(keys, attempts), Leases(store)
@@ -182,8 +182,8 @@ def create_app(
     app.metrics = metrics
     app.state.store, app.state.keys, app.state.access, app.state.metrics = store, keys, access, metrics
     app.state.attempts, app.state.limits, app.state.routing = attempts, limits, routing
-    app.state.began_ns = time.time_ns()  # attempts that began before may have lost their calls with another life
-    app.state.key_status = lambda: None  # of keys in files, where they are
+    app.state.began_ns = time.time_ns()  # attempts that began earlier may have lost calls with an earlier process
+    app.state.key_status = lambda: None  # of keys in files, if there are such
     app.state.intake, app.state.leases, app.state.models = intake, leases, models
     conversations = Conversations()
     sessions = app.state.replays = Sessions(store, lambda: app.state.routing.seed)
@@ -215,14 +215,14 @@ def create_app(
 
 
 def _bare_app(at_end: Callable[[], Awaitable[None]]) -> App:
-    """Return an app without routes, which does this when the server stops."""
+    """Return an app without routes that runs this when the server stops."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - FastAPI's signature
         yield
         await at_end()
 
-    # No pages of documentation: FastAPI's load their scripts from elsewhere. /openapi.json is there.
+    # No documentation pages: FastAPI's load scripts from other hosts. /openapi.json is served.
     app = App(
         title="Lightning-RL",
         description="Rollouts, attempts, records.",
@@ -230,14 +230,14 @@ def _bare_app(at_end: Callable[[], Awaitable[None]]) -> App:
         docs_url=None,
         redoc_url=None,
     )
-    app.router.route_class = KeyedRoute  # also of the routes that are added later
+    app.router.route_class = KeyedRoute  # also for routes that are added later
     return app
 
 
 def _other_hot_paths(
     gateway: Gateway, replays: ReplayGate, control: UpstreamControl, receiver: OtlpReceiver
 ) -> dict[tuple[str, str], ASGIApp]:
-    """Return what is answered before FastAPI besides the surfaces and the server's own pages."""
+    """Return what is answered before FastAPI, apart from the surfaces and the server's own pages."""
     return {
         ("POST", "/v1/messages/count_tokens"): gateway.count_tokens,
         ("POST", "/v1/embeddings"): gateway.embeddings,
@@ -253,7 +253,7 @@ def _other_hot_paths(
 
 
 def _pages(app: App, health: Health) -> dict[tuple[str, str], ASGIApp]:
-    """Return what says how the server is and what it answers."""
+    """Return the pages about the server's state and its routes."""
     return {
         ("GET", "/healthz"): health.page,
         ("GET", "/livez"): health.live,
@@ -264,11 +264,11 @@ def _pages(app: App, health: Health) -> dict[tuple[str, str], ASGIApp]:
 
 
 def _description(app: FastAPI) -> ASGIApp:
-    """Return the page ``/openapi.json``: it is written once, for who asks for it again and again needs no key."""
+    """Return the page ``/openapi.json``. It is written once, because requests for it need no key."""
     written: list[bytes] = []
 
     async def page(_scope: Scope, _receive: Receive, send: Send) -> None:
-        """Describe what the server answers, in OpenAPI's form."""
+        """Describe the server's routes in OpenAPI's format."""
         if not written:
             written.append(await asyncio.to_thread(lambda: orjson.dumps(app.openapi())))
         await send_bytes(send, written[0])
@@ -300,7 +300,7 @@ def _forgetter(
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Return every error of FastAPI's side in OpenAI's shape."""
+    """Return every error of FastAPI in OpenAI's format."""
 
     def told(refusal: Refusal) -> Response:
         return Response(refusal.body(), refusal.status, dict(refusal.headers), "application/json")
@@ -326,7 +326,7 @@ def answer_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         return told(bad_request(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"))
 
-    @app.exception_handler(Exception)  # it is raised again after the answer, and logged by uvicorn
+    @app.exception_handler(Exception)  # it is raised again after the response, and logged by uvicorn
     async def failed(_: Request, error: Exception) -> Response:
         return told(_server_error(error))
 

@@ -1,4 +1,4 @@
-"""What generates with a policy: the face that the gateway sees. No torch here."""
+"""The interface of engines, which generate with a policy, for the gateway. It needs no torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are sampled.
 
     Attributes:
-        max_tokens: most tokens to draw; None: as many as the context leaves.
+        max_tokens: most tokens to sample; None: as many as the context allows.
         temperature: logits are divided by it; 0 takes the most likely token.
         top_p: keeps the smallest set of tokens with at least this probability; 1 keeps all.
         top_k: keeps this many most likely tokens; 0 keeps all.
-        stop: strings that end the answer; they are not part of the text, but their tokens are recorded.
-        seed: makes the draw repeatable for the same prompt and weights; None draws freely.
+        stop: strings that end the answer. They are not part of the text, but their tokens are recorded.
+        seed: makes the samples repeatable for the same prompt and weights; None samples freely.
 
-    The rest is done by engines that say so: see `abilities`. Log-probabilities are those before any of it.
+    The fields below are supported by engines that declare them; see `abilities`. Log-probabilities are those before any
+    of them is applied.
 
         min_p: keeps tokens with at least this share of the likeliest token's probability.
-        presence_penalty: taken from the logits of tokens that the answer has already.
-        frequency_penalty: taken from them once for each time.
+        presence_penalty: subtracted from the logits of tokens that the answer already contains.
+        frequency_penalty: subtracted from them once per occurrence.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer.
         logit_bias: added to the logits of these tokens.
-        grammar: what the answer must be, in llguidance's Lark; None: anything.
+        grammar: the answer's required form, in llguidance's Lark; None: any.
     """
 
     max_tokens: int | None = None
@@ -49,17 +50,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A piece of an answer, as soon as it is drawn.
+    """A piece of an answer, as soon as it is sampled.
 
     Attributes:
-        token_ids: the new tokens, the end-of-turn token included.
+        token_ids: the new tokens, including the end-of-turn token.
         logprobs: their natural log-probabilities under softmax(logits / temperature) over the whole vocabulary, before
-            top-p and top-k (temperature 1 where the temperature is 0).
-        text: the new text: whole characters only, special tokens and stop strings left out.
+            top-p and top-k (temperature 1 if the temperature is 0).
+        text: the new text: whole characters only, without special tokens and stop strings.
         finish_reason: set on the last piece only.
-        steered: which of the tokens were drawn from another distribution than the policy's, as those that a grammar
-            forces. Engines that say so have the ability `STEERED`; empty: none of them.
-        version: number of the weights that sampled it, where these may have changed since the request; None: the
+        steered: which of the tokens were sampled from another distribution than the policy's, such as those that a
+            grammar forces. Engines that report them have the ability `STEERED`; empty: none of them.
+        version: number of the weights that sampled it, if these may have changed since the request; None: the
             engine's own when the request began.
     """
 
@@ -72,7 +73,7 @@ class Sampled:
 
 
 class Engine(Protocol):
-    """An embedded engine. Requests that run at once are batched; new weights are taken in place between requests."""
+    """An embedded engine. Parallel requests are batched; new weights are loaded in place between requests."""
 
     @property
     def model(self) -> str:
@@ -86,7 +87,7 @@ class Engine(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer, chat template included."""
+        """The Hugging Face tokenizer, including its chat template."""
         ...
 
     @property
@@ -95,7 +96,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
-        """Draw one answer. May be iterated on any event loop; closing the iterator early cancels the request.
+        """Sample one answer. May be iterated on any event loop; closing the iterator early cancels the request.
 
         Raises:
             ValueError: the prompt is empty or leaves no room in the context.
@@ -104,26 +105,26 @@ class Engine(Protocol):
 
 
 def tool_format(engine: Engine) -> str | None:
-    """Name the format of the model's tool calls where it was chosen: an engine's attribute ``tool_format``."""
+    """Return the name of the chosen format of tool calls: an engine's attribute ``tool_format``, if it has one."""
     return getattr(engine, "tool_format", None)
 
 
 def abilities(engine: Engine) -> frozenset[str]:
-    """Name the fields of `Sampling` that an engine does beyond those that all do: its attribute ``abilities``."""
+    """Return the fields of `Sampling` that an engine supports beyond the common ones: its attribute ``abilities``."""
     return getattr(engine, "abilities", frozenset())
 
 
 def marks_steered(engine: Engine, sampling: Sampling) -> bool:
-    """Return whether an engine marks the tokens of such an answer that are no samples of the policy.
+    """Return whether an engine marks the tokens of such an answer that are not samples of the policy.
 
-    One with the ability `STEERED` always does; of others their method ``marks``, where they have one, says it.
+    An engine with the ability `STEERED` always does. For others, their method ``marks`` says so, if they have one.
     """
     method = getattr(engine, "marks", None)
     return STEERED in abilities(engine) or (method is not None and method(sampling))
 
 
 async def disconnect(engine: Engine) -> None:
-    """Close an engine's connections on this event loop, which ends: its method ``disconnect``, where it has one."""
+    """Close an engine's connections on this event loop, which is ending: its method ``disconnect``, if any."""
     method = getattr(engine, "disconnect", None)
     if method is not None:
         await method()

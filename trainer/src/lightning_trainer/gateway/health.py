@@ -1,7 +1,7 @@
-"""How the server is, as found out just now.
+"""The server's health at this moment.
 
-``GET /livez``: the process answers. ``GET /readyz``: the store takes writes and every policy has a server that answers.
-``GET /healthz``: all that is known, for people; it fails where any part is not well.
+``GET /livez``: the process answers. ``GET /readyz``: the store accepts writes and every policy has a server that
+answers. ``GET /healthz``: everything that is known, for people; it fails if any part fails.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lightning_trainer.gateway.http.masking import masked
 from lightning_trainer.gateway.ingest.writer import RecordWriter
 from lightning_trainer.gateway.upstream.upstream import UpstreamPolicy
 
-_FRESH_S: Final = 1.0  # a check answers everybody who asks within this time: it needs no key
+_FRESH_S: Final = 1.0  # one check serves everybody who asks within this time, because it needs no key
 _ANSWER_S: Final = 5.0
 
 
 class Health:
-    """Checks store and engine when asked."""
+    """Checks store and engine on request."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class Health:
         self._lock = asyncio.Lock()
 
     async def page(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
-        """Answer 200 when all is well, else 503; the body says which part is not and why."""
+        """Answer 200 if everything works, otherwise 503; the body says which part does not and why."""
         await _send(send, await self._check_state())
 
     async def live(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Answer 200: only a process that does not answer has to be started again."""
+        """Answer 200: only a process that does not answer must be restarted."""
         await _send(send, {"status": "ok"})
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Answer 200 where the store takes writes and every policy has a server that answers, else 503.
+        """Answer 200 if the store accepts writes and every policy has a server that answers, otherwise 503.
 
-        An engine whose last call failed is ready: only the next call shows that it is well again.
+        An engine whose last call failed is ready: only its next call can show that it works again.
         """
         found = await self._check_state()
         parts = {"store": found["store"], **found["upstreams"]}
@@ -98,10 +98,10 @@ class Health:
 
     def _try_store(self) -> None:
         self._store.rollouts(rollout_ids=["healthz"])
-        self._store.heartbeat([])  # goes the way of every write, and changes nothing that anyone sees
+        self._store.heartbeat([])  # uses the path of every write, and changes nothing visible
 
     def _check_engine(self) -> dict[str, Any] | None:
-        """Say how the engine is: the first policy's state, of several the first that failed."""
+        """Return the engine's state: the first policy's; of several, the first that failed."""
         states = [_state(engine) for engine in self._engines]
         shown = next((state for state in states if state["status"] != "ok"), states[0] if states else None)
         if shown is not None and len(states) > 1:
@@ -110,7 +110,7 @@ class Health:
 
 
 async def _send(send: Send, answer: dict[str, Any]) -> None:
-    body = masked(orjson.dumps(answer).decode()).encode()  # it asks for no key
+    body = masked(orjson.dumps(answer).decode()).encode()  # the request needs no key
     await send_bytes(send, body, status=200 if answer["status"] == "ok" else 503)
 
 
@@ -119,7 +119,7 @@ def _can_be_asked(engine: EmbeddedEngine) -> bool:
 
 
 def _upstream_state(policy: UpstreamPolicy) -> dict[str, Any]:
-    """Say how an upstream is; not where it is, since this page asks for no key."""
+    """Return an upstream's state, but not its address, because this page needs no key."""
     replicas = policy.replicas
     well = sum(replica.failure is None for replica in replicas.all)
     counts = {"replicas": len(replicas.all), "well": well, "paused": replicas.paused}

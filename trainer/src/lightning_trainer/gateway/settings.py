@@ -13,24 +13,25 @@ from lightning_trainer.policies import Policies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Where calls go and how answers are drawn. Replaced as a whole: ``app.state.routing = Routing(...)``.
+    """Where calls go and how answers are sampled. Replaced as a whole: ``app.state.routing = Routing(...)``.
 
     Attributes:
-        agents: names or globs of the agents whose calls come to the gateway; goes into each attempt's context.
-        model: the policy they ask for, and the one that answers an attempt's call for a model unknown here.
+        agents: names or globs of the agents whose calls come to the gateway; part of each attempt's context.
+        model: the policy they request, and the one that answers an attempt's call for an unknown model.
         endpoint: base URL given to agents, without ``/v1``; None: the one under which the runner reached the server.
-        seed: of the run; with it, calls of attempts are drawn repeatably, and a seed that a call asks for is folded
-            into its rollout's. None: as asked, else freely.
-        temperature: holds for every call, whatever it asks for, and is recorded in its sampling; None: as asked.
-        plain: whether calls of attempts are drawn from the policy itself: without the top_p, top_k, min_p and penalties
-            that they ask for, which are recorded with ``_asked`` behind their names.
-        max_tokens: most tokens of an answer whose request names no limit; None: what the context leaves.
-        policies: policy by agent name or glob, for agents that have one of their own: it answers whatever model their
-            calls name.
-        unnamed: agent of calls that nothing names: of a program that is not attached. None: they stay without one.
-        name_by: rules that name the agents of calls which no header names; they go before `unnamed`.
-        versions: number of the weights by model, for upstreams that can't tell it themselves.
-        prompts: other system prompts of agents, by rollout: they go into its attempts' contexts.
+        seed: of the run; with it, calls of attempts are sampled repeatably, and a seed that a call requests is combined
+            with its rollout's. None: as requested, otherwise freely.
+        temperature: used for every call, whatever it requests, and recorded in its sampling; None: as requested.
+        plain: whether calls of attempts are sampled from the policy itself: without the top_p, top_k, min_p and
+            penalties
+            that they request, which are recorded with ``_asked`` after their names.
+        max_tokens: most tokens of an answer whose request names no limit; None: as many as the context allows.
+        policies: policy by agent name or glob, for agents with their own policy: it answers whatever model their calls
+            name.
+        unnamed: agent of calls that nothing names, of a program that is not attached. None: they have none.
+        name_by: rules that name the agents of calls without a header; they have priority over `unnamed`.
+        versions: number of the weights by model, for upstreams that do not report it.
+        prompts: replacement system prompts of agents, by rollout: they go into its attempts' contexts.
     """
 
     agents: tuple[str, ...] = ()
@@ -53,20 +54,20 @@ class Limits:
 
     Attributes:
         body_bytes: most bytes of a request's body, as sent and as unpacked.
-        parsed_bytes: most bytes of memory that a body may take once it is parsed, beside its texts; told from its bytes
+        parsed_bytes: most bytes of memory that a parsed body may take, not counting its texts; estimated from its bytes
             before it is parsed.
-        held_bytes: most bytes of bodies that are under way at once; a quarter of it for one attempt or live key.
+        held_bytes: most bytes of all bodies in progress; a quarter of it for one attempt or live key.
         messages: most messages, items of input, or tools of a model call.
-        parts: most objects and lists of a model call, in each other or not.
+        parts: most objects and lists of a model call, nested or not.
         request_spans: most spans of a request.
-        waiting_spans: most spans that wait to be written before senders are told to come later.
-        attempt_bytes: most bytes of bodies that an attempt may send in all.
+        waiting_spans: most spans that wait to be written before senders are told to retry later.
+        attempt_bytes: most bytes of bodies that an attempt may send in total.
         attempt_calls: most model calls of an attempt.
         attempt_spans: most spans that an attempt may send.
-        live_bytes: most bytes of bodies that a live key may send in an hour.
-        live_spans: most spans that a live key may send in an hour.
-        key_margin_s: seconds that an attempt's key lives beyond the attempt's time limit.
-        untimed_key_s: seconds that the key of an attempt without a time limit lives.
+        live_bytes: most bytes of bodies that a live key may send per hour.
+        live_spans: most spans that a live key may send per hour.
+        key_margin_s: seconds that an attempt's key is valid beyond the attempt's time limit.
+        untimed_key_s: seconds that the key of an attempt without a time limit is valid.
         late_spans_s: seconds after its end during which an attempt may still send spans; sampling stops at once.
     """
 
@@ -88,10 +89,10 @@ class Limits:
 
 
 def parse_limits(texts: Sequence[str]) -> Limits:
-    """Read ``NAME=NUMBER``, the names being those of `Limits`.
+    """Parse ``NAME=NUMBER``, with the names of `Limits`.
 
     Raises:
-        ConfigError: there is no such limit, or it is no positive number.
+        ConfigError: there is no such limit, or it is not a positive number.
     """
     kinds = {each.name: int if isinstance(each.default, int) else float for each in fields(Limits)}
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The store and the engine as the server uses them: every wait for them is noted, so that a stall has a name."""
+"""The store and the engine as the server uses them. Every wait for them is noted, so that a stall has a name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _READS: Final = ("page", "spans", "calls", "rewards", "rollouts", "attempts")
 
 
 class _Watched:
-    """Hands everything on to what it stands for; calls of the methods named are noted as waits."""
+    """Passes everything on to the wrapped object; calls of the named methods are noted as waits."""
 
     def __init__(self, inner: Any, parts: dict[str, str]) -> None:
         self._inner = inner
@@ -62,7 +62,7 @@ class WatchedEngine:
         return getattr(self._engine, name)
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Sampled]:
-        """Draw one answer; see `Engine.generate`."""
+        """Sample one answer; see `Engine.generate`."""
         what = f"the next tokens from {self._engine.model}, for a prompt of {len(prompt)} tokens"
         # Closing this closes the engine's own, which cancels the request.
         async with aclosing(cast(AsyncGenerator[Sampled], self._engine.generate(prompt, sampling))) as pieces:
@@ -71,7 +71,7 @@ class WatchedEngine:
 
 
 async def each_noted(items: AsyncIterator[T], part: str, what: str) -> AsyncGenerator[T]:
-    """Return the items; the wait for each is noted, the time that their reader takes is not."""
+    """Return the items. The wait for each is noted, the time of their reader is not."""
     while True:
         with waiting(part, what):
             try:

@@ -1,4 +1,7 @@
-"""Bodies of the API, made from the store's protocol and the records' fields; only errors and bounds are its own."""
+"""Request and response bodies of the API, generated from the store's protocol and the records' fields.
+
+Only errors and bounds are defined here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from lightning_spans.store.api import API
 from lightning_spans.store.protocol import LARGEST_PAGE, LISTINGS, PAGE, Where
 
 _LEASE = Annotated[float, Field(gt=0, le=86_400)]
-_LARGEST: Final = 2**63 - 1  # whole number that a database holds
+_LARGEST: Final = 2**63 - 1  # largest whole number that a database holds
 _BOUNDS: Final[Mapping[tuple[str, str], Any]] = {
     ("claim", "worker"): Annotated[str, Field(min_length=1, max_length=200)],
     ("claim", "limit"): Annotated[int, Field(ge=1, le=10_000)],
@@ -29,13 +32,13 @@ LIMIT: Final[Any] = Annotated[int, Field(ge=1, le=LARGEST_PAGE, description="mos
 
 
 class Body(BaseModel):
-    """A request's or answer's body; unknown keys are errors."""
+    """The body of a request or response. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
 class Told(Body):
-    """Where a rollout stands, or why its end is refused."""
+    """The state of a rollout, or why its end is rejected."""
 
     status: str | None = None
     code: str | None = None
@@ -43,7 +46,7 @@ class Told(Body):
 
 
 class ReplayBody(Body):
-    """What was answered from the record in a replay: numbers of model calls and tools, and why it ended early."""
+    """How many model calls and tools a replay answered from the record, and why it ended early."""
 
     replayed: int
     coupled: int
@@ -55,7 +58,7 @@ class ReplayBody(Body):
 
 
 class ErrorDetail(Body):
-    """What went wrong, in OpenAI's shape."""
+    """An error, in OpenAI's format."""
 
     message: str
     type: str
@@ -64,13 +67,13 @@ class ErrorDetail(Body):
 
 
 class ErrorBody(Body):
-    """The answer to every request that is not done."""
+    """The response to every request that fails."""
 
     error: ErrorDetail
 
 
 def request_of(method: str) -> type[Body]:
-    """Return the body that asks for a method of the store: its arguments, but for those that are in the path."""
+    """Return the body of a request for a method of the store: its arguments except those in the path."""
     about, types = API[method], _types(method)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(getattr(Store, method)).parameters.items():
@@ -82,7 +85,7 @@ def request_of(method: str) -> type[Body]:
 
 
 def answer_of(method: str) -> type[Body]:
-    """Return the body that answers a method of the store: its result under one key."""
+    """Return the body of the response of a method of the store: its result under one key."""
     result = _types(method)["return"]
     if any(part is LightningError for part in _flat(result)):
         result = list[Told]
@@ -91,18 +94,18 @@ def answer_of(method: str) -> type[Body]:
 
 @cache
 def page_of(what: str) -> type[Body]:
-    """Return the body that answers with a page of records."""
+    """Return the body of a response with a page of records."""
     kind: Any = LISTINGS[what].kind
     return _model(f"{_camel(what)}Page", {what: (list[kind], ...), "next": (int | None, None)})
 
 
 def filters_of(what: str) -> dict[str, Any]:
-    """Return the types of the filters that a list can have, by name."""
+    """Return the types of the filters that a list supports, by name."""
     return {name: _body_type(kind) for name, kind in field_types(Where).items() if name in LISTINGS[what].filters}
 
 
 def query() -> type[Body]:
-    """Return the body that asks for a page of any list, with lists of ids too long for an address."""
+    """Return the body of a request for a page of a list, with lists of ids too long for a URL."""
     what: Any = Literal.__getitem__(tuple(LISTINGS))
     pages: dict[str, Any] = {
         "what": (what, ...),
@@ -129,7 +132,7 @@ def _types(method: str) -> dict[str, Any]:
 
 
 def _body_type(kind: Any) -> Any:
-    """Return the type by which pydantic takes an argument: records are read as everywhere, by their own codec."""
+    """Return the type by which pydantic parses an argument. Records use their own codec, as everywhere."""
     if isinstance(kind, type) and is_dataclass(kind):
         reader: Callable[[Any], Any] = partial(from_json, kind)
         return Annotated[kind, PlainValidator(reader, json_schema_input_type=kind)]

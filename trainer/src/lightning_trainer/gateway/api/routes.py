@@ -1,6 +1,6 @@
-"""``/api``: the store's methods over HTTP, one route for each. FastAPI describes them at ``/openapi.json``.
+"""``/api``: the store's methods over HTTP, one route each. FastAPI describes them at ``/openapi.json``.
 
-A method that the server has more to do for than the store stands in `_MORE`; the others are passed on.
+Methods for which the server does more than the store are listed in `_MORE`; the others are passed on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_trainer.gateway.settings import Limits, Routing
 
 
 class ApiState(Protocol):
-    """What the API works with; `app.state` has these."""
+    """The objects that the API uses; `app.state` has them."""
 
     store: Store
     keys: Keys
@@ -52,7 +52,7 @@ class ApiState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that may be done: whose it is, and the arguments that came with it."""
+    """A permitted request: its grant, and its arguments."""
 
     state: ApiState
     grant: Grant
@@ -91,7 +91,7 @@ def _claim(asked: _Asked) -> list[AttemptRecord]:
 
 
 def with_context(attempt: AttemptRecord, state: ApiState, endpoint: str) -> AttemptRecord:
-    """Return an attempt with what its agent's process gets: endpoint, a key for it alone, agents and model."""
+    """Return an attempt with what its agent's process gets: endpoint, its own key, agents and model."""
     limit_s = attempt.rollout.timeout_s
     key = state.keys.issue(
         "attempt",
@@ -166,16 +166,16 @@ def _finish_all(asked: _Asked) -> list[dict[str, str]]:
 
 
 def _cut_calls(state: ApiState, ends: Sequence[End]) -> None:
-    """End what attempts that did not succeed still have under way, so that their calls are on record with their end."""
+    """End the running calls of unsuccessful attempts, so that those calls are recorded with their end."""
     for end in ends:
         if end.status != "succeeded":
             state.cut(end.attempt_id)
 
 
 def _fairly(state: ApiState, ends: list[End]) -> list[End]:
-    """Give back the attempts that failed over a restart of this server, which cut their calls: no policy did that.
+    """Release attempts that failed because this server restarted during their calls, which was not the policy's fault.
 
-    A replay that was not as its record has failed, whatever the program made of it.
+    A replay that differs from its record has failed, whatever the program returned.
     """
     ends = [_as_replay(state, end) for end in ends]
     failed = [end.attempt_id for end in ends if end.status == "failed"]
@@ -192,7 +192,7 @@ def _fairly(state: ApiState, ends: list[End]) -> list[End]:
 
 
 def _as_replay(state: ApiState, end: End) -> End:
-    """Return the end of an attempt, which is a failure where it was to be a replay and was none."""
+    """Return the end of an attempt: a failure if it should have been a replay and was none."""
     if end.status not in ("succeeded", "failed"):
         return end
     reason = state.replays.at_end(end.attempt_id)
@@ -264,12 +264,12 @@ def _plain(result: Any) -> Any:
 def _route(
     do: _Do, *, may: Sequence[Scope], key: str | None, **parameters: inspect.Parameter
 ) -> Callable[..., Response]:
-    """Return a function for FastAPI, which learns from its signature what a request has to hold.
+    """Return a function for FastAPI, which reads from its signature what a request must contain.
 
     Args:
         do: what is done.
-        may: whose keys may ask for it.
-        key: of the answer, for the result; None: that is the answer.
+        may: which keys may request it.
+        key: the response's key for the result; None: the result is the response.
         parameters: of the path and of the query, and ``body``, whose fields are arguments too.
     """
 

@@ -1,4 +1,4 @@
-"""Answers to conversations from an engine that takes tokens: render, draw, record, reply."""
+"""Answers conversations with an engine that takes tokens: render, sample, record, reply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.models.merged_messages import MERGE
 from lightning_trainer.reasons.continuation import CONTINUATION
 
-_TOKEN_BYTES: Final = 32  # no text has longer tokens on average, not even one of blanks
+_TOKEN_BYTES: Final = 32  # no text has longer tokens on average, not even white space
 _INLINE_BYTES: Final = 64 * 1024  # of messages; rendering and tokenizing these takes a few milliseconds
 _Pieces: TypeAlias = AsyncGenerator[tuple[int, Sampled], None]  # each with its choice
 Record: TypeAlias = Callable[[PendingCall], Awaitable[None]]  # returns when the call is on disk
@@ -31,7 +31,7 @@ Record: TypeAlias = Callable[[PendingCall], Awaitable[None]]  # returns when the
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What is asked for, its prompt as `Responder.prompt` made it, and what draws."""
+    """A request, its prompt as made by `Responder.prompt`, and the engine."""
 
     request: ChatRequest
     prompt: RenderedPrompt | None
@@ -39,10 +39,10 @@ class Ready:
 
 
 class Responder:
-    """Answers requests to one model. Not to be used by two threads at once.
+    """Answers requests to one model. Must not be used by two threads at once.
 
     Args:
-        tokenizer: the model's, chat template included.
+        tokenizer: the model's, including its chat template.
         tool_format: see `ChatFormat`.
     """
 
@@ -50,24 +50,24 @@ class Responder:
         self._tokenizer = tokenizer
         self.chat = ChatFormat(tokenizer, tool_format)
         self.continuations = Continuations(self.chat)
-        self.failure: str | None = None  # of the newest request, where the engine itself failed
+        self.failure: str | None = None  # of the newest request, if the engine itself failed
         self._counter = PromptCounter()
 
     def forget(self, attempt_id: str) -> None:
-        """Drop what is remembered of an attempt that has ended."""
+        """Drop what is kept for an attempt that has ended."""
         self.continuations.forget(attempt_id)
         self._counter.forget(attempt_id)
 
     @property
     def writes_hermes(self) -> bool:
-        """Whether the model's calls are of the format that servers are told of."""
+        """Whether the model writes tool calls in the format that servers assume."""
         return self.chat.calls is None or self.chat.calls.name == "hermes"
 
     def constrained(self, request: ChatRequest) -> ChatRequest:
-        """Return a request with the grammar of what its answer must be, with calls as the model writes them.
+        """Return a request with the grammar of its required answer, with calls in the model's own format.
 
         Raises:
-            Refusal: a call can't be forced in the model's format, or not with these schemas.
+            Refusal: a call cannot be forced in the model's format, or not with these schemas.
         """
         constraint, calls = request.constraint, self.chat.calls
         if constraint is None or not constraint.tools or calls is None or not self.chat.takes_tools:
@@ -84,10 +84,10 @@ class Responder:
             ) from None
 
     def prompt(self, request: ChatRequest, attempt_id: str | None) -> RenderedPrompt | None:
-        """Make the prompt of a conversation; None for a request that brings a prompt of its own.
+        """Render the prompt of a conversation; None for a request with its own prompt.
 
         Raises:
-            Refusal: the chat template has no place for tools, or refuses the conversation.
+            Refusal: the chat template does not support tools, or rejects the conversation.
         """
         if not request.messages:
             return None
@@ -104,10 +104,10 @@ class Responder:
         return self.continuations.prompt(request.messages, request.tools, attempt_id, switches_of(request, self.chat))
 
     async def bounded_prompt(self, request: ChatRequest, attempt_id: str | None, longest: int) -> RenderedPrompt | None:
-        """Make the prompt of a conversation, beside the event loop where it is large; see `prompt`.
+        """Render the prompt of a conversation, outside the event loop if it is large; see `prompt`.
 
         Raises:
-            Refusal: also where it is larger than a context of `longest` tokens can be.
+            Refusal: also if it is larger than a context of `longest` tokens can be.
         """
         size = len(dumps([request.messages, request.tools])) if request.prompt is None else len(request.prompt)
         if size > _TOKEN_BYTES * longest:
@@ -120,14 +120,14 @@ class Responder:
     async def draw(
         self, ready: Ready, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing
     ) -> None:
-        """Draw what was asked for, keep it and send it.
+        """Sample what was requested, record it and send it.
 
         Args:
-            ready: what to draw; the engine can do it.
-            pending: see `EmbeddedEngine.answer`, also for the rest.
-            sender: where the answer goes.
+            ready: what to sample; the engine supports it.
+            pending: see `EmbeddedEngine.answer`, also for the others.
+            sender: where the answer is sent.
             record: keeps the finished record.
-            routing: as it stood when the request came.
+            routing: as it was when the request arrived.
         """
         request, prompt, engine = ready.request, ready.prompt, ready.engine
         ids = await asyncio.to_thread(self._raw, request) if prompt is None else prompt.ids
@@ -171,7 +171,7 @@ class Responder:
             return
         try:
             prompt = self.prompt(read_chat_request(pending.requested.request), attempt_id)
-        except Refusal:  # another model's, which took what this one does not
+        except Refusal:  # another model's, which accepted what this one does not
             return
         if prompt is None or prompt.ids != ids:
             return
@@ -188,7 +188,7 @@ class Responder:
     def _samplings(
         self, request: ChatRequest, pending: PendingCall, ids: Sequence[int], routing: Routing, engine: Engine
     ) -> list[Sampling]:
-        """Say how each choice is drawn, and put it on record."""
+        """Return the sampling parameters of each choice, and record them."""
         asked = 1.0 if request.temperature is None else request.temperature
         left_out: dict[str, Any] = {}
         if routing.plain and pending.requested.grant.attempt_id is not None:
@@ -255,10 +255,10 @@ class Responder:
 
 
 def switches_of(request: ChatRequest, chat: ChatFormat) -> Mapping[str, Any]:
-    """Return the variables that a request sets for the chat template: its own, and what its effort means there.
+    """Return the variables that a request sets for the chat template: its own, and those for its reasoning effort.
 
     Raises:
-        Refusal: the template knows none of them, so that they would do nothing.
+        Refusal: the template does not know one of them, so that it would have no effect.
     """
     switches = dict(request.switches)
     unknown = sorted(name for name in switches if not chat.knows(name))
@@ -273,11 +273,11 @@ def switches_of(request: ChatRequest, chat: ChatFormat) -> Mapping[str, Any]:
         return {"reasoning_effort": request.effort, **switches}
     if chat.knows("enable_thinking"):
         return {"enable_thinking": request.effort not in ("none", "minimal"), **switches}
-    return switches  # it always thinks, or never
+    return switches  # it always reasons, or never
 
 
 def _unmet(request: ChatRequest, chat: ChatFormat) -> dict[str, Any]:
-    """Return what a request wishes for and the model can't be told, as it was asked."""
+    """Return the preferences of a request that the model has no way to follow."""
     met = chat.knows("reasoning_effort") or chat.knows("enable_thinking") or chat.thinks
     unmet = {"verbosity": request.verbosity, "reasoning_effort": None if met else request.effort}
     return {name: value for name, value in unmet.items() if value not in (None, "none")}
@@ -293,18 +293,18 @@ def _check_room(request: ChatRequest, prompt: int, longest: int) -> None:
 
 
 async def _number_pieces(pieces: AsyncIterator[Sampled], index: int = 0) -> _Pieces:
-    """Return the pieces with their choice; closing this closes them, which cancels the request in the engine."""
+    """Return the pieces with their choice. Closing this closes them, which cancels the request in the engine."""
     try:
         async for piece in pieces:
             yield index, piece
     finally:
-        close = getattr(pieces, "aclose", None)  # the protocol asks for an iterator; only generators have it
+        close = getattr(pieces, "aclose", None)  # the protocol requires only an iterator; generators have `aclose`
         if close is not None:
             await close()
 
 
 async def _together(draws: Sequence[AsyncIterator[Sampled]]) -> _Pieces:
-    """Draw several answers at once; give their pieces as they come. The first failure ends all of them."""
+    """Sample several answers in parallel; return their pieces as they arrive. The first failure ends all of them."""
     ready: asyncio.Queue[tuple[int, Sampled] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, pieces: AsyncIterator[Sampled]) -> None:

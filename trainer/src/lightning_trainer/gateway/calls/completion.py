@@ -1,4 +1,4 @@
-"""The shapes of a chat completion, whole and in chunks, as OpenAI sends them; token ids as vLLM adds them."""
+"""Chat completions, whole and in chunks, in OpenAI's format with vLLM's token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice
 
 
 class CompletionBuilder:
-    """Builds the answers to one request."""
+    """Builds the responses to one request."""
 
     def __init__(self, request: ChatRequest, pending: PendingCall, chat: ChatFormat) -> None:
         self._request = request
@@ -58,10 +58,10 @@ class CompletionBuilder:
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._chat.decode([token])
-        whole = "\N{REPLACEMENT CHARACTER}" not in text  # part of a character has no bytes that we could tell
+        whole = "\N{REPLACEMENT CHARACTER}" not in text  # the bytes of part of a character are not known
         return {
             "token": text,
-            "logprob": max(logprob, -9999.0),  # OpenAI's floor; infinities are no JSON
+            "logprob": max(logprob, -9999.0),  # OpenAI's minimum; infinities are not valid JSON
             "bytes": list(text.encode()) if whole else None,
             "top_logprobs": [],
         }
@@ -74,7 +74,7 @@ class CompletionBuilder:
         ids: Sequence[int] = (),
         logprobs: Sequence[float] = (),
     ) -> dict[str, Any]:
-        """Return a chunk with one choice's news."""
+        """Return a chunk with one choice's new content."""
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
@@ -96,7 +96,7 @@ class CompletionBuilder:
         return self._chunk([ended])
 
     def first_chunk(self) -> dict[str, Any]:
-        """Return the chunk that opens every choice."""
+        """Return the chunk that begins every choice."""
         opened = {"role": "assistant", "content": ""}
         choices = [
             {"index": choice.index, "delta": opened, "logprobs": None, "finish_reason": None}
@@ -108,7 +108,7 @@ class CompletionBuilder:
         return chunk
 
     def usage_chunk(self) -> dict[str, Any]:
-        """Return the last chunk, which counts the tokens."""
+        """Return the last chunk, with token counts."""
         return {**self._chunk([]), "usage": self.usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class CompletionBuilder:
         return {**chunk, "usage": None} if self._request.include_usage else chunk
 
     def usage(self) -> dict[str, Any]:
-        """Count the tokens, those of all choices together."""
+        """Count the tokens of all choices together."""
         prompt = len(self._pending.sampled.prompt_token_ids or ())
         drawn = sum(len(choice.token_ids or ()) for choice in self._pending.sampled.choices)
         thought = sum(choice.reasoning_tokens for choice in self._pending.sampled.choices)
@@ -125,5 +125,5 @@ class CompletionBuilder:
 
 
 def tool_call_deltas(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tool calls as a chunk carries them: with their place among the calls of the answer."""
+    """Return tool calls as in a chunk: with their position among the calls of the answer."""
     return [{"index": at, **call} for at, call in enumerate(calls)]

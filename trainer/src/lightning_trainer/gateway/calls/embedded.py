@@ -29,39 +29,39 @@ class EmbeddedEngine:
 
     @property
     def continuations(self) -> Continuations:
-        """What is remembered of calls that were answered."""
+        """The stored state of answered calls."""
         return self._answers.continuations
 
     @property
     def failure(self) -> str | None:
-        """Why the newest request failed, where the engine itself did."""
+        """Why the newest request failed, if the engine itself failed."""
         return self._answers.failure
 
     def forget(self, attempt_id: str) -> None:
-        """Drop what is remembered of an attempt that has ended."""
+        """Drop what is kept for an attempt that has ended."""
         self._answers.forget(attempt_id)
 
     async def close(self) -> None:
-        """Close the engine's connections on this event loop, which ends."""
+        """Close the engine's connections on this event loop, which is ending."""
         await disconnect(self.engine)
 
     async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing) -> None:
         """Answer one request.
 
         Args:
-            pending: its record; the body has been read, nothing else.
-            sender: where the answer goes.
+            pending: its record. The body has been read, nothing else.
+            sender: where the answer is sent.
             record: keeps the finished record; called once, before the answer's last byte.
-            routing: as it stood when the request came.
+            routing: as it was when the request arrived.
 
         Raises:
-            Refusal: the request can't be done, or the engine failed; nothing was sent unless `sender` has started.
+            Refusal: the request cannot be answered, or the engine failed. Nothing was sent unless `sender` has started.
         """
         request = read_chat_request(pending.requested.request)
         pending.sample(policy_version=self.engine.version)
         plain = (
             routing.plain and pending.requested.grant.attempt_id is not None
-        )  # what is left out, no engine has to do
+        )  # what is left out needs no engine's support
         check_abilities(plainly(request)[0] if plain else request, abilities(self.engine))
         request = self._answers.constrained(request)
         prompt = await self._answers.bounded_prompt(
@@ -70,7 +70,7 @@ class EmbeddedEngine:
         await self._answers.draw(Ready(request, prompt, self.engine), pending, sender, record, routing)
 
     def remember(self, pending: PendingCall) -> None:
-        """Note a call that was answered from a record: `Responder.remember`."""
+        """Note a call that was answered from a record; see `Responder.remember`."""
         self._answers.remember(pending)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -81,14 +81,14 @@ class EmbeddedEngine:
         """Count the tokens of a request's prompt.
 
         Raises:
-            Refusal: the request can't be done.
+            Refusal: the request cannot be answered.
         """
         asked = read_chat_request(request)
         switches = switches_of(asked, self._answers.chat)
         return len(self.continuations.prompt(asked.messages, asked.tools, switches=switches).ids)
 
     async def embeddings(self, body: Mapping[str, Any]) -> bytes:  # noqa: ARG002 - the protocol's
-        """Refuse: this engine makes none."""
+        """Reject the request: this engine makes no embeddings."""
         raise bad_request(
             f"model {self.engine.model!r} makes no embeddings. Name a model of an upstream that does,"
             " such as --upstream MODEL=URL of `lightning-rl server`.",

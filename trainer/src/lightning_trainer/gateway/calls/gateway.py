@@ -1,4 +1,4 @@
-"""The gateway: model calls on every surface, and ``GET /v1/models``. Every model call makes exactly one `Call`."""
+"""The gateway: model calls on every surface, and ``GET /v1/models``. Every model call creates exactly one `Call`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_trainer.gateway.surfaces.messages import MessagesSurface
 from lightning_trainer.gateway.surfaces.surface import Surface
 from lightning_trainer.reasons.call_errors import ATTEMPT_ENDED, CLIENT_GONE
 
-_CUT_S: Final = 5.0  # for the records of calls that are cut
+_CUT_S: Final = 5.0  # for the records of calls that are cut off
 
 
 class Gateway:
@@ -53,24 +53,28 @@ class Gateway:
         writer.expected = lambda: len(self._open)
 
     def register(self, decider: Decider) -> None:
-        """Let something decide on calls before a policy answers them; of several that take a call the first does."""
+        """Register a decider, which handles calls before a policy answers them.
+
+        The first that takes a call handles it.
+        """
         self._deciders.append(decider)
 
     def end_with(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do this when the server stops, before the models' connections are closed."""
+        """Run this when the server stops, before the models' connections are closed."""
         self._at_end.append(work)
 
     async def settle(self, timeout_s: float = 5.0) -> None:
-        """Wait until every call that was begun has left its record; uvicorn only cancels them when it stops."""
+        """Wait until every call that began has been recorded; uvicorn only cancels them when it stops."""
         if self._open:
             await asyncio.wait(self._open, timeout=timeout_s)
         for work in self._at_end:
             await work()
 
     def cut(self, attempt_id: str) -> None:
-        """End the calls of an attempt that are still being answered, and wait for their records. Not on the event loop.
+        """End an attempt's running calls, and wait for their records. Must not be called on the event loop.
 
-        Nobody waits for the answers, and the tokens sampled so far say whether the policy had a part in the end.
+        Nobody waits for the answers any more. The tokens sampled so far tell whether the policy contributed to the
+        failure.
         """
         if self._loop is not None and attempt_id in list(self._open.values()):
             asyncio.run_coroutine_threadsafe(self._cut_calls(attempt_id), self._loop).result()
@@ -88,7 +92,7 @@ class Gateway:
         self._cut.discard(task)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
-        """Answer ``GET /v1/models``: the names of the policies, as OpenAI's and Anthropic's clients read them."""
+        """Answer ``GET /v1/models``: the names of the policies, in a format for OpenAI's and Anthropic's clients."""
         await self._access.admit(scope, "attempt", "runner", "caller", "admin")
         data = self._models.describe()
         ends = (
@@ -112,7 +116,7 @@ class Gateway:
             try:
                 grant = await self._access.admit(scope, "attempt", "caller", "admin")
                 body = await self._intake.model_call(scope, receive, grant)
-            except Refusal as refusal:  # no good key, or no JSON object: such requests make no call
+            except Refusal as refusal:  # no valid key, or not a JSON object: such requests create no call
                 await send_bytes(send, surface.refusal(refusal), status=refusal.status, extra=refusal.headers)
                 return
             given = headers(scope)
@@ -125,7 +129,7 @@ class Gateway:
     async def _answer(
         self, surface: Surface, pending: PendingCall, sent: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
-        """Answer one model call and keep its record, whatever becomes of it; `sent` are its headers."""
+        """Answer one model call and record it, whatever its outcome; `sent` are its headers."""
         task = asyncio.current_task()
         if task is not None:
             self._loop = asyncio.get_running_loop()
@@ -140,10 +144,10 @@ class Gateway:
             try:
                 await kept.cut(pending, CLIENT_GONE)
             except asyncio.CancelledError:
-                if task not in self._cut:  # otherwise the attempt has ended as well; the record is written all the same
+                if task not in self._cut:  # otherwise the attempt has ended as well; the record is written in any case
                     raise
         except asyncio.CancelledError:
-            if task not in self._cut or task.uncancel():  # more than once: the server stops too
+            if task not in self._cut or task.uncancel():  # more than once: the server is stopping too
                 kept.cancelled(pending)
                 raise
             await kept.cut(pending, ATTEMPT_ENDED)
@@ -152,7 +156,7 @@ class Gateway:
             await _send_error(call, await kept.refused(pending, error))
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer ``POST /v1/messages/count_tokens``: nothing is drawn, so it makes no call."""
+        """Answer ``POST /v1/messages/count_tokens``. Nothing is sampled, so it creates no call."""
         surface = MessagesSurface()
         try:
             grant = await self._access.admit(scope, "attempt", "caller", "admin")
@@ -166,10 +170,10 @@ class Gateway:
         await send_json(send, {"input_tokens": number})
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer ``POST /v1/embeddings`` with what the model's upstream answers; it makes no call.
+        """Answer ``POST /v1/embeddings`` with the response of the model's upstream. It creates no call.
 
         Raises:
-            Refusal: no good key, no JSON object, or the model makes no embeddings.
+            Refusal: no valid key, not a JSON object, or the model makes no embeddings.
         """
         grant = await self._access.admit(scope, "attempt", "caller", "admin")
         body = await self._intake.model_call(scope, receive, grant)
@@ -183,7 +187,7 @@ class Gateway:
 
 
 async def _send_error(call: IncomingCall, refusal: Refusal) -> None:
-    """Tell the client of an error, in the stream if one has begun."""
+    """Send an error to the client, within the stream if one has begun."""
     if call.sender is not None and call.sender.started:
         await call.sender.fail(refusal)
     else:

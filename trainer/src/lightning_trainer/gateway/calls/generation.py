@@ -1,4 +1,4 @@
-"""One request being answered by the embedded engine: pieces in, chunks or one reply out, the record beside."""
+"""One request while the embedded engine answers it: pieces in, chunks or one reply out, and the record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_trainer.reasons.continuation import MALFORMED, UNREAD
 
 
 class Generation:
-    """Collects what is drawn for one request and sends it on."""
+    """Collects what is sampled for one request and sends it on."""
 
     def __init__(
         self, request: ChatRequest, pending: PendingCall, chat: ChatFormat, sender: ResponseSender, prompt: str | None
@@ -30,20 +30,21 @@ class Generation:
         self._sender = sender
         self._replies = CompletionBuilder(request, pending, chat)
         self._texts: list[MarkedText | None] = [None] * request.n
-        if prompt is None:  # a text goes on as text
+        if prompt is None:  # text is sent as text
             self._readers = [AnswerReader(Dialect()) for _ in range(request.n)]
         else:
             opened = chat.opened(prompt)
             self._readers = [chat.reader(request.tools, opened=opened) for _ in range(request.n)]
             self._texts = [chat.text_of(request.stop) for _ in range(request.n)]
-        self._rests: list[tuple[str, str]] = []  # reasoning and content held back until an answer is whole, by choice
+        # reasoning and content that are held back until an answer is complete, by choice
+        self._rests: list[tuple[str, str]] = []
         self._choices = [PendingChoice(index, [], []) for index in range(request.n)]
-        self._steered: dict[str, list[int]] = {}  # places of tokens that were steered, by choice
-        self._unread: dict[str, str] = {}  # why tool calls could not be read, by choice
+        self._steered: dict[str, list[int]] = {}  # positions of steered tokens, by choice
+        self._unread: dict[str, str] = {}  # why tool calls could not be parsed, by choice
         pending.sample(choices=self._choices)
 
     async def take(self, index: int, piece: Sampled) -> None:
-        """Take a piece of one choice; in a stream, send it."""
+        """Add a piece of one choice; in a stream, send it."""
         choice = self._choices[index]
         choice.add(piece.token_ids, piece.logprobs)
         choice.finish_reason = piece.finish_reason
@@ -66,7 +67,7 @@ class Generation:
             await self._sender.chunk(self._replies.chunk(index, delta, ids=piece.token_ids, logprobs=piece.logprobs))
 
     def close(self) -> None:
-        """Every choice is whole: read its tool calls, finish its record."""
+        """End every choice: parse its tool calls and finish its record."""
         for choice, reader, text in zip(self._choices, self._readers, self._texts, strict=True):
             last = ("", "") if text is None else reader.feed(text.finish())
             rest, answer = reader.close()
@@ -90,12 +91,12 @@ class Generation:
             self._pending.note(**{UNREAD: self._unread})
 
     def _stopped_by(self, choice: PendingChoice) -> str | None:
-        """Return the stop string that ended an answer; None when the model ended it."""
+        """Return the stop string that ended an answer; None if the model ended it."""
         drawn = self._chat.decode(choice.token_ids or ())
         return min((stop for stop in self._request.stop if stop in drawn), key=drawn.find, default=None)
 
     def cut(self) -> None:
-        """The answer ended early: keep the text drawn so far in the record."""
+        """Note that the answer ended early: keep the text sampled so far in the record."""
         for choice, reader in zip(self._choices, self._readers, strict=True):
             choice.message = choice.message or reader.partial.message()
         self._note()

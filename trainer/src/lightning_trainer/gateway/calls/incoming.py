@@ -1,4 +1,4 @@
-"""One model call on its way through the gateway, and what may decide how it is answered."""
+"""One model call on its way through the gateway, and the deciders that may choose how it is answered."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ FELL_BACK: Final = "fell_back"  # in the sampling of a call: the policy that sho
 
 
 class Decider(Protocol):
-    """Answers the calls of some attempts in place of the policies; what it does not answer itself it lets be sampled.
+    """Answers the calls of some attempts instead of the policies. It may also have a call sampled.
 
     See `Gateway.register`.
     """
 
     def takes(self, grant: Grant) -> bool:
-        """Whether it decides on the calls that come with a key."""
+        """Whether it handles the calls with this key."""
         ...
 
     async def answer(self, call: IncomingCall) -> None:
         """Answer a call, or have it sampled: `IncomingCall.sample`.
 
         Raises:
-            Refusal: the call can't be answered; the gateway records this and sends it to the client.
+            Refusal: the call cannot be answered. The gateway records this and sends it to the client.
         """
         ...
 
@@ -47,16 +47,16 @@ class IncomingCall:
     """One model call.
 
     Attributes:
-        surface: where it came in.
+        surface: where it arrived.
         pending: its record so far.
         headers: of the request.
-        routing: as it was when the request came.
+        routing: as it was when the request arrived.
         models: those that can answer.
         record: keeps the call.
         metrics: counts it while it is being answered.
-        receive: of the request; read for the client's leaving.
-        send: takes the answer.
-        sender: sends the answer in the surface's shape; None before `open`.
+        receive: of the request; read to notice that the client has gone.
+        send: takes the response.
+        sender: sends the answer in the surface's format; None before `open`.
     """
 
     surface: Surface
@@ -71,10 +71,10 @@ class IncomingCall:
     sender: ResponseSender | None = None
 
     def open(self, body: Mapping[str, Any]) -> ResponseSender:
-        """Read the request as a chat completion, and return what sends its answer.
+        """Read the request as a chat completion, and return the sender of its answer.
 
         Raises:
-            Refusal: the surface does not take it.
+            Refusal: the surface does not accept it.
         """
         pending = self.pending
         exchange = self.surface.begin(body, pending.requested.grant.attempt_id)
@@ -90,7 +90,7 @@ class IncomingCall:
         return self.sender
 
     def name_agent(self, request: Mapping[str, Any]) -> None:
-        """Name the agent by the rules, where the sender does not; `request` is a chat completion."""
+        """Name the agent by the rules, if the sender does not; `request` is a chat completion."""
         self.pending.requested = replace(self.pending.requested, agent=self._agent(request))
 
     def _agent(self, request: Mapping[str, Any]) -> str | None:
@@ -100,11 +100,11 @@ class IncomingCall:
         return agent_of(rules, request, self.pending.routed.policy, self.headers) or known
 
     def decide(self, *, seed: int | None, marks: Mapping[str, Any]) -> None:
-        """Note what a decider gives: the seed, and marks that go on record."""
+        """Store what a decider gives: the seed, and marks for the record."""
         self.pending.routed = replace(self.pending.routed, seed=seed, marks=marks)
 
     def live_policy(self) -> ServedModel | None:
-        """Return the model that answers the agent when nothing decides otherwise; None where there is none."""
+        """Return the model that answers the agent if no decider chooses another; None if there is none."""
         try:
             return self.models.route(self.pending, self.routing)
         except Refusal:
@@ -114,12 +114,12 @@ class IncomingCall:
         """Let a policy answer.
 
         Args:
-            model: the one that answers in place of the agent's own.
-            otherwise: the one that answers where `model` refuses or fails before its answer has begun; the call's marks
-                then say so. None: there is none.
+            model: the one that answers instead of the agent's own.
+            otherwise: the one that answers if `model` rejects the call or fails before its answer has begun; the call's
+                marks then say so. None: there is none.
 
         Raises:
-            Refusal: it can't be done.
+            Refusal: the call cannot be answered.
             ClientGoneError: the client closed the connection.
         """
         sender = self.sender or self.open(self.pending.requested.request)

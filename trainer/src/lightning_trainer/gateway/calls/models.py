@@ -1,4 +1,4 @@
-"""The models that answer here, and which of them answers a call."""
+"""The models that answer here, and the choice of the model for a call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_trainer.gateway.settings import Routing
 
 
 class ServedModel(Protocol):
-    """What answers calls for one model: the embedded engine or an upstream."""
+    """A model that answers calls: the embedded engine or an upstream."""
 
     @property
     def max_model_len(self) -> int | None:
-        """Most tokens of prompt and answer together; None where only the upstream knows."""
+        """Most tokens of prompt and answer together; None if only the upstream knows."""
         ...
 
     async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing) -> None:
@@ -32,7 +32,7 @@ class ServedModel(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens; empty where it is not known."""
+        """Return the text of tokens; empty if it is unknown."""
         ...
 
     async def count(self, request: Mapping[str, Any]) -> int:
@@ -44,7 +44,7 @@ class ServedModel(Protocol):
         ...
 
     def forget(self, attempt_id: str) -> None:
-        """Drop what is remembered of an attempt that has ended."""
+        """Drop what is kept for an attempt that has ended."""
         ...
 
     async def close(self) -> None:
@@ -73,19 +73,19 @@ class ServedModels:
         """Serve another model from now on. May be called from any thread.
 
         Raises:
-            ConfigError: the name is taken.
+            ConfigError: the name is in use.
         """
         if name in self._served:
             raise ConfigError(f"a model {name!r} is served already. Give this one another name.")
         self._served = {**self._served, name: model}
 
     def remove(self, name: str) -> None:
-        """Serve a model no longer; calls that it has begun end."""
+        """Stop serving a model. Its running calls continue to their end."""
         self._removed += [each for known, each in self._served.items() if known == name]
         self._served = {known: each for known, each in self._served.items() if known != name}
 
     def by_name(self) -> Mapping[str, ServedModel]:
-        """Return the models by name, as they are now."""
+        """Return the current models by name."""
         return self._served
 
     async def close(self) -> None:
@@ -94,11 +94,11 @@ class ServedModels:
             await model.close()
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return all models as OpenAI's and Anthropic's clients read them."""
+        """Return all models in a format for OpenAI's and Anthropic's clients."""
         return [_describe(name, policy) for name, policy in self._served.items()]
 
     def describe_one(self, name: str) -> dict[str, Any]:
-        """Return one model as OpenAI's and Anthropic's clients read it.
+        """Return one model in a format for OpenAI's and Anthropic's clients.
 
         Raises:
             Refusal: there is no such model.
@@ -108,7 +108,7 @@ class ServedModels:
         return _describe(name, self._served[name])
 
     def samples(self, agent: str | None, routing: Routing) -> bool:
-        """Whether an agent's calls are answered here when nothing decides otherwise."""
+        """Whether an agent's calls are answered here if no decider chooses otherwise."""
         return self._provider is not None or routing.policies.of(agent) is not None or selects(routing.agents, agent)
 
     def records(self, policy: ServedModel) -> bool:
@@ -116,12 +116,12 @@ class ServedModels:
         return policy is not self._provider or self._records_provider
 
     def route(self, pending: PendingCall, routing: Routing, instead: str | None = None) -> ServedModel:
-        """Return the model that answers a call, and note its name.
+        """Return the model that answers a call, and store its name.
 
         Args:
             pending: the call.
-            routing: as it was when the request came.
-            instead: the model that a decider chose; None: that of the agent.
+            routing: as it was when the request arrived.
+            instead: the model that a decider chose; None: the agent's.
 
         Raises:
             Refusal: there is no such model.
@@ -141,7 +141,7 @@ class ServedModels:
             if own is not None:
                 policy_name = own
             elif policy_name not in self._served:
-                policy_name = routing.model  # a program that was not changed requests its usual model
+                policy_name = routing.model  # an unchanged program requests its usual model
         if policy_name != pending.routed.policy:
             pending.routed = replace(pending.routed, policy=policy_name)
         policy = self._served.get(policy_name)

@@ -1,4 +1,4 @@
-"""The record of one model call, kept once, whatever becomes of the call."""
+"""The record of one model call, kept exactly once, whatever the call's outcome."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class CallRecord:
     def __init__(self, writer: RecordWriter, metrics: Metrics) -> None:
         self._writer = writer
         self._metrics = metrics
-        self.begun = False  # whether the record is being kept, or is
-        self.keeps = True  # False: the call is answered and counted, and not kept
+        self.begun = False  # whether the record is being kept, or has been
+        self.keeps = True  # False: the call is answered and counted, but not recorded
 
     async def record(self, pending: PendingCall, error: str | None = None) -> None:
-        """Keep a call; returns when it is on disk.
+        """Keep a call; return when it is on disk.
 
         Raises:
-            Refusal: the store does not take it.
+            Refusal: the store does not accept it.
         """
         self.begun = True
         call = pending.finish(error)
@@ -38,7 +38,10 @@ class CallRecord:
         self._metrics.call(call)
 
     async def cut(self, pending: PendingCall, error: str) -> None:
-        """Keep a call that was cut, unless it is kept already; the client is not there to hear of a failing store."""
+        """Keep a call that was cut off, unless it is kept already.
+
+        The client is not there to get an error of the store.
+        """
         if not self.begun:
             pending.note(**{CUT: True})
             try:
@@ -47,7 +50,7 @@ class CallRecord:
                 logger.error("a call of attempt %s was not recorded: %s", pending.requested.grant.attempt_id, refusal)
 
     async def refused(self, pending: PendingCall, error: Exception) -> Refusal:
-        """Keep a call that is refused or failed; return the error for the client."""
+        """Keep a call that is rejected or failed; return the error for the client."""
         if isinstance(error, StoreError):
             error = store_down(error)
         if not isinstance(error, Refusal):

@@ -1,4 +1,4 @@
-"""Where answers go: whole or as events, in the shape of the surface on which they were asked for."""
+"""Sends answers, whole or as events, in the format of the surface on which they were requested."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_trainer.gateway.surfaces.surface import Exchange
 _HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies such as nginx would hold the chunks back
+    (b"x-accel-buffering", b"no"),  # proxies such as nginx would buffer the chunks
 ]
 
 
 class ResponseSender:
-    """Sends one answer. The status line goes out with the first event, so an early error can still be a 4xx."""
+    """Sends one answer. The status line is sent with the first event, so an early error can still be a 4xx."""
 
     def __init__(self, send: Send, exchange: Exchange, pending: PendingCall) -> None:
         self._send = send
@@ -39,7 +39,7 @@ class ResponseSender:
         await self.chunks([chunk])
 
     async def chunks(self, chunks: Sequence[dict[str, Any]]) -> None:
-        """Send the chunks of a stream that came together."""
+        """Send the chunks of a stream that arrived together."""
         if len(chunks) == 1:
             data = self._exchange.chunk(self._pending, chunks[0])
         else:

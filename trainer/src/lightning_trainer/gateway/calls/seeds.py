@@ -1,7 +1,7 @@
-"""Seeds of a run's calls, so that it repeats from its own seed whatever order its calls arrive in.
+"""Seeds of a run's calls, so that the run repeats from its own seed in whatever order its calls arrive.
 
-A seed that the program asks for is folded into the rollout's: taken as it is, it would make all rollouts of a group
-draw the same, and equal rollouts teach nothing.
+A seed that the program requests is combined with the rollout's. Used alone, it would make all rollouts of a group
+sample the same, and equal rollouts teach nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-_ATTEMPTS: Final = 20_000  # whose repeated prompts are counted; far more than run at once
+_ATTEMPTS: Final = 20_000  # attempts whose repeated prompts are counted; far more than run at once
 
 
 def seed_of(*parts: object, ids: Sequence[int] = ()) -> int:
@@ -23,7 +23,7 @@ def seed_of(*parts: object, ids: Sequence[int] = ()) -> int:
 
 
 class PromptCounter:
-    """Counts how often an attempt's agent asked the same, so that four votes on one prompt are four draws."""
+    """Counts repeated prompts of an attempt's agent, so that four votes on one prompt are four samples."""
 
     def __init__(self) -> None:
         self._attempts: OrderedDict[str, Counter[int]] = OrderedDict()
@@ -41,20 +41,21 @@ class PromptCounter:
     ) -> int:
         """Return the seed of a call.
 
-        After a failure an attempt samples anew: with the same draws it would fail as the one before it did. One that
-        was given back, for its runner or server went away, draws the same again. Of the rollout's id only what follows
-        its last colon counts: a run that is done again, or goes on from a checkpoint, names its rollouts ``run:place``
-        with another ``run``, and draws the same.
+        After a failure, an attempt samples anew: with the same samples it would fail again. An attempt that was
+        released because its runner or server went away samples the same again. Of the rollout's id only the part after
+        its last colon counts: a run that is repeated, or continues from a checkpoint, names its rollouts ``run:place``
+        with another ``run``, and samples the same.
 
         Args:
             run_seed: of the run.
             rollout_id: of the call's rollout.
             attempt_id: of its attempt.
-            agent: who calls.
+            agent: the calling agent.
             ids: the prompt.
             failures: earlier attempts of the rollout that failed.
-            asked: the seed that the request names. With one, equal prompts of an attempt draw the same, as the program
-                asked; without, each is a draw of its own.
+            asked: the seed that the request names. With one, equal prompts of an attempt sample the same, as the
+                program
+                requests; without, each is a sample of its own.
         """
         again = (failures,) if failures else ()
         prompt = seed_of(run_seed, rollout_id.rpartition(":")[2], agent, *again, ids=ids)
@@ -72,5 +73,5 @@ class PromptCounter:
 
 
 def seeds_of_choices(seed: int, n: int) -> list[int]:
-    """Return a seed for each choice; the first has the call's, so n=1 draws the same as choice 0 of n=2."""
+    """Return a seed for each choice. The first has the call's, so n=1 samples the same as choice 0 of n=2."""
     return [seed, *(seed_of(seed, choice) for choice in range(1, n))]

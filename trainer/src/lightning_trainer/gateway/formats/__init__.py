@@ -1,1 +1,1 @@
-"""How models write tool calls and reasoning: one table of formats, one reader, and the probe that chooses."""
+"""How models write tool calls and reasoning: the table of formats, the reader, and the probe that detects a model's."""

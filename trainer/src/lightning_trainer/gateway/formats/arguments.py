@@ -1,4 +1,4 @@
-"""Arguments of a tool call: JSON text, as data."""
+"""Arguments of a tool call, as JSON text or as data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_spans.schema.lenient_json import read_json
 
 
 def as_data(arguments: Any) -> Any:
-    """Read arguments given as JSON text. What is no JSON, or no text, stays as it is."""
+    """Parse arguments given as JSON text. Anything that is not JSON text stays as it is."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -14,12 +14,12 @@ Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # the schema of each paramet
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """A call that was read.
+    """A parsed call.
 
     Attributes:
         name: of the tool.
         arguments: an object.
-        call_id: the id that the model wrote; None where its format has none.
+        call_id: the id that the model wrote; None if its format has none.
     """
 
     name: str
@@ -27,7 +27,7 @@ class WrittenCall:
     call_id: str | None = None
 
 
-Calls: TypeAlias = tuple[list[WrittenCall], str]  # and the text that is in none of them
+Calls: TypeAlias = tuple[list[WrittenCall], str]  # and the text outside all of them
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Tools:
@@ -42,12 +42,12 @@ def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Tools:
     return found
 
 
-_DEEPEST: Final = 8  # references of references
+_DEEPEST: Final = 8  # references to references
 _CHOICES: Final = ("anyOf", "oneOf", "allOf")
 
 
 def _resolve_references(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
-    """Return a schema in which what a reference points to stands in its place, as far as that says a value's type."""
+    """Return a schema with its references replaced by their targets, as far as needed to know a value's type."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return schema
     if isinstance(reference := schema.get("$ref"), str):
@@ -60,7 +60,7 @@ def _resolve_references(schema: Any, whole: Mapping[str, Any], depth: int = 0) -
 
 
 def _follow_pointer(reference: str, whole: Mapping[str, Any]) -> Any:
-    """Return what a reference within the schema points to; nothing where there is no such place."""
+    """Return the target of a reference within the schema; empty if there is none."""
     found: Any = whole if reference.startswith("#/") else None
     for part in reference[2:].split("/"):
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
@@ -71,7 +71,7 @@ def _finite(text: str) -> float:
     number = float(text)
     if math.isfinite(number):
         return number
-    raise ValueError(f"{text} is not JSON")  # Python would write it back as it is, and no client could read it
+    raise ValueError(f"{text} is not JSON")  # Python would write it back unchanged, and no client could parse it
 
 
 _DECODER: Final = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
@@ -79,13 +79,13 @@ _SPACE: Final = re.compile(r"\s*")
 
 
 def skip_space(text: str, at: int) -> int:
-    """Return the place of the next character that is no white space."""
+    """Return the position of the next character that is not white space."""
     found = _SPACE.match(text, at)
     return found.end() if found else at
 
 
 def json_at(text: str, at: int) -> tuple[Any, int]:
-    """Read the JSON value that begins at a place, white space before it aside; give it and the place after it.
+    """Parse the JSON value that begins at a position, after white space; return it and the position after it.
 
     Raises:
         ValueError: none begins there.
@@ -94,16 +94,16 @@ def json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def expect(text: str, at: int, *wanted: str, or_end: bool = False) -> int:
-    """Return the place after one of these texts, white space before it aside.
+    """Return the position after one of these texts, which may follow white space.
 
     Args:
-        text: where.
-        at: from where on.
+        text: the text to read.
+        at: the position.
         wanted: the texts.
-        or_end: the end of the text is as good.
+        or_end: also accept the end of the text.
 
     Raises:
-        ValueError: something else stands there.
+        ValueError: something else is there.
     """
     place = skip_space(text, at)
     for one in wanted:
@@ -115,10 +115,10 @@ def expect(text: str, at: int, *wanted: str, or_end: bool = False) -> int:
 
 
 def parse_json(text: str) -> Any:
-    """Read a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not JSON.
     """
     value, end = json_at(text, 0)
     if text[end:].strip():
@@ -127,7 +127,7 @@ def parse_json(text: str) -> Any:
 
 
 def as_object(value: Any) -> Mapping[str, Any]:
-    """Return arguments as an object: one, one as JSON text, or nothing for none.
+    """Return arguments as an object: from an object, an object as JSON text, or nothing.
 
     Raises:
         ValueError: they are something else.
@@ -145,7 +145,7 @@ def as_name(value: Any) -> str:
     """Return a tool's name.
 
     Raises:
-        ValueError: it is no text, or empty.
+        ValueError: it is not text, or empty.
     """
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"name {value!r}")
@@ -153,7 +153,7 @@ def as_name(value: Any) -> str:
 
 
 def typed(raw: str, schema: Any) -> Any:
-    """Return a value that was written as plain text, as the tool's schema wants it; as text where nothing fits."""
+    """Convert a value written as plain text to the type in the tool's schema; keep it as text if no type fits."""
     kinds = kinds_of(schema)
     if kinds == {"string"}:
         return raw
@@ -173,7 +173,7 @@ _OF_PYTHON: Final[tuple[tuple[type, frozenset[str]], ...]] = (
     (bool, frozenset({"boolean"})),
     (int, frozenset({"integer", "number"})),
     (float, frozenset({"number"})),
-    (str, frozenset()),  # a text in quotes, where a text may stand: the quotes are its own
+    (str, frozenset()),  # a quoted text where text is allowed: the quotes belong to it
     (list, frozenset({"array"})),
     (dict, frozenset({"object"})),
 )
@@ -184,7 +184,7 @@ def _kind(value: Any) -> frozenset[str]:
 
 
 def kinds_of(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows; empty where it does not say."""
+    """Return the JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")

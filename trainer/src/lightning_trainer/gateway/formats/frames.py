@@ -1,4 +1,4 @@
-"""What stands around a call's name and arguments, taken from a call that the model's own chat template wrote.
+"""The text around a call's name and arguments, taken from a call that the model's own chat template wrote.
 
 With it a call can be forced in any format: see `lightning_trainer.gateway.request.forced_calls`.
 """
@@ -16,7 +16,7 @@ from lightning_trainer.gateway.formats.probe import NAME, Form, Template, common
 from lightning_trainer.gateway.formats.table import Format
 from lightning_trainer.gateway.http.errors import Refusal
 
-NINE_LETTERS: Final = "callprobe"  # stands in a frame where a call's id does
+NINE_LETTERS: Final = "callprobe"  # placeholder in a frame for a call's id
 _SAID: Final = "lightning_probe_said"
 _NUMBER, _WORD, _LAST = "31337", "lightning_probe_word", "31338"
 _KEYS: Final = ("lightning_a", "lightning_b", "lightning_c")  # as a template would sort them
@@ -28,14 +28,14 @@ class Pairs:
     """Arguments that are written one by one.
 
     Attributes:
-        first: stands before the first key.
-        joint: stands before each other key.
-        key: stands between a key and a value in JSON.
-        close: stands after such a value.
-        key_of_text: stands between a key and a value that is plain text; None: texts are JSON too.
-        close_of_text: stands after such a value.
-        empty: stands where there is no argument.
-        objects: a value in JSON that is an object, or has one in it, is read.
+        first: before the first key.
+        joint: before each other key.
+        key: between a key and a value in JSON.
+        close: after such a value.
+        key_of_text: between a key and a value that is plain text; None: texts are JSON too.
+        close_of_text: after such a value.
+        empty: if there is no argument.
+        objects: whether a JSON value that is or contains an object can be read.
     """
 
     first: str
@@ -53,13 +53,13 @@ class CallFrame:
     """How calls are written.
 
     Attributes:
-        begin: stands before the first name.
-        middle: stands between a name and its arguments.
-        between: stands between the arguments of a call and the next name; None: an answer has one call.
-        end: stands after the last arguments.
+        begin: before the first name.
+        middle: between a name and its arguments.
+        between: between the arguments of a call and the next name; None: an answer has one call.
+        end: after the last arguments.
         pairs: how arguments are written; None: as one JSON object.
-        separators: of an item and of a key in that.
-        tokens: what of all these are tokens of their own, which llguidance never takes for letters, by their texts.
+        separators: of an item and of a key in that object.
+        tokens: parts of these texts that are single tokens, which llguidance never matches as letters, by their texts.
     """
 
     begin: str
@@ -82,14 +82,14 @@ HERMES: Final = CallFrame(
 def frame_of(
     template: Template, calls: Format, form: Form, tokens: Mapping[str, int], controls: Collection[str]
 ) -> CallFrame | None:
-    """Return how a template writes calls; None where that can't be told.
+    """Return how a template writes calls; None if it cannot be determined.
 
     Args:
         template: renders messages and tools.
         calls: the format that reads them.
-        form: how the template wants them.
+        form: how the template expects them.
         tokens: those that were added to the tokenizer's vocabulary, by their texts.
-        controls: texts of those that are control tokens.
+        controls: texts of the control tokens among them.
     """
     for call_id in (NINE_LETTERS, f"functions.{NAME}:0"):
         write = _Writer(template, calls, form, tokens, controls, call_id)
@@ -102,7 +102,7 @@ def frame_of(
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Has the template write calls, and cuts out what the model would."""
+    """Renders calls with the template, and cuts out what the model would write."""
 
     template: Template
     calls: Format
@@ -144,7 +144,7 @@ class _Writer:
         return {"id": call_id, "type": "function", "function": {"name": NAME, "arguments": shown}}
 
     def reads(self, text: str, value: Any) -> bool:
-        """Whether a call is read whose first argument has this value."""
+        """Whether a call whose first argument has this value is read."""
         kind = {"type": "object" if isinstance(value, dict) else "array"}
         tools = {NAME: {_KEYS[0]: kind, _KEYS[1]: {"type": "string"}, _KEYS[2]: {"type": "integer"}}}
         try:
@@ -155,10 +155,10 @@ class _Writer:
 
 
 def _parse_frame(write: _Writer) -> CallFrame:
-    """Take apart what was written.
+    """Split rendered calls into their parts.
 
     Raises:
-        ValueError: its parts can't be told.
+        ValueError: the parts cannot be determined.
     """
     one = write(_ARGUMENTS)
     begin, rest = _parts(one, NAME)
@@ -170,10 +170,10 @@ def _parse_frame(write: _Writer) -> CallFrame:
 
 
 def _parts(text: str, *words: str) -> list[str]:
-    """Return what stands before, between and after words that a text holds once each, in this order.
+    """Return the text before, between and after words that occur once each, in this order.
 
     Raises:
-        ValueError: it does not.
+        ValueError: they do not.
     """
     found, at = [], 0
     for word in words:
@@ -189,7 +189,7 @@ _Arguments: TypeAlias = tuple[str, str, Pairs | None, tuple[str, str]]
 
 
 def _as_object(rest: str) -> _Arguments | None:
-    """Read arguments that are one JSON object; None: they are not."""
+    """Parse arguments that are one JSON object; None if they are not."""
     for found in re.finditer(r"\{", rest):
         try:
             value, end = json_at(rest, found.start())
@@ -202,10 +202,10 @@ def _as_object(rest: str) -> _Arguments | None:
 
 
 def _as_pairs(write: _Writer, begin: str, rest: str) -> _Arguments:
-    """Read arguments that are written one by one.
+    """Parse arguments that are written one by one.
 
     Raises:
-        ValueError: their parts can't be told.
+        ValueError: their parts cannot be determined.
     """
     words = (_KEYS[0], _NUMBER, _KEYS[1], _WORD, _KEYS[2], _LAST)
     first, key, joint, key_of_text, joint_of_text, key_again, end = _parts(rest, *words)
@@ -234,7 +234,7 @@ def _as_pairs(write: _Writer, begin: str, rest: str) -> _Arguments:
 
 
 def _between(write: _Writer, begin: str, rest: str, end: str) -> str | None:
-    """Return what stands between two calls; None: the template writes one, or two in another way."""
+    """Return the text between two calls; None if the template writes only one, or two in another way."""
     arguments = rest.removesuffix(end)
     try:
         before, one, other = _two(write(_ARGUMENTS, _ARGUMENTS))

@@ -33,7 +33,7 @@ def _parse_named_call(value: Any, arguments: str = "arguments") -> WrittenCall:
 
 
 def hermes(text: str, tools: Tools) -> Calls:  # noqa: ARG001 - the protocol's
-    """Read ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; the last call may lack its end."""
+    """Read ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. The last call may lack its end."""
     calls, left, at = [], [], 0
     while (found := text.find("<tool_call>", at)) >= 0:
         left.append(text[at:found])
@@ -44,7 +44,7 @@ def hermes(text: str, tools: Tools) -> Calls:  # noqa: ARG001 - the protocol's
 
 
 def llama_json(text: str, tools: Tools) -> Calls:  # noqa: ARG001
-    """Read ``{"name": ..., "parameters": {...}}``, several with ``;`` between; nothing else may stand beside them."""
+    """Read ``{"name": ..., "parameters": {...}}``, several separated by ``;``. No other text is allowed."""
     at, calls = 0, []
     if text.lstrip().startswith("<|python_tag|>"):
         at = text.index("<|python_tag|>") + len("<|python_tag|>")
@@ -135,7 +135,7 @@ _HARMONY: Final = re.compile(
 
 
 def harmony(text: str, tools: Tools) -> Calls:  # noqa: ARG001
-    """Read gpt-oss's messages to functions; the recipient stands before or after the channel, models write both."""
+    """Read gpt-oss's messages to functions. The recipient may be before or after the channel; models write both."""
     at, calls = 0, []
     while skip_space(text, at) < len(text):
         head = _HARMONY.match(text, at)

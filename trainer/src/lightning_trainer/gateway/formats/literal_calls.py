@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from lightning_trainer.gateway.formats.calls import Calls, Tools, WrittenCall, as_name, json_at, skip_space
 
-_MOST_PARTS: Final = 20_000  # a call that writes a long file has a few thousand; each part takes a while to read
+_MOST_PARTS: Final = 20_000  # a call that writes a long file has a few thousand; each part takes time to read
 
 
 def pythonic(text: str, tools: Tools) -> Calls:  # noqa: ARG001 - the protocol's
-    """Read ``[f(a=1), g(b="x")]``: a list of calls with literals; nothing else may stand beside it."""
+    """Read ``[f(a=1), g(b="x")]``: a list of calls with literals. No other text is allowed."""
     body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     return _of_python(body), ""
 
@@ -55,7 +55,7 @@ _CONSTANTS: Final = {"true": True, "false": False, "null": None}
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return a literal's value; also with JSON's names for true, false and null, which models mix in."""
+    """Return a literal's value. JSON's names for true, false and null are accepted too, because models mix them in."""
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
@@ -115,7 +115,7 @@ def _gemma_value(text: str, at: int, quote: str) -> tuple[Any, int]:
 
 
 def _gemma_many(text: str, at: int, quote: str, close: str) -> tuple[Any, int]:
-    """Read what stands in braces or brackets."""
+    """Read the content of braces or brackets."""
     pairs: dict[str, Any] = {}
     items: list[Any] = []
     while not text.startswith(close, at := skip_space(text, at)):

@@ -1,4 +1,7 @@
-"""Which format a model writes: found out by its own chat template, which is asked to write a call. No model names."""
+"""Detects the format in which a model writes calls from its chat template, which is rendered with one.
+
+No model names.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lightning_trainer.gateway.http.errors import Refusal
 
 
 class Template(Protocol):
-    """Renders messages and tools, with the beginning of an answer after them or not."""
+    """Renders messages and tools, optionally followed by the beginning of an answer."""
 
     def __call__(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
         """Return the text."""
@@ -37,11 +40,11 @@ _USER: Final = {"role": "user", "content": _SAID}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a template wants a message with calls.
+    """How a template expects a message with calls.
 
     Attributes:
         arguments: as data, or as JSON text.
-        content: of a message that has none: an empty text or None.
+        content: of a message without content: an empty text or None.
     """
 
     arguments: Literal["data", "text"] = "data"
@@ -60,7 +63,7 @@ def takes_tools(template: Template) -> bool:
 
 
 def chosen(template: Template, source: str, controls: Sequence[str]) -> tuple[Format, Form] | None:
-    """Return the format in which a template writes calls, and how it wants them; None: it writes none that is read.
+    """Return the format in which a template writes calls, and how it expects them; None if no known format matches.
 
     Args:
         template: renders messages and tools.
@@ -78,7 +81,7 @@ def chosen(template: Template, source: str, controls: Sequence[str]) -> tuple[Fo
 
 
 def _answer_beginnings(template: Template) -> tuple[str, ...]:
-    """Return what a template writes before an answer: one that is to be drawn, and one that was given."""
+    """Return what a template writes before an answer: one to be sampled, and one already given."""
     try:
         drawn = template([dict(_USER)], [TOOL], prompt=True).rpartition(_SAID)[2]
     except Refusal:
@@ -87,7 +90,7 @@ def _answer_beginnings(template: Template) -> tuple[str, ...]:
 
 
 def results(template: Template, form: Form) -> str | None:
-    """Say why a tool's result never reaches the model; None: it does."""
+    """Return why a tool's result never reaches the model; None if it does."""
     shown = list(_try_ids(template, form, with_result=True))
     if any(_RESULT in text for text in shown if isinstance(text, str)):
         return None
@@ -101,15 +104,15 @@ def writes_calls(template: Template) -> bool:
 
 
 def _written_calls(template: Template, form: Form) -> Iterator[str]:
-    """Return what a template writes of an answer with a call, with and without the tool's result."""
+    """Return what a template writes for an answer with a call, with and without the tool's result."""
     found = (*_try_ids(template, form, with_result=False), *_try_ids(template, form, with_result=True))
     return (text for text in found if isinstance(text, str))
 
 
 def _try_ids(template: Template, form: Form, *, with_result: bool) -> Iterator[str | Refusal]:
-    """Return what a template writes after the question, or its refusal, for each id that a call may have."""
+    """Return what a template writes after the question, or its rejection, for each kind of call id."""
     arguments: Any = _ARGUMENTS if form.arguments == "data" else dumps(_ARGUMENTS).decode()
-    for call_id in ("callprobe", f"functions.{NAME}:0"):  # Mistral's are nine letters; Kimi's name the tool
+    for call_id in ("callprobe", f"functions.{NAME}:0"):  # Mistral's have nine letters; Kimi's name the tool
         call = {"id": call_id, "type": "function", "function": {"name": NAME, "arguments": arguments}}
         called = {"role": "assistant", "content": form.content, "tool_calls": [call]}
         result = {"role": "tool", "name": NAME, "tool_call_id": call_id, "content": _RESULT}
@@ -139,9 +142,10 @@ def _find_format(text: str, begun: Sequence[str], thinking: Thinking | None, con
 
 
 def _answers_with(lead: str, begun: Sequence[str], thinkings: Sequence[Thinking | None]) -> bool:
-    """Whether an answer begins with what follows: what stands before it belongs to the prompt, or is empty reasoning.
+    """Whether an answer begins with the following text.
 
-    Something else there, such as a word or a tag, is part of how the model writes calls, which is then not read.
+    The text before it then belongs to the prompt, or is empty reasoning. Anything else there, such as a word or a tag,
+    is part of the call's format, which is then unknown.
     """
     marks = [mark.strip() for each in thinkings if each is not None for mark in (each.open, each.close)]
     return any(not _without(lead[common_start(lead, one) :], marks).strip() for one in begun)
@@ -164,9 +168,9 @@ _KNOWN: Final = (Thinking("<think>", "</think>"), Thinking("[THINK]", "[/THINK]"
 
 
 def thinking_of(template: Template, source: str, calls: Format | None) -> tuple[Thinking | None, bool]:
-    """Return how a model writes reasoning: as its template writes an answer's, or by the marks that it knows of.
+    """Return how a model writes reasoning: as its template renders it, or by the marks in the template's source.
 
-    Also whether the template takes an answer's reasoning as a field of its own; others look for it in the content.
+    Also return whether the template takes an answer's reasoning as a separate field; others look for it in the content.
 
     Args:
         template: renders messages and tools.
@@ -188,7 +192,7 @@ def thinking_of(template: Template, source: str, calls: Format | None) -> tuple[
 
 
 def _thoughts(template: Template) -> Iterator[str]:
-    """Return what a template writes of an answer with reasoning, by each name that it may have."""
+    """Return what a template writes for an answer with reasoning, by each name of the field."""
     names = ("reasoning_content", "reasoning", "thinking")
     answer = {"role": "assistant", "content": _REPLY, **dict.fromkeys(names, _THOUGHT)}
     for message in (answer, {"role": "assistant", "content": _REPLY, "reasoning_content": _THOUGHT}):
@@ -208,7 +212,7 @@ def _plainly(template: Template) -> str:
 
 
 def _marks_around(text: str, plain: str) -> Thinking | None:
-    """Return the marks that stand around reasoning, whatever they are; None where two can't be told."""
+    """Return the marks around reasoning, whatever they are; None if two cannot be determined."""
     before, _, after = text.partition(_THOUGHT)
     begin = before[common_start(before, plain) :].strip()
     end = after.partition(_REPLY)[0].strip()

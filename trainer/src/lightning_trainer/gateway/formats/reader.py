@@ -1,7 +1,7 @@
-"""An answer taken apart into reasoning, content and tool calls, whole or while it is drawn, with the same result.
+"""Splits an answer into reasoning, content and tool calls, whole or while it is sampled, with the same result.
 
-Content and reasoning go out at once. Calls wait for the end of the answer: a later fault makes all of them plain
-content, exactly as sampled, and what was sent can't be taken back.
+Content and reasoning are sent at once. Calls wait for the end of the answer: a later error turns all of them into plain
+content, exactly as sampled, and what was sent cannot be taken back.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NINE: Final = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """A model's text, taken apart.
+    """A model's text, split into parts.
 
     Attributes:
-        content: what is neither reasoning nor calls; None when there are calls and nothing else.
-        tool_calls: in OpenAI's shape, their arguments as JSON text.
-        reasoning: what was thought; None where nothing was.
-        left: text beside the calls that the message does not show.
+        content: what is neither reasoning nor calls; None if there are calls and nothing else.
+        tool_calls: in OpenAI's format, their arguments as JSON text.
+        reasoning: the reasoning; None if there is none.
+        left: text next to the calls that the message does not contain.
     """
 
     content: str | None
@@ -39,7 +39,7 @@ class ParsedAnswer:
     left: str = ""
 
     def message(self) -> dict[str, Any]:
-        """Return the message in OpenAI's shape."""
+        """Return the message in OpenAI's format."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -50,7 +50,7 @@ class ParsedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one model writes: what a reader needs to know of it.
+    """How one model writes, as far as a reader needs it.
 
     Attributes:
         calls: format of its tool calls; None: none are read.
@@ -68,8 +68,8 @@ class AnswerReader:
 
     Args:
         dialect: of the model.
-        tools: of the request; without any no call is looked for.
-        opened: the prompt ends inside reasoning.
+        tools: of the request; without any, no calls are looked for.
+        opened: whether the prompt ends within reasoning.
     """
 
     def __init__(self, dialect: Dialect, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> None:
@@ -83,7 +83,7 @@ class AnswerReader:
         self._dropped = tuple(signed(mark, marks) for mark in calls.dropped) if calls else ()
         self._anywhere = calls is not None and calls.anywhere
         self._parts: list[str] = []
-        self._held = ""  # what came and is not sent
+        self._held = ""  # received and not sent
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._phase = "content" if self._thinking is None or self._anywhere else "start"
@@ -91,22 +91,22 @@ class AnswerReader:
 
     @property
     def text(self) -> str:
-        """All that was fed."""
+        """The whole text so far."""
         return plain("".join(self._parts))
 
     @property
     def thinks(self) -> bool:
-        """Whether what comes next belongs to the reasoning."""
+        """Whether the next text belongs to the reasoning."""
         return self._phase == "thinking" or (self._phase == "start" and self._opened)
 
     @property
     def partial(self) -> ParsedAnswer:
-        """What was sent so far, and what is held as content."""
+        """What was sent so far, and what is held back as content."""
         content = "".join(self._content) + plain(self._held)
         return ParsedAnswer(content, (), "".join(self._reasoning) or None)
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Take more text; give the reasoning and the content that can be sent now."""
+        """Add text; return the reasoning and the content that can be sent now."""
         self._parts.append(text)
         self._held += text
         reasoned, said = len(self._reasoning), len(self._content)
@@ -115,7 +115,7 @@ class AnswerReader:
         return "".join(self._reasoning[reasoned:]), "".join(self._content[said:])
 
     def _step(self) -> bool:
-        """Go on by one part of the answer; False: nothing can be decided yet."""
+        """Read one more part of the answer; False if nothing can be decided yet."""
         if self._phase == "start":
             return self._start()
         if self._phase == "thinking":
@@ -135,7 +135,7 @@ class AnswerReader:
         return True
 
     def _think(self) -> bool:
-        """Send reasoning up to its end. A call in it waits: it counts only where the reasoning never ends."""
+        """Send reasoning up to its end. A call in it waits: it counts only if the reasoning never ends."""
         if self._thinking is None:
             return False
         end = self._held.find(self._thinking.close)
@@ -192,7 +192,7 @@ class AnswerReader:
         return False
 
     def _speak(self, cut: int) -> None:
-        """Send content; white space before its first word waits, and goes where reasoning was before it."""
+        """Send content. White space before its first word waits, and is dropped if reasoning comes before it."""
         text = self._held[:cut]
         if not self._content:
             if not text.strip():
@@ -205,7 +205,7 @@ class AnswerReader:
         self._held = self._held[cut:]
 
     def close(self) -> tuple[tuple[str, str], ParsedAnswer]:
-        """End the answer: give reasoning and content that were not sent yet, and the whole answer."""
+        """End the answer: return reasoning and content that were not sent yet, and the whole answer."""
         written, left = self._calls()
         reasoned, said = "", ""
         if not written:
@@ -225,7 +225,7 @@ class AnswerReader:
         )
 
     def _calls(self) -> tuple[list[WrittenCall], str]:
-        """Read the calls; none where anything is wrong with one of them."""
+        """Parse the calls; none if anything is wrong with one of them."""
         if self._format is None or self._phase not in {"calls", "thinking"}:
             return [], ""
         held = self._held if self._anywhere else self._held.strip()
@@ -258,7 +258,7 @@ def _dump_arguments(arguments: Mapping[str, Any]) -> str:
 def parse(
     dialect: Dialect, text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False
 ) -> ParsedAnswer:
-    """Take a whole answer apart."""
+    """Split a whole answer into its parts."""
     reader = AnswerReader(dialect, tools, opened=opened)
     reader.feed(text)
     return reader.close()[1]

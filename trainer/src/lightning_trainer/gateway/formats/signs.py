@@ -1,11 +1,11 @@
-"""The sign before the text of a control token, so that its letters alone are never taken for it."""
+"""The sign before the text of a control token, so that ordinary letters are never mistaken for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Final
 
-SIGN: Final = "\ud800"  # no tokenizer gives half of a pair
+SIGN: Final = "\ud800"  # no tokenizer produces half of a pair
 
 
 def signed(text: str, kept: Iterable[str]) -> str:

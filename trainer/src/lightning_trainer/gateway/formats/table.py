@@ -1,4 +1,4 @@
-"""The formats of tool calls. A plugin registers more by the hook `lightning_register_formats`."""
+"""The table of tool-call formats. A plugin registers more with the hook `lightning_register_formats`."""
 
 # ruff: noqa: RUF001 - DeepSeek's own letters
 
@@ -29,13 +29,13 @@ class Format:
     Attributes:
         name: for ``--tool-format``.
         marks: texts at which content ends and calls begin.
-        read: takes the text from the first mark on; ValueError, KeyError or TypeError of any fault.
-        first_only: a mark counts only where the answer begins: elsewhere it is ordinary text.
-        controls: texts of this format that may be control tokens, which are looked for as tokens then.
-        thinking: how reasoning is written, where that belongs to the format.
-        anywhere: reasoning may come again after content.
+        read: takes the text from the first mark on; raises ValueError, KeyError or TypeError for any fault.
+        first_only: a mark counts only at the beginning of the answer; elsewhere it is ordinary text.
+        controls: texts of this format that may be control tokens, and are then matched as tokens.
+        thinking: how reasoning is written, if that belongs to the format.
+        anywhere: reasoning may occur again after content.
         dropped: marks that are neither content nor calls.
-        nine_letters: ids of calls have nine letters and digits: templates refuse others.
+        nine_letters: ids of calls have nine letters and digits, because templates reject others.
     """
 
     name: str
@@ -138,7 +138,7 @@ def formats() -> list[Format]:
 
 
 def names() -> list[str]:
-    """Name what ``--tool-format`` takes."""
+    """Return the values that ``--tool-format`` accepts."""
     return [*(each.name for each in formats()), NONE]
 
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from lightning_trainer.gateway.formats.calls import Calls, Tools, WrittenCall, as_name, parse_json, skip_space, typed
 
-# An expression with `.*?` is tried at one place at a time: where its end is missing, a search would begin again at each
-# of its beginnings, and read the rest of the answer each time.
+# An expression with `.*?` is tried at one position at a time: where its end is missing, a search would start again at
+# each of its beginnings, and read the rest of the answer each time.
 
 
 def _blocks(text: str, call: re.Pattern[str], mark: str, read: Callable[[re.Match[str]], WrittenCall]) -> Calls:
@@ -30,7 +30,7 @@ def _blocks(text: str, call: re.Pattern[str], mark: str, read: Callable[[re.Matc
 
 
 def _one_after_another(text: str, part: re.Pattern[str], parts: str) -> Iterator[re.Match[str]]:
-    """Return the parts of which a text is made, with white space between them and nothing else."""
+    """Return the parts of a text that consists only of them and white space in between."""
     at = skip_space(text, 0)
     while at < len(text):
         match = part.match(text, at)
@@ -51,7 +51,7 @@ def _arguments(body: str, pair: re.Pattern[str], value: Callable[[str, re.Match[
 _QWEN: Final = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*(?:</tool_call>|\Z)", re.DOTALL)
 _QWEN_PAIR: Final = re.compile(
     r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
-)  # a value may hold the tag's text
+)  # a value may contain the tag's text
 
 
 def qwen_xml(text: str, tools: Tools) -> Calls:
@@ -69,7 +69,7 @@ def qwen_xml(text: str, tools: Tools) -> Calls:
 _GLM: Final = re.compile(r"<tool_call>\s*([^\s<]+)\s*((?:<arg_key>.*?)?)</tool_call>", re.DOTALL)
 _GLM_PAIR: Final = re.compile(
     r"(?><arg_key>(.*?)</arg_key>\s*<arg_value>)(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
-)  # the key ends at the first place where it can
+)  # the key ends at the first possible position
 
 
 def glm(text: str, tools: Tools) -> Calls:
@@ -108,7 +108,7 @@ def _stated_value(pair: re.Match[str], schema: Any) -> Any:  # noqa: ARG001 - it
 
 def _typed_value(pair: re.Match[str], schema: Any) -> Any:
     raw = pair[2]
-    in_lines = len(raw) > 1 and raw.startswith("\n") and raw.endswith("\n")  # else line breaks are the value's own
+    in_lines = len(raw) > 1 and raw.startswith("\n") and raw.endswith("\n")  # otherwise line breaks belong to the value
     return typed(raw[1:-1] if in_lines else raw, schema)
 
 
@@ -131,7 +131,7 @@ def minimax(text: str, tools: Tools) -> Calls:
 
 
 def dsml(text: str, tools: Tools) -> Calls:
-    """Read DeepSeek V3.2's tags, which say of each value whether it is a text or JSON."""
+    """Read DeepSeek V3.2's tags, which state for each value whether it is text or JSON."""
     return _read_blocks(text, _OF_DSML, tools)
 
 

@@ -1,4 +1,4 @@
-"""Answers that look like a call and are none: a model that writes another form than is read would fail in silence."""
+"""Detects answers that look like a call but are none, because a model with an unknown format would fail silently."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lightning_trainer.gateway.formats.calls import Tools, json_at, parameters_o
 from lightning_trainer.gateway.formats.table import formats
 from lightning_trainer.reasons.continuation import OTHER
 
-_MOST_OBJECTS: Final = 20  # of an answer that are looked at
+_MOST_OBJECTS: Final = 20  # length of an answer that is searched
 _NAMES: Final = ("name", "tool", "tool_name", "function", "function_name", "action")
 _ARGUMENTS: Final = ("arguments", "parameters", "args", "params", "input", "action_input", "tool_input")
 
 
 def unread(content: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Name the format that an answer without calls looks like a call of; None: it looks like none.
+    """Return the format of whose calls an answer without calls looks like; None if it looks like none.
 
     Args:
-        content: of an answer to a request with tools, of which no call was read.
+        content: of an answer to a request with tools in which no call was found.
         tools: of the request.
 
     Returns:
-        A format's name, or ``other`` where a tool is named beside arguments in some other way.
+        A format's name, or ``other`` if a tool is named next to arguments in some other way.
     """
     text = (content or "").strip()
     if not text:
@@ -36,7 +36,7 @@ def unread(content: str | None, tools: Sequence[Mapping[str, Any]]) -> str | Non
 
 
 def _of_the_start(text: str, schemas: Tools) -> str | None:
-    """Name the format of an answer that is a call whose marks are missing, or that would have none."""
+    """Return the format of an answer that is a call without its marks, or in a format without marks."""
     for each in formats():
         if each.first_only or each.name == "mistral":
             begun = text if each.first_only else f"[TOOL_CALLS]{text}"  # control tokens are left out of content
@@ -50,14 +50,14 @@ def _of_the_start(text: str, schemas: Tools) -> str | None:
 
 
 def _names_a_tool(text: str, schemas: Tools) -> bool:
-    """Whether an answer names one of the tools beside arguments, or where a call has its name."""
+    """Whether an answer names one of the tools next to arguments, or where a call has its name."""
     return any(_looks_called(text, name) for name in schemas if name in text) or any(
         _is_call(found, schemas) for found in _objects(text)
     )
 
 
 def _looks_called(text: str, name: str) -> bool:
-    """Whether a tool's name is followed by an object or by named arguments, or stands as a tag's attribute."""
+    """Whether a tool's name is followed by an object or by named arguments, or is a tag's attribute."""
     own = rf"(?<![\w-])(?:functions?\.?)?{re.escape(name)}"
     ways = (
         rf"{own}(?::\d+)?\s*+(?:(?:<[^<>\n]*>|```)\s*+)?(?:json\s*+)?\{{",  # functions.NAME:0 {"a": 1}
@@ -70,7 +70,7 @@ def _looks_called(text: str, name: str) -> bool:
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """Return the JSON objects in a text, the outer ones only."""
+    """Return the JSON objects in a text, only the outermost."""
     at = text.find("{")
     for _ in range(_MOST_OBJECTS):
         if at < 0:
@@ -84,7 +84,7 @@ def _objects(text: str) -> Iterator[Any]:
 
 
 def _is_call(value: Any, schemas: Tools) -> bool:
-    """Whether an object names a tool and has arguments, by the words that models use for both."""
+    """Whether an object names a tool and has arguments, under the keys that models use for both."""
     if not isinstance(value, dict):
         return False
     inner = value.get("function")

@@ -1,4 +1,4 @@
-"""HTTP at the level of ASGI: answer, and notice that the client has gone. Bodies are read by `intake`."""
+"""HTTP at the level of ASGI: answer, and notice that the client has gone. `intake` reads bodies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def headers(scope: Scope) -> dict[bytes, bytes]:
 async def send_bytes(
     send: Send, body: bytes, *, status: int = 200, extra: Mapping[str, str] | None = None, kind: bytes | None = None
 ) -> None:
-    """Send a whole answer, JSON unless `kind` names another content type."""
+    """Send a whole response, JSON unless `kind` names another content type."""
     lines = _JSON_HEADERS.copy() if kind is None else [(b"content-type", kind)]
     lines.append((b"content-length", b"%d" % len(body)))
     lines.extend((name.encode("latin-1"), value.encode("latin-1")) for name, value in (extra or {}).items())
@@ -41,7 +41,7 @@ async def send_json(send: Send, data: Any, *, status: int = 200) -> None:
 
 
 async def send_refusal(send: Send, refusal: Refusal, path: str) -> None:
-    """Send a refusal in the shape of the surface that was asked."""
+    """Send an error in the format of the requested surface."""
     await send_bytes(send, refusal.body_for(path), status=refusal.status, extra=refusal.headers)
 
 
@@ -66,13 +66,13 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     try:
         result = await work
     except asyncio.CancelledError:
-        if left and worker.uncancel() == 0:  # more than 0: the server stops too
+        if left and worker.uncancel() == 0:  # more than 0: the server is stopping too
             raise ClientGoneError from None
         raise
     finally:
         watcher.cancel()
     if left:
-        worker.uncancel()  # the work ended all the same
+        worker.uncancel()  # the work ended anyway
     return result
 
 

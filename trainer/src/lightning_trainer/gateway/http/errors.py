@@ -1,4 +1,4 @@
-"""The shape of every error the server sends: that of who asks, OpenAI's or Anthropic's, so that clients raise well."""
+"""The format of every error that the server sends: OpenAI's or Anthropic's, so that their clients raise properly."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ANTHROPIC: Final = {
 
 @dataclass(eq=False)
 class Refusal(Exception):  # noqa: N818 - a refusal is an answer, not a failure of ours
-    """A request that is not done, and what its sender is told.
+    """A rejected request, and what its sender is told.
 
     Attributes:
         status: HTTP status.
         message: what is wrong and what to do about it.
         kind: OpenAI's ``type``.
-        code: OpenAI's ``code``; None where there is none.
-        headers: sent with the answer, such as ``Retry-After``.
+        code: OpenAI's ``code``; None if there is none.
+        headers: sent with the response, such as ``Retry-After``.
     """
 
     status: int
@@ -41,7 +41,7 @@ class Refusal(Exception):  # noqa: N818 - a refusal is an answer, not a failure 
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.message = masked(self.message)  # it goes to agents, into the store and into logs
+        self.message = masked(self.message)  # it is sent to agents, and written to the store and to logs
 
     def __str__(self) -> str:
         return self.message
@@ -51,33 +51,33 @@ class Refusal(Exception):  # noqa: N818 - a refusal is an answer, not a failure 
         return dumps({"error": {"message": self.message, "type": self.kind, "code": self.code, "param": None}})
 
     def anthropic(self) -> dict[str, Json]:
-        """Return the body as Anthropic's clients read it."""
+        """Return the body in Anthropic's format."""
         kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}}
 
     def body_for(self, path: str) -> bytes:
-        """Return the JSON body in the shape of the surface that was asked."""
+        """Return the JSON body in the format of the requested surface."""
         anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
         return dumps(self.anthropic()) if anthropic else self.body()
 
 
 def bad_request(message: str, code: str | None = None) -> Refusal:
-    """Return a 400: the request can't be done as it is."""
+    """Return a 400: the request is invalid."""
     return Refusal(400, message, code=code)
 
 
 def unauthorized(message: str) -> Refusal:
-    """Return a 401: no key, or one that is not good any more."""
+    """Return a 401: no key, or an invalid one."""
     return Refusal(401, message, "authentication_error", "invalid_api_key", {"www-authenticate": "Bearer"})
 
 
 def forbidden(message: str) -> Refusal:
-    """Return a 403: a good key that does not open this."""
+    """Return a 403: a valid key that does not permit this."""
     return Refusal(403, message, "permission_error", "forbidden")
 
 
 def store_down(error: BaseException) -> Refusal:
-    """Return a 503: what came can't be kept now, so it is not answered as if it were; a 400 when it never can be."""
+    """Return a 503 because the call cannot be recorded now and so is not answered; a 400 if it never can be."""
     if isinstance(error, RefusedError):
         return bad_request(str(error))
     why = str(error).rstrip(".")
@@ -86,5 +86,5 @@ def store_down(error: BaseException) -> Refusal:
 
 
 def too_large(limit: int) -> Refusal:
-    """Return a 413: the body, or what it unpacks to, is over the limit."""
+    """Return a 413: the body, or its unpacked form, is over the limit."""
     return Refusal(413, f"the body is larger than {limit} bytes", code="request_too_large")

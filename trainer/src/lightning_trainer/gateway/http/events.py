@@ -1,4 +1,4 @@
-"""Server-sent events, written."""
+"""Writes server-sent events."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def event(data: Any) -> bytes:
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:
-    """Return an event with its type, as the surfaces send it that have several."""
+    """Return an event with its type, for surfaces with several types."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps({"type": name, **data}))

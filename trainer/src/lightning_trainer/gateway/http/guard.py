@@ -1,4 +1,4 @@
-"""What is refused before the app sees it: names that are not ours, ambiguous headers, bodies that never end."""
+"""Rejects requests before the app sees them: unknown host names, ambiguous headers, bodies that never end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lightning_trainer.gateway.http.asgi import send_refusal
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 
-BODY_S: Final = 120.0  # seconds for a request's body, whole
+BODY_S: Final = 120.0  # seconds for a request's whole body
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1", ""})
-# One reader taking the first and another the last of two is how requests are smuggled past a proxy.
+# Requests are smuggled past a proxy if one reader takes the first and another the last of two such headers.
 _ONCE: Final = frozenset({
     b"authorization", b"x-api-key", b"host", b"content-length", b"content-encoding", b"content-type",
     b"transfer-encoding", b"traceparent", b"x-lightning-agent",
@@ -21,17 +21,17 @@ _ONCE: Final = frozenset({
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is of this machine alone."""
+    """Whether an address to listen on belongs to this machine alone."""
     return host != "" and (host in _LOOPBACK or host.startswith("127."))
 
 
 class Guard:
-    """An ASGI app before the app.
+    """An ASGI app in front of the app.
 
     Args:
         app: the app.
-        names: host names under which it may be asked; None: any. A web page that makes its own name point to this
-            machine (DNS rebinding) asks under that name.
+        names: host names under which it may be requested; None: any. A web page that makes its own name point to this
+            machine (DNS rebinding) uses that name.
         body_s: seconds that a request's body may take.
     """
 
@@ -41,7 +41,7 @@ class Guard:
         self._body_s = body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or let the app."""
+        """Answer one request, or pass it to the app."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -76,7 +76,7 @@ class Guard:
 
 
 class _Body:
-    """One request's way in, with a bound, and its way out."""
+    """One request's body, with a time limit, and its response."""
 
     def __init__(self, receive: Receive, send: Send, seconds: float) -> None:
         self._receive, self._send = receive, send
@@ -86,7 +86,7 @@ class _Body:
         self.late = self.answered = False
 
     async def receive(self) -> Message:
-        """Return the next piece of the body; once it is whole, whatever comes."""
+        """Return the next piece of the body; after its end, whatever comes."""
         if self._whole:
             return await self._receive()
         loop = asyncio.get_running_loop()
@@ -101,14 +101,14 @@ class _Body:
         return message
 
     async def send(self, message: Message) -> None:
-        """Pass an answer on, unless the request was given up."""
+        """Pass a response on, unless the request was given up."""
         if not self.late or self.answered:
             self.answered = True
             await self._send(message)
 
 
 def _name(host: str) -> str:
-    """Return the name of a Host header without its port."""
+    """Return the name in a Host header, without its port."""
     if host.startswith("["):
         return host.partition("]")[0].lower() + "]"
     return host.partition(":")[0].lower()

@@ -1,4 +1,4 @@
-"""Texts that leave the server, without the keys and passwords that may have got into them."""
+"""Masks keys and passwords in texts that leave the server."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _PATTERNS: Final = (
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{12,}"), rf"\g<1> {HIDDEN}"),
     (re.compile(r"\b(lk|sk|hf|gsk|xai)([-_])[\w.-]{12,}"), rf"\g<1>\g<2>{HIDDEN}"),
 )
-_LEAST: Final = 6  # characters of a secret that is looked for; shorter ones are ordinary words
+_LEAST: Final = 6  # shortest secret that is masked; shorter ones are ordinary words
 _secrets: set[str] = set()
 
 
 def remember(secret: str | None) -> None:
-    """Mask this, too, wherever it stands from now on: a key that the server was given."""
+    """Mask this too from now on: a key that the server was given."""
     if secret and len(secret) >= _LEAST:
         _secrets.add(secret)
 
 
 def remember_password(url: str) -> None:
-    """Mask the password of an address wherever it stands, also without the address."""
+    """Mask a URL's password wherever it occurs, also without the URL."""
     password = urlsplit(url).password
     remember(password)
     remember(None if password is None else unquote(password))
 
 
 def masked(text: str) -> str:
-    """Return a text with what looks like a key, and what was given as one, replaced by stars."""
+    """Return a text in which known secrets and what looks like a key are replaced by stars."""
     for secret in _secrets:
         text = text.replace(secret, HIDDEN)
     text = without_secrets(text)
@@ -41,7 +41,7 @@ def masked(text: str) -> str:
 
 
 def masking_logger(name: str) -> logging.Logger:
-    """Return a logger whose messages are masked, whoever handles them: a process may set up logging of its own."""
+    """Return a logger whose messages are masked for all handlers, because a process may configure its own logging."""
     logger = logging.getLogger(name)
     logger.addFilter(_mask)
     return logger

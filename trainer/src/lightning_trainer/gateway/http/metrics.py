@@ -1,4 +1,7 @@
-"""Counters for ``GET /metrics``, in Prometheus' text format. Each app has its own, so that several can live at once."""
+"""Counters for ``GET /metrics``, in Prometheus' text format.
+
+Each app has its own, so that several can exist at once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ logger = masking_logger(__name__)
 _FRESH_S: Final = 1.0
 SENDER_OUTCOMES: Final = ("delivered", "spooled", "retried", "refused", "dropped", "sampled_out", "redacted")
 _SENDERS_MOST: Final = 10_000
-_SENDER_DIGITS: Final = 9  # of a number; no process sends a milliard spans
+_SENDER_DIGITS: Final = 9  # largest accepted number; no process sends a billion spans
 _TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -37,7 +40,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        # Kept by their labels: finding one costs prometheus-client four times as much as counting.
+        # Cached by their labels: finding one costs prometheus-client four times as much as counting.
         self._requests = cache(
             Counter("lightning_requests", "HTTP requests answered", ["path", "status"], registry=self.registry).labels
         )
@@ -97,7 +100,7 @@ class Metrics:
             self._alone += made not in {JOINED, BEGINS}
 
     def spans(self, outcome: str, count: int) -> None:
-        """Count spans by what became of them: ``kept``, ``rejected``, ``refused`` (the sender will try again)."""
+        """Count spans by outcome: ``kept``, ``rejected``, ``refused`` (the sender will retry)."""
         if count:
             self._spans.labels(outcome).inc(count)
 
@@ -106,7 +109,7 @@ class Metrics:
         self._claims.inc(count)
 
     def ended(self, status: str) -> None:
-        """Count the end of an attempt: released, disturbed, failed and the like are tried again."""
+        """Count the end of an attempt. Released, disturbed and failed ones, among others, are retried."""
         self._ends.labels(status).inc()
 
     def leases_lost(self, count: int) -> None:
@@ -114,14 +117,14 @@ class Metrics:
         self._leases.inc(count)
 
     def late_result(self) -> None:
-        """Count the end of an attempt that was refused, because its lease was lost."""
+        """Count a rejected end of an attempt whose lease was lost."""
         self._late.inc()
 
     def sender(self, told: str, scope: str, key: str) -> None:
-        """Count what an agent's process says became of its spans: ``ID;dropped=1;spooled=20``, all since its start.
+        """Count what an agent's process reports about its spans: ``ID;dropped=1;spooled=20``, all since its start.
 
-        What is not of that form is left alone: anybody with a key may send this. So it is counted by whose word it is,
-        and no key can change what another's processes told.
+        Anything in another format is ignored, because anybody with a key may send this. Counts are kept per key, so no
+        key can change what another key's processes reported.
         """
         name, *pairs = told[:500].split(";")
         whose = f"{scope} {key} {name}"
@@ -137,7 +140,7 @@ class Metrics:
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:
-        """Count a call as being answered inside the block."""
+        """Count a call as being answered within the block."""
         self._in_flight.inc()
         try:
             yield
@@ -178,7 +181,7 @@ def _is_count(text: str) -> bool:
 
 
 class _StallMetrics(Collector):
-    """What `lightning_spans.record.stalls` has told of in this process, and what stalls now."""
+    """The stalls that `lightning_spans.record.stalls` has reported in this process, and the current ones."""
 
     def collect(self) -> Iterable[Metric]:
         told = CounterMetricFamily("lightning_stalls", "waits that outlasted their bound", labels=["part"])

@@ -1,4 +1,4 @@
-"""Serve the app from a thread with its own event loop, beside the training loop."""
+"""Serves the app from a thread with its own event loop, beside the training loop."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning_spans.record.stalls import waiting
 from lightning_trainer.gateway.http.guard import Guard, is_loopback, loopback_names
 
 _START_S: Final = 30.0
-_GRACE_S: Final = 5  # seconds that answers under way have to end when the server stops
-_COLLECT_AFTER: Final = 20_000  # objects, between two collections of the youngest while a server runs
+_GRACE_S: Final = 5  # seconds for running responses to end when the server stops
+_COLLECT_AFTER: Final = 20_000  # objects between two collections of the youngest generation while a server runs
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What the server shows clients, as PEM files: its certificate with those that vouch for it, and its key."""
+    """The server's certificate with its chain, and its key, as PEM files."""
 
     certificate: Path
     key: Path
@@ -49,12 +49,13 @@ class ServerThread:
             app: an ASGI app.
             host: address to listen on; other machines reach ``0.0.0.0``, only this one ``127.0.0.1``.
             port: 0 takes a free one.
-            tls: certificate and key; None: without encryption, which other machines are only served where `plain`.
+            tls: certificate and key; None: without encryption, which serves other machines only if `plain`.
             plain: serve other machines without encryption.
-            names: other names under which a server on loopback may be asked, such as those of a proxy before it.
+            names: other names under which a server on loopback may be requested, such as those of a proxy in front of
+                it.
 
         Raises:
-            ConfigError: other machines could reach it without encryption, and nobody said that they may.
+            ConfigError: other machines could reach it without encryption, and nobody permitted that.
         """
         local = is_loopback(host)
         if not (local or tls or plain):
@@ -72,7 +73,7 @@ class ServerThread:
         self.url = ""  # base URL, once it was entered
 
     def check(self) -> None:
-        """Make sure that the certificate can be read and the port is free, and leave both as they are.
+        """Check that the certificate can be read and the port is free, without using either.
 
         Raises:
             ConfigError: see `start`.
@@ -94,7 +95,7 @@ class ServerThread:
             The base URL, without a slash at its end.
 
         Raises:
-            ConfigError: the port is in use or not allowed, the address is not of this machine, or the app fails.
+            ConfigError: the port is in use or not permitted, the address is not this machine's, or the app fails.
         """
         import uvicorn
 
@@ -106,13 +107,13 @@ class ServerThread:
             self._app,
             log_config=None,
             log_level="warning",
-            access_log=False,  # request lines are counted in /metrics; headers, which hold keys, are never logged
+            access_log=False,  # request lines are counted in /metrics; headers, which contain keys, are never logged
             lifespan="on",
             timeout_graceful_shutdown=_GRACE_S,
-            timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close them, not we
+            timeout_keep_alive=75,  # longer than clients keep idle connections, so that the clients close them
             ws="none",
             http=BoundedProtocol,
-            proxy_headers=False,  # nothing here asks who the client says it is
+            proxy_headers=False,  # nothing here depends on the client's claimed address
             server_header=False,
             date_header=False,
             ssl_certfile=self._tls.certificate if self._tls else None,
@@ -130,7 +131,7 @@ class ServerThread:
             raise ConfigError(f"the server did not start on {self._host}:{port}: {self._failure or 'see the log'}")
         _freeze_objects()
         self._thresholds = gc.get_threshold()
-        # Collecting the objects of replies every 700 is another 0.2 ms a reply.
+        # Collecting the objects of replies every 700 takes another 0.2 ms per reply.
         gc.set_threshold(max(_COLLECT_AFTER, self._thresholds[0]), *self._thresholds[1:])
         shown = "127.0.0.1" if self._host in {"0.0.0.0", ""} else f"[{self._host}]" if ":" in self._host else self._host  # noqa: S104 - only compared
         return f"{'https' if self._tls else 'http'}://{shown}:{port}"
@@ -144,7 +145,7 @@ class ServerThread:
             started.set()
 
     def stop(self) -> None:
-        """Let answers under way end, for a few seconds, then stop. Does nothing when it is not running."""
+        """Let running responses end, for a few seconds, then stop. Does nothing if it is not running."""
         if self._thread is not None:
             self._server.should_exit = True
             with waiting("shutdown", "the server, to answer what is under way and to write it down"):
@@ -162,10 +163,10 @@ class ServerThread:
 
 
 def _freeze_objects() -> None:
-    """Hide what lives now from the garbage collector.
+    """Hide the existing objects from the garbage collector.
 
-    Otherwise the collector goes through it again and again because of the many objects that each reply brings and
-    takes away: 0.4 ms a reply of 51 KB, measured.
+    Otherwise the collector traverses them again and again because of the many objects that each reply creates and
+    drops: 0.4 ms per reply of 51 KB, measured.
     """
     gc.collect()
     gc.freeze()
@@ -184,7 +185,7 @@ def _check(config: Any, tls: Tls | None) -> None:
 
 
 def _check_mode(key: Path) -> None:
-    """Refuse a key that every user of the machine may read.
+    """Reject a key that every user of the machine may read.
 
     Raises:
         ConfigError: it is one.
@@ -214,7 +215,8 @@ def _server(config: Any, started: threading.Event) -> Any:
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port just left is free; one in use is not
+    # a port that was just released is free; one in use is not
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
         listener.listen(2048)

@@ -1,7 +1,7 @@
-"""How long a connection is waited for: clients that send or read slowly must not hold it for ever.
+"""Time limits for connections: clients that send or read slowly must not hold one for ever.
 
-uvicorn waits without end for a request's head, keeps whatever heads, trailers and further requests a client sends, and
-waits without end for a client that does not read. Here each of these has a bound.
+uvicorn waits without limit for a request's head, keeps whatever heads, trailers and further requests a client sends,
+and waits without limit for a client that does not read. Here each of these has a bound.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD_S: Final = 15.0  # seconds for a request's line and headers, whole
-HEAD_BYTES: Final = 64 * 1024  # of a head, and of the trailers behind a body
-PIPELINED: Final = 16  # requests that may wait behind one that is not answered yet; clients of today send none
-LATE_BYTES: Final = 64 * 1024 * 1024  # of a body that is read and dropped, so that its sender gets to its answer
-UNREAD_S: Final = 120.0  # seconds that an answer may wait for its client to read on
+HEAD_S: Final = 15.0  # seconds for a request's whole line and headers
+HEAD_BYTES: Final = 64 * 1024  # bytes of a head, and of the trailers after a body
+PIPELINED: Final = 16  # requests that may wait behind an unanswered one; clients of today send none
+# bytes of a body that is read and dropped, so that its sender gets to the response
+LATE_BYTES: Final = 64 * 1024 * 1024
+UNREAD_S: Final = 120.0  # seconds that a response may wait for its client to read on
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -25,7 +26,7 @@ class BoundedProtocol(HttpToolsProtocol):
     unread_s: float = UNREAD_S
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for the first head."""
+        """Start to wait for the first head."""
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._loose_bytes = self._late_bytes = 0
@@ -34,14 +35,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting."""
         for timer in (self._head, self._unread):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; close where they are too much of a head, whether an answer is under way or not."""
+        """Receive bytes. Close the connection if a head is too long, whether or not a response is in progress."""
         self._moved = False
         super().data_received(data)
         self._loose_bytes = 0 if self._moved else self._loose_bytes + len(data)
@@ -50,20 +51,23 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch()
 
     def on_headers_complete(self) -> None:
-        """A head is whole: begin with the request, unless too many wait before it."""
+        """A head is complete: start the request, unless too many wait before it."""
         if len(self.pipeline) >= PIPELINED:
             raise ValueError("too many requests at once on one connection")  # the parser takes nothing more
         self._moved = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Take bytes of a body; drop those behind an answer, but read them: else the answer would be lost, too."""
+        """Receive bytes of a body.
+
+        After the response they are read and dropped, otherwise the response would be lost too.
+        """
         self._moved = True
         self._late_bytes = self._late_bytes + len(body) if self._idle() else 0
         super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; without a word where it would stand in the middle of another answer."""
+        """Reject what is not valid HTTP; silently if the response would be in the middle of another one."""
         if self.transport.is_closing():
             return
         if self.pipeline or (not self._idle() and self.cycle.response_started):
@@ -75,7 +79,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _watch(self) -> None:
-        """Return a head its time from the first byte on, or from the connection's start."""
+        """Start the time limit of a head, at its first byte or at the connection's start."""
         if not self._idle():
             if self._head is not None:
                 self._head.cancel()
@@ -89,13 +93,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than we write: begin to wait for it."""
+        """The client reads more slowly than we write: start to wait for it."""
         super().pause_writing()
         if self._unread is None:
             self._unread = self.loop.call_later(self.unread_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """The client reads again."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

@@ -1,4 +1,4 @@
-"""How much memory JSON takes once it is parsed, and how deep it is nested, both from its bytes."""
+"""Estimates from its bytes how much memory JSON takes when parsed, and how deeply it is nested."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-# What CPython's objects take, rounded up: an object with one key is 184 bytes, a list 56, a short text 50, a number 32.
+# Sizes of CPython's objects, rounded up: an object with one key is 184 bytes, a list 56, a short text 50, a number 32.
 _OBJECT: Final = 200
 _LIST: Final = 90
 _ITEM: Final = 40
 _TEXT: Final = 50
-_WINDOW: Final = 1 << 18  # bytes that are looked at together
+_WINDOW: Final = 1 << 18  # bytes that are processed together
 _NOT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[]{}'))
 _TEXTS: Final = re.compile(rb'"[^"]*"')
-_PASSES: Final = 16  # over the brackets; replies and requests need three to ten
+_PASSES: Final = 16  # passes over the brackets; replies and requests need three to ten
 
 
 def too_heavy(body: bytes, most: int) -> bool:
-    """Whether parsed JSON would take more than so many bytes of memory, beside its texts.
+    """Whether parsed JSON would take more than so many bytes of memory, not counting its texts.
 
-    Counts of single bytes settle nearly all bodies: brackets and commas inside of texts only make them look heavier.
+    Counts of single bytes decide nearly all bodies: brackets and commas within texts only make them look larger.
     """
     if len(body) * _OBJECT <= most:  # if each byte were an object
         return False
@@ -47,7 +47,7 @@ def has_more_containers(body: bytes, most: int) -> bool:
 
 
 def deeper_than(body: bytes, data: Any, levels: int) -> bool:
-    """Whether lists and objects of JSON are nested more than so many levels deep.
+    """Whether lists and objects of JSON are nested deeper than so many levels.
 
     Args:
         body: the JSON, which is valid.
@@ -57,7 +57,7 @@ def deeper_than(body: bytes, data: Any, levels: int) -> bool:
     brackets = _structure(body)
     if len(brackets) <= 2 * levels:
         return False
-    for _ in range(_PASSES):  # each pass takes away the innermost level, or two
+    for _ in range(_PASSES):  # each pass removes the innermost level, or two
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
         if not brackets:
             return False
@@ -65,15 +65,15 @@ def deeper_than(body: bytes, data: Any, levels: int) -> bool:
 
 
 def _structure(body: bytes) -> bytes:
-    """Return the brackets of JSON outside of texts."""
+    """Return the brackets of JSON outside texts."""
     if b"\\" in body:
         body = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    kept = body.translate(None, _NOT_STRUCTURE).replace(b'""', b"")  # what is left of nearly every text
+    kept = body.translate(None, _NOT_STRUCTURE).replace(b'""', b"")  # what remains of nearly every text
     return _TEXTS.sub(b"", kept) if b'"' in kept else kept
 
 
 def _is_deeper(data: Any, levels: int) -> bool:
-    """Walk through parsed JSON, level by level: it never recurses."""
+    """Walk through parsed JSON level by level, without recursion."""
     layer: list[Any] = [data]
     for _ in range(levels + 1):
         held = [item for item in layer if isinstance(item, (dict, list))]
@@ -92,7 +92,7 @@ def _containers(text: bytes) -> int:
 
 
 def _outside(body: bytes) -> Iterator[bytes]:
-    """Give what stands outside of texts, window by window."""
+    """Yield what is outside texts, window by window."""
     if b"\\" in body:
         body = body.replace(rb"\\", b"").replace(rb"\"", b"")
     inside = False

@@ -1,7 +1,7 @@
-"""Bodies of requests on their way in: their memory is bounded before they are read, unpacked and parsed.
+"""Bodies of requests: their memory is bounded before they are read, unpacked and parsed.
 
-A request has shown a good key before any of this. What is large is unpacked and parsed in one thread, one body after
-the other, so that neither the event loop nor the memory has to bear several at once.
+A request has shown a valid key before any of this. Large bodies are unpacked and parsed in one thread, one after the
+other, so that neither the event loop nor the memory has to handle several at once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lightning_trainer.reasons.call_errors import TOO_MUCH_AT_ONCE
 
 T = TypeVar("T")
 MAX_DEPTH: Final = 100  # levels of JSON; a chat request with tools has about ten
-INLINE_BYTES: Final = 32 * 1024  # larger bodies are parsed beside the event loop
-_RATIO: Final = 200  # repetitive spans shrink to a hundredth; what shrinks to less is made to burst
+INLINE_BYTES: Final = 32 * 1024  # larger bodies are parsed outside the event loop
+_RATIO: Final = 200  # repetitive spans compress to a hundredth; anything smaller is an attack
 _UNPACKED_FREE: Final = 1 << 20  # bytes that any body may unpack to
 _LISTS: Final = ("messages", "input", "tools")  # of a model call
 
 
 class Intake:
-    """Takes bodies. All requests of an app go through one, so that what they hold together has a bound."""
+    """Reads bodies. All requests of an app use one object, so that the memory of all together has a bound."""
 
     def __init__(self, limits: Limits, quotas: Quotas) -> None:
         self._limits = limits
@@ -50,18 +50,18 @@ class Intake:
     async def parsed(
         self, scope: Scope, receive: Receive, grant: Grant, parse: Callable[[bytes], T], most: int | None = None
     ) -> T:
-        """Read a body, and parse it, beside the event loop where it is large.
+        """Read a body, and parse it, outside the event loop if it is large.
 
         Args:
             scope: of the request.
             receive: of the request.
-            grant: what its key opens.
-            parse: runs in a thread where the body is large; bounds what it makes of the body.
+            grant: what its key permits.
+            parse: runs in a thread if the body is large; bounds what it creates from the body.
             most: bytes, as sent and as unpacked; the server's limit by default.
 
         Raises:
-            Refusal: the body is too large (413), its encoding is not gzip (415) or is broken (400), it does not come on
-                (408), or the key (429) or the server (503) has too much under way.
+            Refusal: the body is too large (413), its encoding is not gzip (415) or is broken (400), it stops arriving
+                (408), or the key (429) or the server (503) has too many requests in progress.
             ClientGoneError: the client closed the connection.
         """
         limit = self._limits.body_bytes if most is None else min(most, self._limits.body_bytes)
@@ -83,13 +83,13 @@ class Intake:
         """Read a JSON object; see `parsed`.
 
         Raises:
-            Refusal: also where it is no JSON object, or too large or nested too deep once it is parsed.
+            Refusal: also if it is not a JSON object, or too large or nested too deeply when parsed.
             ClientGoneError: the client closed the connection.
         """
         return await self.parsed(scope, receive, grant, self._object, most)
 
     async def records(self, scope: Scope, receive: Receive, grant: Grant) -> dict[str, Any]:
-        """Read a JSON object as our own clients write it, with what orjson refuses; see `object` and `json.dumps`.
+        """Read a JSON object as our own clients write it, including what orjson rejects; see `object` and `json.dumps`.
 
         Raises:
             Refusal: see `object`.
@@ -101,7 +101,7 @@ class Intake:
         """Read the body of a model call, and count it; see `object`.
 
         Raises:
-            Refusal: also where it has more messages or parts than any conversation.
+            Refusal: also if it has more messages or parts than any conversation.
             ClientGoneError: the client closed the connection.
         """
         self.quotas.take(grant, "model calls")
@@ -127,7 +127,7 @@ class Intake:
 
     @contextmanager
     def _hold(self, grant: Grant) -> Iterator[Callable[[int], None]]:
-        """Return what counts the bytes of a body that is under way; at the end they are given back."""
+        """Return what counts the bytes of a body in progress; they are released at the end."""
         name, held = f"{grant.scope} {grant.attempt_id or grant.key_id}", 0
         own = self._limits.held_bytes // (4 if grant.scope == "attempt" or grant.is_live else 1)
 
@@ -174,7 +174,7 @@ async def _read(given: dict[bytes, bytes], receive: Receive, limit: int, more: C
 
 
 async def _soon(receive: Receive, size: int) -> Message:
-    """Return the next part of a body. `Guard` sees to it that it does not take for ever."""
+    """Return the next part of a body. `Guard` limits its time."""
     with waiting("request body", lambda: f"a client to continue after {size} bytes"):
         return await receive()
 
@@ -187,7 +187,7 @@ def _check_encoding(name: bytes) -> bytes:
 
 
 def _unpack_gzip(body: bytes, limit: int) -> bytes:
-    """Gunzip a body, up to a size and to a multiple of its own: a bomb is never unpacked."""
+    """Gunzip a body, up to a size and to a multiple of its own, so that a bomb is never unpacked."""
     most = min(limit, max(_UNPACKED_FREE, _RATIO * len(body)))
     unpacker = zlib.decompressobj(wbits=31)  # 31: gzip with its header
     try:
@@ -198,7 +198,7 @@ def _unpack_gzip(body: bytes, limit: int) -> bytes:
         raise too_large(limit) if most == limit else _bursts(len(body), most)
     if not unpacker.eof:
         raise bad_request("the gzip body is cut off")
-    if unpacker.unused_data:  # another member, which some read on and others don't
+    if unpacker.unused_data:  # a second member, which some readers read and others do not
         raise bad_request("there is data after the gzip body")
     return out
 
@@ -209,11 +209,11 @@ def _bursts(size: int, most: int) -> Refusal:
 
 
 def parse_object(body: bytes, most: int, read: Callable[[bytes], Any] = read_json) -> dict[str, Any]:
-    """Read a JSON object of at most `MAX_DEPTH` levels.
+    """Parse a JSON object of at most `MAX_DEPTH` levels.
 
     Args:
         body: the JSON.
-        most: bytes of memory that it may take, beside its texts.
+        most: bytes of memory that it may take, not counting its texts.
         read: parses it.
 
     Raises:

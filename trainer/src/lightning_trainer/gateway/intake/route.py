@@ -1,6 +1,6 @@
-"""Routes of FastAPI's that check the key before they read the body, and bound the body before they parse it.
+"""FastAPI routes that check the key before they read the body, and bound the body before they parse it.
 
-FastAPI itself reads and parses a body, on the event loop, before any dependency is asked.
+FastAPI itself reads and parses a body, on the event loop, before it calls any dependency.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class KeyedRoute(APIRoute):
-    """A route that needs a key: of a scope that a `Needs` among its dependencies names, else an admin's."""
+    """A route that needs a key: of a scope that a `Needs` among its dependencies names, otherwise an admin's."""
 
     def get_route_handler(self) -> Handler:
-        """Return what answers a request."""
+        """Return the handler of requests."""
         handle = super().get_route_handler()
         scopes = next(_find_needs(self.dependant), Needs("admin")).scopes
         has_body = self.body_field is not None
@@ -35,14 +35,14 @@ class KeyedRoute(APIRoute):
                 intake: Intake = request.app.state.intake
                 request = _ReadRequest(request, await intake.records(request.scope, request.receive, grant))
             response = await handle(request)
-            response.headers["cache-control"] = "no-store"  # what needs a key is kept by no browser and no proxy
+            response.headers["cache-control"] = "no-store"  # no browser or proxy may cache what needs a key
             return response
 
         return keyed
 
 
 class _ReadRequest(Request):
-    """A request whose body was read and parsed as JSON, whatever its content-type: curl and fetch name others."""
+    """A request whose body was read and parsed as JSON, whatever its content type: curl and fetch send others."""
 
     def __init__(self, request: Request, data: dict[str, Any]) -> None:
         others = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
@@ -51,7 +51,7 @@ class _ReadRequest(Request):
         self._data = data
 
     async def body(self) -> bytes:
-        return b"{}"  # there was one; what it held is in `json`
+        return b"{}"  # there was one; its content is in `json`
 
     async def json(self) -> dict[str, Any]:
         return self._data

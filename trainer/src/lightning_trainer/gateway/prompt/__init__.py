@@ -1,1 +1,1 @@
-"""Between messages and tokens: templates, exact continuation, tool calls read from text."""
+"""Between messages and tokens: templates, exact continuation, tool calls parsed from text."""

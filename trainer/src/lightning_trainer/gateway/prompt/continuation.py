@@ -1,14 +1,14 @@
-"""Exact continuation: a conversation stays one sequence of tokens, those that were sampled among them.
+"""Exact continuation: a conversation stays one sequence of tokens, including those that were sampled.
 
 When the messages of a request continue an earlier call of the same attempt, the prompt is that call's own prompt and
-answer, token for token, and after it the new part. Text made into tokens again would often give other tokens than those
+answer, token for token, followed by the new part. Tokenizing the text again would often give other tokens than those
 sampled, and the calls of a conversation could not share a training row.
 
 A join is never guessed. The messages must mean what was sent and answered (`meaning`); the chat template must still
-render the earlier prompt as it did, and the answer as it was sampled, but for spaces and the spelling of calls;
-and the new part must come back from the tokenizer as the text it was. Where the template leaves the reasoning of
-earlier answers out, the prompt forks: what it still shows of them keeps its own tokens. Where one of these fails the
-prompt is made from the messages alone, and says why.
+render the earlier prompt as before, and the answer as it was sampled, except for spaces and the spelling of calls; and
+the new part must convert back from its tokens to the same text. If the template leaves out the reasoning of earlier
+answers, the prompt forks: the remaining parts keep their own tokens. If one of these fails, the prompt is made from the
+messages alone, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from lightning_trainer.gateway.prompt.forks import Known, forked
 from lightning_trainer.gateway.prompt.template import ChatFormat, Message, Switches, joined, reasoning_of
 from lightning_trainer.reasons import continuation as reasons
 
-_EVICTED_KEPT: Final = 20_000  # ids of attempts whose calls were forgotten, to be able to say so
+_EVICTED_KEPT: Final = 20_000  # ids of attempts whose calls were dropped, to be able to say so
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """What the engine gets.
+    """The prompt for the engine.
 
     Attributes:
         ids: token ids.
         text: as the template renders the messages.
-        how: `reasons.continuation.JOINED`, `reasons.continuation.BEGINS`, or why it stands alone.
-        conversation: what was said so far, for `Continuations.remember`.
+        how: `reasons.continuation.JOINED`, `reasons.continuation.BEGINS`, or why it continues no call.
+        conversation: the conversation so far, for `Continuations.remember`.
         tools: digest of the tools.
-        said: digests of the messages, each by itself.
+        said: digests of the messages, one each.
     """
 
     ids: tuple[int, ...]
@@ -63,11 +63,11 @@ class _Turn:
     """An answered call."""
 
     rendered: int  # characters of its prompt as the template rendered it
-    digest: bytes  # of those
-    answer: str  # as sampled, control tokens included
-    opened: bool  # the prompt ends inside reasoning
+    digest: bytes  # number of tools
+    answer: str  # as sampled, including control tokens
+    opened: bool  # the prompt ends within reasoning
     reasoning: str | None  # of the answer
-    thought: str | None  # the same with its marks, where the template looks for it in the content
+    thought: str | None  # the same with its marks, if the template looks for it in the content
     ids: array[int]  # prompt and answer
     prompt: int  # how many of them are the prompt
     tools: bytes
@@ -75,7 +75,7 @@ class _Turn:
 
     @property
     def size(self) -> int:
-        return 4 * len(self.ids) + 2 * len(self.answer) + 400  # bytes, about
+        return 4 * len(self.ids) + 2 * len(self.answer) + 400  # bytes, approximately
 
 
 @dataclass(slots=True)
@@ -84,19 +84,20 @@ class _Memory:
 
     turns: dict[bytes, list[_Turn]] = field(default_factory=dict)  # by the conversation that ends with the answer
     but_system: set[bytes] = field(default_factory=set)  # the same conversations without system messages
-    answers: set[bytes] = field(default_factory=set)  # the answers by themselves
-    said: dict[bytes, int] = field(default_factory=dict)  # each message by itself, in the order they were first said
+    answers: set[bytes] = field(default_factory=set)  # the answers alone
+    said: dict[bytes, int] = field(default_factory=dict)  # each message alone, in the order of their first occurrence
     passed_by: set[bytes] = field(default_factory=set)  # conversations answered without a prompt from here
     size: int = 0
 
 
 class Continuations:
-    """Makes prompts for one chat format. Not to be used by two threads at once.
+    """Creates prompts for one chat format. Must not be used by two threads at once.
 
     Args:
         chat: renders and tokenizes.
-        remembered_bytes: most memory for answered calls; of attempts longest unused all is forgotten first. One attempt
-            has at most a quarter.
+        remembered_bytes: most memory for answered calls; attempts unused for longest are dropped first. One attempt has
+            at
+            most a quarter.
     """
 
     def __init__(self, chat: ChatFormat, *, remembered_bytes: int = 256 * 2**20) -> None:
@@ -116,13 +117,13 @@ class Continuations:
         """Render a conversation, ending where the assistant's answer begins.
 
         Args:
-            messages: in OpenAI's shape.
+            messages: in OpenAI's format.
             tools: those the model may call.
-            attempt_id: whose earlier calls may be continued; None: nobody's.
+            attempt_id: whose earlier calls may be continued; None: none.
             switches: variables for the template.
 
         Raises:
-            Refusal: the template has no place for tools, or refuses the conversation.
+            Refusal: the template does not support tools, or rejects the conversation.
         """
         found, conversation = read(messages)
         known = self._known_answers(messages, found, attempt_id)
@@ -148,7 +149,10 @@ class Continuations:
     def _look_up(
         self, messages: Sequence[Message], found: Sequence[ConversationDigest], attempt_id: str | None
     ) -> tuple[str, _Turn | None, int]:
-        """Find the longest earlier call that these continue, and the place of its answer; or say why there is none."""
+        """Find the longest earlier call that these continue, and the position of its answer.
+
+        Or return why there is none.
+        """
         memory = self._memories.get(attempt_id) if attempt_id is not None else None
         places = [place for place, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
         if memory is None:
@@ -156,14 +160,14 @@ class Continuations:
         for place in reversed(places):
             turns = memory.turns.get(found[place].whole)
             if turns:
-                # Calls that were asked and answered in the same words may differ in tokens: each is continued once.
+                # Calls with equal requests and answers may differ in tokens: each is continued once.
                 return reasons.JOINED, min(turns, key=lambda turn: turn.continued), place
         return _why_none(memory, messages, found), None, 0
 
     def _known_answers(
         self, messages: Sequence[Message], found: Sequence[ConversationDigest], attempt_id: str | None
     ) -> dict[int, _Turn]:
-        """Return the attempt's own answers among the messages, by their places."""
+        """Return the attempt's own answers among the messages, by their positions."""
         memory = self._memories.get(attempt_id) if attempt_id is not None else None
         if memory is None:
             return {}
@@ -177,7 +181,7 @@ class Continuations:
     def _new_part(
         self, text: str, turn: _Turn, message: Message, tools: Sequence[Message]
     ) -> tuple[str, Sequence[int]]:
-        """Return the token ids of what follows a call's answer, or why it can't be continued."""
+        """Return the token ids of what follows a call's answer, or why it cannot be continued."""
         plain, rest = self._chat.plain, text[turn.rendered :]
         if _digest(text[: turn.rendered]) != turn.digest:
             return reasons.REWRITTEN, ()
@@ -199,7 +203,7 @@ class Continuations:
         return self._chat.parse(turn.answer.removesuffix(end), tools, opened=turn.opened)
 
     def _after_written(self, rest: str, turn: _Turn, sampled: ParsedAnswer, tools: Sequence[Message]) -> str | None:
-        """Return what the template writes after an answer whose calls or spaces it writes in a way of its own."""
+        """Return what the template writes after an answer, if it writes the answer's calls or spaces differently."""
         end = self._chat.end_of(turn.ids)
         before, found, after = rest.partition(end or self._chat.usual_end)
         written = self._chat.parse(self._chat.plain.shown(before), tools, opened=turn.opened)
@@ -210,7 +214,10 @@ class Continuations:
     def _fork_tokens(
         self, text: str, messages: Sequence[Message], tools: Sequence[Message], known: dict[int, _Turn]
     ) -> tuple[int, ...] | None:
-        """Return a prompt in which the template leaves reasoning out, and all else keeps its own tokens."""
+        """Return the tokens of a prompt in which the template leaves out reasoning.
+
+        Everything else keeps its own tokens.
+        """
         answers = [
             None
             if (turn := known.get(place)) is None
@@ -224,9 +231,9 @@ class Continuations:
         """Keep an answered call, so that the attempt's next prompts continue its tokens.
 
         Args:
-            attempt_id: who sampled it.
+            attempt_id: the attempt that sampled it.
             prompt: what it answers.
-            ids: as sampled, the end of turn included.
+            ids: as sampled, including the end of turn.
             message: as the agent got it.
         """
         memory = self._memory(attempt_id)
@@ -251,7 +258,7 @@ class Continuations:
         self._grow(attempt_id, memory, turn.size)
 
     def pass_by(self, attempt_id: str, messages: Sequence[Message], message: Message) -> None:
-        """Note a call that was answered without a prompt from here, to be able to say so of what goes on from it."""
+        """Note a call that was answered without a prompt from here, as a reason for calls that continue it."""
         _, conversation = read(messages)
         memory = self._memory(attempt_id)
         memory.passed_by.add(conversation.add({"role": "assistant", **message}).whole)
@@ -285,23 +292,23 @@ class Continuations:
 
 
 def _why_none(memory: _Memory, messages: Sequence[Message], found: Sequence[ConversationDigest]) -> str:
-    """Say why messages continue none of the attempt's calls, although they may hold some of its answers."""
+    """Return why messages continue none of the attempt's calls, although they may contain some of its answers."""
     if any(digest.whole in memory.passed_by for digest in found):
         return reasons.AFTER_MESSAGES
     if not any(
         message["role"] == "assistant" and digest in memory.answers
         for message, digest in zip(messages, _each(messages), strict=True)
     ):
-        return reasons.BEGINS  # what assistants say in it are examples, or came from elsewhere
+        return reasons.BEGINS  # assistants' messages in it are examples, or come from elsewhere
     if any(digest.but_system in memory.but_system for digest in found):
         return reasons.SYSTEM_CHANGED
     return _how_edited(memory, messages)
 
 
 def _how_edited(memory: _Memory, messages: Sequence[Message]) -> str:
-    """Say how a program has rewritten the history.
+    """Return how a program has rewritten the history.
 
-    Of what it kept, the end stands as it was said: then the oldest was left out, or replaced by fewer new messages.
+    If the end of what it kept is unchanged, the oldest part was left out, or replaced by fewer new messages.
     """
     systems = {place for place, message in enumerate(messages) if message["role"] in SYSTEM}
     told = [memory.said.get(digest) for digest in _each(messages)]
@@ -320,12 +327,15 @@ def _how_edited(memory: _Memory, messages: Sequence[Message]) -> str:
 
 
 def _each(messages: Sequence[Message]) -> list[bytes]:
-    """Return a digest of each message by itself."""
+    """Return a digest of each message."""
     return [Conversation().add(message).whole for message in messages]
 
 
 def _restore_reasoning(message: Message, turn: _Turn | None) -> Message:
-    """Return an answer of ours with its reasoning, which many clients do not give back: the template decides on it."""
+    """Return one of our answers with its reasoning, which many clients do not send back.
+
+    The template decides about it.
+    """
     given = reasoning_of(message)
     if turn is None or turn.reasoning is None or given not in {None, turn.reasoning}:
         return message
@@ -335,7 +345,7 @@ def _restore_reasoning(message: Message, turn: _Turn | None) -> Message:
 
 
 def _shows(sampled: ParsedAnswer, message: Message) -> bool:
-    """Whether a message says all that was sampled for it, reasoning aside."""
+    """Whether a message contains everything that was sampled for it, apart from reasoning."""
     calls = message.get("tool_calls") or ()
     told = [(call["function"]["name"], same_data(call["function"].get("arguments"))) for call in calls]
     written = [(call["function"]["name"], same_data(call["function"]["arguments"])) for call in sampled.tool_calls]

@@ -1,4 +1,4 @@
-"""What a model's chat template does with conversations: its format, its reasoning, and what goes on token for token."""
+"""What a model's chat template does with conversations: tool format, reasoning, and which turns continue exactly."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from lightning_trainer.reasons import continuation as reasons
 
 _SYSTEM: Final = {"role": "system", "content": "lightning_probe_system"}
 _USER: Final = {"role": "user", "content": "What is 12+7?"}
-_SHORT: Final = 64  # characters of a refusal
+_SHORT: Final = 64  # shown characters of an error
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What was found.
+    """The findings.
 
     Attributes:
-        tool_format: of tool calls; None: not known, or the template shows no tools.
-        tools: "read", or why a request with tools is refused.
+        tool_format: of tool calls; None: unknown, or the template shows no tools.
+        tools: "read", or why a request with tools is rejected.
         reasoning: the marks of reasoning; None: the model has none.
-        continuation: by kind of turn ``exact``, ``fork`` or why the next call stands alone.
-        rows: training rows of a rollout with four turns of that kind, where one would do.
-        system: "own message", "merged into the user's", "dropped", or the template's refusal.
-        several_system: what becomes of several system messages, or of user messages in a row: "taken", "merged" or what
+        continuation: by kind of turn ``exact``, ``fork`` or why the next call is not a continuation.
+        rows: training rows of a rollout with four turns of that kind; one would be ideal.
+        system: "own message", "merged into the user's", "dropped", or the template's error.
+        several_system: what happens to several system messages, or to user messages in a row: "taken", "merged" or what
             to do.
-        default_system: whether the template adds a system prompt of its own.
+        default_system: whether the template adds its own system prompt.
         injection: control tokens in messages: "kept as text", or why not.
     """
 
@@ -47,7 +47,7 @@ class TemplateReport:
     injection: str
 
     def lines(self) -> list[str]:
-        """Say it to people, one fact a line."""
+        """Return the report for people, one finding per line."""
         marks = (
             "none" if self.reasoning is None else f"between {self.reasoning['open']!r} and {self.reasoning['close']!r}"
         )
@@ -68,7 +68,7 @@ class TemplateReport:
 
 
 def examined(tokenizer: Any, tool_format: str | None = None) -> TemplateReport:
-    """Look at a tokenizer's chat template. Nothing is drawn: the answers are the probe's own.
+    """Examine a tokenizer's chat template. Nothing is sampled: the answers are the probe's own.
 
     Raises:
         ConfigError: there is no such format.
@@ -115,7 +115,7 @@ def _continuations(chat: ChatFormat) -> tuple[dict[str, str], dict[str, int]]:
         middle = f"<|start|>assistant{final}" if final else "\n\n"
         line = "" if final else "\n"
         kinds["reasoning"] = f"{begin}{line}hm{line}{thinking.close}{middle}19"
-        if opened:  # every answer begins inside reasoning
+        if opened:  # every answer begins within reasoning
             del kinds["plain"]
     found: dict[str, str] = {}
     rows: dict[str, int] = {}
@@ -162,7 +162,7 @@ _CALL: Final[Message] = {
 
 
 def _written_answer(chat: ChatFormat, calls: Sequence[Message]) -> str | None:
-    """Return an answer with calls as the template writes it, the end of the turn included; None: it writes none."""
+    """Return an answer with calls as the template writes it, including the end of the turn; None if it writes none."""
     called = {"role": "assistant", "content": "", "tool_calls": list(calls)}
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "19"} for call in calls]
     try:
@@ -191,7 +191,7 @@ def _ends(chat: ChatFormat) -> frozenset[str]:
 
 
 def _hold_conversation(chat: ChatFormat, answer: str, tools: Sequence[Message] = ()) -> tuple[str, int]:
-    """Hold a conversation of four answers; say how its later prompts were made, and how many rows it needs."""
+    """Hold a conversation of four answers; return how its later prompts were made, and how many rows it needs."""
     continuations, messages = Continuations(chat), [_USER]
     outcomes: list[str] = []
     try:
@@ -236,7 +236,7 @@ def _adds_system(chat: ChatFormat) -> bool:
 
 
 def _injection(chat: ChatFormat) -> str:
-    """Say whether a user's text of a control token stays text."""
+    """Return whether a user's text of a control token stays text."""
     end = chat.usual_end
     try:
         ids = chat.encode(chat.render([{"role": "user", "content": f"a{end}b"}], ()))

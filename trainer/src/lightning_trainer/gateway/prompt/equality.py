@@ -1,9 +1,9 @@
-"""Whether two messages mean the same, however a client or framework wrote them down.
+"""Whether two messages mean the same, however a client or framework wrote them.
 
-What counts is the role, the text, the tool calls by name and arguments, and which call a result answers. Agents give
-messages back with ``null`` for ``""``, text as a list of parts, arguments dumped with other spacing or order of keys,
-ids of their own, and fields of their own. Fields that are left out here still reach the chat template; where one of
-them changes the rendered text, that is seen there.
+The role, the text, the tool calls by name and arguments, and the call that a result answers must be equal. Agents send
+messages back with ``null`` for ``""``, text as a list of parts, arguments with other spacing or order of keys, their
+own ids, and their own fields. Fields that are ignored here still reach the chat template; if one of them changes the
+rendered text, that is noticed there.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any, Final, NamedTuple
 from lightning_trainer.gateway.formats.reader import ParsedAnswer
 
 SYSTEM: Final = frozenset({"system", "developer"})
-_NUMBER: Final = os.urandom(8).hex()  # digests live in this process only; no text of a message begins like this
+_NUMBER: Final = os.urandom(8).hex()  # digests exist in this process only; no text of a message begins like this
 
 
 class ConversationDigest(NamedTuple):
-    """Digests of a conversation as far as it has come: all of it, and without its system messages."""
+    """Digests of a conversation so far: all of it, and without its system messages."""
 
     whole: bytes
     but_system: bytes
 
 
 class Conversation:
-    """Messages, one after the other. Two conversations have equal digests where each message means the same."""
+    """A sequence of messages. Two conversations have equal digests if each message means the same."""
 
     __slots__ = ("_but_system", "_calls", "_whole")
 
     def __init__(self) -> None:
         self._whole, self._but_system = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
-        self._calls: dict[str, int] = {}  # ids of tool calls, by the order in which they were first named
+        self._calls: dict[str, int] = {}  # ids of tool calls, in the order of their first occurrence
 
     def add(self, message: Mapping[str, Any]) -> ConversationDigest:
-        """Take the next message."""
+        """Add the next message."""
         line = self.line(message).encode() + b"\n"
         self._whole.update(line)
         if message["role"] not in SYSTEM:
@@ -46,7 +46,7 @@ class Conversation:
         return ConversationDigest(self._whole.digest(), self._but_system.digest())
 
     def line(self, message: Mapping[str, Any]) -> str:
-        """Return the next message as one text, equal where it means the same."""
+        """Return the next message as one text, equal if it means the same."""
         role = "system" if message["role"] in SYSTEM else message["role"]
         calls = [self._call(call) for call in message.get("tool_calls") or ()]
         answers = self._number(message.get("tool_call_id")) if role == "tool" else None
@@ -61,7 +61,7 @@ class Conversation:
         return self._calls.setdefault(str(call_id), len(self._calls))
 
     def copy(self) -> Conversation:
-        """Return one that goes on from here by itself."""
+        """Return an independent copy."""
         other = Conversation()
         other._whole, other._but_system, other._calls = self._whole.copy(), self._but_system.copy(), dict(self._calls)
         return other
@@ -74,10 +74,10 @@ def read(messages: Sequence[Mapping[str, Any]]) -> tuple[list[ConversationDigest
 
 
 def same_data(value: Any) -> str:
-    """Return one text for all ways to write the same JSON; a text that is no JSON stands for itself.
+    """Return one text for all ways to write the same JSON. Text that is not JSON stays as it is.
 
-    Numbers count by their value, exactly: a JavaScript client gives 1.0 back as 1, and no two different integers
-    become the same float. Keys have no order.
+    Numbers count by their exact value: a JavaScript client sends 1.0 back as 1, and no two different integers become
+    the same float. Keys have no order.
     """
     try:
         data = json.loads(value, parse_float=_number, parse_constant=_refuse) if isinstance(value, str) else value
@@ -87,7 +87,7 @@ def same_data(value: Any) -> str:
 
 
 def same_answer(one: ParsedAnswer, other: ParsedAnswer) -> bool:
-    """Whether two answers differ in nothing but how their calls were written down, and in spaces; reasoning aside."""
+    """Whether two answers differ only in how their calls are written, and in spaces, apart from reasoning."""
     return (
         (one.content or "").split() == (other.content or "").split()
         and one.left.split() == other.left.split()

@@ -1,7 +1,7 @@
-"""Prompts of templates that leave the reasoning of earlier answers out.
+"""Prompts of templates that leave out the reasoning of earlier answers.
 
-Such a prompt can't hold an earlier call's tokens whole, so it begins another training row. But what it shows of the
-answers were sampled tokens, and they stay: only the reasoning is cut out.
+Such a prompt cannot contain an earlier call's tokens completely, so it begins another training row. But the remaining
+parts of the answers were sampled tokens, and they stay: only the reasoning is cut out.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Known:
     """An answer that was sampled here.
 
     Attributes:
-        ids: as sampled, the end of turn included.
-        read: the same, taken apart.
-        opened: its prompt ended inside reasoning.
+        ids: as sampled, including the end of turn.
+        read: the same, split into parts.
+        opened: whether its prompt ended within reasoning.
     """
 
     ids: Sequence[int]
@@ -39,17 +39,17 @@ def forked(
     Args:
         chat: of the model.
         text: the prompt, as the template renders it.
-        answers: those in it, in their order; None: one that was not sampled here.
+        answers: those in it, in order; None: one that was not sampled here.
         tools: of the request.
 
     Returns:
-        None where no reasoning is left out, the answers can't be told in the text, or one of them says something else.
+        None if no reasoning is left out, the answers cannot be found in the text, or one of them differs.
     """
     header = chat.header
     if header is None:
         return None
     first, *parts = text.split(header)
-    if len(parts) != len(answers) + 1:  # the last one is to be drawn
+    if len(parts) != len(answers) + 1:  # the last one is to be sampled
         return None
     ids: list[int] = []
     pending, lost = first, False
@@ -71,7 +71,7 @@ def forked(
 
 
 def _faithful(chat: ChatFormat, text: str, ids: list[int]) -> bool:
-    """Add the tokens of a text, if they give it back."""
+    """Add the tokens of a text, if they convert back to it."""
     found = chat.encode(text)
     ids += found
     return chat.decode(found) == chat.normal(text)
@@ -80,7 +80,7 @@ def _faithful(chat: ChatFormat, text: str, ids: list[int]) -> bool:
 def _shown_part(
     chat: ChatFormat, part: str, known: Known, tools: Sequence[Message]
 ) -> tuple[str, Sequence[int], str] | None:
-    """Return what the template writes before an answer, the answer's tokens that it shows, and what it writes after."""
+    """Return the template's text before an answer, the answer's tokens that it shows, and its text after the answer."""
     end = chat.end_of(known.ids)
     ends = [each for each in (end, chat.usual_end, "<|end|>") if each and each in part]
     if not ends:
@@ -102,13 +102,13 @@ def _shown_part(
 
 
 def _closes(chat: ChatFormat, shown: str) -> bool:
-    """Whether a template shows an answer as one whose reasoning is over, or was none."""
+    """Whether a template shows an answer whose reasoning has ended, or that has none."""
     thinking = chat.dialect.thinking
     return thinking is None or thinking.close in shown or thinking.open not in shown
 
 
 def _lead(chat: ChatFormat, shown: str, ids: Sequence[int]) -> str | None:
-    """Return what a template writes before an answer's own text: line breaks, reasoning that is empty or opened."""
+    """Return the template's text before an answer's own text: line breaks, and reasoning that is empty or opened."""
     begin = chat.decode(ids)[:1]
     thinking = chat.dialect.thinking
     patterns = ["", r"\s*"]
@@ -123,7 +123,10 @@ def _lead(chat: ChatFormat, shown: str, ids: Sequence[int]) -> str | None:
 
 
 def _after_reasoning(chat: ChatFormat, ids: Sequence[int]) -> Sequence[int]:
-    """Return the tokens of an answer without its reasoning; none where no token begins with what follows that."""
+    """Return the tokens of an answer without its reasoning.
+
+    Empty if no token begins with what follows the reasoning.
+    """
     thinking = chat.dialect.thinking
     wanted = chat.decode(ids).partition(thinking.close)[2].lstrip() if thinking is not None else ""
     if not wanted:

@@ -1,4 +1,4 @@
-"""Text of tokens in which the control tokens of a format can be told from their letters."""
+"""Text of tokens in which a format's control tokens differ from the same letters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_trainer.gateway.prompt.text_stream import TextStream
 
 
 class MarkedText:
-    """Makes text of one answer's tokens, as it comes. Control tokens that are not kept are left out.
+    """Converts one answer's tokens to text as they arrive. Control tokens that are not kept are left out.
 
     Args:
         tokenizer: the model's.
@@ -24,7 +24,7 @@ class MarkedText:
         self._stopped = False
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take tokens; give the text that is new."""
+        """Add tokens; return the new text."""
         return "".join(self._push_token(token) for token in ids)
 
     def _push_token(self, token: int) -> str:
@@ -37,5 +37,5 @@ class MarkedText:
         return f"{text}{SIGN}{mark}"
 
     def finish(self) -> str:
-        """Give what was held back for a stop string that did not come."""
+        """Return what was held back for a stop string that did not come."""
         return "" if self._stopped else self._text.finish()

@@ -1,8 +1,8 @@
-"""Text stays text: what a message says never becomes a control token, so no user can speak as the assistant.
+"""Text stays text: a message never becomes a control token, so no user can speak as the assistant.
 
-A chat template writes control tokens as text (``<|im_end|>``), and tokenizers read such text back as the token whoever
-wrote it. So before a template sees a message, each control token's text in it is replaced by a mark, and afterwards the
-mark is tokenized as the plain characters that it stands for. Nothing of the message is changed or lost.
+A chat template writes control tokens as text (``<|im_end|>``), and tokenizers convert such text back to the token,
+whoever wrote it. So before a template gets a message, each control token's text in it is replaced by a mark, and
+afterwards the mark is tokenized as the plain characters that it stands for. The message is not changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PlainText:
         self._tokenizer = tokenizer
         self.controls = _controls(tokenizer)  # texts of the tokenizer's control tokens
         controls = sorted(self.controls, key=len, reverse=True)
-        nonce = secrets.token_hex(12)  # a message can't hold a mark: nobody knows it
+        nonce = secrets.token_hex(12)  # a message cannot contain a mark: it is random
         self._marks = {control: f"lkm{nonce}n{place}e" for place, control in enumerate(controls)}
         self._texts = {mark: control for control, mark in self._marks.items()}
         self._control = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
@@ -30,7 +30,7 @@ class PlainText:
         self._nonce = nonce
 
     def marked(self, value: Any) -> Any:
-        """Replace control tokens' text in every text of a JSON value; gives the value itself where there is none."""
+        """Replace control tokens' text in every text of a JSON value; return the value itself if there is none."""
         if isinstance(value, str):
             return self._control.sub(lambda found: self._marks[found[0]], value)
         if isinstance(value, Mapping):
@@ -38,11 +38,11 @@ class PlainText:
         return [self.marked(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
     def shown(self, text: str) -> str:
-        """Return a text with what its marks stand for."""
+        """Return a text with its marks replaced by what they stand for."""
         return self._mark.sub(lambda found: self._texts[found[0]], text) if self._nonce in text else text
 
     def after(self, text: str, count: int) -> str | None:
-        """Return what follows the first `count` shown characters of a marked text; None where that cuts a mark."""
+        """Return what follows the first `count` shown characters of a marked text; None if that splits a mark."""
         if self._nonce not in text:
             return text[count:]
         for found in self._mark.finditer(text):
@@ -58,7 +58,7 @@ class PlainText:
         """Tokenize a rendered text: the template's control tokens as such, the messages' as plain characters.
 
         Raises:
-            Refusal: the tokenizer can't write a message's control token as plain characters.
+            Refusal: the tokenizer cannot write a message's control token as plain characters.
         """
         if self._nonce not in text:
             return self._encode(text)
@@ -82,6 +82,6 @@ class PlainText:
 
 
 def _controls(tokenizer: Any) -> set[str]:
-    """Return texts of a tokenizer's control tokens. Added words that are none, like <tool_call>, are not meant."""
+    """Return the texts of a tokenizer's control tokens, without ordinary added words such as <tool_call>."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}

@@ -23,13 +23,13 @@ from lightning_trainer.models.merged_messages import advice, are_merged, merges
 from lightning_trainer.models.rendering import RenderError, render
 
 Message = Mapping[str, Any]
-Switches = Mapping[str, Any]  # variables of the template's own, such as enable_thinking
+Switches = Mapping[str, Any]  # variables of the template itself, such as enable_thinking
 
 
 class ChatFormat:
-    """Renders conversations for one tokenizer, and reads answers. Not to be used by two threads at once.
+    """Renders conversations for one tokenizer, and parses answers. Must not be used by two threads at once.
 
-    Rendered texts hold marks in place of control tokens' text in messages: see `PlainText`.
+    Rendered texts have marks in place of control tokens' text in messages: see `PlainText`.
 
     Args:
         tokenizer: the model's.
@@ -43,7 +43,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._tool_format = tool_format
         if tool_format is not None:
-            by_name(tool_format)  # or refuse
+            by_name(tool_format)  # or reject
         self.plain = PlainText(tokenizer)
 
     @functools.cached_property
@@ -61,12 +61,12 @@ class ChatFormat:
 
     @property
     def calls(self) -> Format | None:
-        """The format of the model's tool calls; None where it is not known."""
+        """The format of the model's tool calls; None if it is unknown."""
         return self._chosen[0]
 
     @functools.cached_property
     def frame(self) -> CallFrame | None:
-        """What stands around a call's name and arguments; None where the template does not show it."""
+        """The text around a call's name and arguments; None if the template does not show it."""
         if self.calls is None:
             return None
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
@@ -99,32 +99,32 @@ class ChatFormat:
         return f"{before}{close}{after[: len(after) - len(after.lstrip())]}" if close else None
 
     def opened(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside reasoning."""
+        """Whether a rendered prompt ends within reasoning."""
         thinking = self.dialect.thinking
         return thinking is not None and prompt.rstrip().endswith(thinking.open.rstrip())
 
     def reader(self, tools: Sequence[Message], *, opened: bool) -> AnswerReader:
-        """Return what takes an answer to a conversation apart; it is fed by `text_of`."""
+        """Return a reader that splits an answer to a conversation; it is fed by `text_of`."""
         return AnswerReader(self.dialect, tools, opened=opened)
 
     def text_of(self, stop: tuple[str, ...] = ()) -> MarkedText | None:
-        """Return what makes a reader's text of an answer's tokens; None: the engine's own text is as good."""
+        """Return what converts an answer's tokens to a reader's text; None if the engine's own text will do."""
         return MarkedText(self._tokenizer, self.dialect.kept, stop) if self.dialect.kept else None
 
     def read(self, ids: Sequence[int], tools: Sequence[Message], *, opened: bool = False) -> ParsedAnswer:
-        """Take a whole answer apart."""
+        """Split a whole answer into its parts."""
         text = MarkedText(self._tokenizer, self.dialect.kept)
         return parse(self.dialect, text.push(ids) + text.finish(), tools, opened=opened)
 
     def parse(self, text: str, tools: Sequence[Message], *, opened: bool = False) -> ParsedAnswer:
-        """Take an answer apart whose control tokens are there as text."""
+        """Split an answer whose control tokens are present as text."""
         return parse(Dialect(self.dialect.calls, self.dialect.thinking), text, tools, opened=opened)
 
     def check_tools(self) -> None:
-        """Make sure that tools reach the model, and that its calls are read.
+        """Check that tools reach the model, and that its calls are parsed.
 
         Raises:
-            Refusal: they would not; it says what to do.
+            Refusal: they would not; the message says what to do.
         """
         if not self.takes_tools:
             raise bad_request(
@@ -139,7 +139,7 @@ class ChatFormat:
 
     @functools.cached_property
     def hidden_results(self) -> str | None:
-        """Why no result of a tool would reach the model, and what to do; None: they do."""
+        """Why no tool result would reach the model, and what to do; None if they do."""
         why = probe.results(self._render_probe, self._chosen[1]) if self.takes_tools else None
         if why is None:
             return None
@@ -150,7 +150,7 @@ class ChatFormat:
 
     @property
     def unread_calls(self) -> str:
-        """Why no call of this model is read, and what to do."""
+        """Why no call of this model is parsed, and what to do."""
         if self._tool_format == NONE:
             return (
                 f"tool format {NONE!r} was chosen, so no call of a tool is read. Leave the tools out, or name a format."
@@ -177,13 +177,14 @@ class ChatFormat:
         """Render a conversation, ending where the assistant's answer begins.
 
         Args:
-            messages: in OpenAI's shape.
+            messages: in OpenAI's format.
             tools: those the model may call.
             switches: variables for the template.
             prompt: False ends with the last message instead.
 
         Raises:
-            Refusal: the template has no place for tools, writes calls that are not read, or refuses the conversation.
+            Refusal: the template does not support tools, writes calls in an unknown format, or rejects the
+                conversation.
         """
         if tools:
             self.check_tools()
@@ -191,16 +192,16 @@ class ChatFormat:
         return self._template(self.plain.marked(shown), self.plain.marked(tools), prompt=prompt, switches=switches)
 
     def merges(self, messages: Sequence[Message]) -> bool:
-        """Whether the template merges some of these messages, as `--system-messages merge` makes it do."""
+        """Whether the template merges some of these messages, as `--system-messages merge` requests."""
         return merges(str(self._tokenizer.chat_template)) and are_merged(messages)
 
     def knows(self, switch: str) -> bool:
-        """Whether the template looks at a variable."""
+        """Whether the template uses a variable."""
         return re.search(rf"\b{re.escape(switch)}\b", str(self._tokenizer.chat_template)) is not None
 
     @functools.cached_property
     def header(self) -> str | None:
-        """What the template writes before each answer; None where answers can't be told by it."""
+        """The template's text before each answer; None if it does not identify answers."""
         user = [{"role": "user", "content": "hi"}]
         try:
             whole, bare = self._template(user, ()), self._template(user, (), prompt=False)
@@ -216,7 +217,7 @@ class ChatFormat:
         return header if any(control in header for control in self.plain.controls) else None
 
     def end_of(self, ids: Sequence[int]) -> str:
-        """Return the text of the control token that ends an answer; empty where it ends with none."""
+        """Return the text of the control token that ends an answer; empty if there is none."""
         text = self.decode(ids[-1:]) if len(ids) else ""
         return text if text in self.plain.controls else ""
 
@@ -227,7 +228,7 @@ class ChatFormat:
 
     @property
     def writes_calls(self) -> bool:
-        """Whether the template writes down the calls of answers at all."""
+        """Whether the template writes the calls of answers at all."""
         return probe.writes_calls(self._render_probe)
 
     @property
@@ -240,14 +241,14 @@ class ChatFormat:
         return self.plain.encode(text)
 
     def decode(self, ids: Sequence[int], *, control_tokens: bool = True) -> str:
-        """Return the text of tokens, with that of control tokens or without."""
+        """Return the text of tokens, with or without control tokens."""
         text: str = self._tokenizer.decode(
             list(ids), skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False
         )
         return text
 
     def normal(self, text: str) -> str:
-        """Return a rendered text as the tokenizer reads it, which may be in another Unicode normal form, no marks."""
+        """Return a rendered text without marks, in the Unicode normal form that the tokenizer reads."""
         normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
         shown = self.plain.shown(text)
         return shown if normalizer is None else str(normalizer.normalize_str(shown))
@@ -289,7 +290,7 @@ class ChatFormat:
         return out
 
     def _name_reasoning(self, message: dict[str, Any]) -> None:
-        """Give an answer's reasoning the names by which templates look for it."""
+        """Give an answer's reasoning the field names that templates use."""
         found = reasoning_of(message)
         for name in _REASONING:
             message.pop(name, None)
@@ -297,7 +298,7 @@ class ChatFormat:
             return
         message["reasoning_content"] = found
         if self.knows("thinking") and not (message.get("tool_calls") and message["content"]):
-            message["thinking"] = found  # gpt-oss's; it takes no content beside it on a call
+            message["thinking"] = found  # gpt-oss's; it accepts no content next to it on a call
 
     def _call(self, call: Message, form: probe.Form) -> dict[str, Any]:
         function = call["function"]
@@ -311,11 +312,11 @@ class ChatFormat:
 
 
 def check_calls(tokenizer: Any, tool_format: str | None) -> None:
-    """Make sure before a run that tool calls of its model would be read.
+    """Check before a run that tool calls of its model would be parsed.
 
     Raises:
-        ConfigError: the chat template shows tools to the model, and writes calls in a form that is not read, or does
-            not show their results.
+        ConfigError: the chat template shows tools to the model, but writes calls in an unknown format, or does not show
+            their results.
     """
     chat = ChatFormat(tokenizer, tool_format)
     if tool_format is None and chat.takes_tools and chat.calls is None:
@@ -329,12 +330,15 @@ _LETTERS: Final = string.digits + string.ascii_letters
 
 
 def reasoning_of(message: Message) -> str | None:
-    """Return the reasoning of a message, by whatever name a client gives it back; None where it has none."""
+    """Return the reasoning of a message, under any name that clients use; None if it has none."""
     return next((message[name] for name in _REASONING if isinstance(message.get(name), str) and message[name]), None)
 
 
 def _nine_letters(call_id: str) -> str:
-    """Return an id of nine letters and digits: itself where it is one, else always the same for the same id."""
+    """Return an id of nine letters and digits.
+
+    The id itself if it is one, otherwise always the same for the same id.
+    """
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.blake2b(call_id.encode(errors="replace"), digest_size=8).digest(), "big")
@@ -342,7 +346,7 @@ def _nine_letters(call_id: str) -> str:
 
 
 def joined(content: Any) -> str:
-    """Return content as one text; text parts are joined by line breaks, as vLLM joins them."""
+    """Return content as one text. Text parts are joined by line breaks, as in vLLM."""
     if isinstance(content, list):
         return "\n".join(part["text"] if part["type"] == "text" else part["refusal"] for part in content)
     return content or ""

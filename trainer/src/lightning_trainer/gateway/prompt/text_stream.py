@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and nothing that may turn out to belong to a stop string."""
+"""Tokens to text as they arrive: whole characters only, and nothing that may turn out to belong to a stop string."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 class TextStream:
     """The text of one answer.
 
-    A token may hold part of a character, and with some tokenizers its text depends on the token before. So what is
-    decoded are the tokens since the last whole piece, together with that piece.
+    A token may contain part of a character, and with some tokenizers its text depends on the previous token. So the
+    tokens since the last complete piece are decoded together with that piece.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(text for text in stop if text)
-        self._tokens: list[int] = []  # the last piece that was given out, and what came after it
+        self._tokens: list[int] = []  # the last piece that was returned, and what came after it
         self._given = 0  # how many of them are that piece
         self._given_text = ""
         self._held = ""
@@ -25,7 +25,7 @@ class TextStream:
         """Add a token.
 
         Returns:
-            The text that can be given out now, and whether a stop string ended the answer.
+            The text that can be returned now, and whether a stop string ended the answer.
         """
         self._tokens.append(token)
         text = self._decode(self._tokens)
@@ -37,7 +37,7 @@ class TextStream:
         return self._release(new)
 
     def finish(self) -> str:
-        """Release what was held back for a stop string that did not come."""
+        """Return what was held back for a stop string that did not come."""
         held, self._held = self._held, ""
         return held
 

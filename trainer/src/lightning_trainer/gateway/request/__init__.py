@@ -1,1 +1,1 @@
-"""A chat request read once and wholly."""
+"""A chat request, parsed once and completely."""

@@ -1,4 +1,4 @@
-"""A chat-completion request, read once and wholly: every parameter does what it says or is refused."""
+"""Parses a chat-completion request once and completely: every parameter does what it says or is rejected."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_trainer.gateway.request.constraints import Constraint, constraint
 from lightning_trainer.gateway.request.fields import flag, listed, number, shown, whole, wrong
 
 MAX_CHOICES: Final = 128
-MAX_STOPS: Final = 64  # each is looked for after each token, on the event loop
+MAX_STOPS: Final = 64  # each is searched after each token, on the event loop
 MAX_STOP_CHARACTERS: Final = 1000  # of each
 
-# These change bookkeeping, caching and routing at a vendor, never what is asked.
+# These change a vendor's bookkeeping, caching and routing, never the answer.
 BOOKKEEPING: Final = frozenset({
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
     "safety_identifier",
@@ -28,7 +28,7 @@ _READ: Final = frozenset({
     "prompt", "reasoning_effort", "chat_template_kwargs", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "response_format", "verbosity",
 })  # fmt: skip
-_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {  # known parameters, and the values of them that change nothing
+_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {  # known parameters, and their values that change nothing
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "top_logprobs": (0,),
@@ -42,7 +42,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {  # known parameters, and the 
     "result_format": ("message",),
     "safe_prompt": (False,),
 }
-_OTHERWISE: Final = {  # parameters of vendors, and how the same is asked for here
+_OTHERWISE: Final = {  # parameters of vendors, and how the same is requested here
     "enable_thinking": "chat_template_kwargs.enable_thinking",
     "thinking": "reasoning_effort or chat_template_kwargs",
     "reasoning": "reasoning_effort",
@@ -51,30 +51,30 @@ _OTHERWISE: Final = {  # parameters of vendors, and how the same is asked for he
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What a request asks for.
+    """The content of a request.
 
     Attributes:
-        model: the name it asks for.
-        messages: as received, roles and shapes checked; empty where there is a `prompt`.
-        prompt: a text or token ids that go on without a chat template; None: there are messages.
-        tools: function tools, as received; empty where `tool_choice` is ``none``.
-        one_call: take only the first tool call of an answer (``parallel_tool_calls: false``).
+        model: the requested model.
+        messages: as received, with roles and shapes checked; empty if there is a `prompt`.
+        prompt: a text or token ids to continue without a chat template; None: there are messages.
+        tools: function tools, as received; empty if `tool_choice` is ``none``.
+        one_call: use only the first tool call of an answer (``parallel_tool_calls: false``).
         n: number of answers.
         stream: send chunks.
         include_usage: end the stream with a chunk of token counts.
         logprobs: send log-probabilities of the tokens.
         token_ids: send token ids, as vLLM does (``return_token_ids``).
-        max_tokens: most tokens of one answer; None: what the context leaves.
-        temperature: None where not given.
-        top_p: 1 where not given.
-        top_k: 0, keep all, where not given.
+        max_tokens: most tokens of one answer; None: as many as the context allows.
+        temperature: None if not given.
+        top_p: 1 if not given.
+        top_k: 0, keep all, if not given.
         stop: strings that end an answer.
-        seed: None where not given.
-        others: fields of `Sampling` that not every engine does, where they are not neutral.
+        seed: None if not given.
+        others: fields of `Sampling` that not every engine supports, if they are not neutral.
         switches: variables for the chat template, such as enable_thinking.
-        effort: how much is to be reasoned, in OpenAI's words; None where not given.
-        verbosity: how much is to be written, likewise; no model here is told.
-        constraint: what an answer must be, of which `others` has the grammar; None: anything.
+        effort: reasoning effort, in OpenAI's words; None if not given.
+        verbosity: length of the answer, likewise; no model here gets it.
+        constraint: the answer's required form, of which `others` has the grammar; None: any.
     """
 
     model: str
@@ -101,10 +101,10 @@ class ChatRequest:
 
 
 def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Read the body of ``POST /v1/chat/completions``.
+    """Parse the body of ``POST /v1/chat/completions``.
 
     Raises:
-        Refusal: a parameter is malformed, or would change the answer in a way this engine does not do.
+        Refusal: a parameter is malformed, or would change the answer in a way that this engine does not support.
     """
     _refuse_others(body)
     tools = _tools(body)
@@ -137,7 +137,7 @@ def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-# What shapes the distribution that an answer is drawn from, and nothing that a program could rely on.
+# Parameters that shape the sampling distribution, and that no program can depend on.
 SHAPING: Final[Mapping[str, Any]] = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0,
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
@@ -145,7 +145,7 @@ SHAPING: Final[Mapping[str, Any]] = {
 
 
 def plainly(request: ChatRequest) -> tuple[ChatRequest, dict[str, Any]]:
-    """Return a request that is drawn from the policy itself, and what was left out of it."""
+    """Return a request that is sampled from the policy itself, and what was left out of it."""
     others = {name: value for name, value in request.others.items() if name not in SHAPING}
     plain = replace(request, top_p=1.0, top_k=0, others=others)
     asked = {"top_p": request.top_p, "top_k": request.top_k, **request.others}
@@ -153,7 +153,7 @@ def plainly(request: ChatRequest) -> tuple[ChatRequest, dict[str, Any]]:
 
 
 def check_abilities(request: ChatRequest, able: Set[str]) -> None:
-    """Refuse what an engine would not do.
+    """Reject what an engine does not support.
 
     Raises:
         Refusal: it lacks an ability that the request needs.
@@ -201,7 +201,7 @@ def _word(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """Read biases by token id. Their place as JSON keys makes the ids texts."""
+    """Parse biases by token id. As JSON keys, the ids are texts."""
     try:
         biases = {int(token): float(bias) for token, bias in value.items()}
     except (AttributeError, TypeError, ValueError):

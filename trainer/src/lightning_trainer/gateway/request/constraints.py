@@ -1,4 +1,4 @@
-"""What an answer must be: JSON of a schema, or calls of tools."""
+"""The required form of an answer: JSON of a schema, or calls of tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_trainer.gateway.request.fields import wrong
 from lightning_trainer.gateway.request.forced_calls import calls_lark, json_lark
 
 _MOST_CALLS: Final = 8  # of an answer that must be calls; a small model may not find an end by itself
-_MOST_SPACES: Final = 1  # in a row; xgrammar has no way to write exactly as Python does
+_MOST_SPACES: Final = 1  # in a row; xgrammar cannot write exactly as Python does
 
 Form: TypeAlias = Literal["structural_tag", "grammar"]
 FORMS: Final[tuple[Form, ...]] = ("structural_tag", "grammar")  # of vLLM's ``structured_outputs``
@@ -23,9 +23,9 @@ class Constraint:
     """JSON, calls, or a choice of both.
 
     Attributes:
-        schema: of an answer that is JSON; None: none is.
-        tools: of an answer that is calls; empty: none is.
-        one_call: such an answer has one call at most.
+        schema: of an answer that is JSON; None: no JSON.
+        tools: of an answer that is calls; empty: no calls.
+        one_call: such an answer has at most one call.
     """
 
     schema: Mapping[str, Any] | None
@@ -33,42 +33,42 @@ class Constraint:
     one_call: bool
 
     def lark(self, frame: CallFrame = HERMES) -> str:
-        """Say it in llguidance's Lark, with calls as one model writes them.
+        """Return it in llguidance's Lark, with calls in a model's own format.
 
         Raises:
-            ValueError: they can't be held to their schemas.
+            ValueError: the calls cannot be restricted to their schemas.
         """
         if not self.tools:
             return f"start: {json_lark(self.schema or {})}\n"
         calls = calls_lark(frame, self.tools, 1 if self.one_call else _MOST_CALLS)
         if self.schema is None:
             return f"start: calls\n{calls}"
-        if frame.begin.startswith("{"):  # of two rules that begin alike llguidance may follow one alone
+        if frame.begin.startswith("{"):  # of two rules that begin alike, llguidance may follow only one
             raise ValueError("a call and JSON begin alike in it")
         return f"start: json | calls\njson: {json_lark(self.schema)}\n{calls}"
 
     def tag(self) -> dict[str, Any]:
-        """Say it as a structural tag of xgrammar, with calls as Hermes writes them."""
+        """Return it as a structural tag of xgrammar, with calls in Hermes' format."""
         choices = [] if self.schema is None else [_json_tag(self.schema)]
         if self.tools:
             choices.append(_call_tags(self.tools, one_call=self.one_call))
         return {"type": "structural_tag", "format": _one_of(choices)}
 
     def structured_outputs(self, form: Form, frame: CallFrame = HERMES) -> dict[str, str]:
-        """Say it as vLLM's parameter of that name, for its backend xgrammar (a structural tag) or guidance."""
+        """Return vLLM's parameter of that name, for its backend xgrammar (a structural tag) or guidance."""
         return {form: json.dumps(self.tag(), ensure_ascii=False) if form == "structural_tag" else self.lark(frame)}
 
 
 def constraint_of(
     tool_choice: Any, tools: Sequence[Mapping[str, Any]], response_format: Any, *, one_call: bool
 ) -> Constraint | None:
-    """Return what a request asks for; None when its answer is free.
+    """Return the required form in a request; None if its answer is free.
 
     Args:
         tool_choice: as received.
         tools: those of the request.
         response_format: as received.
-        one_call: an answer has one call at most.
+        one_call: an answer has at most one call.
 
     Raises:
         Refusal: one of them is malformed.
@@ -96,7 +96,7 @@ def _schema(wanted: Any) -> Mapping[str, Any] | None:
 
 
 def _required_tools(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the tools of which one must be called; none where the model is free."""
+    """Return the tools of which one must be called; empty if the model is free."""
     if choice in {"auto", "none"} if isinstance(choice, str) else choice is None:
         return ()
     if choice == "required":
@@ -113,7 +113,7 @@ def _required_tools(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence
 
 
 def _parts(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], str]:
-    """Return what stands before the arguments of a call, their schema, and what stands after them."""
+    """Return the text before the arguments of a call, their schema, and the text after them."""
     function = tool["function"]
     begin = '<tool_call>\n{"name": ' + json.dumps(function["name"], ensure_ascii=False) + ', "arguments": '
     return begin, function.get("parameters") or {"type": "object"}, "}\n</tool_call>"

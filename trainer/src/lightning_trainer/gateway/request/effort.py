@@ -1,4 +1,4 @@
-"""How much is to be reasoned, in the words that chat templates and model servers know."""
+"""Reasoning effort, in the words that chat templates and model servers know."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ _ABOVE: Final = frozenset({"xhigh", "max", "ultra"})  # of some vendors' own mod
 
 
 def known_effort(asked: Any) -> Any:
-    """Return the effort to ask for: of the words above the highest that is known here, that one."""
+    """Return the effort to request: for words above the highest known one, the highest."""
     return HIGHEST if isinstance(asked, str) and asked in _ABOVE else asked

@@ -1,4 +1,4 @@
-"""Single values of a request's body: read, or refused with what they must be."""
+"""Single values of a request's body: parsed, or rejected with what they must be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def shown(value: Any) -> str:
 
 
 def wrong(name: str, value: Any, expected: str) -> Refusal:
-    """Return the refusal of a value that is not what it must be."""
+    """Return the error for an invalid value, with what it must be."""
     return bad_request(f"{name}={shown(value)}: must be {expected}", "invalid_value")
 
 
@@ -37,7 +37,7 @@ def whole(body: Mapping[str, Any], name: str, default: int | None, *, low: int, 
     """Read a whole number.
 
     Raises:
-        Refusal: it is none, or out of range.
+        Refusal: it is not one, or out of range.
     """
     value = body.get(name)
     if value is None:
@@ -51,7 +51,7 @@ def number(body: Mapping[str, Any], name: str, default: float | None, *, low: fl
     """Read a number.
 
     Raises:
-        Refusal: it is none, or out of range.
+        Refusal: it is not one, or out of range.
     """
     value = body.get(name)
     if value is None:
@@ -65,7 +65,7 @@ def listed(name: str, value: Any) -> list[Any]:
     """Read a list.
 
     Raises:
-        Refusal: it is none.
+        Refusal: it is not one.
     """
     if not isinstance(value, list):
         raise wrong(name, value, "a list")

@@ -1,6 +1,6 @@
-"""A grammar, in llguidance's Lark, of an answer that must be calls of tools, as one model writes them.
+"""A grammar, in llguidance's Lark, of an answer that must consist of tool calls in a model's own format.
 
-Tokens of their own, such as control tokens, stand in it by number: letters that spell one do not count.
+Single tokens, such as control tokens, are written by number, so that letters that spell one do not match.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def calls_lark(frame: CallFrame, tools: Sequence[Mapping[str, Any]], most: int) 
 
     Args:
         frame: how the model writes calls.
-        tools: one of which each call is of.
+        tools: the tools that may be called.
         most: calls.
 
     Raises:
-        ValueError: a name or a schema that this format can't be held to.
+        ValueError: this format cannot express a name or a schema.
     """
     words = _Words(frame)
     names = " | ".join(f"call_{at}" for at in range(len(tools)))
@@ -52,10 +52,10 @@ def calls_lark(frame: CallFrame, tools: Sequence[Mapping[str, Any]], most: int) 
 
 
 def json_lark(schema: Mapping[str, Any], comma: str = ", ", colon: str = ": ") -> str:
-    """Return what stands for JSON of a schema.
+    """Return the rule for JSON of a schema.
 
-    Written as Python writes it, or as a template does, which is what models have seen; free white space would let a
-    small model write nothing else.
+    It is written as Python writes it, or as a template does, which is what models have seen; with free white space, a
+    small model could write nothing else.
     """
     how = {"whitespace_flexible": False, "item_separator": comma, "key_separator": colon}
     return "%json " + json.dumps({**schema, "x-guidance": how}, ensure_ascii=False)
@@ -65,7 +65,7 @@ def _quote_name(name: str, frame: CallFrame, *, in_json: bool = False) -> str:
     """Return a name as it is written.
 
     Raises:
-        ValueError: it can't be.
+        ValueError: it cannot be.
     """
     literal = frame.pairs is not None and frame.pairs.key_of_text is None
     fine = all(map(_is_identifier, name.split("."))) if literal else _NAME.fullmatch(name)
@@ -85,7 +85,7 @@ def _check_object(name: str, schema: Mapping[str, Any]) -> None:
 
 
 class _Words:
-    """Makes texts of a frame into what stands for them in a grammar."""
+    """Converts texts of a frame to their form in a grammar."""
 
     def __init__(self, frame: CallFrame) -> None:
         self.tokens = dict(frame.tokens or {})
@@ -94,7 +94,7 @@ class _Words:
         self._apart = re.compile(f"({'|'.join(map(re.escape, listed))})")
 
     def of(self, text: str) -> str:
-        """Return what stands for a text: letters, tokens and ids of calls."""
+        """Return the form of a text: letters, tokens and ids of calls."""
         return " ".join(self._one(part) for part in self._apart.split(text) if part) or '""'
 
     def _one(self, part: str) -> str:
@@ -103,7 +103,7 @@ class _Words:
         return f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part, ensure_ascii=False)
 
     def letters(self, text: str) -> tuple[str, str]:
-        """Part a text before its first token of its own."""
+        """Split a text at its first single token."""
         place = min((at for mark in self.tokens if (at := text.find(mark)) >= 0), default=len(text))
         return text[:place], text[place:]
 
@@ -119,7 +119,7 @@ class _ArgumentsRule:
     words: _Words
 
     def lines(self) -> Iterator[str]:
-        """Return the rule: of those that are not required each may be left out."""
+        """Return the rule. Each argument that is not required may be left out."""
         (name,) = known = parameters_of([self.tool])
         schemas, needed = known[name], set(self.schema.get("required") or ())
         if missing := needed - schemas.keys():
@@ -151,7 +151,7 @@ class _ArgumentsRule:
         yield f"{rule}_json: {json_lark({**schema, **inner})}"
 
     def _text(self, rule: str, key: str, schema: Mapping[str, Any]) -> Iterator[str]:
-        """Return the rule of a plain text and what ends it."""
+        """Return the rule of a plain text and its end."""
         close, ends = self.pairs.close_of_text, self._ends()
         low, high, listed = _limits(key, schema)
         if listed is not None:
@@ -168,14 +168,14 @@ class _ArgumentsRule:
         yield f"{name}_BODY: /{body}/ & ~/(?s:.*)({forbidden})(?s:.*)/"
         if not marks:
             yield f"{rule}[suffix={json.dumps(close, ensure_ascii=False)}]: {name}_BODY"
-        elif letters:  # a lexeme takes all that it can: what ends it must be of it, up to the token
+        elif letters:  # a lexeme takes all it can: its end must be part of it, up to the token
             yield f"{name}: {name}_BODY {json.dumps(letters, ensure_ascii=False)}"
             yield f"{rule}: {name} {self.words.of(marks)}"
         else:
             yield f"{rule}: {name}_BODY{'' if low else '?'} {self.words.of(marks)}"
 
     def _ends(self) -> frozenset[str]:
-        """Return what no text may hold, though it be spelled in letters: the reader would take it for an end."""
+        """Return what no text may contain, even in letters, because the reader would take it for an end."""
         frame, close = self.words.frame, self.pairs.close_of_text.strip()
         around = f"{close}{self.pairs.joint}{frame.between or ''}{frame.end}"
         marks = [text for text in self.words.tokens if text in around]
@@ -183,7 +183,7 @@ class _ArgumentsRule:
 
 
 def _is_flat(schema: Mapping[str, Any], kinds: set[str]) -> bool:
-    """Whether no value of a schema has an object in it."""
+    """Whether no value of a schema contains an object."""
     if isinstance(schema.get("enum"), list):
         return not any(isinstance(value, list | dict) for value in schema["enum"])
     items = schema.get("items")
@@ -194,7 +194,7 @@ def _is_flat(schema: Mapping[str, Any], kinds: set[str]) -> bool:
 
 
 def _limits(key: str, schema: Mapping[str, Any]) -> tuple[int, int | None, list[str] | None]:
-    """Return the least and the most characters of a text, or the texts that there are.
+    """Return the smallest and largest length of a text, or its possible values.
 
     Raises:
         ValueError: the schema says more than that.

@@ -1,4 +1,4 @@
-"""The record of a call while it is answered: every request makes exactly one `Call`, whatever becomes of it."""
+"""The record of a call while it is answered: every request creates exactly one `Call`, whatever its outcome."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _TERMS_HEADERS: Final = {
 
 @dataclass(slots=True)
 class PendingChoice:
-    """One answer while it is drawn. `token_ids` and `logprobs` are None where the engine does not send them."""
+    """One answer while it is sampled. `token_ids` and `logprobs` are None if the engine does not send them."""
 
     index: int
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
     finish_reason: str | None = None
     message: Mapping[str, Json] = field(default_factory=dict)
-    stopped_by: str | None = None  # the stop string that ended it; told, not recorded
-    reasoning_tokens: int = 0  # how many of them are reasoning; told, not recorded
+    stopped_by: str | None = None  # the stop string that ended it; sent, not recorded
+    reasoning_tokens: int = 0  # how many of them are reasoning; sent, not recorded
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take tokens that were drawn, with their log-probabilities."""
+        """Add sampled tokens, with their log-probabilities."""
         self.token_ids = [] if self.token_ids is None else self.token_ids
         self.logprobs = [] if self.logprobs is None else self.logprobs
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
 
     def choice(self) -> Choice:
-        """Return the record. Of a choice with a log-probability that is not finite, none is kept: it can't train."""
+        """Return the record. If a log-probability is not finite, none is kept: such a choice cannot be trained."""
         logprobs = self.logprobs
         if logprobs is not None and not math.isfinite(sum(logprobs)):
             logprobs = None
@@ -63,17 +63,17 @@ class PendingChoice:
 
 @dataclass(frozen=True, slots=True)
 class RequestedCall:
-    """What a client requests, and who it is. Written by `calls`, when the call comes in.
+    """A client's request, and its sender. Written by `calls`, when the call arrives.
 
     Attributes:
-        request: in the form of a chat completion, whatever surface it came by.
-        grant: what its key opens.
-        agent: who calls; None where nothing names it.
-        trace_id: of the client's span; None where it names none.
+        request: in the format of a chat completion, whatever surface it arrived on.
+        grant: what its key permits.
+        agent: the calling agent; None if nothing names it.
+        trace_id: of the client's span; None if it names none.
         span_id: likewise.
-        response_id: made here.
-        keeps_id: whether an upstream's id of its answer is the one that the client sees.
-        soft_limit: whether its limit is cut to what the context leaves.
+        response_id: created here.
+        keeps_id: whether the client gets an upstream's id of its answer.
+        soft_limit: whether its limit is reduced to what the context allows.
         left_out: what the surface does not pass on, as it was requested.
         start_ns: Unix time in nanoseconds.
         terms: of the data of a live call, from its headers and its key.
@@ -93,19 +93,19 @@ class RequestedCall:
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream is to end with a chunk of token counts."""
+        """Whether a stream must end with a chunk of token counts."""
         options = self.request.get("stream_options")
         return isinstance(options, Mapping) and bool(options.get("include_usage"))
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedCall:
-    """Which policy answers. Written by `calls`, and by `replay` where the answer comes from a record.
+    """The policy that answers. Written by `calls`, and by `replay` if the answer comes from a record.
 
     Attributes:
         policy: the name of the policy; until one is chosen, the model that the client requests.
-        seed: that a decider gives; None: it follows from the rollout.
-        marks: of a decider; they go on record with the sampling parameters.
+        seed: given by a decider; None: it follows from the rollout.
+        marks: of a decider; recorded with the sampling parameters.
     """
 
     policy: str
@@ -119,12 +119,12 @@ class SampledCall:
 
     Attributes:
         policy_version: of the weights.
-        response_id: the upstream's; None: the one that was made here.
-        prompt_token_ids: None where they are not known.
+        response_id: the upstream's; None: the one that was created here.
+        prompt_token_ids: None if they are unknown.
         choices: the answers, which grow while they are sampled.
         sampling: the parameters in force.
-        left_out: what of the request was not done, as it was requested.
-        usage: tokens as the upstream counts them, under OpenAI's names; not on record, where the tokens themselves are.
+        left_out: parts of the request that were not applied, as they were requested.
+        usage: the upstream's token counts, under OpenAI's names; not recorded, because the tokens themselves are.
     """
 
     policy_version: int = 0
@@ -138,7 +138,10 @@ class SampledCall:
 
 @dataclass(slots=True)
 class PendingCall:
-    """One call while it is answered: three frozen values, each replaced whole by the package that knows it."""
+    """One call while it is answered.
+
+    Three frozen values, each replaced as a whole by the package responsible for it.
+    """
 
     requested: RequestedCall
     routed: RoutedCall
@@ -151,7 +154,7 @@ class PendingCall:
         return self.requested.response_id if known is None else known
 
     def sample(self, **known: Any) -> None:
-        """Replace some of what was sampled."""
+        """Replace some of the sampled values."""
         self.sampled = replace(self.sampled, **known)
 
     def note(self, **sampling: Any) -> None:
@@ -159,7 +162,7 @@ class PendingCall:
         self.sampled = replace(self.sampled, sampling={**self.sampled.sampling, **sampling})
 
     def drop_partial_tokens(self, reported: int) -> None:
-        """Keep no answer's tokens if the server reported more than it returned ids for: it can't be told which."""
+        """Drop all token ids if the server reported more tokens than it returned ids for."""
         choices = self.sampled.choices
         returned = sum(len(choice.token_ids or ()) for choice in choices)
         if not 0 < returned < reported:
@@ -169,7 +172,7 @@ class PendingCall:
         self.note(**{PARTIAL: {"reported": reported, "returned": returned}})
 
     def finish(self, error: str | None = None) -> Call:
-        """Return the record of the call, with what was sampled so far when it failed."""
+        """Return the record of the call; if it failed, with what was sampled so far."""
         requested, routed, sampled = self.requested, self.routed, self.sampled
         left_out = {**sampled.left_out, **requested.left_out}
         return Call(
@@ -206,7 +209,7 @@ def begin(
     *,
     id_prefix: str = "chatcmpl-",
 ) -> PendingCall:
-    """Begin the record of a request: whose it is and which span it belongs to."""
+    """Begin the record of a request: its owner, and the span it belongs to."""
     named = unquote(headers.get(AGENT_HEADER, b"").decode("latin-1"))
     found = _TRACEPARENT.fullmatch(headers.get(b"traceparent", b"").decode("latin-1").strip())
     trace_id, span_id = found.groups() if found else (None, None)
@@ -223,7 +226,7 @@ def _read_terms(headers: Mapping[bytes, bytes], grant: Grant) -> dict[str, Json]
     """Return the terms of the data of a live call.
 
     Raises:
-        Refusal: a header makes no sense.
+        Refusal: a header is invalid.
     """
     if not grant.is_live:
         return {}

@@ -1,1 +1,1 @@
-"""The ways in which clients ask for an answer: one module each, all of them through one form, the chat completion."""
+"""The ways in which clients request an answer: one module each, all using one common form, the chat completion."""

@@ -19,16 +19,16 @@ class ChatSurface:
     id_prefix = "chatcmpl-"
 
     def begin(self, body: Mapping[str, Any], owner: str | None) -> ChatExchange:  # noqa: ARG002 - nothing is kept
-        """Read a request: see `Surface.begin`."""
+        """Read a request; see `Surface.begin`."""
         return ChatExchange(body)
 
     def refusal(self, refusal: Refusal) -> bytes:
-        """Return an error as OpenAI gives it."""
+        """Return an error in OpenAI's format."""
         return refusal.body()
 
 
 class ChatExchange:
-    """One request and its answer, passed as they are."""
+    """One request and its answer, passed on unchanged."""
 
     keeps_id = True
     demands_limit = False

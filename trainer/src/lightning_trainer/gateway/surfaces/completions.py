@@ -1,4 +1,7 @@
-"""``POST /v1/completions``: a text or token ids go on, without a chat template. One prompt a request is one call."""
+"""``POST /v1/completions``: continue a text or token ids, without a chat template.
+
+One prompt per request is one call.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from lightning_trainer.gateway.http.events import DONE, event
 from lightning_trainer.gateway.request.fields import flag, whole, wrong
 from lightning_trainer.gateway.request.pending import PendingCall
 
-_LIMIT: Final = 16  # tokens of an answer whose request names no limit, at OpenAI and vLLM
+_LIMIT: Final = 16  # OpenAI's and vLLM's default length of an answer without a limit
 
 
 class CompletionsSurface:
@@ -22,11 +25,11 @@ class CompletionsSurface:
     id_prefix = "cmpl-"
 
     def begin(self, body: Mapping[str, Any], owner: str | None) -> CompletionsExchange:  # noqa: ARG002 - nothing is kept
-        """Read a request: see `Surface.begin`."""
+        """Read a request; see `Surface.begin`."""
         return CompletionsExchange(body)
 
     def refusal(self, refusal: Refusal) -> bytes:
-        """Return an error as OpenAI gives it."""
+        """Return an error in OpenAI's format."""
         return refusal.body()
 
 
@@ -92,7 +95,7 @@ class CompletionsExchange:
             out["token_ids"] = choice.get("token_ids")
             if index not in self._told and (text or out["token_ids"] or out["finish_reason"]):
                 out["prompt_token_ids"] = list(pending.sampled.prompt_token_ids or ())
-                if out["prompt_token_ids"]:  # once, as vLLM does: each chunk would be as long as the prompt
+                if out["prompt_token_ids"]:  # once, as in vLLM: otherwise each chunk would be as long as the prompt
                     self._told.add(index)
         return out
 

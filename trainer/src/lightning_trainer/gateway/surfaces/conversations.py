@@ -1,4 +1,4 @@
-"""What was said up to a response, for requests that go on from it by its id alone. Kept in memory, and bounded."""
+"""The messages up to a response, for requests that continue it by its id alone. Kept in memory, within a bound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_BYTES: Final = 64_000_000
 
 
 class Conversations:
-    """Messages by response id. What one attempt said is never told to another."""
+    """Messages by response id. One attempt's messages are never given to another."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -22,14 +22,14 @@ class Conversations:
         self._size = 0
 
     def before(self, response_id: Any, owner: str | None) -> list[dict[str, Any]]:
-        """Return the messages up to a response, its own among them.
+        """Return the messages up to a response, including its own.
 
         Args:
             response_id: None: nothing came before.
-            owner: the attempt that asks.
+            owner: the requesting attempt.
 
         Raises:
-            Refusal: it is not known: another's, long ago, from before a restart, or made with ``store: false``.
+            Refusal: it is unknown: another attempt's, too old, from before a restart, or made with ``store: false``.
         """
         if response_id is None:
             return []
@@ -45,7 +45,7 @@ class Conversations:
         return messages
 
     def keep(self, response_id: str, owner: str | None, messages: list[dict[str, Any]]) -> None:
-        """Keep what was said; the oldest goes when there is no room."""
+        """Keep messages; the oldest are dropped if there is no room."""
         text = dumps(messages)
         self._kept[owner, response_id] = text
         self._owned[owner].add(response_id)
@@ -56,6 +56,6 @@ class Conversations:
             self._size -= len(dropped)
 
     def forget(self, owner: str) -> None:
-        """Drop what an attempt said; it has ended."""
+        """Drop an attempt's messages; it has ended."""
         for response_id in self._owned.pop(owner, ()):
             self._size -= len(self._kept.pop((owner, response_id)))

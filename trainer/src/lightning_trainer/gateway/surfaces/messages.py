@@ -1,4 +1,4 @@
-"""``POST /v1/messages``: Anthropic's form, asked of any model."""
+"""``POST /v1/messages``: Anthropic's format, for any model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class MessagesSurface:
     id_prefix = "msg_"
 
     def begin(self, body: Mapping[str, Any], owner: str | None) -> MessagesExchange:  # noqa: ARG002 - nothing is kept
-        """Read a request: see `Surface.begin`."""
+        """Read a request; see `Surface.begin`."""
         return MessagesExchange(*chat_of_messages(body))
 
     def refusal(self, refusal: Refusal) -> bytes:
-        """Return an error as Anthropic gives it."""
+        """Return an error in Anthropic's format."""
         return dumps(refusal.anthropic())
 
 
@@ -84,7 +84,7 @@ def _head(pending: PendingCall) -> dict[str, Any]:
 def _stop(parts: OutputItems) -> dict[str, Any]:
     reason = _REASONS.get(parts.finish_reason or "", "end_turn")
     if reason == "end_turn" and any(part.kind == "tool" for part in parts.parts):
-        reason = "tool_use"  # vLLM says "stop" of a call that was forced
+        reason = "tool_use"  # vLLM says "stop" for a call that was forced
     elif reason == "end_turn" and parts.stopped_by is not None:
         reason = "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": parts.stopped_by if reason == "stop_sequence" else None}
@@ -109,7 +109,10 @@ def _block(part: OutputItem) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """Return a call's arguments as an object, which this form demands; what is none stands under a name of its own."""
+    """Return a call's arguments as an object, which this format requires.
+
+    Anything else is put under a separate name.
+    """
     try:
         data = read_json(arguments or "{}")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Anthropic's request as a chat completion asks for it."""
+"""Anthropic's request as a chat completion."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _TRANSLATED: Final = frozenset({
     "output_config", "output_format", "service_tier", "cache_control", "inference_geo", "stream", "context_management",
     "speed", "diagnostics", "user_profile_id", "workspace_id", "billing_policy", "fallback_credit_token", "fallbacks",
 })  # fmt: skip
-_HOSTED: Final = (  # tools that run at Anthropic; dated names begin like this
+_HOSTED: Final = (  # prefixes of the dated names of tools that run at Anthropic
     "web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "mcp_toolset", "advisor_",
 )  # fmt: skip
-_CLEARED: Final = "clear_thinking_"  # which earlier thinking is shown is the chat template's choice
+_CLEARED: Final = "clear_thinking_"  # which earlier reasoning is shown is the chat template's choice
 
 
 def chat_of_messages(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Translate a request; give also what was left out of it because it can do without, as it was asked.
+    """Translate a request; return also what was left out because it is not needed, as it was requested.
 
-    What bears on cost and bookkeeping only (``cache_control``, ``metadata``, ``service_tier``) is left out.
+    What concerns only cost and bookkeeping (``cache_control``, ``metadata``, ``service_tier``) is left out.
 
     Raises:
-        Refusal: it is malformed, or asks for what no chat completion does.
+        Refusal: it is malformed, or requests what no chat completion supports.
     """
     chat = {name: value for name, value in body.items() if name not in _TRANSLATED}
     chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
@@ -50,7 +50,7 @@ def chat_of_messages(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def _effort(thinking: Any, effort: Any) -> Any:
-    """Return what thinking amounts to: an effort. Its budget is a wish that no template knows; max_tokens is the limit.
+    """Return the effort for a thinking setting. Its budget has no equivalent in templates; max_tokens is the limit.
 
     Raises:
         Refusal: it is malformed.
@@ -64,10 +64,10 @@ def _effort(thinking: Any, effort: Any) -> Any:
 
 
 def _context_management(value: Any) -> dict[str, Any]:
-    """Return what is left out: which thinking of earlier answers the model sees is for its template to say.
+    """Return what is left out: which reasoning of earlier answers the model sees is its template's choice.
 
     Raises:
-        Refusal: something else of the conversation is to be changed.
+        Refusal: other parts of the conversation are to be changed.
     """
     if value is None:
         return {}
@@ -132,7 +132,7 @@ def _assistant(blocks: Sequence[Any], where: str) -> Iterator[dict[str, Any]]:
         kind = _kind(block)
         if kind == "text":
             texts.append(_text(block, where))
-        elif kind == "thinking":  # its signature is not looked at: exact continuation knows its own
+        elif kind == "thinking":  # its signature is not checked: exact continuation recognises its own
             thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use":
             arguments = as_text(block.get("input") or {})
@@ -148,7 +148,7 @@ def _assistant(blocks: Sequence[Any], where: str) -> Iterator[dict[str, Any]]:
 
 
 def _user(blocks: Sequence[Any], where: str) -> Iterator[dict[str, Any]]:
-    """Return tool results as messages of their own, and what stands around them as the user's."""
+    """Return tool results as separate messages, and the content around them as the user's."""
     own: list[dict[str, Any]] = []
     for block in blocks:
         kind = _kind(block)
@@ -176,7 +176,7 @@ def _result(block: Mapping[str, Any], where: str) -> Any:
     if isinstance(content, list) and any(_kind(part) == "image" for part in content):
         return [_image(part, where) if _kind(part) == "image" else part for part in content]
     text = content if isinstance(content, str) else "\n".join(_texts(where, content or []))
-    # The common form has no place for the flag, and the model must see it.
+    # The common form has no field for the flag, and the model must see it.
     return f"Error: {text}" if block.get("is_error") and not text.lower().startswith("error") else text
 
 
@@ -193,10 +193,10 @@ def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the tools that run at the client's, and those left out: that run at Anthropic, where there are others.
+    """Return the tools that run at the client, and those left out: tools that run at Anthropic, if there are others.
 
     Raises:
-        Refusal: one is malformed, or can't be left out.
+        Refusal: one is malformed, or cannot be left out.
     """
     given = listed("tools", body.get("tools") or [])
     hosted = [tool for tool in given if _kind(tool).startswith(_HOSTED)]

@@ -1,6 +1,6 @@
 """An answer as a sequence of parts (reasoning, text, tool calls), from chunks or from a whole completion.
 
-Surfaces that tell an answer part by part are written over this.
+Surfaces that send an answer part by part use this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_trainer.gateway.request.pending import PendingCall
 
 @dataclass(slots=True)
 class OutputItem:
-    """A piece of an answer; a tool call's text is its arguments."""
+    """A part of an answer; a tool call's text is its arguments."""
 
     kind: Literal["reasoning", "text", "tool"]
     index: int
@@ -26,7 +26,7 @@ class OutputItem:
 
     @property
     def text(self) -> str:
-        """What came of it so far."""
+        """Its text so far."""
         return "".join(self.pieces)
 
 
@@ -34,12 +34,12 @@ Step: TypeAlias = tuple[Literal["open", "more", "close"], OutputItem, str]
 
 
 class OutputItems:
-    """The parts of one answer of one choice, as they come."""
+    """The parts of an answer's single choice, as they arrive."""
 
     def __init__(self) -> None:
         self.parts: list[OutputItem] = []
         self.finish_reason: str | None = None
-        self.stopped_by: str | None = None  # the stop string that ended it, where the engine says so
+        self.stopped_by: str | None = None  # the stop string that ended it, if the engine reports it
         self._usage: Mapping[str, Any] = {}
         self._current: OutputItem | None = None
         self._calls: dict[int, OutputItem] = {}
@@ -53,7 +53,7 @@ class OutputItems:
         return parts
 
     def take(self, reply: Mapping[str, Any]) -> Iterator[Step]:
-        """Read a chunk, or a whole completion; give what is new, in order."""
+        """Read a chunk, or a whole completion; return what is new, in order."""
         self._usage = reply.get("usage") or self._usage
         for choice in reply.get("choices") or ():
             delta = choice.get("message") or choice.get("delta") or {}

@@ -1,4 +1,4 @@
-"""Whether the gateway would take a request that was recorded elsewhere, read with its own readers."""
+"""Whether the gateway would accept a request that was recorded elsewhere, checked with its own parsers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_trainer.gateway.surfaces.responses_request import read_response
 
 
 def refusal_of(endpoint: str, body: Mapping[str, Any]) -> str | None:
-    """Return why the gateway would refuse a request; None where it takes it.
+    """Return why the gateway would reject a request; None if it accepts it.
 
     Args:
-        endpoint: how it was asked: ``/chat/completions``, ``/responses`` or ``/messages``; others are not judged.
+        endpoint: how it was sent: ``/chat/completions``, ``/responses`` or ``/messages``; others are not checked.
         body: of the request.
     """
     try:

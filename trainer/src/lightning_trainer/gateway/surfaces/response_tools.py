@@ -1,7 +1,7 @@
 """Tools of a Responses request as functions of a chat completion, and the way back to the client's own names.
 
-A chat completion knows functions alone. A namespace becomes a prefix of its functions' names. A custom tool, which
-takes free text, becomes a function of one text. What runs at OpenAI is left out where there are other tools.
+A chat completion has only functions. A namespace becomes a prefix of its functions' names. A custom tool, which takes
+free text, becomes a function with one text argument. Tools that run at OpenAI are left out if there are others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.request.fields import listed, wrong
 
-_DEFAULT: Final = "functions"  # OpenAI's name of the namespace in which tools without one are
-_HOSTED: Final = (  # what runs at OpenAI; dated names begin like this
+_DEFAULT: Final = "functions"  # OpenAI's name of the namespace for tools without one
+_HOSTED: Final = (  # prefixes of the dated names of tools that run at OpenAI
     "web_search", "file_search", "code_interpreter", "image_generation", "computer_use", "mcp",
 )  # fmt: skip
 _FREE_TEXT: Final = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -40,11 +40,11 @@ class ResponseTools:
     """The tools of one request.
 
     Args:
-        given: its tools, those among its input too.
+        given: its tools, including those among its input.
         choice: its ``tool_choice``.
 
     Raises:
-        Refusal: one is malformed, or can't be answered here and not be left out.
+        Refusal: one is malformed, or can neither be supported here nor left out.
     """
 
     def __init__(self, given: Sequence[Any], choice: Any) -> None:
@@ -58,7 +58,7 @@ class ResponseTools:
         self.choice = None if choice is None else self._choice(choice)
 
     def own(self, chat_name: str) -> OwnTool:
-        """Return the tool that the model called; a name that is none of them is the model's own."""
+        """Return the tool that the model called. An unknown name was made up by the model."""
         return self._own.get(chat_name) or OwnTool("function", chat_name)
 
     def _add(self, tool: Any, namespace: str | None) -> None:
@@ -96,7 +96,7 @@ def _function(tool: Mapping[str, Any], own: OwnTool) -> dict[str, Any]:
 
 
 def _describe_tool(tool: Mapping[str, Any]) -> Iterator[str]:
-    """Describe a custom tool. Its grammar is told, not enforced: the model writes JSON around the text."""
+    """Describe a custom tool. Its grammar is described, not enforced: the model writes JSON around the text."""
     if tool.get("description"):
         yield str(tool["description"])
     form = tool.get("format")
@@ -109,7 +109,7 @@ def _hosted_tool_refusal(kind: str) -> Refusal:
 
 
 def free_text(arguments: str) -> str:
-    """Return what a custom tool is called with; arguments that are not of its one text are given as they are."""
+    """Return the text with which a custom tool is called. Other arguments are returned unchanged."""
     try:
         data = read_json(arguments)
     except ValueError:
@@ -118,5 +118,5 @@ def free_text(arguments: str) -> str:
 
 
 def free_text_arguments(text: Any) -> str:
-    """Return the arguments of a function of one text."""
+    """Return the arguments of a function with one text argument."""
     return dumps({"input": text}).decode()

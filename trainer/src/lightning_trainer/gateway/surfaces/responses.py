@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's Responses, asked of any model."""
+"""``POST /v1/responses``: OpenAI's Responses, for any model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_trainer.gateway.surfaces.output_items import OutputItem, OutputIt
 from lightning_trainer.gateway.surfaces.response_tools import OwnTool, free_text
 from lightning_trainer.gateway.surfaces.responses_request import read_response
 
-_ECHOED: Final[Mapping[str, Any]] = {  # settings of the request that its answer repeats, and what they are by default
+_ECHOED: Final[Mapping[str, Any]] = {  # settings of the request that its response repeats, and their defaults
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -32,7 +32,7 @@ _CUT: Final = {"length": "max_output_tokens", "content_filter": "content_filter"
 
 
 class ResponsesSurface:
-    """Responses. What they said is kept for a while, so that ``previous_response_id`` goes on from it."""
+    """Responses. Their messages are kept for some time, so that ``previous_response_id`` can continue them."""
 
     path = "/v1/responses"
     id_prefix = "resp_"
@@ -41,12 +41,12 @@ class ResponsesSurface:
         self._conversations = conversations
 
     def begin(self, body: Mapping[str, Any], owner: str | None) -> ResponsesExchange:
-        """Read a request: see `Surface.begin`."""
+        """Read a request; see `Surface.begin`."""
         before = self._conversations.before(body.get("previous_response_id"), owner)
         return ResponsesExchange(body, before, owner, self._conversations)
 
     def refusal(self, refusal: Refusal) -> bytes:
-        """Return an error as OpenAI gives it."""
+        """Return an error in OpenAI's format."""
         return refusal.body()
 
 
@@ -95,7 +95,7 @@ class ResponsesExchange:
         return b"".join([*self._first(pending), *closing, last])
 
     def failed(self, pending: PendingCall, refusal: Refusal) -> bytes:
-        """See `Exchange`. The second event is the one at which clients raise."""
+        """See `Exchange`. Clients raise at the second event."""
         error = {"code": refusal.code or "server_error", "message": refusal.message}
         failed = self._event("response.failed", response={**self._response(pending, "failed"), "error": error})
         return failed + self._event("error", **error, param=None, error=error)
@@ -161,7 +161,8 @@ class ResponsesExchange:
             if part.kind != "tool":
                 yield self._event("response.content_part.added", **inner, part=_content(part))
         elif what == "more":
-            if own is None or own.kind == "function":  # the text of a custom tool is known once its arguments are whole
+            # the text of a custom tool is known when its arguments are complete
+            if own is None or own.kind == "function":
                 logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
                 yield self._event(f"{name}.delta", **inner, delta=text, **logprobs)
         else:

@@ -1,4 +1,4 @@
-"""A request of OpenAI's Responses as a chat completion asks for it."""
+"""A request of OpenAI's Responses as a chat completion."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _INCLUDED: Final = frozenset({_LOGPROBS, "reasoning.encrypted_content"})  # the 
 
 @dataclass(frozen=True, slots=True)
 class ReadResponse:
-    """A request of Responses, read.
+    """A parsed request of Responses.
 
     Attributes:
-        chat: as a chat completion asks for it.
-        tools: what its tools are to the client.
-        left_out: what of it is not asked for, as it was asked.
+        chat: as a chat completion.
+        tools: its tools as the client knows them.
+        left_out: the parts that are not requested, as they were given.
     """
 
     chat: dict[str, Any]
@@ -43,10 +43,10 @@ def read_response(body: Mapping[str, Any], before: list[dict[str, Any]]) -> Read
 
     Args:
         body: as received.
-        before: the messages of the response that it goes on from.
+        before: the messages of the response that it continues.
 
     Raises:
-        Refusal: it is malformed, or asks for what no chat completion does.
+        Refusal: it is malformed, or requests what no chat completion supports.
     """
     for name in _REFUSED:
         if body.get(name):
@@ -76,7 +76,7 @@ def read_response(body: Mapping[str, Any], before: list[dict[str, Any]]) -> Read
 
 
 def _compaction(value: Any) -> dict[str, Any]:
-    """Return what is left out of how a context is kept short: compaction, which begins only near a context's end.
+    """Return what is left out of the settings for keeping a context short: compaction, which begins only near its end.
 
     Raises:
         Refusal: it is something else, which would change the prompt.
@@ -100,7 +100,7 @@ def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _effort(settings: Mapping[str, Any]) -> Any:
-    """Return the effort; a summary is never made here, and asking for one changes no answer."""
+    """Return the effort. A summary is never made here, and requesting one changes no answer."""
     value = settings.get("reasoning")
     return value.get("effort") if isinstance(value, dict) else None
 
@@ -123,11 +123,11 @@ def _format(value: Any) -> dict[str, Any]:
 class Items:
     """An input: a text, or a list of items.
 
-    An answer comes back as several items (reasoning, text, calls): together they are one message of the assistant.
-    Tools and settings may come among them.
+    An answer comes back as several items (reasoning, text, calls), which together are one message of the assistant.
+    Tools and settings may be among them.
 
     Raises:
-        Refusal: an item is malformed, or of a kind that is not taken.
+        Refusal: an item is malformed, or of an unsupported kind.
     """
 
     def __init__(self, value: Any) -> None:
