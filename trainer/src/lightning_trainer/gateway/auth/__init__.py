@@ -1,1 +1,1 @@
-"""Keys: what each opens, and whose word a reward is."""
+"""Keys: what each permits, and who gives a reward."""

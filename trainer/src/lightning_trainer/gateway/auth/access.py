@@ -1,4 +1,4 @@
-"""From the bearer key of a request to what it opens."""
+"""Finds what the bearer key of a request permits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_trainer.gateway.auth.ended_attempts import EndedAttempts
 from lightning_trainer.gateway.auth.keys import Grant, KeyRefusedError, Keys, Scope
 from lightning_trainer.gateway.http.errors import forbidden, unauthorized
 
-_KNOWN: Final = 1000  # keys; more attempts seldom run at once
+_KNOWN: Final = 1000  # keys; more attempts rarely run at once
 
 
 class Access:
@@ -21,19 +21,19 @@ class Access:
     def __init__(self, keys: Keys, attempts: EndedAttempts) -> None:
         self._keys = keys
         self._attempts = attempts
-        self._known: dict[str, Grant] = {}  # of keys that were checked before: a check costs 0.1 ms
+        self._known: dict[str, Grant] = {}  # of keys that were checked before, because a check costs 0.1 ms
 
     async def admit(self, request: HttpScope, *scopes: Scope, late_s: float = 0.0) -> Grant:
         """Check the key of a request.
 
         Args:
             request: its ASGI scope.
-            scopes: the kinds of key that open this.
-            late_s: seconds after its end during which an attempt's key still opens this.
+            scopes: the permitted kinds of key.
+            late_s: seconds after its attempt's end during which an attempt's key is still permitted.
 
         Raises:
-            Refusal: no key, a bad one (401), or one that does not open this (403).
-            StoreError: the store can't say whether the attempt still runs.
+            Refusal: no key, an invalid one (401), or one that does not permit this (403).
+            StoreError: the store cannot say whether the attempt is still running.
         """
         token = _token(request)
         if not token:
@@ -63,10 +63,10 @@ class Access:
 
 
 class Needs:
-    """What a route of FastAPI's needs: a key of one of these scopes. As a dependency it gives what the key opens.
+    """A FastAPI dependency: requires a key of one of these scopes, and returns what the key permits.
 
     Args:
-        scopes: the kinds of key that open the route.
+        scopes: the permitted kinds of key.
     """
 
     def __init__(self, *scopes: Scope) -> None:
@@ -79,7 +79,7 @@ class Needs:
 
 
 def _token(request: HttpScope) -> str:
-    """Return the one key that a request carries; Anthropic's clients send it as ``x-api-key``."""
+    """Return the one key of a request. Anthropic's clients send it as ``x-api-key``."""
     headers: dict[bytes, bytes] = dict(request["headers"])
     kind, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     bearer = token.strip() if kind.lower() == "bearer" else ""

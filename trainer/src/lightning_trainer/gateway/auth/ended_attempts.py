@@ -1,4 +1,4 @@
-"""Which attempts have ended, so that their keys stop working. Asked at every request, so it seldom asks the store."""
+"""Which attempts have ended, so that their keys stop working. Checked at every request, so it rarely asks the store."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Final
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.store import Store
 
-RECHECK_S: Final = 1.0  # an end that another server told is noticed within about this time
-_REMEMBERED: Final = 20_000  # attempts; older ones are asked of the store again
-_AT_ONCE: Final = 500  # ids in one question
+RECHECK_S: Final = 1.0  # an end reported to another server is noticed within about this time
+_REMEMBERED: Final = 20_000  # attempts; for older ones the store is asked again
+_AT_ONCE: Final = 500  # ids in one query
 LONG_AGO: Final = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """How an attempt stood when the store was last asked, or told otherwise.
+    """The last known state of an attempt.
 
     Attributes:
-        fence: its fencing number; None where it ended before anyone asked.
+        fence: its fencing number; None if it ended before anyone asked.
         checked_s: monotonic time.
-        ended_s: Unix time of its end; None while it runs.
+        ended_s: Unix time of its end; None while it is running.
     """
 
     fence: int | None
@@ -36,10 +36,10 @@ class _Standing:
 
 
 class EndedAttempts:
-    """Remembers what ended here at once, and asks the store about the others every second, many in one question.
+    """Knows immediately what ended here, and asks the store about the others every second, many in one query.
 
-    An attempt is known by its id and its fencing number: after a deletion the id may be used again, by another attempt.
-    One that the store does not know has ended. Nobody is let in while the store is being asked.
+    An attempt is identified by its id and its fencing number: after a deletion another attempt may use the same id. One
+    that the store does not know has ended. No request is permitted while the store is being asked.
     """
 
     def __init__(self, store: Store, *, recheck_s: float = RECHECK_S) -> None:
@@ -65,10 +65,10 @@ class EndedAttempts:
                 self._note(attempt_id, _Standing(fence, time.monotonic(), time.time()))
 
     async def ended_at(self, attempt_id: str, fence: int) -> float | None:
-        """Say when the attempt with this id and fencing number ended, in Unix seconds; None while it runs.
+        """Return when the attempt with this id and fencing number ended, in Unix seconds; None while it is running.
 
         Raises:
-            StoreError: the store can't be asked.
+            StoreError: the store cannot be asked.
         """
         with self._lock:
             known = self._known.get(attempt_id)
@@ -86,7 +86,7 @@ class EndedAttempts:
         return LONG_AGO if known is None or known.fence not in {fence, None} else known.ended_s
 
     def _ask(self, attempt_id: str) -> Future[None]:
-        """Return what is done once the store has answered; questions that wait for it are asked together."""
+        """Return a future that is done when the store has answered. Waiting queries are combined."""
         waiting = self._asked.get(attempt_id)
         if waiting is None:
             waiting = self._asked[attempt_id] = Future()
@@ -113,7 +113,7 @@ class EndedAttempts:
             future.set_result(None)
 
     def _take(self, attempt_id: str, record: AttemptRecord | None, asked_s: float) -> None:
-        """Note what the store said, unless an end was told here after it was asked."""
+        """Apply the store's answer, unless an end was noted here after the query."""
         known = self._known.get(attempt_id)
         if known is not None and known.ended_s is not None and known.checked_s >= asked_s:
             return

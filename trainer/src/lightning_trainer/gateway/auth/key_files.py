@@ -1,4 +1,4 @@
-"""The files with a server's keys: written at its start, and again before their keys are too old."""
+"""The files with a server's keys: written when it starts, and again before their keys expire."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lightning_trainer.gateway.auth.register import write_private
 from lightning_trainer.gateway.http.masking import masking_logger
 
 logger = masking_logger(__name__)
-_AGAIN_S: Final = 60.0  # between tries to write a file that can't be written
+_AGAIN_S: Final = 60.0  # seconds between attempts to write a file after a failure
 
 
 class KeyFiles:
-    """Keys in files. A key is renewed at half its life, so that what reads the file has as long again to do so.
+    """Keys in files. A key is renewed at half its lifetime, so that its readers have the other half to reload it.
 
     Args:
         keys: issues them.
         files: path of each scope's key.
-        life_s: seconds that a key is good.
+        life_s: seconds for which a key is valid.
     """
 
     def __init__(self, keys: Keys, files: Mapping[Scope, Path], *, life_s: float = LIFE_S) -> None:
@@ -41,16 +41,16 @@ class KeyFiles:
         }
 
     def write(self) -> None:
-        """Issue all keys anew.
+        """Issue all keys again.
 
         Raises:
-            ConfigError: a file can't be written.
+            ConfigError: a file cannot be written.
         """
         for scope in self._files:
             self._write(scope)
 
     def renew(self) -> None:
-        """Renew the keys that have reached half their life, or are revoked; seldom anything is to be done."""
+        """Renew the keys that have reached half their lifetime, or are revoked. Usually there are none."""
         now = time.time()
         if now < self._next_s:
             return
@@ -67,7 +67,7 @@ class KeyFiles:
                 self._failure, self._next_s = str(error), now + _AGAIN_S
 
     def status(self) -> dict[str, Any]:
-        """Say for ``/healthz`` how long the keys are good, and whether renewing them fails."""
+        """Return for ``/healthz`` how long the keys are valid, and whether renewing them fails."""
         left_s = min((grant.expires_s for grant in self._grants.values()), default=0.0) - time.time()
         good = {"good_for_s": round(left_s), "renewed_every_s": round(self._life_s / 2)}
         if self._failure is not None:

@@ -1,7 +1,7 @@
-"""Keys: signed, expiring, and good for one thing each.
+"""Keys: signed, expiring, each with one scope.
 
-Checking one needs the secret alone. Those of people and machines have an id besides, and stand in a register from which
-they are listed and revoked; those of attempts end with their attempt.
+Checking one needs only the secret. Keys of people and machines also have an id and are listed in a register, where they
+can be revoked; those of attempts end with their attempt.
 """
 
 from __future__ import annotations
@@ -23,33 +23,35 @@ if TYPE_CHECKING:
 Scope: TypeAlias = Literal["attempt", "evaluator", "runner", "live", "caller", "viewer", "approver", "admin"]
 _PREFIX: Final = "lk-"
 _SECRET_BYTES: Final = 32
-_SECRETS_KEPT: Final = 2  # the newest signs; the one before it is still good, until the next is made
-_LONGEST: Final = 2048  # characters of a key; longer ones are refused unread
+_SECRETS_KEPT: Final = 2  # the newest signs; the previous one stays valid until the next is created
+_LONGEST: Final = 2048  # longest key, in characters; longer ones are rejected unread
 _AT_ZERO_S: Final = time.time() - time.monotonic()
 LIFE_S: Final = 30 * 86_400.0
-RUN_S: Final = 3650 * 86_400.0  # of keys whose secret goes with the process: a run may take long
+RUN_S: Final = 3650 * 86_400.0  # validity of keys whose secret ends with the process: a run may take long
 
 
 class KeyRefusedError(LightningError):
-    """The key is not one of this server's, was changed, or is too old."""
+    """The key is not one of this server's, was changed, or has expired."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a key opens.
+    """What a key permits.
 
     Attributes:
         scope: ``attempt`` samples and sends its own spans; ``evaluator`` gives rewards; ``runner`` claims and finishes;
-            ``live`` sends spans of production, and ``caller`` also calls models; ``viewer`` looks at what the viewer
-            shows; ``approver`` approves candidates of deployments; ``admin`` does all but that.
+            ``live`` sends spans of production, and ``caller`` also calls models; ``viewer`` reads what the viewer
+                shows;
+            ``approver`` approves candidates of deployments; ``admin`` does everything except that.
         rollout_id: of an attempt's key; None otherwise.
         attempt_id: of an attempt's key; None otherwise.
-        agent: the agent whose calls these are, where no header names one.
+        agent: the agent that makes the calls, if no header names one.
         expires_s: Unix time in seconds.
-        holder: whose key it is; goes into the source of the rewards that an evaluator gives, and says whose the
-            attempts are that a runner claims.
+        holder: the key's owner; part of the source of the rewards that an evaluator gives, and the owner of the
+            attempts
+            that a runner claims.
         fence: fencing number of an attempt's key; an attempt that uses the id again has another.
-        key_id: under which the register has it; None for an attempt's key.
+        key_id: its id in the register; None for an attempt's key.
         failures: earlier attempts of its rollout that failed; 0 for other keys.
         replay: whether its attempt replays an earlier one.
         terms: of the data that comes with a live key: names and values of `lightning_spans.terms`.
@@ -74,12 +76,12 @@ class Grant:
 
 
 class Keys:
-    """Issues and checks keys (HMAC-SHA256; a key can't choose another algorithm, for it names none).
+    """Issues and checks keys (HMAC-SHA256; a key names no algorithm, so it cannot choose another).
 
     Args:
         secret: signs.
-        older: secrets whose keys are still good.
-        register: of the keys that are good; None: all are that are signed and not too old.
+        older: secrets whose keys are still valid.
+        register: of the valid keys; None: all keys that are signed and not expired are valid.
     """
 
     def __init__(self, secret: bytes, older: Sequence[bytes] = (), *, register: Register | None = None) -> None:
@@ -91,7 +93,7 @@ class Keys:
         self._signer = self.signer("key")
 
     def signer(self, purpose: str) -> URLSafeSerializer:
-        """Return what signs and checks texts of one purpose; one that was signed for another is refused."""
+        """Return what signs and checks texts for one purpose. A text signed for another purpose is rejected."""
         import hashlib
 
         from itsdangerous import URLSafeSerializer
@@ -102,19 +104,19 @@ class Keys:
 
     @classmethod
     def fresh(cls) -> Keys:
-        """Make keys of a new secret that is kept nowhere: they die with the process."""
+        """Create keys with a new secret that is stored nowhere: they end with the process."""
         return cls(secrets.token_bytes(_SECRET_BYTES))
 
     @classmethod
     def from_file(cls, path: Path, *, rotate: bool = False) -> Keys:
-        """Use the secrets in this file, which is made, for its owner's eyes only, when it is not there.
+        """Use the secrets in this file. If it does not exist, it is created, readable only by its owner.
 
         Args:
-            path: of the file; a secret a line, the newest first.
-            rotate: make a new secret. Keys of the one before it stay good until the next; those of older ones do not.
+            path: of the file; one secret per line, the newest first.
+            rotate: create a new secret. Keys of the previous one stay valid until the next rotation; older ones do not.
 
         Raises:
-            ConfigError: the file can't be read or made, others may read it, or it holds no secret.
+            ConfigError: the file cannot be read or created, others may read it, or it contains no secret.
         """
         try:
             if not path.exists():
@@ -141,23 +143,23 @@ class Keys:
         holder: str | None = None,
         terms: Mapping[str, str | float] | None = None,
     ) -> str:
-        """Make a key.
+        """Create a key.
 
         Args:
-            scope: what it opens.
+            scope: what it permits.
             rollout_id: for an attempt's key.
             attempt_id: for an attempt's key.
             fence: fencing number, for an attempt's key.
             failures: earlier attempts of the rollout that failed, for an attempt's key.
             replay: whether the attempt replays an earlier one.
-            agent: whose calls they are where no header names an agent.
-            expires_s: seconds from now after which it opens nothing.
-            holder: whose key it is, such as a runner's or an evaluator's name.
+            agent: the agent that makes the calls if no header names one.
+            expires_s: seconds from now until it expires.
+            holder: the key's owner, such as a runner's or an evaluator's name.
             terms: of the data that comes with a live key.
 
         Raises:
             ValueError: an attempt's key without an attempt, or another key with one.
-            ConfigError: the register can't be written.
+            ConfigError: the register cannot be written.
         """
         own = (rollout_id, attempt_id, fence)
         if (scope == "attempt") != all(each is not None for each in own) or (scope != "attempt" and any(own)):
@@ -171,10 +173,10 @@ class Keys:
         return _PREFIX + str(self._signer.dumps(payload))
 
     def check(self, token: str) -> Grant:
-        """Say what a key opens. The signature is compared in constant time.
+        """Return what a key permits. The signature is compared in constant time.
 
         Raises:
-            KeyRefusedError: it is none of this server's, revoked, or too old. The message never holds the key.
+            KeyRefusedError: it is not this server's, or is revoked or expired. The message never contains the key.
         """
         from itsdangerous import BadData
 
@@ -193,10 +195,10 @@ class Keys:
         return grant
 
     def check_grant(self, grant: Grant) -> None:
-        """See that what a key opened, when it was checked before, is still open.
+        """Check that a key which was checked before is still valid.
 
         Raises:
-            KeyRefusedError: it is revoked, or too old.
+            KeyRefusedError: it is revoked or has expired.
         """
         if _now_s(grant.attempt_id) >= grant.expires_s:
             raise KeyRefusedError("this key is too old: it opens nothing any more")
@@ -205,12 +207,15 @@ class Keys:
 
 
 def _now_s(attempt_id: str | None) -> float:
-    """Return the Unix time; for attempts as if the machine's clock had not been set since this process began."""
+    """Return the Unix time.
+
+    For attempts, changes of the machine's clock since the start of this process are ignored.
+    """
     return time.time() if attempt_id is None else _AT_ZERO_S + time.monotonic()
 
 
 def scope_of(token: str) -> str | None:
-    """Return what a key says that it opens, which nothing here vouches for; None for what is no key of ours."""
+    """Return the scope that a key claims, unverified; None if it is no key of this product."""
     from itsdangerous import URLSafeSerializer
 
     _, found = URLSafeSerializer(b"none").loads_unsafe(token.strip().removeprefix(_PREFIX))

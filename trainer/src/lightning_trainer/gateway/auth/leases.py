@@ -1,4 +1,4 @@
-"""Whose an attempt is: the runner key's that claimed it. Nobody else may renew its lease, end it or reward it."""
+"""Leases belong to the runner key that claimed the attempt. No other key may renew, end or reward the attempt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from lightning_spans.store import Store
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.http.errors import forbidden
 
-UNNAMED: Final = "runner"  # holder of the runner keys that name nobody
-_REMEMBERED: Final = 20_000  # attempts; older ones are asked of the store again
+UNNAMED: Final = "runner"  # holder of runner keys without a name
+_REMEMBERED: Final = 20_000  # attempts; for older ones the store is asked again
 
 
 class Leases:
-    """Knows the holder of each attempt's lease. It stands before a slash in the worker's name, so the store has it."""
+    """Knows the holder of each attempt's lease.
+
+    It is the part of the worker's name before the slash, so it is in the store.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -38,10 +41,10 @@ class Leases:
                 self._workers.popitem(last=False)
 
     def of_others(self, grant: Grant, attempt_ids: Collection[str]) -> set[str]:
-        """Return those of the attempts that were claimed with other keys; an admin's are all.
+        """Return the attempts that were claimed with other keys. To an admin, all attempts are permitted.
 
         Raises:
-            StoreError: the store can't be asked.
+            StoreError: the store cannot be asked.
         """
         if grant.scope == "admin":
             return set()
@@ -54,11 +57,11 @@ class Leases:
         return {name for name, worker in known.items() if worker.partition("/")[0] != _holder(grant)}
 
     def check(self, grant: Grant, attempt_ids: Collection[str]) -> None:
-        """See that attempts are those of a key; what the store does not know is left to the store.
+        """Check that a key owns attempts. Those unknown to the store are left to the store.
 
         Raises:
             Refusal: one was claimed with another key.
-            StoreError: the store can't be asked.
+            StoreError: the store cannot be asked.
         """
         if others := self.of_others(grant, attempt_ids):
             raise forbidden(f"attempt {min(others)!r} was claimed with another key than this one")

@@ -1,4 +1,4 @@
-"""How much one key may bring: bytes, model calls and spans, of an attempt in all and of a live key in an hour."""
+"""Quotas per key: bytes, model calls and spans, of an attempt in total and of a live key per hour."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Used:
 
 
 class Quotas:
-    """Counts what each key has brought since the server's start. Those of people and runners may bring any amount."""
+    """Counts what each key has sent since the server's start. Keys of people and runners have no quota."""
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = {
@@ -42,16 +42,16 @@ class Quotas:
         self._lock = threading.Lock()
 
     def take(self, grant: Grant, what: str, amount: int = 1) -> None:
-        """Count what a request brings.
+        """Count what a request sends.
 
         Args:
             grant: of its key.
             what: ``bytes``, ``model calls`` or ``spans``.
-            amount: how much; nothing of it is counted where it is refused.
+            amount: how much; not counted if it is rejected.
 
         Raises:
-            Refusal: it is more than the key may bring (429): of a live key for the rest of its hour, of an attempt for
-                good.
+            Refusal: it exceeds the key's quota (429): of a live key for the rest of its hour, of an attempt
+                permanently.
         """
         most = self._most.get(grant.scope, {}).get(what)
         if most is None:
@@ -66,7 +66,7 @@ class Quotas:
         raise _quota_refusal(grant, what, most, left_s)
 
     def forget(self, attempt_id: str) -> None:
-        """Drop the counts of an attempt whose key opens nothing any more."""
+        """Drop the counts of an attempt whose key has expired."""
         with self._lock:
             self._used.pop(f"attempt {attempt_id}", None)
 

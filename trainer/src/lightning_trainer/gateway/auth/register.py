@@ -1,4 +1,4 @@
-"""The register of keys: which were issued and which are revoked. It holds their ids, never the keys themselves."""
+"""The register of keys: which were issued and which are revoked. It contains their ids, never the keys themselves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-_LOOK_S: Final = 1.0  # a key that another process revoked opens nothing within about this time
-_KEPT_S: Final = 86_400.0  # keys that are too old stay in the list for so long
+_LOOK_S: Final = 1.0  # a key that another process revoked becomes invalid within about this time
+_KEPT_S: Final = 86_400.0  # seconds for which expired keys stay in the list
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Issued:
 
     Attributes:
         key_id: its id.
-        scope: what it opens.
-        holder: whose it is; None where nobody is named.
+        scope: what it permits.
+        holder: its owner; None if nobody is named.
         issued_s: Unix time in seconds.
         expires_s: Unix time in seconds.
-        revoked_s: Unix time since when it opens nothing; None: it was never revoked.
+        revoked_s: Unix time since when it is invalid; None: it was never revoked.
     """
 
     key_id: str
@@ -47,10 +47,10 @@ class Issued:
 
 
 class Register:
-    """A file with the keys that were issued. Several processes may use it: the server, and the command line.
+    """A file with the issued keys. Several processes may use it: the server, and the command line.
 
     Args:
-        path: of the file, which is made for its owner's eyes only.
+        path: of the file, which is created readable only by its owner.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,19 +61,19 @@ class Register:
         self._lock = threading.Lock()
 
     def add(self, key: Issued) -> None:
-        """Enter a key, and drop those that have been too old for a day.
+        """Add a key, and drop those that expired more than a day ago.
 
         Raises:
-            ConfigError: the file can't be written.
+            ConfigError: the file cannot be written.
         """
         with self._open_for_changes() as keys:
             keys[:] = [one for one in keys if one.expires_s > time.time() - _KEPT_S] + [key]
 
     def revoke(self, name: str) -> list[Issued]:
-        """Revoke the key with this id, or all of a holder's. Returns them; none where there is none that is good.
+        """Revoke the key with this id, or all keys of a holder. Returns them; empty if none is valid.
 
         Raises:
-            ConfigError: the file can't be written.
+            ConfigError: the file cannot be written.
         """
         now, found = round(time.time(), 3), []
         with self._open_for_changes() as keys:
@@ -87,7 +87,7 @@ class Register:
         """Return the keys, oldest first.
 
         Raises:
-            ConfigError: the file can't be read.
+            ConfigError: the file cannot be read.
         """
         try:
             return [Issued(**one) for one in json.loads(self._path.read_text(encoding="utf-8"))]
@@ -97,10 +97,10 @@ class Register:
             raise ConfigError(f"{self._path}: can't be read as the register of keys: {error}") from None
 
     def stands(self, key_id: str) -> bool:
-        """Whether a key is in the register and not revoked; the file is looked at once a second.
+        """Whether a key is in the register and not revoked. The file is checked once a second.
 
         Raises:
-            ConfigError: the file can't be read.
+            ConfigError: the file cannot be read.
         """
         if key_id not in self._good or time.monotonic() - self._looked_s >= _LOOK_S:
             self._look()
@@ -121,7 +121,7 @@ class Register:
 
     @contextmanager
     def _open_for_changes(self) -> Iterator[list[Issued]]:
-        """Return the list for changes; meanwhile no other process changes it."""
+        """Return the list for changes; no other process can change it meanwhile."""
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(self._path.with_name(f".{self._path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -138,15 +138,15 @@ class Register:
 
 
 def register_of(secret: Path) -> Path:
-    """Return the path of the register of the keys that a secret signs."""
+    """Return the path of the register for the keys that a secret signs."""
     return secret.with_name(f"{secret.name}.keys")
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a new file that only its owner can read; another's file of that name is never reused.
+    """Write a new file that only its owner can read. An existing file of that name is never reused.
 
     Raises:
-        OSError: it can't be written.
+        OSError: it cannot be written.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -157,7 +157,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def _wait_for(file: int) -> None:
-    """Lock an open file, which closing it unlocks."""
+    """Lock an open file; closing it unlocks it."""
     if sys.platform == "win32":
         msvcrt.locking(file, msvcrt.LK_LOCK, 1)
     else:

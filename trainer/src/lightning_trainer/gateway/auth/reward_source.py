@@ -1,4 +1,4 @@
-"""Who gives a reward, and when: it is written into the reward's source, where its sender can't change it."""
+"""Writes who gave a reward, and when, into the reward's source, where its sender cannot change it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ EVALUATOR: Final = "evaluator"
 
 
 def given_by(grant: Grant, rewards: Sequence[Reward], store: Store) -> list[Reward]:
-    """Return rewards with who gave them.
+    """Return rewards with their giver.
 
     An evaluator's rewards have the source ``evaluator:HOLDER`` and, after a slash, the source that it named. Only
-    attempts that are there can be rewarded, under their own rollout, and conversations outside of attempts that a
-    deployed agent has had, under their own name (``conversation:NAME``). Nobody else may use sources of that form,
-    except an admin, who copies them.
+    existing attempts can be rewarded, under their own rollout, and conversations of a deployed agent outside attempts,
+    under their own name (``conversation:NAME``). Nobody else may use sources of that form, except an admin, who copies
+    them.
 
     Raises:
-        Refusal: a source pretends to be an evaluator's, or an attempt is not there.
+        Refusal: a source claims to be an evaluator's, or an attempt does not exist.
     """
     if grant.scope != EVALUATOR:
         if grant.scope != "admin" and any(reward.source.startswith(EVALUATOR) for reward in rewards):
@@ -44,10 +44,10 @@ def given_by(grant: Grant, rewards: Sequence[Reward], store: Store) -> list[Rewa
 
 
 def given_now(rewards: Sequence[Reward], store: Store) -> list[Reward]:
-    """Return rewards, those of attempts that still run with the time: they are for the calls that have ended by now.
+    """Return rewards; those of running attempts get the current time, and count for the calls that have ended by now.
 
-    A time that the sender gave stays. A reward that comes after the end of its attempt is for the whole of it, as one
-    with no time is.
+    A time that the sender gave stays. A reward after the end of its attempt counts for all of it, as does one without a
+    time.
     """
     wanted = sorted({reward.attempt_id for reward in rewards if reward.given_ns is None})
     running = _running_ids(store.attempts(attempt_ids=wanted)) if wanted else frozenset()

@@ -1,1 +1,1 @@
-"""What comes in to be stored: spans as OTLP, from our tracers and from others."""
+"""Received data: spans as OTLP, from our tracers and from others."""

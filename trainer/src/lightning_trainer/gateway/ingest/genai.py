@@ -1,4 +1,4 @@
-"""Chat spans of the OTel GenAI conventions: request and response put together from messages, old names renewed."""
+"""Chat spans of the OTel GenAI conventions: builds request and response from messages, and updates old names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json, Span
 from lightning_trainer.gateway.http.weight import too_heavy
 
-_SMALL: Final = 4096  # characters; nothing large can be made of so few
-_MOST_BYTES: Final = 32 << 20  # of memory, of an attribute that is JSON
+_SMALL: Final = 4096  # characters; so few cannot become anything large
+_MOST_BYTES: Final = 32 << 20  # of memory, for an attribute that is JSON
 _INPUT: Final = "gen_ai.input.messages"
 _OUTPUT: Final = "gen_ai.output.messages"
 _SYSTEM: Final = "gen_ai.system_instructions"
@@ -24,7 +24,7 @@ _OLD: Final = {  # names before version 1.37 of the conventions
     "gen_ai.usage.prompt_tokens": names.INPUT_TOKENS,
     "gen_ai.usage.completion_tokens": names.OUTPUT_TOKENS,
 }
-_CALLS: Final = frozenset({"chat", "generate_content", "text_completion"})  # what the conventions call a model call
+_CALLS: Final = frozenset({"chat", "generate_content", "text_completion"})  # the conventions' name for a model call
 _PARAMETERS: Final = {
     names.REQUEST_MODEL: "model",
     names.REQUEST_TEMPERATURE: "temperature",
@@ -35,7 +35,7 @@ _PARAMETERS: Final = {
 
 
 def completed(span: Span) -> Span:
-    """Return a span with the attributes of ours that its messages tell, where it has none."""
+    """Return a span with our attributes, filled from its messages if it lacks them."""
     given = span.attributes
     added = {ours: given[old] for old, ours in _OLD.items() if old in given and ours not in given}
     operation = names.CHAT if span.operation in _CALLS else span.operation
@@ -49,7 +49,7 @@ def completed(span: Span) -> Span:
 
 
 def loaded(value: Json) -> Json:
-    """Read what may be JSON text; other text stays text, and so does what would take too much memory."""
+    """Parse text that may be JSON. Other text, and text that would take too much memory, is returned as it is."""
     if not isinstance(value, str) or (len(value) > _SMALL and too_heavy(value.encode(errors="replace"), _MOST_BYTES)):
         return value
     try:
@@ -59,7 +59,7 @@ def loaded(value: Json) -> Json:
 
 
 def tool_call(call_id: Json, name: Json, arguments: Json) -> dict[str, Json]:
-    """Return a tool call in OpenAI's shape."""
+    """Return a tool call in OpenAI's format."""
     text = arguments if isinstance(arguments, str) else dumps(arguments).decode()
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
@@ -96,13 +96,16 @@ def _response(given: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _answer(one: Mapping[str, Json]) -> dict[str, Json]:
-    """Return an answer as the one message that it is; results of tools that ran at the provider are not said in it."""
+    """Return an answer as one message. Results of tools that ran at the provider are left out."""
     parts = [part for part in _objects(one.get("parts")) if not _is_result(part)]
     return _message(one.get("role", "assistant"), parts)
 
 
 def _messages(one: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
-    """Yield what a message says in OpenAI's shape, in the order of its parts: each tool's result is a message."""
+    """Yield a message's content in OpenAI's format, in the order of its parts.
+
+    Each tool result is a separate message.
+    """
     role, parts = one.get("role", "assistant"), _objects(one.get("parts"))
     if not any(_is_result(part) for part in parts):
         yield _message(role, parts)

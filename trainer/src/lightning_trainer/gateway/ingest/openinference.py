@@ -1,6 +1,6 @@
-"""Spans of other libraries, turned into our schema as they come in: OpenInference's, and OTel GenAI's in all forms.
+"""Converts spans of other libraries to our schema on arrival: OpenInference's, and OTel GenAI's in all forms.
 
-Nothing is taken away: what we add stands beside the attributes that came. Spans of ours pass unchanged.
+Nothing is removed: our attributes are added to the received ones. Our own spans pass unchanged.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _RENAMED: Final = {  # in every operation
     SpanAttributes.LLM_PROVIDER: names.PROVIDER,
     SpanAttributes.LLM_MODEL_NAME: names.REQUEST_MODEL,
 }
-_LOOP: Final = ("model", "agent", "tools")  # nodes of LangChain's own loop: no names of agents
-_NO_ID: Final = "__fake_id__"  # the Agents SDK's, where a stream of chat completions has none
+_LOOP: Final = ("model", "agent", "tools")  # nodes of LangChain's own loop, which are not names of agents
+_NO_ID: Final = "__fake_id__"  # the Agents SDK's, if a stream of chat completions has none
 _TOOL: Final = {
     SpanAttributes.TOOL_NAME: names.TOOL_NAME,
     SpanAttributes.TOOL_ID: names.TOOL_CALL_ID,
@@ -47,7 +47,7 @@ _TOOL: Final = {
 
 
 def adopted(span: Span) -> Span:
-    """Return the span in our schema; one that is ours already, or that means nothing here, is given as it is."""
+    """Return the span in our schema. Our own spans, and spans without meaning here, are returned unchanged."""
     if span.operation == "internal":
         kind = str(span.attributes.get(SpanAttributes.OPENINFERENCE_SPAN_KIND, "")).upper()
         metadata = genai.loaded(span.attributes.get(SpanAttributes.METADATA))
@@ -73,7 +73,7 @@ def _from_openinference(span: Span, operation: str, graph: Mapping[str, Json]) -
 
 
 def _agent(span: Span, operation: str, graph: Mapping[str, Json]) -> str | None:
-    """Name the agent from what instrumentors have: LangChain's metadata, the node of a graph, the role of a tool."""
+    """Name the agent from instrumentors' attributes: LangChain's metadata, the node of a graph, the role of a tool."""
     given = span.attributes
     node = graph.get("langgraph_node")
     known = [given.get(SpanAttributes.AGENT_NAME), graph.get("lc_agent_name"), given.get("tool.agent_role")]
@@ -84,7 +84,7 @@ def _agent(span: Span, operation: str, graph: Mapping[str, Json]) -> str | None:
 
 
 def _chat(given: Mapping[str, Json]) -> dict[str, Json]:
-    """Return request and response: the raw bodies where the span has them, else put together from its messages."""
+    """Return request and response: the raw bodies if the span has them, otherwise built from its messages."""
     asked = given.get(SpanAttributes.INPUT_VALUE)
     request = _body(asked, "messages", holding="role") or _prompt(asked) or _request(given)
     told = given.get(SpanAttributes.OUTPUT_VALUE)
@@ -103,7 +103,7 @@ def _body(text: Json, key: str, *, holding: str = "") -> dict[str, Json] | None:
         body = body[0]
     if not isinstance(body, dict) or not isinstance(body.get(key), list):
         return None
-    # LangChain's messages, too, are under ``messages``, in a shape of its own.
+    # LangChain's messages are under ``messages`` too, in another format.
     whole = all(isinstance(one, dict) and (not holding or holding in one) for one in body[key])
     return body if whole else None
 
@@ -115,7 +115,7 @@ def _prompt(text: Json) -> dict[str, Json] | None:
 
 
 def _langchains_id(told: Json) -> str | None:
-    """Find the model server's id in what LangChain keeps of an answer, as far as it does."""
+    """Find the model server's id in what LangChain keeps of an answer, if it is there."""
     try:
         response_id = genai.loaded(told)["generations"][0][0]["message"]["kwargs"]["response_metadata"]["id"]
     except (TypeError, KeyError, IndexError):
@@ -163,7 +163,7 @@ def _message(one: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _gather_list(given: Mapping[str, Json], prefix: str) -> list[dict[str, Any]]:
-    """Gather ``prefix.0.a``, ``prefix.0.b``, ``prefix.1.a`` to a list of objects, in the order of their numbers."""
+    """Collect ``prefix.0.a``, ``prefix.0.b``, ``prefix.1.a`` into a list of objects, in the order of their numbers."""
     found: dict[int, dict[str, Any]] = {}
     start = prefix + "."
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""The OTLP receiver: ``POST /v1/traces``, protobuf and JSON, from our own tracers and from anybody else's."""
+"""The OTLP receiver: ``POST /v1/traces``, protobuf and JSON, from our own tracers and from any other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sorted:
     message: str
 
     def also(self, complaints: Sequence[str]) -> Sorted:
-        """Reject more, one for each complaint."""
+        """Reject more spans, one for each complaint."""
         if not complaints:
             return self
         message = "; ".join(
@@ -59,7 +59,7 @@ class Sorted:
 
 
 class OtlpReceiver:
-    """Takes spans, turns them into our schema, keeps them."""
+    """Receives spans, converts them to our schema, and stores them."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class OtlpReceiver:
         self._live = live
 
     async def traces(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer ``POST /v1/traces``. The answer is sent when the spans are on disk.
+        """Answer ``POST /v1/traces``. The response is sent when the spans are on disk.
 
         Raises:
-            Refusal: no good key (401, 403), not OTLP (400, 415), too large (413), or too much waits already (503).
+            Refusal: no valid key (401, 403), not OTLP (400, 415), too large (413), or too many are waiting (503).
         """
         scopes: tuple[KeyScope, ...] = ("attempt", "runner", "live", "caller", "admin")
         grant = await self._access.admit(scope, *scopes, late_s=self._limits.late_spans_s)
@@ -109,10 +109,10 @@ class OtlpReceiver:
         await send_bytes(send, _reply(result, content_type), kind=content_type.encode())
 
     def _read(self, content_type: str, body: bytes) -> tuple[list[Span], list[str]]:
-        """Parse a body, after its spans were counted in its bytes."""
+        """Parse a body after counting its spans from its bytes."""
         most = self._limits.parsed_bytes
         weigh = heavier if content_type == JSON else partial(wire.too_heavy, descriptor=_request())
-        if len(body) > INLINE_BYTES and weigh(body, most=most):  # of a smaller one nothing large can be made
+        if len(body) > INLINE_BYTES and weigh(body, most=most):  # a smaller one cannot become anything large
             message = f"the body's spans would take more than {most} bytes of memory: send fewer at once"
             raise Refusal(413, message, code="request_too_large")
         try:
@@ -136,7 +136,7 @@ class OtlpReceiver:
         return replace(result, taken=taken).also(complaints) if others else result
 
     def _of_production(self, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """Leave out what is not sampled, and mask the rest before it is kept."""
+        """Leave out spans that are not sampled, and mask the others before they are stored."""
         kept = [span for span in spans if sampled(span.trace_id, self._live.rate)]
         clean = tuple(self._live.redaction(span) for span in kept)
         self._metrics.spans("sampled_out", len(spans) - len(kept))
@@ -144,7 +144,7 @@ class OtlpReceiver:
         return clean
 
     async def _keep(self, spans: Sequence[Span]) -> list[str]:
-        """Keep spans. Returns why the store will never keep some of them; the others are on disk."""
+        """Store spans. Returns why the store will never keep some of them; the others are on disk."""
         if not spans:
             return []
         try:
@@ -152,7 +152,7 @@ class OtlpReceiver:
         except RefusedError as error:
             if len(spans) == 1:
                 return [str(error)]
-            middle = len(spans) // 2  # one bad span must not cost the others of its request
+            middle = len(spans) // 2  # one invalid span must not cost the others of its request
             return [*await self._keep(spans[:middle]), *await self._keep(spans[middle:])]
         except QueueFullError as error:
             self._metrics.spans("refused", len(spans))
@@ -165,10 +165,10 @@ class OtlpReceiver:
 
 
 def sort(spans: Sequence[Span], grant: Grant) -> Sorted:
-    """Say which spans a key may send.
+    """Sort spans by whether a key may send them.
 
-    An attempt's key its own only; spans that name no attempt become the key's. A live key those of no attempt, and they
-    are marked as live, whatever they say.
+    An attempt's key may send only its own; spans that name no attempt become the key's. A live key may send those of no
+    attempt, and they are marked as live, whatever they say.
     """
     if grant.is_live:
         terms = dict(grant.terms)

@@ -1,7 +1,7 @@
-"""How many messages and fields a protobuf body holds, told by walking over it: what would be too much is not parsed.
+"""Counts a protobuf body's messages and fields by walking over it, so that too large a body is never parsed.
 
-An empty span is two bytes on the wire and fifty times as much in memory. Which fields hold messages is read from the
-descriptors, so that whatever OTLP adds is counted too.
+An empty span is two bytes on the wire and fifty times as much in memory. Which fields contain messages is read from the
+descriptors, so that future fields of OTLP are counted too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MESSAGE: Final = 200  # bytes of memory, as protobuf's object and as ours
 _FIELD: Final = 40
-_HEAVIEST: Final = (_MESSAGE + _FIELD) // 2  # of a byte: an empty message takes two
+_HEAVIEST: Final = (_MESSAGE + _FIELD) // 2  # per byte: an empty message takes two
 _DEEPEST: Final = 100  # protobuf's own limit
 _VARINT, _FIXED64, _BLOCK, _FIXED32 = 0, 1, 2, 5
 _FIXED: Final = {_FIXED64: 8, _FIXED32: 4}
@@ -24,10 +24,10 @@ class BrokenWireError(ValueError):
 
 
 def too_heavy(body: bytes, descriptor: Descriptor, most: int) -> bool:
-    """Whether a parsed message would take more than so many bytes of memory, beside its texts.
+    """Whether a parsed message would take more than so many bytes of memory, not counting its texts.
 
-    Stops as soon as it is known: what is left to walk over can't be heavier than empty messages. So bodies of the usual
-    size cost nothing here. What is broken is left to protobuf itself, which then stops at the same place.
+    Stops as soon as this is known: the rest cannot be larger than empty messages. So bodies of usual size cost nothing
+    here. Invalid ones are left to protobuf itself, which stops at the same position.
     """
     tables: dict[str, dict[int, Descriptor]] = {}
     weight, place = 0, 0
@@ -69,7 +69,7 @@ def too_heavy(body: bytes, descriptor: Descriptor, most: int) -> bool:
 
 
 def _inner(kind: Descriptor, tables: dict[str, dict[int, Descriptor]]) -> dict[int, Descriptor]:
-    """Return the fields of a message that hold messages, by number."""
+    """Return the fields of a message that contain messages, by number."""
     table = tables.get(kind.full_name)
     if table is None:
         table = {field.number: field.message_type for field in kind.fields if field.message_type is not None}

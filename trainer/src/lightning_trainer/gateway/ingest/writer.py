@@ -1,4 +1,4 @@
-"""What the gateway writes: calls and spans of many requests, together, by the store's group commit."""
+"""Writes calls and spans of many requests together, with the store's group commit."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from lightning_spans.store.commit import GroupCommit
 from lightning_trainer.gateway.http.masking import masking_logger
 
 logger = masking_logger(__name__)
-_MOST_AT_ONCE: Final = 2000  # records in one transaction; SQLite's best rate is reached at about 1,000
-_GATHER_S: Final = 0.005  # at least, where others are expected
-_MOST_GATHER_S: Final = 0.025  # of answers that take a model a hundred times as long
-_GATHER_EACH_S: Final = 0.0003  # for each call that is being answered: the more there are, the more come in that time
+_MOST_AT_ONCE: Final = 2000  # records in one transaction; SQLite is fastest at about 1,000
+_GATHER_S: Final = 0.005  # at least, if others are expected
+_MOST_GATHER_S: Final = 0.025  # for answers that take a model a hundred times as long
+_GATHER_EACH_S: Final = 0.0003  # for each call in progress: the more there are, the more arrive in that time
 
 _Records: TypeAlias = tuple[Callable[[Sequence[Any]], int], Sequence[Any]]
 
 
 class RecordWriter:
-    """Writes calls and spans from any event loop. What `await` returns from is on disk.
+    """Writes calls and spans from any event loop. When an `await` returns, the record is on disk.
 
-    A transaction costs about 1 ms of CPU and 0.07 ms more for each call in it, so company is worth a short wait.
+    A transaction costs about 1 ms of CPU and 0.07 ms per call in it, so it is worth waiting briefly for more.
     """
 
     def __init__(self, store: Store, *, max_waiting_spans: int = 100_000) -> None:
         self._store = store
         self.last_error: Exception | None = None
-        self._refused = 0  # writes, since all were last taken
-        self.expected: Callable[[], int] = lambda: 0  # how many calls are being answered; told by the gateway
+        self._refused = 0  # writes since the last transaction began
+        self.expected: Callable[[], int] = lambda: 0  # number of calls in progress; set by the gateway
         self._commits: GroupCommit[_Records, None] = GroupCommit(
             self._write_all,
             name="lightning-writer",
@@ -42,28 +42,28 @@ class RecordWriter:
         )
 
     async def call(self, call: Call) -> None:
-        """Keep one call; for one there is always room, because it can't be sent again.
+        """Store one call. There is always room for one, because it cannot be sent again.
 
         Raises:
-            Exception: whatever the store raised; the call is not kept.
+            Exception: raised by the store; the call is not kept.
         """
         await self._commits.wait((self._store.add_calls, [call]), size=0)
 
     def call_later(self, call: Call) -> None:
-        """Keep one call whose request can't wait any more, because the server stops; `close` writes it."""
+        """Store one call whose request cannot wait any more, because the server stops; `close` writes it."""
         self._commits.later((self._store.add_calls, [call]))
 
     async def spans(self, spans: Sequence[Span]) -> None:
-        """Keep spans.
+        """Store spans.
 
         Raises:
-            QueueFullError: too many wait already.
-            Exception: whatever the store raised; of this batch nothing is kept.
+            QueueFullError: too many are waiting.
+            Exception: raised by the store; none of this batch is kept.
         """
         await self._commits.wait((self._store.add_spans, spans), size=len(spans))
 
     def close(self) -> None:
-        """Write what waits, and stop. Later writes are refused."""
+        """Write what is waiting, and stop. Later writes are rejected."""
         self._commits.close()
 
     def _expected_records(self) -> int:
@@ -76,7 +76,7 @@ class RecordWriter:
             error = self._write([items[place] for place in places])
             if error is None or len(places) == 1:
                 errors |= dict.fromkeys(places, error)
-            else:  # one bad record must not fail the others' requests
+            else:  # one invalid record must not fail the others' requests
                 errors |= {place: self._write([items[place]]) for place in places}
         refused = sum(error is not None for error in errors.values())
         if self._refused and not refused:
@@ -92,7 +92,7 @@ class RecordWriter:
         try:
             items[0][0]([record for _, records in items for record in records])
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told to each request that waits
-            if str(error) != str(self.last_error):  # a full disk refuses hundreds in a minute, which are tried again
+            if str(error) != str(self.last_error):  # a full disk rejects hundreds per minute, which are retried
                 logger.warning("the store refused %d writes: %s: %s", len(items), type(error).__name__, error)
             self.last_error = error
             return error

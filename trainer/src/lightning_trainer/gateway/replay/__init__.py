@@ -1,1 +1,1 @@
-"""Replays: model calls and tool calls answered from the record of an earlier attempt, up to the call that is forked."""
+"""Replays: answer model and tool calls from the record of an earlier attempt, up to the forked call."""

@@ -1,4 +1,4 @@
-"""Answers from the record: whole or as a stream, on every surface, with the tokens that were recorded; errors too."""
+"""Answers from the record: whole or as a stream, on every surface, with the recorded tokens; errors too."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice
 from lightning_trainer.reasons.call_errors import CUT_CALLS
 
 HEADER: Final = "x-lightning-replay"
-_PIECES: Final = re.compile(r"\s*\S+\s*|\s+")  # of a text that is streamed: words
+_PIECES: Final = re.compile(r"\s*\S+\s*|\s+")  # pieces of a streamed text: words
 _STATUS: Final = "http.response.status_code"
-_ONCE: Final = {"x-should-retry": "false"}  # what the client made of its tries is one call of the record
-# What the openai client raises where it has no answer, and what it is told in a replay to raise the same.
+_ONCE: Final = {"x-should-retry": "false"}  # all of the client's tries are one call of the record
+# The openai client's exceptions for a call without an answer, and what it is sent in a replay to raise the same.
 _UNANSWERED: Final[Mapping[str, str]] = {"APITimeoutError": "timeout", "APIConnectionError": "connection"}
 _STREAMED: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 Decode = Callable[[Sequence[int]], str]
@@ -41,12 +41,12 @@ class LivePolicy(Protocol):
         """Note a call that was answered from a record."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens; empty where it is not known."""
+        """Return the text of tokens; empty if it is unknown."""
         ...
 
 
 def fill(pending: PendingCall, call: RecordedCall) -> None:
-    """Make a call's record that of the recorded one: its tokens, its policy, its parameters."""
+    """Copy the recorded call to a call's record: its tokens, its policy, its parameters."""
     node, answer = call.node, call.node.answer
     pending.routed = replace(pending.routed, policy=answer.model or pending.routed.policy)
     pending.sampled = SampledCall(
@@ -70,10 +70,10 @@ def _pending_choice(choice: Choice) -> PendingChoice:
 
 @dataclass(eq=False)
 class ErrorAsSent(Refusal):
-    """An error that an agent's client had from its endpoint.
+    """An error that an agent's client got from its endpoint.
 
     Attributes:
-        sent: the body as it came.
+        sent: the body as it arrived.
     """
 
     sent: str = ""
@@ -84,7 +84,7 @@ class ErrorAsSent(Refusal):
 
 
 def error_of(node: Node) -> Refusal | None:
-    """Return the error that a recorded call was answered with; None where it was answered."""
+    """Return the error with which a recorded call was answered; None if it was no error."""
     call, told_of = node.call, node.span.attributes
     status, sent = told_of.get(_STATUS), told_of.get(names.RESPONSE)
     if node.span.status == "error" and isinstance(status, int) and isinstance(sent, str):
@@ -92,7 +92,7 @@ def error_of(node: Node) -> Refusal | None:
     if (what := _UNANSWERED.get(str(told_of.get(names.ERROR_TYPE)))) is not None:
         return Refusal(500, str(node.error), "server_error", headers={**_ONCE, HEADER: what})
     if call is not None and call.error is None and call.choices:
-        return None  # that its client could not read it is repeated by the client
+        return None  # the client repeats its own failure to parse it
     if node.error is None:
         return None
     told = call.sampling.get("error") if call is not None else None
@@ -110,21 +110,21 @@ def error_of(node: Node) -> Refusal | None:
 
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
-    """Answers one request from the record, in place of a policy.
+    """Answers one request from the record, instead of a policy.
 
-    Attributes:
+    Args:
         call: the recorded call.
-        policy: goes on after the replay; None: the program's own endpoint does.
+        policy: continues after the replay; None: the program's own endpoint does.
     """
 
     call: RecordedCall
     policy: LivePolicy | None = None
 
     async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record) -> None:
-        """Give the recorded answer.
+        """Send the recorded answer.
 
         Raises:
-            Refusal: that is what was recorded.
+            Refusal: the recorded answer is an error.
         """
         fill(pending, self.call)
         node = self.call.node
@@ -139,7 +139,8 @@ class RecordedAnswer:
             await asyncio.Event().wait()  # its agent is cancelled again
         refusal = None if cut and streams and pending.sampled.choices else error_of(node)
         if refusal is not None:
-            if streams and any(choice.message for choice in pending.sampled.choices):  # it broke off in the middle
+            # the connection broke in the middle
+            if streams and any(choice.message for choice in pending.sampled.choices):
                 await sender.chunks(list(_chunks(pending, completion, whole=False)))
             raise refusal
         await record(pending)
@@ -150,7 +151,7 @@ class RecordedAnswer:
 
 
 async def say(text: str, pending: PendingCall, sender: ResponseSender, record: Record) -> None:
-    """Answer a request with a text of the user's."""
+    """Answer a request with the user's text."""
     number = pending.requested.request.get("n")
     count = number if isinstance(number, int) and number > 0 else 1
     message = {"role": "assistant", "content": text}
@@ -166,7 +167,7 @@ async def say(text: str, pending: PendingCall, sender: ResponseSender, record: R
 def _completion(
     pending: PendingCall, node: Node | None, body: Mapping[str, Any] | None, decode: Decode | None
 ) -> dict[str, Any]:
-    """Put a whole chat completion together."""
+    """Build a whole chat completion."""
     sent = body or {}
     shows, ids = (
         pending.requested.request.get("logprobs") is True,
@@ -230,7 +231,7 @@ def _logprobs(choice: PendingChoice, decode: Decode | None) -> dict[str, Any] | 
 
 
 def _chunks(pending: PendingCall, completion: Mapping[str, Any], *, whole: bool) -> Iterator[dict[str, Any]]:
-    """Cut a completion into the chunks of a stream: the role, the texts by words, the tool calls, the end."""
+    """Split a completion into the chunks of a stream: the role, the texts by words, the tool calls, the end."""
     counts = pending.requested.wants_usage
     head = {name: value for name, value in completion.items() if name not in {"choices", "usage", "prompt_token_ids"}}
     head |= {"object": "chat.completion.chunk"} | ({"usage": None} if counts else {})
@@ -261,18 +262,18 @@ def _chunks(pending: PendingCall, completion: Mapping[str, Any], *, whole: bool)
 
 
 def is_verbatim(call: RecordedCall, path: str) -> bool:
-    """Whether a recorded answer is sent as its agent got it: of an agent's own endpoint, asked for on that surface."""
+    """Whether a recorded answer is sent as received: from an agent's own endpoint, on the requested surface."""
     endpoint = call.node.span.attributes.get(names.ENDPOINT)
-    items = any("output" in choice.message for choice in call.node.answer.choices)  # of Responses, as they came
+    items = any("output" in choice.message for choice in call.node.answer.choices)  # of Responses, as they arrived
     own = (call.node.call is None or items) and call.body is not None and call.node.error is None
     return own and isinstance(endpoint, str) and path == f"/v1{endpoint}"
 
 
 async def send_verbatim(call: RecordedCall, pending: PendingCall, send: Send, record: Record, path: str) -> bool:
-    """Send a recorded answer as its agent got it.
+    """Send a recorded answer as its agent received it.
 
     Returns:
-        False where it is to be sent as a stream of a kind that `RecordedAnswer` makes; nothing was sent then.
+        False if it must be sent as a stream of the kind that `RecordedAnswer` creates; then nothing was sent.
     """
     streams = pending.requested.request.get("stream") is True
     if streams and path != "/v1/responses":
@@ -289,7 +290,7 @@ async def send_verbatim(call: RecordedCall, pending: PendingCall, send: Send, re
 
 
 def _response_events(response: Mapping[str, Any]) -> Iterator[bytes]:
-    """Cut a response into the events of a stream, as OpenAI sends them."""
+    """Split a response into the events of a stream, as OpenAI sends them."""
     number = iter(range(1 << 30))
 
     def event(what: str, **data: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""What a replay is asked, and what it decides of each model call."""
+"""Requests of a replay, and the decision for each model call."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class FromRecord:
 
 @dataclass(frozen=True, slots=True)
 class DrawnAnew:
-    """Make the call anew.
+    """Sample the call again.
 
     Attributes:
-        fork: the recorded call in whose place it is; None: it comes after that, and is not in the record.
-        seed: of the draw; None: as without a replay.
-        model: the policy that answers; None: that of the agent.
-        say: text to give instead.
+        fork: the recorded call that it replaces; None: it comes later, and is not in the record.
+        seed: for sampling; None: as without a replay.
+        model: the policy that answers; None: the agent's.
+        say: text to return instead.
     """
 
     fork: RecordedCall | None = None
@@ -51,13 +51,13 @@ Decision: TypeAlias = FromRecord | DrawnAnew | Own
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """A model call that came.
+    """A model call that arrived.
 
     Attributes:
-        agent: who calls; None where nothing names it.
-        chat: as a chat completion; None where it can't be one.
-        raw: as it came.
-        span: trace and span of the caller; the same for another try of the same call. None where it names none.
+        agent: the calling agent; None if nothing names it.
+        chat: as a chat completion; None if it cannot be one.
+        raw: as it arrived.
+        span: trace and span of the caller; the same for a retry of the same call. None if it names none.
         sampled: whether the server has a policy for it.
     """
 
@@ -69,5 +69,5 @@ class ReplayRequest:
 
     @property
     def best(self) -> Asked:
-        """The form that most of the record has."""
+        """The format in which most of the record is."""
         return self.chat if self.chat is not None else self.raw

@@ -1,4 +1,7 @@
-"""What the gateway does with a request of a replay: given from the record, made anew, or left to the program."""
+"""What the gateway does with a replay's request.
+
+Answer it from the record, sample it again, or leave it to the program.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,18 @@ from lightning_trainer.gateway.replay.session import ReplaySession
 from lightning_trainer.gateway.replay.sessions import Sessions
 from lightning_trainer.gateway.request.pending import PendingCall
 
-ASKS: Final = b"asks"  # of a request: who sends it can send it on to its own endpoint
-OWN: Final = "own"  # of an answer: it is to be sent there
+ASKS: Final = b"asks"  # header of a request: its sender can send it to its own endpoint
+OWN: Final = "own"  # header of a response: the request must be sent there
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """A request of a replay, and what is done with it.
+    """A request of a replay, and the decision about it.
 
     Attributes:
         session: the replay.
-        request: what came.
-        decision: what is done.
+        request: the request.
+        decision: the decision.
     """
 
     session: ReplaySession
@@ -54,7 +57,7 @@ class ReplayStep:
 
     @property
     def model(self) -> str | None:
-        """The policy that answers in place of the agent's own; None: that one."""
+        """The policy that answers instead of the agent's own; None: the agent's own."""
         return self.decision.model if isinstance(self.decision, DrawnAnew) else None
 
     @property
@@ -68,16 +71,16 @@ class ReplayStep:
         return isinstance(self.decision, FromRecord) and self.decision.call.is_left
 
     def body(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the body of the request, of which only what the answer needs is read."""
+        """Return the body of the request. Only the parts needed for the answer are read."""
         says = isinstance(self.decision, DrawnAnew) and self.decision.say is not None
         return {name: value for name, value in given.items() if not says or name != "previous_response_id"}
 
     def failed(self) -> None:
-        """Note that a call failed on the way."""
+        """Note that a call failed before its answer."""
         self.session.release(self.request)
 
     async def send_as_it_was(self, pending: PendingCall, send: Send, record: Record, path: str) -> bool:
-        """Send an answer of an agent's own endpoint as it was, where it can be.
+        """Send an answer of an agent's own endpoint unchanged, if possible.
 
         Raises:
             Refusal: it was an error.
@@ -96,10 +99,10 @@ class ReplayStep:
     async def answer(
         self, pending: PendingCall, sender: ResponseSender, record: Record, policy: LivePolicy | None
     ) -> None:
-        """Answer from the record, or with the text that is put in its place.
+        """Answer from the record, or with the replacement text.
 
         Raises:
-            Refusal: that is what was recorded.
+            Refusal: the recorded answer is an error.
         """
         if isinstance(self.decision, FromRecord):
             await RecordedAnswer(self.decision.call, policy).answer(pending, sender, record)
@@ -108,7 +111,7 @@ class ReplayStep:
 
 
 class ReplayGate:
-    """Decides on the requests of replays, and tells agents' processes the results of their tools.
+    """Decides about the requests of replays, and returns recorded tool results to agents' processes.
 
     Args:
         sessions: of this server.
@@ -122,14 +125,14 @@ class ReplayGate:
         self._intake = intake
 
     def takes(self, grant: Grant) -> bool:
-        """Whether a key is of an attempt that is a replay."""
+        """Whether a key belongs to an attempt that is a replay."""
         return grant.replay
 
     async def answer(self, call: IncomingCall) -> None:
-        """Answer a model call from the record, let it be sampled, or leave it to the program's own endpoint.
+        """Answer a model call from the record, have it sampled, or leave it to the program's own endpoint.
 
         Raises:
-            Refusal: the replay has ended, or this is what was recorded.
+            Refusal: the replay has ended, or the recorded answer is an error.
         """
         step = await self._step(call)
         try:
@@ -141,7 +144,7 @@ class ReplayGate:
             raise
 
     async def _step(self, call: IncomingCall) -> ReplayStep:
-        """Decide on a model call, and mark its record. Its request is as it came."""
+        """Decide about a model call, and mark its record. Its request is as it arrived."""
         pending = call.pending
         session = await self._sessions.of(str(pending.requested.grant.attempt_id))
         try:
@@ -149,7 +152,7 @@ class ReplayGate:
         except Refusal:  # it can still be one of the program's own endpoint
             chat = None
         else:
-            call.name_agent(asked)  # the record knows it by that name
+            call.name_agent(asked)  # the record has it under that name
             chat = read_request(asked)
         span = (
             (pending.requested.trace_id, pending.requested.span_id)
@@ -171,7 +174,7 @@ class ReplayGate:
         return ReplayStep(session, request, decision)
 
     async def tool(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer ``POST /v1/replay/tool``: the recorded result of a tool, or that it is to be run.
+        """Answer ``POST /v1/replay/tool``: the recorded result of a tool, or that it must run.
 
         Raises:
             Refusal: the replay has ended, or the request is malformed.
@@ -206,7 +209,7 @@ async def _carry_out(step: ReplayStep, call: IncomingCall) -> None:
 
 
 def _outcome_fields(tool: RecordedTool) -> dict[str, Any]:
-    """Return what an agent's process makes the tool's outcome of."""
+    """Return the fields from which an agent's process restores the tool's outcome."""
     return {
         "status": "error" if tool.failed else "ok",
         "result": tool.result,
@@ -217,7 +220,7 @@ def _outcome_fields(tool: RecordedTool) -> dict[str, Any]:
 
 
 async def send_own(send: Send) -> None:
-    """Tell an agent's process to send a call on to its own endpoint."""
+    """Tell an agent's process to send a call to its own endpoint."""
     message = "this call is not in the record and its agent is not trained: send it to your own endpoint"
     refusal = Refusal(421, message, "misdirected_request", "replay_own", {HEADER: OWN})
     await send_bytes(send, refusal.body(), status=421, extra=refusal.headers)

@@ -1,4 +1,4 @@
-"""The record: what an earlier attempt asked its models and tools, and what it was answered."""
+"""The record: what an earlier attempt requested from its models and tools, and the answers."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.gateway.prompt.equality import same_data
 from lightning_trainer.gateway.replay.requests import Asked, read_request
 
-_RAW: Final = frozenset({"/responses", "/completions", "/messages"})  # whose bodies are no chat completions
-# Whose calls pass a patch that asks a gateway.
+_RAW: Final = frozenset({"/responses", "/completions", "/messages"})  # endpoints whose bodies are not chat completions
+# Libraries whose calls pass a patch that asks a gateway.
 _REPLAYABLE: Final = frozenset({"openai", "httpx", "httpx2", "litellm", "gateway"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedCall:
-    """A model call of the record.
+    """A recorded model call.
 
     Attributes:
-        number: its place among the calls, from 0 in the order of start.
-        agents: by which names its agent was known; empty: nothing named it.
-        node: where the answer is.
+        number: its position among the calls, from 0 in the order of their start.
+        agents: the names of its agent; empty: nothing named it.
+        node: contains the answer.
         asked: its request.
-        raw: whether that is the body as sent, of Responses or a text completion, and not in the form of a chat's.
-        call_id: of the gateway's record, else the id of the span.
+        raw: whether that is the body as sent, of Responses or a text completion, not in a chat's format.
+        call_id: of the gateway's record, otherwise the id of the span.
     """
 
     number: int
@@ -45,12 +45,12 @@ class RecordedCall:
 
     @property
     def agent(self) -> str | None:
-        """Its agent's name; None where nothing named it."""
+        """Its agent's name; None if nothing named it."""
         return self.node.span.agent or next(iter(self.agents), None)
 
     @property
     def ended_ns(self) -> int:
-        """When its agent had the answer; the span of a stream that nobody closes ends later."""
+        """When its agent had the answer. The span of a stream that nobody closes ends later."""
         span, call = self.node.span, self.node.call
         return span.end_ns if call is None or call.end_ns < span.start_ns else min(span.end_ns, call.end_ns)
 
@@ -61,7 +61,7 @@ class RecordedCall:
 
     @property
     def body(self) -> dict[str, Any] | None:
-        """The body of the answer as the agent got it; None where its span has none."""
+        """The body of the answer as the agent received it; None if its span has none."""
         text = self.node.span.attributes.get(RESPONSE)
         try:
             found = read_json(text) if isinstance(text, str) else None
@@ -72,20 +72,20 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedTool:
-    """A tool call of the record.
+    """A recorded tool call.
 
     Attributes:
         name: of the tool.
-        call_id: that of the model's request for it; None where it was not recorded.
-        agent: who ran it.
+        call_id: that of the model's request for it; None if it was not recorded.
+        agent: the agent that called it.
         arguments: equal for equal arguments.
         failed: whether it raised.
-        result: as text; None where it was not recorded.
+        result: as text; None if it was not recorded.
         error: why it failed.
         start_ns: Unix time in nanoseconds.
         marks: its span's attributes.
-        calls: numbers of the model calls that were made inside of it, by an agent that it asks.
-        tools: numbers of the tools that were called there.
+        calls: numbers of the model calls made within it, by an agent that it calls.
+        tools: numbers of the tools called within it.
     """
 
     name: str
@@ -106,8 +106,8 @@ class Record:
     """An earlier attempt.
 
     Attributes:
-        attempt_id: its id; that of its trace where no runner made it.
-        rollout_id: that of its rollout; empty there.
+        attempt_id: its id; that of its trace if no runner created it.
+        rollout_id: that of its rollout; empty then.
         calls: in the order of their start.
         tools: likewise.
     """
@@ -122,18 +122,18 @@ def read_record(store: Store, attempt_id: str) -> Record:
     """Read an earlier attempt from the store.
 
     Raises:
-        ConfigError: it is not there, or nothing was recorded of it.
+        ConfigError: it does not exist, or nothing of it was recorded.
     """
     found = [trace for trace in traces_of(store, attempt_ids=[attempt_id]) if trace.attempt_id == attempt_id]
     if not found and (spans := store.spans(trace_ids=[attempt_id])):
-        found = [Trace.build(spans, store.calls(trace_ids=[attempt_id]))]  # made without a runner, as in production
+        found = [Trace.build(spans, store.calls(trace_ids=[attempt_id]))]  # created without a runner, as in production
     if not found:
         raise ConfigError(f"attempt {attempt_id} is not in the store. Was it deleted?")
     return record_of(found[0], attempt_id)
 
 
 def record_of(trace: Trace, attempt_id: str) -> Record:
-    """Take a trace as a record.
+    """Use a trace as a record.
 
     Raises:
         ConfigError: it has no model call.
@@ -146,7 +146,7 @@ def record_of(trace: Trace, attempt_id: str) -> Record:
 
 
 def unanswerable(call: RecordedCall) -> str | None:
-    """Say why a call can't be answered from the record; None where it can."""
+    """Return why a call cannot be answered from the record; None if it can."""
     node = call.node
     framework = str(node.span.attributes.get(FRAMEWORK))
     if node.call is None and framework not in _REPLAYABLE:
@@ -174,7 +174,10 @@ def _call(number: int, node: Node) -> RecordedCall:
 
 
 def _names(span: Span, call: Call | None) -> frozenset[str]:
-    """Return by what an agent's calls may be named: its name, and the path that tells it from its namesakes."""
+    """Return the possible names of an agent's calls.
+
+    Its name, and the path that distinguishes it from agents of that name.
+    """
     known = {path_of(span.agent, span.attributes.get(AGENT_PATH)), span.agent} if span.agent is not None else set()
     if call is not None and call.agent is not None:
         known |= {call.agent, name_of(call.agent)}
@@ -209,7 +212,7 @@ def _inside(node: Node) -> Iterator[Node]:
 
 
 def named(calls: Sequence[RecordedCall], agent: str | None) -> list[RecordedCall]:
-    """Return the calls of an agent and of its namesakes; of one without a name, those that may be its."""
+    """Return the calls of all agents with a name. For a call without a name, return those that may be its own."""
     if agent is None:
         return list(calls)
     return [call for call in calls if not call.agents or not call.agents.isdisjoint((agent, name_of(agent)))]

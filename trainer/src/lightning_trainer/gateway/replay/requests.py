@@ -1,6 +1,6 @@
-"""What a request asks for, in a form that two requests can be compared by; and how two of them differ.
+"""The content of a request in a form that can be compared; and how two of them differ.
 
-Messages count by what they mean, as in `prompt.equality`. Of the parameters those count that shape an answer.
+Messages are compared by meaning, as in `prompt.equality`. Of the parameters, those that shape an answer are compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 from lightning_spans.chat.body import messages_of
 from lightning_trainer.gateway.prompt.equality import Conversation, same_data
 
-# Parameters that shape an answer, and what they are where they are not given.
+# Parameters that shape an answer, with their defaults.
 _SHAPING: Final[Mapping[str, Any]] = {
     "n": 1, "temperature": None, "top_p": 1, "top_k": None, "min_p": 0, "presence_penalty": 0,
     "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": None, "stop": None, "response_format": None,
@@ -24,7 +24,7 @@ _SHAPING: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 _LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SHOWN: Final = 60  # characters of a text in a message
-# What differs from run to run by itself, the most particular first.
+# What differs between runs by itself, the most specific first.
 _KINDS: Final[Sequence[tuple[str, re.Pattern[str]]]] = (
     ("an id", re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)),
     ("a time of day", re.compile(r"(?<!\d)\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\b")),
@@ -40,11 +40,11 @@ _ORDINALS: Final = ("first", "second", "third", "fourth", "fifth", "sixth", "sev
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks for.
+    """The content of a request.
 
     Attributes:
-        lines: each message as one text, equal where it means the same.
-        shown: each message as people read it: its role and its text.
+        lines: each message as one text, equal if it means the same.
+        shown: each message for people: its role and its text.
         tools: those offered, by name: their descriptions as one text each.
         parameters: those that shape the answer, as texts.
         key: digest of all of it.
@@ -58,7 +58,7 @@ class Asked:
 
 
 def read_request(body: Mapping[str, Any]) -> Asked:
-    """Read the body of a request of any surface."""
+    """Read the body of a request on any surface."""
     messages = messages_of(body) or []
     conversation = Conversation()
     lines = tuple(_line(conversation, message) for message in messages)
@@ -76,7 +76,7 @@ def read_request(body: Mapping[str, Any]) -> Asked:
 
 
 def _sort_results(lines: Sequence[str], messages: Sequence[Any]) -> list[str]:
-    """Put results of tools that follow each other in one order: some frameworks tell them as they come."""
+    """Sort consecutive tool results, because some frameworks send them in the order of their arrival."""
     settled: list[str] = []
     for is_result, both in itertools.groupby(zip(lines, messages, strict=True), key=lambda pair: _is_result(pair[1])):
         group = [line for line, _ in both]
@@ -91,7 +91,8 @@ def _is_result(message: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value  # one stop is a list of one; a text is never read as JSON
+    # one stop string is a list of one; a text is never parsed as JSON
+    return [value] if isinstance(value, str) else value
 
 
 def _line(conversation: Conversation, message: Any) -> str:
@@ -99,7 +100,7 @@ def _line(conversation: Conversation, message: Any) -> str:
     if said and message.get("type", "message") == "message":
         try:
             return conversation.line(message)
-        except (AttributeError, TypeError):  # of a form that no surface takes; it stands for itself
+        except (AttributeError, TypeError):  # of a format that no surface accepts; compared as it is
             pass
     return same_data(message)
 
@@ -126,7 +127,7 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
 
 
 def difference(recorded: Asked, now: Asked) -> str:
-    """Say what is the first difference between a request and the recorded one, as the end of a sentence."""
+    """Return the first difference between a request and the recorded one, as the end of a sentence."""
     for number, (old, new) in enumerate(zip(recorded.lines, now.lines, strict=False), 1):
         if old != new:
             (old_role, old_text), (role, text) = recorded.shown[number - 1], now.shown[number - 1]
@@ -156,7 +157,7 @@ def _names_differ(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 
 
 def _texts_differ(old: str, new: str) -> str:
-    """Say how two texts differ, and what it is that does where that can be told."""
+    """Return how two texts differ, and the kind of what differs if it can be determined."""
     start = 0
     while start < min(len(old), len(new)) and old[start] == new[start]:
         start += 1
@@ -174,7 +175,7 @@ def _texts_differ(old: str, new: str) -> str:
 
 
 def _inside(pattern: re.Pattern[str], old: str, new: str, start: int, end: int) -> bool:
-    """Whether all that differs lies in something of this kind, in both texts."""
+    """Whether all differences are within something of this kind, in both texts."""
 
     def covers(text: str) -> bool:
         return any(found.start() <= start and found.end() >= len(text) - end for found in pattern.finditer(text))
@@ -187,5 +188,5 @@ def _cut(text: str) -> str:
 
 
 def ordinal(number: int) -> str:
-    """Return a place, counted from 0, as a word."""
+    """Return a position, counted from 0, as a word."""
     return _ORDINALS[number] if number < len(_ORDINALS) else f"{number + 1}th"

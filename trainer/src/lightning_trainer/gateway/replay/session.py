@@ -1,19 +1,17 @@
-"""One replay: which request is answered from the record, which one is made anew, and where the program differs.
+"""One replay: which request is answered from the record, which is sampled again, and where the program differs.
 
-A request belongs to a recorded call of its agent that asked for the same and is not used up, the oldest first. Calls
-that began before the forked one had ended can't depend on it: they are given from the record like those before it. The
-first request that is not in the record, before anything was drawn, ends the replay; every later one is refused with
-the same reason.
+A request belongs to the oldest unused recorded call of its agent with the same content. Calls that began before the
+forked one had ended cannot depend on it: they are answered from the record like those before it. The first request that
+is not in the record, before anything was sampled, ends the replay; every later one is rejected with the same reason.
 
-A tool that is marked to have side effects counts as one that is named to be refused. A tool that asks another agent is
-given whole like any other, unless a call made inside of it is the forked one, or may be made anew: then it is run, and
-what it does inside is answered one by one.
+A tool that is marked to have side effects counts as one that is named to be refused. The result of a tool that calls
+another agent is returned as a whole like any other, unless a call within it is the forked one, or may be sampled again:
+then the tool runs, and what it does is answered one by one.
 
 | a tool call | not in the record, before the fork | in the record, after it | not in the record, after it |
-|---|---|---|---|
-| ``replay`` | ends the replay | given where calls are coupled, else run | run |
-| ``run``, or named to be run | run | run | run |
-| ``refuse``, or named to be refused | ends the replay | given where calls are coupled, else ends it | ends it |
+|---|---|---|---| | ``replay`` | ends the replay | recorded result if calls are coupled, else run | run | | ``run``, or
+named to be run | run | run | run | | ``refuse``, or named to be refused | ends the replay | recorded result if calls
+are coupled, else ends it | ends it |
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ class ReplaySession:
     """The state of one running replay. Used by one thread.
 
     Args:
-        replay: what is asked for.
+        replay: its settings.
         record: of the earlier attempt.
-        run_seed: of the run; None: draws are free.
+        run_seed: of the run; None: sampling is free.
 
     Attributes:
-        ended: why it ended before its time; None while it goes as recorded.
-        parted: the first request or tool call that was not in the record, where the program goes on all the same.
+        ended: why it ended early; None while it follows the record.
+        parted: the first request or tool call that was not in the record, if the program continues in spite of it.
     """
 
     def __init__(self, replay: Replay, record: Record, run_seed: int | None = None) -> None:
@@ -54,8 +52,8 @@ class ReplaySession:
         self._used: set[RecordedCall | RecordedTool] = set()
         self._decided: dict[tuple[str, str], Decision] = {}
         self._drawn: Counter[tuple[str | None, bytes]] = Counter()
-        self._seeded: set[RecordedCall] = set()  # whose seeds were taken for calls in their place
-        self._parted = False  # whether anything was drawn
+        self._seeded: set[RecordedCall] = set()  # calls whose seeds were used for the calls replacing them
+        self._parted = False  # whether anything was sampled
         self._forked = False
         self._fork = self._forked_call()
         self._until_ns = self._fork.ended_ns if self._fork is not None else None
@@ -72,10 +70,10 @@ class ReplaySession:
         return self.record.calls[self.replay.call]
 
     def call(self, request: ReplayRequest) -> Decision:
-        """Say how a model call is answered.
+        """Return how a model call is answered.
 
         Raises:
-            Refusal: the replay has ended, perhaps by this very call.
+            Refusal: the replay has ended, perhaps because of this call.
         """
         self._check()
         if request.span is not None and (known := self._decided.get(request.span)) is not None:
@@ -114,7 +112,7 @@ class ReplaySession:
         return FromRecord(found, coupled=self._is_tail(found))
 
     def _match(self, request: ReplayRequest) -> RecordedCall | None:
-        """Return the unused call of the record that this is: one before the fork, the forked one, or one after it."""
+        """Return the unused recorded call that matches: one before the fork, the forked one, or one after it."""
         same = [call for call in named(self.record.calls, request.agent) if self._is_same(call, request)]
         free = [call for call in same if call not in self._used]
         exact = [call for call in free if request.agent in call.agents or not call.agents] or free
@@ -129,7 +127,7 @@ class ReplaySession:
         return self._until_ns is not None and call is not self._fork and call.node.span.start_ns >= self._until_ns
 
     def _is_left_late(self, call: RecordedCall) -> bool:
-        """Whether a call was cancelled after the forked one had its answer: it may be waited for this time."""
+        """Whether a call was cancelled after the forked one had its answer, so that it may be awaited this time."""
         return self._until_ns is not None and call.node.span.end_ns >= self._until_ns
 
     def _anew(self, request: ReplayRequest, fork: RecordedCall | None = None) -> DrawnAnew | Own:
@@ -145,10 +143,10 @@ class ReplaySession:
         return DrawnAnew(fork, self._seed(request, fork), model, say)
 
     def _seed(self, request: ReplayRequest, fork: RecordedCall | None) -> int | None:
-        """Return the seed of a draw.
+        """Return the seed for sampling.
 
-        A call after the fork that stands in the place of a recorded one, by agent and order, has that one's seed where
-        calls are coupled: requests that differ in little then mostly draw the same.
+        If calls are coupled, a call after the fork that replaces a recorded one, by agent and order, has that one's
+        seed: requests with small differences then mostly sample the same.
         """
         if self._run_seed is None:
             return None
@@ -169,7 +167,7 @@ class ReplaySession:
         return seed_of(self._run_seed, name, "fork", replay.call, replay.draw, agent, asked.hex(), number)
 
     def release(self, request: ReplayRequest) -> None:
-        """Forget a decision whose call failed on the way: another try is decided anew."""
+        """Drop a decision whose call failed before its answer. A retry is decided again."""
         decision = self._decided.pop(request.span, None) if request.span is not None else None
         if isinstance(decision, DrawnAnew) and decision.fork is not None:
             self._used.discard(decision.fork)
@@ -177,17 +175,17 @@ class ReplaySession:
     def tool(
         self, agent: str | None, name: str, call_id: str | None, arguments: str, *, side_effects: bool = False
     ) -> RecordedTool | None:
-        """Return the tool call of the record whose result is given; None: the tool is to be run.
+        """Return the recorded tool call whose result is returned; None: the tool must run.
 
         Args:
-            agent: who calls it.
+            agent: the calling agent.
             name: of the tool.
-            call_id: that of the model's request for it, where there is one.
+            call_id: that of the model's request for it, if there is one.
             arguments: JSON text.
             side_effects: whether it is marked to have them.
 
         Raises:
-            Refusal: the replay has ended, perhaps by this very call.
+            Refusal: the replay has ended, perhaps because of this call.
         """
         self._check()
         if self._runs(name, side_effects=side_effects):
@@ -216,7 +214,7 @@ class ReplaySession:
         raise self._end(self._unlike_tool(agent, name, arguments))
 
     def _given_whole(self, tool: RecordedTool, *, refused: bool) -> RecordedTool | None:
-        """Return a tool with all that happened inside of it; None where an agent in it is to be asked anew.
+        """Return a tool whose result covers everything within it; None if an agent within it must be called again.
 
         Raises:
             Refusal: it would have to run for that, and may not.
@@ -236,7 +234,7 @@ class ReplaySession:
         return any(selects(self.replay.fresh, agent) for agent in call.agents)
 
     def _is_late(self, tool: RecordedTool) -> bool:
-        """Whether a tool call came after the fork, where its result does not hold any more."""
+        """Whether a tool call came after the fork, so that its result is no longer valid."""
         after = self._until_ns is not None and tool.start_ns >= self._until_ns
         return after and self._parted and not self.replay.coupled
 
@@ -249,13 +247,13 @@ class ReplaySession:
         return self.replay.tools == "refuse" or self._is_named(name, side_effects=side_effects)
 
     def _is_named(self, name: str, *, side_effects: bool) -> bool:
-        """Whether a tool itself is never to be run twice: by its name, or by its mark."""
+        """Whether a tool must never run twice: because of its name, or its mark."""
         if side_effects or selects(self.replay.refuse_tools, name):
             return True
         return any(tool.name == name and tool.marks.get(TOOL_SIDE_EFFECTS) is True for tool in self.record.tools)
 
     def at_end(self) -> str | None:
-        """Say why a program that has ended was no replay of the record; None where it was."""
+        """Return why an ended program was no replay of the record; None if it was."""
         if self.ended is not None:
             return self.ended
         made = sum(isinstance(used, RecordedCall) for used in self._used)
@@ -278,7 +276,7 @@ class ReplaySession:
         return _refusal(reason)
 
     def _unlike(self, request: ReplayRequest) -> str:
-        """Say how a request that is not in the record differs from the one that it stands for."""
+        """Return how a request that is not in the record differs from the one that it replaces."""
         own = named(self.record.calls, request.agent)
         who = "a call without an agent" if request.agent is None else f"`{request.agent}`"
         if not own:
@@ -317,7 +315,7 @@ class ReplaySession:
 
 
 def _common(recorded: Asked, now: Asked) -> int:
-    """Count the messages that two requests begin with alike."""
+    """Count the equal messages at the beginning of two requests."""
     count = 0
     for old, new in zip(recorded.lines, now.lines, strict=False):
         if old != new:
@@ -327,7 +325,7 @@ def _common(recorded: Asked, now: Asked) -> int:
 
 
 def _refusal(reason: str) -> Refusal:
-    # Clients try again after a 409 unless they are told not to.
+    # Clients retry after a 409 unless they are told not to.
     return Refusal(409, f"{ENDED}{reason}", "conflict_error", DIFFERS, {"x-should-retry": "false"})
 
 

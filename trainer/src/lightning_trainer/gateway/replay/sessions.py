@@ -18,16 +18,16 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.replay.record import Record, read_record
 from lightning_trainer.gateway.replay.session import ReplaySession
 
-_REMEMBERED: Final = 20_000  # ended replays of which is known where they parted
-_RECORDS: Final = 64  # kept in memory: the forks of one attempt read it once
+_REMEMBERED: Final = 20_000  # ended replays whose first difference is kept
+_RECORDS: Final = 64  # kept in memory, so that the forks of one attempt read it once
 
 
 class Sessions:
-    """Makes the session of each replay at its first request, and drops it at its end.
+    """Creates the session of each replay at its first request, and drops it at its end.
 
     Args:
         store: has the records.
-        run_seed: gives the seed of the run as it stands.
+        run_seed: returns the run's current seed.
     """
 
     def __init__(self, store: Store, run_seed: Callable[[], int | None]) -> None:
@@ -50,7 +50,7 @@ class Sessions:
         """Return the session of an attempt.
 
         Raises:
-            Refusal: its record is not there.
+            Refusal: its record does not exist.
         """
         session = self._open.get(attempt_id)
         if session is not None:
@@ -64,7 +64,7 @@ class Sessions:
 
     def _make(self, attempt_id: str) -> ReplaySession:
         replay = self._expected.get(attempt_id)
-        if replay is None:  # another server gave the attempt out, or this one was started again
+        if replay is None:  # another server issued the attempt, or this one was restarted
             found = self._store.attempts(attempt_ids=[attempt_id])
             replay = found[0].rollout.replay if found else None
         if replay is None:
@@ -90,14 +90,14 @@ class Sessions:
         return record
 
     def at_end(self, attempt_id: str) -> str | None:
-        """Say why an attempt that has just ended was no replay; None where it was, or was to be none."""
+        """Return why an attempt that has just ended was no replay; None if it was one, or was not meant to be."""
         if attempt_id not in self._expected:
             return None
         session = self._open.get(attempt_id)
         return "the program ended without a model call or a tool call" if session is None else session.at_end()
 
     def parted(self, attempt_id: str) -> str | None:
-        """Say where a replay that has ended, and went on all the same, was first not as its record; None: nowhere."""
+        """Return where a replay that continued to its end first differed from its record; None: nowhere."""
         return self._parted.get(attempt_id)
 
     def forget(self, attempt_id: str) -> None:
@@ -111,12 +111,11 @@ class Sessions:
 
 
 def summary(store: Store, attempt_id: str) -> Mapping[str, Any]:
-    """Count what was answered from the record in a replay, from what the store has of it.
+    """Count what was answered from the record in a replay, read from the store.
 
     Returns:
-        ``replayed``: model calls given up to the fork; ``coupled``: after it; ``sampled``: drawn; ``own``: left to the
-        program's own endpoint; ``tools_given`` and ``tools_run``; ``ended``: why the replay ended before its time, else
-        None.
+        ``replayed``: model calls answered up to the fork; ``coupled``: after it; ``sampled``: sampled; ``own``: left to
+        the program's own endpoint; ``tools_given`` and ``tools_run``; ``ended``: why the replay ended early, or None.
 
     Raises:
         Refusal: there is no such attempt, or it is no replay.
@@ -143,7 +142,7 @@ def summary(store: Store, attempt_id: str) -> Mapping[str, Any]:
 
 
 def why_ended(attempt: AttemptRecord, calls: Iterable[Call] = ()) -> str | None:
-    """Say why a replay ended before its time: what its error says, or that of one of its calls; None where it did not.
+    """Return why a replay ended early, from its error or that of one of its calls; None if it did not.
 
     Args:
         attempt: the replay.

@@ -1,1 +1,1 @@
-"""Model servers behind the gateway: what they speak, how they fail, which replica answers."""
+"""Model servers behind the gateway: their protocols, their failures, and the choice of a replica."""

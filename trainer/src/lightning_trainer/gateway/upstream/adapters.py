@@ -1,6 +1,6 @@
-"""LoRA adapters on vLLM: loaded into servers that run, each under a name that no other weights ever have.
+"""LoRA adapters on vLLM: loaded into running servers, each under a name that no other weights ever have.
 
-vLLM reads an adapter from the path that it is told, so the adapter's folder lies where its servers see it, too.
+vLLM reads an adapter from a path, so its servers must be able to see the adapter's folder.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class SavedAdapter:
 
     Attributes:
         name: of the policy.
-        folder: where it is.
-        served: its name on the servers: that of the policy, and a hash of what is in the folder.
-        rank: of its matrices; None where its configuration does not say.
+        folder: its location.
+        served: its name on the servers: the policy's name, and a hash of the folder's content.
+        rank: of its matrices; None if its configuration does not say.
     """
 
     name: str
@@ -49,7 +49,7 @@ def adapters_in(checkpoint: Path) -> list[SavedAdapter]:
     """Read the adapters of a checkpoint, or of a run that has one.
 
     Raises:
-        ConfigError: it holds no adapters, or one of them is missing.
+        ConfigError: it contains no adapters, or one of them is missing.
     """
     path = checkpoint
     try:
@@ -86,7 +86,7 @@ class AdapterServers:
 
     Args:
         urls: base URLs, each with its ``/v1``.
-        key: bearer key that they want; None: nothing.
+        key: their bearer key; None: none.
     """
 
     def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
@@ -112,7 +112,7 @@ class AdapterServers:
         """Load an adapter into every server that does not have it yet.
 
         Raises:
-            ConfigError: a server does not load it; says what to change.
+            ConfigError: a server does not load it; the message says what to change.
         """
         for url in self._urls:
             root = self._loaded_folders(url).get(served)
@@ -135,10 +135,10 @@ class AdapterServers:
             raise ConfigError(f"{url} did not load the adapter {served} from {folder}: {said}")
 
     def unload(self, served: str) -> None:
-        """Unload an adapter from every server; one that does not have it is no error.
+        """Unload an adapter from every server. A server without it is not an error.
 
         Raises:
-            ConfigError: a server can't be reached.
+            ConfigError: a server cannot be reached.
         """
         for url in self._urls:
             self._post(url, "unload_lora_adapter", {"lora_name": served}, served)
@@ -147,7 +147,7 @@ class AdapterServers:
         """Unload earlier contents of the same adapters. vLLM ends the calls that have begun with them.
 
         Raises:
-            ConfigError: a server can't be reached.
+            ConfigError: a server cannot be reached.
         """
         names = {each.name: each.served for each in kept}
         for url in self._urls:
@@ -158,16 +158,16 @@ class AdapterServers:
                     self._post(url, "unload_lora_adapter", {"lora_name": served}, served)
 
     def check_slots(self, served: Sequence[str]) -> None:
-        """Make sure that servers generate with so many adapters at once, as far as their metrics tell.
+        """Check that servers can generate with so many adapters at once, as far as their metrics tell.
 
         Args:
-            served: names of adapters that are loaded. The first one samples something: until then vLLM reports nothing.
+            served: names of loaded adapters. The first one samples something: until then vLLM reports nothing.
 
         Raises:
-            ConfigError: they do not; names the number needed.
+            ConfigError: they cannot; the message names the number needed.
         """
         for url in self._urls:
-            # Its numbers are there once a step has ended, so two tokens are sampled.
+            # Its numbers appear once a step has ended, so two tokens are sampled.
             self._post(url, "completions", {"model": served[0], "prompt": "a", "max_tokens": 2}, served[0])
             told = _SLOTS.search(self._get(url, "/../metrics").text)
             if told and int(told[1]) < len(served):
@@ -209,7 +209,7 @@ def load_adapters(checkpoint: Path, upstreams: Sequence[Upstream]) -> list[Upstr
         An upstream for each adapter: the same servers under its name.
 
     Raises:
-        ConfigError: there is not one upstream, a name is taken, or a server does not load an adapter.
+        ConfigError: there is not exactly one upstream, a name is in use, or a server does not load an adapter.
     """
     saved = adapters_in(checkpoint)
     if len(upstreams) != 1:
@@ -227,13 +227,13 @@ def load_saved(saved: Sequence[SavedAdapter], urls: Sequence[str], key: str | No
     """Load adapters into servers.
 
     Args:
-        saved: which.
+        saved: the adapters.
         urls: of the servers.
-        key: bearer key that they want.
-        replaces: whether what the servers have of these adapters from an earlier gateway is unloaded.
+        key: their bearer key.
+        replaces: whether to unload what the servers have of these adapters from an earlier gateway.
 
     Raises:
-        ConfigError: a server does not load one, or has too few places.
+        ConfigError: a server does not load one, or has too few slots.
     """
     with AdapterServers(urls, key) as servers:
         for each in saved:
@@ -244,10 +244,10 @@ def load_saved(saved: Sequence[SavedAdapter], urls: Sequence[str], key: str | No
 
 
 def vllm_rank(rank: int) -> int:
-    """Return the smallest ``--max-lora-rank`` that vLLM takes and that holds adapters of this rank.
+    """Return the smallest ``--max-lora-rank`` that vLLM accepts and that is enough for adapters of this rank.
 
     Raises:
-        ConfigError: vLLM takes none so large.
+        ConfigError: vLLM accepts none so large.
     """
     for most in (8, 16, 32, 64, 128, 256, 320, 512):
         if rank <= most:
@@ -256,7 +256,7 @@ def vllm_rank(rank: int) -> int:
 
 
 def _error_of(reply: httpx.Response) -> str | None:
-    """Return vLLM's own words; None of a page that it does not have."""
+    """Return vLLM's own message; None for a page that it does not have."""
     try:
         return str(reply.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

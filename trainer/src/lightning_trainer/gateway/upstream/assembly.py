@@ -1,4 +1,4 @@
-"""From an upstream's reply, whole or in chunks: what goes on record, and what the agent gets."""
+"""Splits an upstream's reply, whole or in chunks, into what is recorded and what the agent gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _A_TOKEN: Final = (int, int, float, str)
 
 
 class Assembly:
-    """Fills a pending call from replies, and takes out of them what only the record needed."""
+    """Fills a pending call from replies, and removes from them what only the record needs."""
 
     def __init__(self, pending: PendingCall) -> None:
         self._pending = pending
@@ -30,11 +30,11 @@ class Assembly:
 
     @property
     def drawn(self) -> bool:
-        """Whether anything of the answer came."""
+        """Whether anything of the answer has arrived."""
         return bool(self._choices)
 
     def add(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Take a whole reply or a chunk, of chat or completions; give what the agent gets: the same object changed."""
+        """Add a whole reply or a chunk, of chat or completions; return what the agent gets: the same object changed."""
         if self._add_token(reply):
             return reply
         as_chat(reply)
@@ -43,7 +43,8 @@ class Assembly:
             known["response_id"] = reply["id"]
         choices = reply.get("choices")
         listed = choices if isinstance(choices, list) else []
-        for holder in (reply, *listed):  # vLLM's chat tells the prompt's tokens once, completions and SGLang by choice
+        # vLLM's chat sends the prompt's tokens once, completions and SGLang once per choice
+        for holder in (reply, *listed):
             if ids := self._prompt_in(holder):
                 known["prompt_token_ids"] = tuple(ids)
         if known:
@@ -54,7 +55,7 @@ class Assembly:
         return reply
 
     def _add_token(self, reply: dict[str, Any]) -> bool:
-        """Take a chunk with a token's text and nothing else that is new, as nearly all are; False: it is another."""
+        """Add a chunk that only has a token's text, as nearly all do; False if it is another."""
         choices = reply.get("choices")
         if type(choices) is not list or len(choices) != 1 or "prompt_token_ids" in reply:
             return False
@@ -80,7 +81,7 @@ class Assembly:
         return True
 
     def _prompt_in(self, holder: dict[str, Any]) -> Sequence[int]:
-        """Return the prompt's tokens that a reply or a choice holds, and take them out of what the agent gets."""
+        """Return the prompt's tokens in a reply or a choice, and remove them from what the agent gets."""
         if "prompt_token_ids" not in holder:
             return ()
         found = _ids(holder["prompt_token_ids"])
@@ -113,7 +114,7 @@ class Assembly:
         ids, logprobs = _ids(choice.get("token_ids")), _logprobs(choice.get("logprobs"))
         if ids and logprobs is not None and len(ids) == len(logprobs):
             drawn.add(ids, logprobs)
-        elif ids:  # without a log-probability for each token none can be used
+        elif ids:  # without a log-probability for each token, none can be used
             drawn.token_ids = [*(drawn.token_ids or ()), *ids]
             drawn.logprobs = None
         if not self._shows_ids:
@@ -122,7 +123,7 @@ class Assembly:
             choice["logprobs"] = None
 
     def settle(self, sampling: Mapping[str, Any]) -> None:
-        """Write what came, whole or not, to the pending call, with the parameters in force."""
+        """Write what has arrived, complete or not, to the pending call, with the parameters in force."""
         for index, drawn in self._choices.items():
             drawn.message = message_of(self._messages[index])
         choices = [self._choices[index] for index in sorted(self._choices)]
@@ -139,12 +140,12 @@ def _check_calls(calls: Any) -> None:
 
 
 def _ids(value: Any) -> Sequence[int]:
-    """Read token ids; what no tokenizer can have is not taken, so that the call counts as one without tokens."""
+    """Read token ids. Impossible ids are not accepted, so that the call counts as one without tokens."""
     if not isinstance(value, list):
         return ()
     if len(value) == 1:  # as in nearly every chunk
         return value if type(value[0]) is int and 0 <= value[0] < 2**31 else ()
-    if set(map(type, value)) != {int}:  # a true is an int to isinstance; this is quicker
+    if set(map(type, value)) != {int}:  # True is an int for isinstance; this is faster
         return ()
     return value if min(value) >= 0 and max(value) < 2**31 else ()
 

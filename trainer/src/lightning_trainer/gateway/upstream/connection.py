@@ -1,4 +1,4 @@
-"""HTTP to the replicas of one upstream: asked, read, and found out what they are like."""
+"""HTTP to the replicas of one upstream: requests, responses, and detection of each server's kind."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     import aiohttp
 
 logger = masking_logger(__name__)
-MOST_BYTES: Final = 64 * 2**20  # of one answer; 100,000 tokens with ids and log-probabilities are about 20 MB
-_UNWELL = frozenset({502, 503, 504})  # another replica may do better
+MOST_BYTES: Final = 64 * 2**20  # bytes of one answer; 100,000 tokens with ids and log-probabilities are about 20 MB
+_UNWELL = frozenset({502, 503, 504})  # another replica may succeed
 _UNLISTED: Final = frozenset({401, 403, 404, 405})  # there is no list of models, or not for this key
-# A gateway of ours refuses the likeliest tokens where its own engine answers, which gives log-probabilities at the
-# temperature (400), or has nothing behind it that completes a text, and so no tokens either.
+# Our own gateway rejects requests for the likeliest tokens if its own engine answers, whose log-probabilities include
+# the temperature (400), or if nothing behind it completes a text, so that it returns no tokens either.
 _GIVES_NO_TOP: Final = frozenset({400, 404, 405})
-_AGAIN_S: Final = 60.0  # after which a server without a list is asked for one again: it may have been starting
+_AGAIN_S: Final = 60.0  # seconds after which a server without a list is asked for one again: it may have been starting
 
 _TOLD_UNLISTED: Final = (
     "%s answered %d, so this server is asked as one that sends no tokens, and its calls are not trained on. If it is"
@@ -42,10 +42,10 @@ class Connection:
     """Connections to all replicas.
 
     Args:
-        key: bearer key that they want; None: nothing.
+        key: their bearer key; None: none.
         silence_s: seconds without a byte after which an answer has failed.
-        total_s: most seconds of an answer; None: as long as it takes.
-        waits_for: what a wait for them is called.
+        total_s: most seconds of an answer; None: no limit.
+        waits_for: name of a wait for them.
     """
 
     def __init__(self, key: str | None, *, silence_s: float, total_s: float | None, waits_for: str) -> None:
@@ -60,11 +60,11 @@ class Connection:
 
     @asynccontextmanager
     async def response(self, replica: Replica, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Post to a replica, or get where there is no body; give its answer when it is a good one.
+        """Send a POST to a replica, or a GET if there is no body; return a successful response.
 
         Raises:
-            Refusal: the upstream's own.
-            BrokenError: it can't be reached, broke off, or says that it is not well.
+            Refusal: the upstream's own error.
+            BrokenError: it cannot be reached, the connection broke, or it reports that it is not healthy.
         """
         import aiohttp
 
@@ -105,10 +105,10 @@ class Connection:
 
     @contextmanager
     def arriving(self, response: aiohttp.ClientResponse) -> Iterator[Arriving]:
-        """Return a body as it comes; its wait for the next piece is noted, and has its bound.
+        """Return a body as it arrives. Its wait for the next piece is noted, and has its bound.
 
         Raises:
-            Refusal: it is compressed, which nobody asked for.
+            Refusal: it is compressed, although that was not requested.
         """
         if response.headers.get("content-encoding", "identity") != "identity":
             raise failed(f"{response.url} sent a compressed body, which the request did not accept")
@@ -120,10 +120,10 @@ class Connection:
                 body.end()
 
     async def dialect(self, replica: Replica) -> Dialect:
-        """Say how a replica is asked for tokens; found out once, where it lists its models.
+        """Return how tokens are requested from a replica; detected once, if it lists its models.
 
         Raises:
-            BrokenError: it can't be reached, or is not well.
+            BrokenError: it cannot be reached, or is not healthy.
         """
         if replica.dialect is None or time.monotonic() >= replica.again_at:
             async with self._asking:
@@ -132,10 +132,10 @@ class Connection:
         return replica.dialect
 
     async def find_out(self, replica: Replica) -> Dialect:
-        """Ask a replica what it is; where it is not what it was, nothing else that was found out holds.
+        """Detect a replica's kind. If it has changed, everything else that was detected is dropped.
 
         Raises:
-            BrokenError: it can't be reached, or is not well.
+            BrokenError: it cannot be reached, or is not healthy.
         """
         listed = await self.models(replica)
         replica.again_at = math.inf if listed is not None else time.monotonic() + _AGAIN_S
@@ -145,10 +145,10 @@ class Connection:
         return found
 
     async def models(self, replica: Replica) -> bytes | None:
-        """Return what ``/models`` says; None where there is no such page, or none for this key.
+        """Return the response of ``/models``; None if there is no such page, or none for this key.
 
         Raises:
-            BrokenError: it can't be reached, is not well, or had such a page before.
+            BrokenError: it cannot be reached, is not healthy, or had such a page before.
         """
         import aiohttp
 
@@ -168,17 +168,17 @@ class Connection:
             raise BrokenError(told) from error
 
     async def page(self, replica: Replica, path: str, body: Any = None) -> bytes:
-        """Return what a replica says on a path; it is asked by POST where there is a body.
+        """Return a replica's response on a path, requested by POST if there is a body.
 
         Raises:
-            Refusal: the replica's own.
-            BrokenError: it can't be reached, or is not well.
+            Refusal: the replica's own error.
+            BrokenError: it cannot be reached, or is not healthy.
         """
         async with self.response(replica, path, body) as response:
             return await self.read(response)
 
     async def gives_raw_logprobs(self, replica: Replica, model: str) -> bool:
-        """Say whether a replica's log-probabilities leave the temperature out; found out once."""
+        """Return whether a replica's log-probabilities ignore the temperature; detected once."""
         if replica.raw_logprobs is None:
             replica.raw_logprobs = await self._leaves_temperature_out(replica, model)
             if replica.raw_logprobs:
@@ -215,7 +215,7 @@ class Connection:
                 top = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
                 found.append(max(other["logprob"] for other in top))
             except (KeyError, IndexError, TypeError, ValueError):
-                return False  # it does not tell
+                return False  # it does not say
         return bool(abs(found[0] - found[1]) < 1e-6)
 
     def _client(self) -> aiohttp.ClientSession:
@@ -224,8 +224,8 @@ class Connection:
 
             headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),  # the upstream queues, we don't
-                cookie_jar=aiohttp.DummyCookieJar(),  # an answer to one attempt must not set what another's call sends
+                connector=aiohttp.TCPConnector(limit=0),  # the upstream queues requests, this client does not
+                cookie_jar=aiohttp.DummyCookieJar(),  # a response to one attempt must not set what another's call sends
                 timeout=aiohttp.ClientTimeout(total=self._total_s, sock_connect=10.0),
                 # Not compressed: a small body must not become a large one here.
                 headers={**headers, "content-type": "application/json", "accept-encoding": "identity"},
@@ -235,7 +235,7 @@ class Connection:
 
 
 def _not_listed(url: str, response: aiohttp.ClientResponse, body: bytes) -> Refusal:
-    """Return what a call is told whose server could not be asked what it is."""
+    """Return the error for a call whose server's kind could not be detected."""
     if response.status < 400:
         return failed(f"{url} answered {response.status} and no list of models; redirects are not followed")
     if response.status >= 600:
@@ -245,11 +245,11 @@ def _not_listed(url: str, response: aiohttp.ClientResponse, body: bytes) -> Refu
 
 
 class Arriving:
-    """A body that is read piece by piece. aiohttp's own limit of silence would set a timer for each: this sets few.
+    """A body that is read piece by piece. aiohttp's own time limit would set a timer for each piece; this sets few.
 
     Args:
-        response: whose body.
-        wait: noted while it is read; it says when something last came.
+        response: the response with the body.
+        wait: noted while it is read; says when something last arrived.
         silence_s: seconds without a byte after which the answer has failed.
     """
 
@@ -265,8 +265,8 @@ class Arriving:
 
         Raises:
             Refusal: the body is larger than any answer.
-            TimeoutError: nothing came for too long.
-            aiohttp.ClientError: the connection broke off.
+            TimeoutError: nothing arrived for too long.
+            aiohttp.ClientError: the connection broke.
         """
         try:
             found = await self._response.content.readany()
@@ -281,7 +281,7 @@ class Arriving:
         return found
 
     def end(self) -> None:
-        """Say that no more is read."""
+        """Note that reading has ended."""
         self._timer.cancel()
 
     def _look(self) -> None:

@@ -1,4 +1,4 @@
-"""The weights of policies behind upstreams change: ``/api/policies``, with an admin's key."""
+"""Changes the weights of policies behind upstreams: ``/api/policies``, with an admin's key."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LONGEST_S: Final = 3600.0
 class UpstreamControl:
     """Pauses, drains and resumes; loads adapters.
 
-    Whoever updates the weights of a server pauses its policy, which waits until no call is under way, loads the weights
-    there, and resumes with the number of the new ones: every later call is recorded with it. Adapters need no pause:
-    those of another checkpoint are loaded next to the ones in use, which are unloaded after their last call.
+    To update the weights of a server: pause its policy, which waits until no call is in progress, load the weights
+    there, and resume with the new number: every later call is recorded with it. Adapters need no pause: those of
+    another checkpoint are loaded next to the ones in use, which are unloaded after their last call.
     """
 
     def __init__(self, models: ServedModels, access: Access, intake: Intake) -> None:
@@ -46,15 +46,15 @@ class UpstreamControl:
         return {name: model for name, model in served.items() if isinstance(model, UpstreamPolicy)}
 
     async def page(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
-        """Answer ``GET /api/policies``: how every upstream is."""
+        """Answer ``GET /api/policies``: the state of every upstream."""
         await self._access.admit(scope, "admin")
         await send_json(send, {"policies": [policy.describe() for policy in self._policies.values()]})
 
     async def pause(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer ``POST /api/policies/pause {"model", "drain_s"}`` with the number of calls still under way.
+        """Answer ``POST /api/policies/pause {"model", "drain_s"}`` with the number of calls still in progress.
 
         Raises:
-            Refusal: no admin's key, a malformed body, or no such upstream.
+            Refusal: not an admin's key, a malformed body, or no such upstream.
         """
         body = await self._body(scope, receive, "model", "drain_s")
         policy = self._policy(body)
@@ -66,7 +66,7 @@ class UpstreamControl:
         """Answer ``POST /api/policies/resume {"model", "version"}``.
 
         Raises:
-            Refusal: no admin's key, a malformed body, or no such upstream.
+            Refusal: not an admin's key, a malformed body, or no such upstream.
         """
         body = await self._body(scope, receive, "model", "version")
         policy = self._policy(body)
@@ -79,7 +79,7 @@ class UpstreamControl:
         """Answer ``POST /api/policies/adapters {"checkpoint", "version"}``: these adapters answer the next calls.
 
         Raises:
-            Refusal: no admin's key, a malformed body, or adapters that are not served here or can't be loaded.
+            Refusal: not an admin's key, a malformed body, or adapters that are not served here or cannot be loaded.
         """
         body = await self._body(scope, receive, "checkpoint", "version")
         version = whole(body, "version", None, low=0)
@@ -100,7 +100,7 @@ class UpstreamControl:
         await send_json(send, {"policies": [policy.describe() for policy in policies]})
 
     def _adapter_policy(self, saved: SavedAdapter) -> UpstreamPolicy:
-        """Return the policy that an adapter is of."""
+        """Return the policy that an adapter belongs to."""
         policy = self._policies.get(saved.name)
         if policy is None or policy.upstream.served is None:
             adapters = ", ".join(name for name, each in self._policies.items() if each.upstream.served) or "none"
@@ -109,7 +109,7 @@ class UpstreamControl:
         return policy
 
     def _switch(self, policy: UpstreamPolicy, saved: SavedAdapter, version: int | None) -> None:
-        """Let the next calls of a policy go to other weights, and unload those before after their last call."""
+        """Send a policy's next calls to other weights, and unload the previous ones after their last call."""
         before = policy.names.newest.name
         policy.version = policy.version if version is None else version
 

@@ -1,4 +1,4 @@
-"""How servers are asked for token ids and log-probabilities beyond what OpenAI's do, and how they say who they are."""
+"""How servers are asked for token ids and log-probabilities beyond OpenAI's API, and how they identify themselves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 from lightning_spans.schema.lenient_json import read_json
 
-# vLLM and this gateway: in chunks too. SGLang: in whole replies only; it refuses them for streams. plain: nowhere.
+# vLLM and this gateway: in chunks too. SGLang: only in whole replies; it rejects them for streams. plain: never.
 Dialect: TypeAlias = Literal["vllm", "lightning", "sglang", "plain"]
 _KNOWN: Final[tuple[Dialect, ...]] = ("vllm", "lightning", "sglang")
 
 
 def dialect_of(listed: bytes) -> Dialect:
-    """Read from ``GET /v1/models`` what kind of server it is."""
+    """Read a server's kind from ``GET /v1/models``."""
     try:
         owners = {model.get("owned_by") for model in read_json(listed).get("data") or ()}
     except (ValueError, AttributeError, TypeError):
@@ -22,7 +22,7 @@ def dialect_of(listed: bytes) -> Dialect:
 
 
 def asking(dialect: Dialect, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request, chat or completion, that asks for tokens as well where the server knows how to send them."""
+    """Return a request, chat or completion, that also asks for tokens if the server can send them."""
     if dialect == "plain":
         return native(body)
     asked = {**native(body), "return_token_ids": True}
@@ -30,7 +30,7 @@ def asking(dialect: Dialect, body: Mapping[str, Any]) -> dict[str, Any]:
         asked["logprobs"] = body.get("top_logprobs") or (1 if dialect == "sglang" else 0)
     else:
         asked["logprobs"] = True
-    if body.get("stream") is True:  # the count of tokens shows whether the ids of all of them came
+    if body.get("stream") is True:  # the token count shows whether all their ids arrived
         asked["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
     if dialect == "sglang":
         for name in ("stream", "stream_options"):
@@ -39,7 +39,7 @@ def asking(dialect: Dialect, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def native(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request as ``/chat/completions`` or ``/completions`` takes it; the latter counts log-probabilities."""
+    """Return the request in the format of ``/chat/completions`` or ``/completions``, which counts log-probabilities."""
     if "prompt" not in body:
         return dict(body)
     asked = {name: value for name, value in body.items() if name not in {"logprobs", "top_logprobs"}}
@@ -47,7 +47,7 @@ def native(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_chat(reply: dict[str, Any]) -> dict[str, Any]:
-    """Return a reply of ``/completions``, whole or a chunk, in the form of a chat completion's."""
+    """Return a reply of ``/completions``, whole or a chunk, in the format of a chat completion."""
     for choice in reply.get("choices") or ():
         if isinstance(choice, dict) and "text" in choice:
             choice["delta"] = {"content": choice.pop("text")}
@@ -68,7 +68,7 @@ def _content(given: Any) -> dict[str, Any] | None:
 
 
 def chunks_of(completion: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]]:
-    """Cut a whole completion into the chunks of a stream: for servers that send tokens in whole replies only."""
+    """Split a whole completion into the chunks of a stream, for servers that send tokens only in whole replies."""
     head = {name: value for name, value in completion.items() if name not in {"choices", "usage"}}
     head["object"] = "chat.completion.chunk"
     chunks = []

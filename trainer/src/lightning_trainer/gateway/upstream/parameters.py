@@ -1,7 +1,8 @@
-"""The fields of a request that are sent on to a vLLM or SGLang server: all that is known what it does.
+"""The fields of a request that are sent on to a vLLM or SGLang server: all those whose effect is known.
 
-Some of them make the server draw from another distribution than the policy's. Such calls are answered, and left out of
-training with the reason: see `lightning_trainer.rl.steered`. What is not known could do the same unseen: it is refused.
+Some of them make the server sample from another distribution than the policy's. Such calls are answered, and left out
+of training with the reason: see `lightning_trainer.rl.steered`. Unknown fields could do the same unnoticed: they are
+rejected.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SERVERS: Final = frozenset({  # vLLM and SGLang
     "include_reasoning", "separate_reasoning", "stream_reasoning", "thinking", "thinking_token_budget",
     "return_token_ids", "return_tokens_as_token_ids", "no_stop_trim",
 })  # fmt: skip
-# What decides for other attempts, too, or runs as a program in the server: nothing for the key of one attempt to say.
+# Fields that affect other attempts too, or run as a program in the server: one attempt's key may not set them.
 _OWNERS: Final = frozenset({
     "priority", "cache_salt", "request_id", "rid", "logits_processors", "custom_logit_processor", "custom_params",
     "chat_template", "documents", "mm_processor_kwargs",
@@ -38,7 +39,7 @@ _KNOWN: Final = _OPENAI | _SERVERS | _OWNERS | BOOKKEEPING
 
 
 def refuse_unknown(dialect: Dialect, request: Mapping[str, Any]) -> None:
-    """Refuse a request of an attempt's that has fields of which nobody knows what they do to the answer, or others.
+    """Reject an attempt's request with fields whose effect on the answer is unknown, or that affect others.
 
     Raises:
         Refusal: names the field.
@@ -49,7 +50,7 @@ def refuse_unknown(dialect: Dialect, request: Mapping[str, Any]) -> None:
                 f"parameter {name!r} is for whoever owns the model's server, and not for an attempt. Leave it out.",
                 "unsupported_parameter",
             )
-    if dialect == "plain":  # it sends no tokens, so nothing of it is trained on
+    if dialect == "plain":  # it sends no tokens, so nothing of it is used for training
         return
     for name, value in request.items():
         if value is not None and name not in _KNOWN:
@@ -60,5 +61,5 @@ def refuse_unknown(dialect: Dialect, request: Mapping[str, Any]) -> None:
 
 
 def without_bookkeeping(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request without what is for a vendor's accounts, caches and routing."""
+    """Return a request without fields for a vendor's accounts, caches and routing."""
     return {name: value for name, value in request.items() if name not in BOOKKEEPING}

@@ -1,4 +1,4 @@
-"""The servers that answer for one policy: where an attempt's calls go, which are well, and when all hold still."""
+"""The servers that answer for one policy: which one an attempt's calls use, which are healthy, and when all pause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_trainer.gateway.request.constraints import Form
 from lightning_trainer.gateway.upstream.dialects import Dialect
 from lightning_trainer.gateway.upstream.token_protocols import TokenServer
 
-_ATTEMPTS: Final = 20_000  # whose replica is remembered; far more than run at once
+_ATTEMPTS: Final = 20_000  # attempts whose replica is kept; far more than run at once
 
 
 @dataclass(slots=True, eq=False)
@@ -25,13 +25,13 @@ class Replica:
 
     Attributes:
         url: base URL, with its ``/v1``.
-        in_flight: calls that it answers now.
-        failure: why it gets no calls; None while it is well.
-        dialect: how it is asked for tokens; None: not known yet.
-        again_at: monotonic time from which it is asked for that again; never where it said what it is.
-        raw_logprobs: whether its log-probabilities leave the temperature out; None: not known yet.
+        in_flight: calls that it is answering.
+        failure: why it gets no calls; None while it is healthy.
+        dialect: how tokens are requested from it; None: not known yet.
+        again_at: monotonic time from which it is asked for that again; never if it has identified itself.
+        raw_logprobs: whether its log-probabilities ignore the temperature; None: not known yet.
         tokens: how it is sent token ids, or why it is sent messages; None: not known yet.
-        form: in which it takes what an answer must be, ``none`` of them; None: not known yet.
+        form: its format for an answer's required form, or ``none``; None: not known yet.
     """
 
     url: str
@@ -45,7 +45,10 @@ class Replica:
 
 
 class Replicas:
-    """Chooses. All calls of an attempt go to one replica while it is well: there its earlier prompts are cached."""
+    """Chooses replicas.
+
+    All calls of an attempt use one while it is healthy, because it caches the attempt's prompts.
+    """
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.all = tuple(Replica(url) for url in urls)
@@ -59,11 +62,11 @@ class Replicas:
         """Return the replica for a call.
 
         Args:
-            attempt_id: whose call it is; None: nobody's, and the one with the least to do is taken.
+            attempt_id: the calling attempt; None: none, and the least busy replica is chosen.
             but: those that failed this call.
 
         Returns:
-            One that is well; where none is, one that is not (it may be well again); None when all failed this call.
+            A healthy one; if there is none, an unhealthy one (it may have recovered); None if all failed this call.
         """
         left = [replica for replica in self.all if replica not in but]
         candidates = [replica for replica in left if replica.failure is None] or left
@@ -80,14 +83,14 @@ class Replicas:
         return chosen
 
     def forget(self, attempt_id: str) -> None:
-        """Let go of an attempt that has ended."""
+        """Drop an attempt that has ended."""
         home = self._homes.pop(attempt_id, None)
         if home is not None:
             self._homed[home] -= 1
 
     @contextmanager
     def answering(self, replica: Replica) -> Iterator[None]:
-        """Count a call as being answered inside the block."""
+        """Count a call as being answered within the block."""
         replica.in_flight += 1
         try:
             yield
@@ -103,15 +106,15 @@ class Replicas:
         return not self._going.is_set()
 
     def pause(self) -> None:
-        """Let calls under way end, and hold the others until `resume`."""
+        """Let running calls end, and hold the others until `resume`."""
         self._going.clear()
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue."""
         self._going.set()
 
     async def drained(self, timeout_s: float) -> int:
-        """Wait until no call is under way, or for so many seconds. Returns the number that still is."""
+        """Wait until no call is in progress, or for so many seconds. Returns the number still in progress."""
         until = time.monotonic() + timeout_s
         while going := sum(replica.in_flight for replica in self.all):
             self._changed.clear()

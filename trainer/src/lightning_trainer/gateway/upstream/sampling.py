@@ -19,15 +19,15 @@ _SAMPLING: Final = (
     "logit_bias", "max_tokens", "max_completion_tokens", "stop", "n", "seed", "response_format", "tool_choice",
     "parallel_tool_calls",
 )  # fmt: skip
-# OpenAI's defaults. vLLM and SGLang would take those of the model's generation_config, which nobody put on record.
+# OpenAI's defaults. vLLM and SGLang would use those of the model's generation_config, which are not recorded.
 _OPEN: Final = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class SamplingParameters:
-    """Chooses the parameters of each call, with a seed of its own where the routing has one.
+    """Chooses the parameters of each call, with a separate seed if the routing has one.
 
     Args:
-        any_model: the calls are those of agents that are not trained, and are sent with their own parameters.
+        any_model: whether the calls are those of untrained agents, which are sent with their own parameters.
     """
 
     def __init__(self, *, any_model: bool) -> None:
@@ -35,7 +35,7 @@ class SamplingParameters:
         self._counter = PromptCounter()
 
     def forget(self, attempt_id: str) -> None:
-        """Let go of an attempt that has ended."""
+        """Drop an attempt that has ended."""
         self._counter.forget(attempt_id)
 
     def in_force(self, pending: PendingCall, routing: Routing) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class SamplingParameters:
             for name in _SAMPLING
             if pending.requested.request.get(name) is not None
         }
-        if self._any_model:  # nobody trains on these: they are asked as they are
+        if self._any_model:  # these are not used for training: they are sent unchanged
             return sampling
         if routing.temperature is not None:
             sampling |= {
@@ -74,11 +74,11 @@ class SamplingParameters:
                 asked=asked,
             )
             sampling |= {} if asked is None else {"seed_asked": asked}
-            sampling["seed"] = drawn % 2**31  # all servers take so large a number
+            sampling["seed"] = drawn % 2**31  # all servers accept a number of this size
         return sampling
 
     def body(self, dialect: Dialect, served: str, pending: PendingCall, sampling: dict[str, Any]) -> dict[str, Any]:
-        """Return what is sent to a server: the request with these parameters, in the words of its dialect."""
+        """Return what is sent to a server: the request with these parameters, in its format."""
         asked = pending.requested.request
         if dialect != "plain" and not self._any_model:
             asked = without_bookkeeping(asked)

@@ -1,4 +1,4 @@
-"""Under which name a model's servers answer for it: the newest, and older ones until their last call has ended."""
+"""The names under which servers have a model's weights: the newest, and older ones until their last call has ended."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class ServedName:
-    """A name that the servers know.
+    """A name on the servers.
 
     Attributes:
-        name: what a request asks for.
-        version: number of the weights that have the name; None where only somebody else knows it.
-        calls: answers under way.
-        unused: called once, when the name is not the newest any more and its last call has ended; None: nobody cares.
+        name: used in requests.
+        version: number of its weights; None if only another program knows it.
+        calls: answers in progress.
+        unused: called once, when the name is no longer the newest and its last call has ended; None: nothing is called.
     """
 
     name: str
@@ -26,10 +26,10 @@ class ServedName:
 
 
 class ServedNames:
-    """The names of one model, newest last. A call keeps the name that it began with. Safe to use from any thread.
+    """The names of one model, newest last. A call keeps the name that it began with. Thread-safe.
 
-    vLLM keys its prefix cache by the name of an adapter, so other weights need another name: under the same one it
-    answers from the keys and values of the weights before.
+    vLLM's prefix cache uses the name of an adapter as its key, so other weights need another name: under the same one
+    it answers with the keys and values of the previous weights.
     """
 
     def __init__(self, name: str, version: int | None = None) -> None:
@@ -39,7 +39,7 @@ class ServedNames:
 
     @property
     def newest(self) -> ServedName:
-        """The name that the next call asks for."""
+        """The name for the next call."""
         return self._names[-1]
 
     @property
@@ -60,13 +60,14 @@ class ServedNames:
             self._end(served)
 
     def switch(self, name: str, version: int | None = None, unused: Callable[[], None] | None = None) -> None:
-        """Let the next calls ask for another name.
+        """Use another name for the next calls.
 
         Args:
             name: of the new weights, which the servers have loaded.
             version: their number.
-            unused: told when the last call under the name before has ended, which may be now. It is called in the
-                thread in which that call ends, and must not block.
+            unused: called when the last call under the previous name has ended, which may be now. It runs in the thread
+                in
+                which that call ends, and must not block.
         """
         with self._lock:
             before = self._names[-1]

@@ -1,4 +1,4 @@
-"""Upstreams that are sent token ids: conversations are rendered and continued here, and their answers read here."""
+"""Upstreams that are sent token ids: conversations are rendered and continued here, and their answers parsed here."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Route:
         names: its names there.
         tokenizer: the model's.
         http: connections to its replicas.
-        replicas: which it has.
+        replicas: its replicas.
         paused_s: most seconds that a call waits while it is paused.
-        waits_for: what a wait for it is called.
-        unwell: told of a replica that failed.
+        waits_for: name of a wait for it.
+        unwell: called for a replica that failed.
         tool_format: see `ChatFormat`.
     """
 
@@ -57,7 +57,7 @@ class Route:
 
 
 class TokenPath:
-    """Answers the conversations that an upstream can be sent as token ids."""
+    """Answers the conversations that can be sent to an upstream as token ids."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -65,11 +65,11 @@ class TokenPath:
         self._asking = asyncio.Lock()
 
     def forget(self, attempt_id: str) -> None:
-        """Drop what is remembered of an attempt that has ended."""
+        """Drop what is kept for an attempt that has ended."""
         self._answers.forget(attempt_id)
 
     def remember(self, pending: PendingCall) -> None:
-        """Note a call that was answered from a record: `Responder.remember`."""
+        """Note a call that was answered from a record; see `Responder.remember`."""
         self._answers.remember(pending)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -77,7 +77,7 @@ class TokenPath:
         return self._answers.chat.decode(ids)
 
     async def ready(self, pending: PendingCall, stamp: Callable[[], None]) -> Ready | str:
-        """Make a request ready to be drawn; or say why the upstream must be sent its messages.
+        """Prepare a request for sampling; or return why the upstream must be sent its messages.
 
         Args:
             pending: the request.
@@ -98,19 +98,19 @@ class TokenPath:
             if request.constraint is not None and request.constraint.tools and not self._answers.writes_hermes:
                 return reasons.ONLY_UPSTREAM_READS
             prompt = await self._answers.bounded_prompt(request, pending.requested.grant.attempt_id, found.context)
-        except Refusal:  # the upstream may do it; what it can't, it refuses in its own words
+        except Refusal:  # the upstream may support it; otherwise it rejects it with its own message
             return reasons.ONLY_UPSTREAM_READS
         if request.constraint is not None:
             if await self._first(pending.requested.grant.attempt_id, self.form) == "none":
                 return reasons.NO_FORM
             others = {name: value for name, value in request.others.items() if name != "grammar"}
-            request = replace(request, others=others)  # each replica is told it in its own form
+            request = replace(request, others=others)  # each replica gets it in its own format
         return Ready(request, prompt, _OneCall(self, pending, found.context, stamp, request.constraint))
 
     async def draw(
         self, ready: Ready, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing
     ) -> None:
-        """Answer what `ready` gave; see `Responder.draw`."""
+        """Answer what `ready` returned; see `Responder.draw`."""
         await self._answers.draw(ready, pending, sender, record, routing)
 
     def pass_by(self, pending: PendingCall) -> None:
@@ -121,7 +121,7 @@ class TokenPath:
                 self._answers.continuations.pass_by(pending.requested.grant.attempt_id, messages, choice.message)
 
     async def _first(self, attempt_id: str | None, find: Callable[[Replica], Awaitable[_T]]) -> _T:
-        """Find something out about the replica that the call goes to."""
+        """Detect a property of the replica that the call uses."""
         await self._route.replicas.may_go(self._route.paused_s)
         tried: list[Replica] = []
         while replica := self._route.replicas.choose(attempt_id, tried):
@@ -134,7 +134,7 @@ class TokenPath:
         raise told
 
     async def server(self, replica: Replica) -> TokenServer | str:
-        """Say how a replica is sent token ids, or why it is sent messages; found out once."""
+        """Return how a replica is sent token ids, or why it is sent messages; detected once."""
         if replica.tokens is None:
             async with self._asking:
                 if replica.tokens is None:
@@ -145,7 +145,7 @@ class TokenPath:
         return replica.tokens
 
     async def form(self, replica: Replica) -> Form | Literal["none"]:
-        """Say in which form a replica takes what an answer must be; found out once."""
+        """Return a replica's format for an answer's required form; detected once."""
         if replica.form is None:
             async with self._asking:
                 if replica.form is None:
@@ -164,11 +164,11 @@ class TokenPath:
         served: str,
         constraint: Constraint | None,
     ) -> AsyncGenerator[Sampled, None]:
-        """Draw one answer from a replica, as it comes.
+        """Sample one answer from a replica, as it arrives.
 
         Raises:
-            BrokenError: the replica can't be reached, or broke off.
-            Refusal: its own, or its answer has no form that it should have.
+            BrokenError: the replica cannot be reached, or the connection broke.
+            Refusal: its own error, or its answer is malformed.
             ValueError: the prompt leaves no room in the context.
         """
         http, room = self._route.http, server.context - len(prompt)
@@ -216,7 +216,7 @@ class _OneCall:
             stamp,
             constraint,
         )
-        self._begun = False  # whether anything of any of its answers came
+        self._begun = False  # whether anything of any of its answers has arrived
         self.model, self.tokenizer, self.max_model_len = self._route.model, self._route.tokenizer, context
 
     @property
@@ -224,12 +224,12 @@ class _OneCall:
         return self._pending.sampled.policy_version
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
-        """Draw one answer. A replica that fails is left for another as long as nothing of the call was drawn."""
+        """Sample one answer. If a replica fails before anything of the call was sampled, another is used."""
         replicas, tried, stale = self._route.replicas, list[Replica](), False
         while True:
             await replicas.may_go(self._route.paused_s)
             replica = replicas.choose(self._pending.requested.grant.attempt_id, tried)
-            if replica is None:  # a connection that was kept open too long says nothing of the server
+            if replica is None:  # a connection that was kept open too long says nothing about the server
                 replica = tried.pop()
             self._stamp()
             try:

@@ -1,4 +1,4 @@
-"""Token ids in, token ids out: how servers are asked for an answer to them, and how they send it."""
+"""Token ids in, token ids out: how servers are asked to answer them, and how they send the answer."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from lightning_trainer.gateway.engine import FinishReason, Sampled, Sampling
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 
 _FINISHED: Final[Mapping[str, FinishReason]] = {"stop": "stop", "length": "length"}
-# Fields of `Sampling` that change logits before a token is drawn.
+# Fields of `Sampling` that change logits before a token is sampled.
 ADJUSTING: Final = frozenset(
     {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 )  # fmt: skip
 
 
 class TokenProtocolError(LightningError):
-    """A server's answer says that it failed, or has another form than it should."""
+    """A server's answer reports a failure, or is malformed."""
 
 
 class Reader(Protocol):
-    """Reads one answer, whole or in chunks."""
+    """Parses one answer, whole or in chunks."""
 
     def read(self, data: Mapping[str, Any]) -> Sampled | None:
-        """Take a reply or a chunk; give what is new in it, None where nothing is.
+        """Add a reply or a chunk; return what is new in it, None if nothing is.
 
         Raises:
-            TokenProtocolError: it is an error, or tokens and log-probabilities do not belong together.
+            TokenProtocolError: it is an error, or tokens and log-probabilities do not match.
         """
         ...
 
 
 class TokenProtocol(Protocol):
-    """A kind of server that takes token ids.
+    """A kind of server that accepts token ids.
 
     Attributes:
         path: where they are sent, from the base URL with its ``/v1``.
@@ -53,7 +53,7 @@ class TokenProtocol(Protocol):
         ...
 
     def reader(self, prompt: Sequence[int], sampling: Sampling) -> Reader:
-        """Return what reads the answer."""
+        """Return the parser of the answer."""
         ...
 
 
@@ -66,11 +66,11 @@ class TokenServer:
 
 
 class CompletionsProtocol:
-    """``/v1/completions`` as vLLM serves it, and this gateway: token ids as prompt and with ``return_token_ids``.
+    """``/v1/completions`` of vLLM and this gateway: token ids as the prompt, with ``return_token_ids``.
 
     Args:
-        grammars: whether the server takes vLLM's ``structured_outputs``; whoever asks puts them into the body, in the
-            form that its backend takes.
+        grammars: whether the server accepts vLLM's ``structured_outputs``; the caller adds them to the body, in its
+            backend's format.
     """
 
     path: Final = "/completions"
@@ -79,7 +79,10 @@ class CompletionsProtocol:
         self.abilities = ADJUSTING | {"grammar"} if grammars else ADJUSTING
 
     def body(self, model: str, prompt: Sequence[int], most: int, sampling: Sampling, *, stream: bool) -> dict[str, Any]:
-        """See `TokenProtocol`. Every parameter is said: vLLM takes open ones from the model's generation_config."""
+        """See `TokenProtocol`.
+
+        Every parameter is given, because vLLM takes missing ones from the model's generation_config.
+        """
         asked = {
             "model": model,
             "prompt": list(prompt),
@@ -92,7 +95,7 @@ class CompletionsProtocol:
             "frequency_penalty": sampling.frequency_penalty,
             "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop),
-            "logprobs": 0,  # those of the tokens drawn, and no others
+            "logprobs": 0,  # only those of the sampled tokens
             "return_token_ids": True,
             "stream": stream,
         }
@@ -108,13 +111,13 @@ class CompletionsProtocol:
 
 
 class CompletionsReader:
-    """Reads what `CompletionsProtocol` asked for."""
+    """Parses answers to `CompletionsProtocol`."""
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
         self._prompt, self._returned = prompt, 0
 
     def read(self, data: Mapping[str, Any]) -> Sampled | None:
-        """See `Reader`. A chunk without a choice, such as the usage at the end, is nothing new."""
+        """See `Reader`. A chunk without a choice, such as the usage at the end, contains nothing new."""
         if "error" in data:
             raise TokenProtocolError(f"failed: {data['error']}")
         if not data.get("choices"):
@@ -140,7 +143,7 @@ class SglangProtocol:
     """
 
     path: Final = "/../generate"
-    abilities = ADJUSTING - {"logit_bias"}  # which its documentation does not name
+    abilities = ADJUSTING - {"logit_bias"}  # which is not in its documentation
 
     def __init__(self, tokenizer: Any, adapter: str | None = None) -> None:
         self._tokenizer, self._adapter = tokenizer, adapter
@@ -177,9 +180,9 @@ class SglangProtocol:
 
 
 class SglangReader:
-    """Reads what `SglangProtocol` asked for.
+    """Parses answers to `SglangProtocol`.
 
-    A chunk has all tokens so far, or with ``--incremental-streaming-output`` the new ones; the count of all is in each.
+    A chunk has all tokens so far, or with ``--incremental-streaming-output`` the new ones; each has the total count.
     """
 
     def __init__(self, text: TextStream) -> None:
@@ -215,7 +218,7 @@ class SglangReader:
 
 
 def _check_number(usage: Mapping[str, Any] | None, returned: float) -> None:
-    """Check that the ids of all tokens came: the text is read from them, so without some it is not the answer.
+    """Check that the ids of all tokens arrived: the text is made from them, so it would be incomplete otherwise.
 
     Raises:
         TokenProtocolError: the server reports more tokens.
@@ -226,10 +229,10 @@ def _check_number(usage: Mapping[str, Any] | None, returned: float) -> None:
 
 
 def _checked_piece(ids: Sequence[Any], logprobs: Sequence[Any], text: str, reason: str | None) -> Sampled:
-    """Check and give a piece. The reason "abort" is none: the answer is not whole.
+    """Check and return a piece. The finish reason "abort" is not accepted: the answer is incomplete.
 
     Raises:
-        TokenProtocolError: what should be token ids or log-probabilities is not.
+        TokenProtocolError: token ids or log-probabilities are invalid.
     """
     if len(ids) != len(logprobs):
         raise TokenProtocolError(f"gave {len(ids)} tokens and {len(logprobs)} log-probabilities")

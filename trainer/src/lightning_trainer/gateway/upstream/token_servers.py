@@ -1,7 +1,7 @@
-"""Whether an upstream can be sent token ids in place of messages, found out once for each replica.
+"""Whether an upstream can be sent token ids instead of messages, detected once for each replica.
 
-It is sent them only where nothing is lost by it: where the server makes the same tokens of the same messages as the
-tokenizer that was named for it. Reasoning and tool calls are read out of its tokens here, whatever parsers it has.
+They are used only if nothing is lost by it: if the server makes the same tokens from the same messages as the tokenizer
+that was named for it. Reasoning and tool calls are parsed from its tokens here, whatever parsers it has.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ANY: Final = Constraint({"type": "object"}, ({"function": {"name": "a"}},), one
 async def token_server(
     http: Connection, replica: Replica, model: str, chat: ChatFormat, tokenizer: Any
 ) -> TokenServer | str:
-    """Find out how a replica is sent token ids; or why it is sent messages, as the account says it.
+    """Detect how a replica is sent token ids; or return why it is sent messages.
 
     Raises:
-        BrokenError: it can't be reached.
+        BrokenError: it cannot be reached.
     """
     dialect = await http.dialect(replica)
     cards = _cards(await http.models(replica))
@@ -53,13 +53,13 @@ async def token_server(
 
 
 async def form_of(http: Connection, replica: Replica, model: str) -> Form | Literal["none"]:
-    """Find out in which form a vLLM takes what an answer must be.
+    """Detect a vLLM server's format for an answer's required form.
 
-    It has one backend for good: that of its settings, or with ``auto``, the default, that of its first structured
-    request, which may be this one. Nothing says which; the other backend fails a form that is not its own.
+    Its backend never changes: that of its settings, or with ``auto``, the default, that of its first structured
+    request, which may be this one. Nothing reports which; the other backend rejects a format that is not its own.
 
     Raises:
-        BrokenError: it can't be reached.
+        BrokenError: it cannot be reached.
     """
     for form in FORMS:
         asked = {"model": model, "prompt": "a", "max_tokens": 1, "structured_outputs": _ANY.structured_outputs(form)}
@@ -75,7 +75,10 @@ def _warn_once(replica: Replica, why: str) -> str:
 
 
 def _cards(listed: bytes | None) -> list[dict[str, Any]]:
-    """Return the models that a server lists; its kind is known, so the list has its form unless it lies."""
+    """Return the models that a server lists.
+
+    Its kind is known, so a well-behaved server's list has the right format.
+    """
     try:
         data = read_json(listed or b"{}").get("data")
     except (ValueError, AttributeError):
@@ -84,7 +87,7 @@ def _cards(listed: bytes | None) -> list[dict[str, Any]]:
 
 
 async def _tokens_of(http: Connection, replica: Replica, model: str, chat: ChatFormat) -> Any:
-    """Ask a server for the tokens of a conversation; SGLang's path takes a text, so it gets the rendered one."""
+    """Ask a server for the tokens of a conversation. SGLang's path takes a text, so it gets the rendered one."""
     if replica.dialect == "vllm":
         asked: dict[str, Any] = {"model": model, "messages": list(_TALK), "add_generation_prompt": True}
     else:
@@ -94,7 +97,7 @@ async def _tokens_of(http: Connection, replica: Replica, model: str, chat: ChatF
 
 
 async def _told_by(http: Connection, replica: Replica, path: str, asked: Any = None) -> Mapping[str, Any] | None:
-    """Return what a server says on a path; None where it has no such path, or says no."""
+    """Return a server's response on a path; None if it has no such path, or rejects the request."""
     try:
         told = await http.page(replica, path, asked)
     except Refusal:

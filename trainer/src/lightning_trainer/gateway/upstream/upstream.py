@@ -1,7 +1,7 @@
-"""Calls answered by another OpenAI-compatible server: forwarded, recorded, and given back as they came.
+"""Calls answered by another OpenAI-compatible server: forwarded, recorded, and returned unchanged.
 
-A server that can send them is asked for token ids and log-probabilities too; what the agent did not ask for is taken
-out of its reply again. Other servers' calls are recorded without tokens and never enter RL.
+A server that can send them is also asked for token ids and log-probabilities; what the agent did not request is removed
+from its reply. Other servers' calls are recorded without tokens and never enter RL.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lightning_trainer.reasons.continuation import BEGINS, CONTINUATION
 if TYPE_CHECKING:
     import aiohttp
 
-SILENCE_S: Final = 1800.0  # an upstream that sends nothing for so long has failed
-_PROBE_S: Final = 2.0  # between looks at replicas that failed
+SILENCE_S: Final = 1800.0  # seconds of silence after which an upstream has failed
+_PROBE_S: Final = 2.0  # seconds between checks of replicas that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,17 @@ class Upstream:
     """OpenAI-compatible servers that answer for one model.
 
     Attributes:
-        model: the model's name here, and on the servers unless `served` says otherwise.
+        model: the model's name here, and on the servers unless `served` is given.
         url: base URL, with its ``/v1``.
-        key: what the server wants as bearer key; None: nothing. Agents' keys are never sent on.
+        key: the server's bearer key; None: none. Agents' keys are never sent on.
         replicas: base URLs of more servers that answer for the same model.
         silence_s: seconds without a byte after which an answer has failed.
-        total_s: most seconds of an answer; None: as long as it takes.
+        total_s: most seconds of an answer; None: no limit.
         paused_s: most seconds that a call waits while the policy is paused.
-        any_model: send the name that the request asks for: for an agent's own provider.
-        tokenizer: the model's, chat template included: conversations are sent as token ids wherever nothing is lost by
-            it. None: as messages.
+        any_model: send the name that the request names: for an agent's own provider.
+        tokenizer: the model's, including its chat template: conversations are sent as token ids if nothing is lost by
+            it.
+            None: as messages.
         tool_format: format of the model's tool calls; None: the one that the chat template writes.
         served: the model's name on the servers; None: as here.
     """
@@ -73,7 +74,7 @@ class Upstream:
 
 
 def parse_upstream(text: str, *, key: str | None = None, total_s: float | None = None) -> Upstream:
-    """Read ``MODEL=URL`` or ``MODEL=URL,URL``: replicas of one model. A URL without a path gets ``/v1``.
+    """Parse ``MODEL=URL`` or ``MODEL=URL,URL``: replicas of one model. A URL without a path gets ``/v1``.
 
     Raises:
         ConfigError: it is not of this form.
@@ -86,10 +87,10 @@ def parse_upstream(text: str, *, key: str | None = None, total_s: float | None =
 
 
 def parse_provider(url: str, *, key: str | None = None) -> Upstream:
-    """Read the URL of the provider of agents that are not trained; they ask it for any model.
+    """Parse the URL of the provider of untrained agents, which may request any model from it.
 
     Raises:
-        ConfigError: it is no URL.
+        ConfigError: it is not a URL.
     """
     return Upstream("provider", _base_url(url, f"provider={url}"), key, any_model=True)
 
@@ -107,7 +108,7 @@ class UpstreamPolicy:
         self.upstream = upstream
         self.replicas = Replicas((upstream.url, *upstream.replicas))
         self.names = ServedNames(upstream.served or upstream.model)
-        self.version: int | None = None  # told by `resume`; None: the routing's
+        self.version: int | None = None  # set by `resume`; None: the routing's
         self._sampling = SamplingParameters(any_model=upstream.any_model)
         self._probing: asyncio.Task[None] | None = None
         self._waits_for = f"{masked(upstream.url)} to answer for {upstream.model}"
@@ -115,10 +116,10 @@ class UpstreamPolicy:
             upstream.key, silence_s=upstream.silence_s, total_s=upstream.total_s, waits_for=self._waits_for
         )
         self._tokens = self._token_path()
-        self.max_model_len: int | None = None  # the servers know
+        self.max_model_len: int | None = None  # on the servers
 
     def under_name(self, served: str) -> UpstreamPolicy:
-        """Return a policy of the same servers, for a model that they have under this name."""
+        """Return a policy of the same servers, for a model with this name on them."""
         return UpstreamPolicy(replace(self.upstream, model=served, served=served))
 
     def _token_path(self) -> TokenPath | None:
@@ -139,23 +140,23 @@ class UpstreamPolicy:
         await self._http.close()
 
     def forget(self, attempt_id: str) -> None:
-        """Let go of an attempt that has ended."""
+        """Drop an attempt that has ended."""
         self.replicas.forget(attempt_id)
         self._sampling.forget(attempt_id)
         if self._tokens is not None:
             self._tokens.forget(attempt_id)
 
     def remember(self, pending: PendingCall) -> None:
-        """Note a call that was answered from a record, where conversations are sent as token ids."""
+        """Note a call that was answered from a record, if conversations are sent as token ids."""
         if self._tokens is not None:
             self._tokens.remember(pending)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens; empty where only the servers know it."""
+        """Return the text of tokens; empty if only the servers know it."""
         return "" if self._tokens is None else self._tokens.decode(ids)
 
     def describe(self) -> dict[str, Any]:
-        """Say how it is."""
+        """Return its state."""
         listed = [
             {"url": masked(replica.url), "in_flight": replica.in_flight, "error": replica.failure}
             for replica in self.replicas.all
@@ -170,12 +171,12 @@ class UpstreamPolicy:
         }
 
     async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing) -> None:
-        """Answer one request; see `EmbeddedEngine.answer`. The upstream's own errors are given back as they are.
+        """Answer one request; see `EmbeddedEngine.answer`. The upstream's own errors are returned unchanged.
 
-        A replica that fails before it sent a token is left for another; after the first token there is no second try.
+        If a replica fails before it sent a token, another is used; after the first token there is no second try.
 
         Raises:
-            Refusal: no replica can be reached, or the one that answered broke off.
+            Refusal: no replica can be reached, or the connection to the answering one broke.
         """
         why = None
         if self._tokens is not None and pending.requested.request.get("messages"):
@@ -187,7 +188,7 @@ class UpstreamPolicy:
         await self._send_messages(pending, sender, record, routing, why)
 
     def _stamp(self, pending: PendingCall, routing: Routing, **known: Any) -> None:
-        """Note which weights answer now, and what else is known by then."""
+        """Store which weights answer now, and what else is known by then."""
         version = routing.versions.get(pending.routed.policy, 0) if self.version is None else self.version
         if known or version != pending.sampled.policy_version:
             pending.sample(policy_version=version, **known)
@@ -195,7 +196,7 @@ class UpstreamPolicy:
     async def _send_messages(
         self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing, why: str | None
     ) -> None:
-        """Answer one request as it came; `why` says why it is not sent as token ids, where it could be expected."""
+        """Answer one request as it arrived; `why` says why it is not sent as token ids, if that could be expected."""
         sampling = self._sampling.in_force(pending, routing)
         if why is not None:
             sampling[CONTINUATION] = why if _goes_on(pending.requested.request) else BEGINS
@@ -205,7 +206,7 @@ class UpstreamPolicy:
         while True:
             await self.replicas.may_go(self.upstream.paused_s)
             replica = self.replicas.choose(pending.requested.grant.attempt_id, tried)
-            if replica is None:  # a connection that was kept open too long says nothing of the server
+            if replica is None:  # a connection that was kept open too long says nothing about the server
                 replica = tried.pop()
             self._stamp(pending, routing)
             assembly = Assembly(pending)
@@ -241,7 +242,7 @@ class UpstreamPolicy:
         *,
         served: str,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Ask one replica, and once more without a soft limit where it refuses: only it counts the prompt's tokens."""
+        """Ask one replica, and again without a soft limit if it rejects it: only it can count the prompt's tokens."""
         try:
             return await self._asked_once(replica, pending, sampling, assembly, sender, served=served)
         except Refusal as refusal:
@@ -269,7 +270,7 @@ class UpstreamPolicy:
         *,
         served: str,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Ask one replica. Returns a whole answer, or the chunks that end a stream; those before are sent."""
+        """Ask one replica. Returns a whole answer, or the chunks that end a stream; earlier ones are sent."""
         dialect = await self._http.dialect(replica)
         if pending.requested.grant.attempt_id is not None and not self.upstream.any_model:
             refuse_unknown(dialect, pending.requested.request)
@@ -295,7 +296,7 @@ class UpstreamPolicy:
         *,
         usage: bool,
     ) -> list[dict[str, Any]]:
-        """Send chunks as they come; give those from the end of the last choice on, which wait for the record."""
+        """Send chunks as they arrive; return those from the end of the last choice on, which wait for the record."""
         held: list[dict[str, Any]] = []
         events = EventReader()
         with self._http.arriving(response) as body:
@@ -307,7 +308,7 @@ class UpstreamPolicy:
                         if not usage and _is_usage_alone(chunk):
                             continue
                         (held if assembly.ended else news).append(chunk)
-                finally:  # of chunks that came together, those before a broken one are sent
+                finally:  # of chunks that arrived together, those before an invalid one are sent
                     if news:
                         await sender.chunks(news)
         if not assembly.ended:
@@ -315,7 +316,7 @@ class UpstreamPolicy:
         return held
 
     def _unwell(self, replica: Replica, error: BrokenError) -> None:
-        """Send no more calls there, while others are well, until it answers again."""
+        """Send a replica no more calls until it answers again, as long as others are healthy."""
         replica.failure = str(error)
         if self._probing is None or self._probing.done():
             self._probing = asyncio.ensure_future(self._probe())
@@ -330,13 +331,13 @@ class UpstreamPolicy:
                 except BrokenError as error:
                     replica.failure = str(error)
 
-    # What is no call.
+    # Requests that are not calls.
 
     async def count(self, request: Mapping[str, Any]) -> int:
-        """Count the tokens of a request's prompt, by vLLM's way of asking.
+        """Count the tokens of a request's prompt, with vLLM's endpoint.
 
         Raises:
-            Refusal: the upstream can't say.
+            Refusal: the upstream cannot say.
         """
         body = {name: request[name] for name in ("messages", "tools") if name in request}
         with self.names.call() as served:
@@ -347,10 +348,10 @@ class UpstreamPolicy:
         return number
 
     async def embeddings(self, body: Mapping[str, Any]) -> bytes:
-        """Pass a request for embeddings on.
+        """Forward a request for embeddings.
 
         Raises:
-            Refusal: the upstream's own, or it can't be reached.
+            Refusal: the upstream's own error, or it cannot be reached.
         """
         with self.names.call() as served:
             model = body.get("model") if self.upstream.any_model else served.name
@@ -371,7 +372,7 @@ class UpstreamPolicy:
 
 
 def _is_usage_alone(chunk: dict[str, Any]) -> bool:
-    """Take the token counts, which the agent did not ask for, out of a chunk; say whether nothing else is in it."""
+    """Remove token counts that the agent did not request from a chunk; return whether nothing else is in it."""
     return bool(chunk.pop("usage", None)) and not chunk.get("choices")
 
 
@@ -381,10 +382,10 @@ def _goes_on(request: Mapping[str, Any]) -> bool:
 
 
 def taken(assembly: Assembly, data: bytes) -> dict[str, Any]:
-    """Put a reply or a chunk on record; give what the agent gets of it.
+    """Record a reply or a chunk; return what the agent gets of it.
 
     Raises:
-        Refusal: it has no form that a model server's reply has.
+        Refusal: it does not have the format of a model server's reply.
     """
     try:
         return assembly.add(object_of(data))
