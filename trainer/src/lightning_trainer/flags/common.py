@@ -10,12 +10,13 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.complete import for_option
+from lightning_trainer.flags.group import F
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -23,22 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lightning_spans.store import Store
-    from lightning_trainer.work import Work
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-DEFAULT_STORE: Final = "lightning.db"  # where attach() writes outside a runner
-
-store_option = click.option(
-    "--store",
-    default=DEFAULT_STORE,
-    show_default=True,
-    metavar="URL",
-    help="Store: a path, sqlite:///, postgresql:// or http://.",
-)
-key_file_option = click.option(
-    "--key-file", type=click.Path(path_type=Path), help="File with the key of the server. Default: LIGHTNING_KEY."
-)
 
 rewards_option = click.option(
     "--rewards",
@@ -55,79 +40,11 @@ trust_option = click.option(
     help="Trust the folder: import the reward rules and open the store that its config.json names.",
 )
 
-name_by_option = click.option(
-    "--name-by",
-    multiple=True,
-    metavar="RULE",
-    help="Name the agents of calls without an agent header: [NAME=]WHERE[:REGEX]. WHERE is system,"
-    " model or header:FIELD. The first match counts. May be repeated.",
-)
-
-
-def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    names = None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
-    if names == ():
-        raise click.BadParameter("name at least one column.")
-    return names
-
-
-system_messages_option = click.option(
-    "--system-messages",
-    type=click.Choice(["as-sent", "merge"]),
-    help="merge joins system and user messages that the chat template refuses otherwise, as in train.",
-)
-
 allow_blocked_option = click.option(
     "--allow-blocked",
     is_flag=True,
     help="Also take a checkpoint that is blocked because it learned from deleted traces.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-runs_option = click.option(
-    "--runs",
-    default="runs",
-    show_default=True,
-    type=click.Path(path_type=Path),
-    help="Folder of runs in which to look for checkpoints.",
-)
-columns_option = click.option(
-    "--columns",
-    metavar="NAME,...",
-    callback=_names,
-    help="Columns of the tasks to read. Default: all, so each must be of a type that JSON can hold.",
-)
-isolate_option = click.option(
-    "--isolate",
-    is_flag=True,
-    default=None,
-    help="Run each attempt in its own process, which is ended together with every process that it started. Its run and"
-    " score functions get the main thread, which signals need. One attempt at once per worker.",
-)
-
-
-def work_options(function: F) -> F:
-    """Add the options of a command's work to a command of ours."""
-    from lightning_trainer.options.work import WorkOptions
-
-    return config_options(WorkOptions)(function)
-
-
-def take_work(flags: dict[str, Any]) -> Work:
-    """Take the options of a command's work out of the flags.
-
-    Raises:
-        ConfigError: one has a wrong value.
-    """
-    from pydantic import ValidationError
-
-    from lightning_trainer.config.mistakes import explain
-    from lightning_trainer.options.work import WorkOptions
-
-    values = {name: flags.pop(name, None) for name in WorkOptions.model_fields}
-    try:
-        return WorkOptions(**{name: value for name, value in values.items() if value is not None}).work
-    except ValidationError as error:
-        raise ConfigError(explain(error)) from None
 
 
 @contextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import environments as environment
-
-F = TypeVar("F", bound=Callable[..., Any])
+from lightning_trainer.flags.group import F, group_options
 
 _OPTIONS: Final = {
     "env": click.option(
@@ -42,14 +41,7 @@ def environment_options(*, tasks: bool = True) -> Callable[[F], F]:
     Args:
         tasks: whether one says how many tasks to take, of a command that has none for it.
     """
-
-    def decorate(function: F) -> F:
-        for name in reversed(_OPTIONS):
-            if tasks or name != "env_tasks":
-                function = _OPTIONS[name](function)
-        return function
-
-    return decorate
+    return group_options(*(option for name, option in _OPTIONS.items() if tasks or name != "env_tasks"))
 
 
 def with_environment(flags: dict[str, Any]) -> dict[str, Any]:

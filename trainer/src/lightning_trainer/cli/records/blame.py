@@ -13,12 +13,17 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.store.urls import without_secrets
 from lightning_trainer.flags.common import (
     given,
-    key_file_option,
     print_json,
     reading,
     rewards_option,
     screen,
     trust_option,
+)
+from lightning_trainer.flags.files import (
+    json_flag,
+    key_file_option,
+    rollouts_option,
+    store_flag,
 )
 
 if TYPE_CHECKING:
@@ -37,12 +42,10 @@ _OF_FORKS: Final = ("forks", "alternatives", "orders", "fork_at", "fork_tools")
 @click.option("--gamma", type=float, help="Discount factor of that credit assignment.")
 @click.option("--step", "steps", multiple=True, type=int, help="Only rollouts of this step. May be repeated.")
 @click.option("--val", "held_out", is_flag=True, help="Show rollouts of held-out tasks instead of training tasks.")
-@click.option(
-    "--rollout", "rollouts", multiple=True, metavar="ID", help="Show the calls of this rollout. May be repeated."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: one line per turn or call, then the account.")
+@rollouts_option("Show the calls of this rollout")
+@json_flag("Print JSON: one line per turn or call, then the account.")
 @rewards_option
-@click.option("--store", metavar="URL", help="Store with the run's traces, if they are not in its folder.")
+@store_flag("Store with the run's traces, if they are not in its folder.")
 @trust_option
 @key_file_option
 def command(

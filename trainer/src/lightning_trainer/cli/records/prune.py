@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.flags.common import key_file_option, reading, runs_option, store_option
+from lightning_trainer.flags.common import reading
+from lightning_trainer.flags.files import (
+    key_file_option,
+    origin_option,
+    rollouts_option,
+    runs_option,
+    store_option,
+)
 from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:
@@ -40,8 +47,8 @@ def _age_s(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option(
     "--older-than", "age_s", callback=_age_s, metavar="AGE", help="Delete what ended this long ago, such as 12h or 30d."
 )
-@click.option("--origin", metavar="NAME", help="Only traces of this origin: training, live, or your own label.")
-@click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Only this rollout. May be repeated.")
+@origin_option
+@rollouts_option("Only this rollout")
 @click.option(
     "--trace", "traces", multiple=True, metavar="ID", help="Only this trace, which has no rollout. May be repeated."
 )

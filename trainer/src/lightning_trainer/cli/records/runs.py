@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lightning_trainer.flags.common import print_json, screen
+from lightning_trainer.flags.files import json_flag
 
 if TYPE_CHECKING:
     from lightning_trainer.report.runs import RunSummary
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command(name="runs")
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per run, and one with the differences.")
+@json_flag("Print one JSON object per run, and one with the differences.")
 def command(*, folders: Sequence[Path], as_json: bool) -> None:
     """List runs and compare them: rewards, curves, cost, and the options that differ.
 

@@ -18,11 +18,16 @@ from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOO
 from lightning_trainer.flags.common import (
     config_options,
     given,
-    key_file_option,
     print_json,
     reading,
     rewards_option,
     screen,
+)
+from lightning_trainer.flags.files import (
+    json_flag,
+    key_file_option,
+    origin_option,
+    rollouts_option,
     store_option,
 )
 from lightning_trainer.lineage.permits import Permits, tenants_of
@@ -44,8 +49,8 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards that the user's ow
 
 
 @click.command(name="traces")
-@click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Only this rollout. May be repeated.")
-@click.option("--origin", metavar="LABEL", help="Only traces of this origin: training, live, or your own label.")
+@rollouts_option("Only this rollout")
+@origin_option
 @click.option(
     "--to-tasks",
     type=click.Path(path_type=Path),
@@ -55,7 +60,7 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards that the user's ow
 @click.option(
     "--task-field", default="question", show_default=True, help="Field of the task that gets the user's text."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one span per line as JSON.")
+@json_flag("Print one span per line as JSON.")
 @click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="Number of newest traces to show.")
 @click.option(
     "--agent", "agents", multiple=True, metavar="NAME", help="Only traces in which this agent called a model."

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lightning_trainer.flags.common import print_json, screen
+from lightning_trainer.flags.files import admin_key_flag, json_flag
+from lightning_trainer.flags.group import group_options
 
 if TYPE_CHECKING:
     from lightning_trainer.gateway.auth.keys import Scope
     from lightning_trainer.gateway.auth.register import Issued, Register
 
-F = TypeVar("F", bound=Callable[..., Any])
-_FILE = click.option(
-    "--key-file",
-    default="lightning.key",
-    show_default=True,
-    type=click.Path(path_type=Path),
-    help="Admin key of the server. Its secret and the list of issued keys are in files next to it.",
-)
+_FILE = admin_key_flag("Admin key of the server. Its secret and the list of issued keys are in files next to it.")
 _DAYS = click.option(
     "--days",
     default=30.0,
@@ -38,20 +32,12 @@ def command() -> None:
     """Create, list and revoke the keys of a server."""
 
 
-def _no_options(command: F) -> F:
-    return command
-
-
-def _terms_options(command: F) -> F:
-    """Add the terms of the data that comes with a key."""
-    for option in (
-        click.option("--tenant", metavar="NAME", help="Tenant of all data that comes with this key."),
-        click.option("--consent", type=click.Choice(["granted", "denied"]), help="Whether it may be learned from."),
-        click.option("--retention-days", type=float, help="Days after which it is neither used nor kept."),
-        click.option("--source", metavar="NAME", help="Where the data comes from."),
-    ):
-        command = option(command)
-    return command
+_TERMS = group_options(  # of the data that comes with a key
+    click.option("--source", metavar="NAME", help="Where the data comes from."),
+    click.option("--retention-days", type=float, help="Days after which it is neither used nor kept."),
+    click.option("--consent", type=click.Choice(["granted", "denied"]), help="Whether it may be learned from."),
+    click.option("--tenant", metavar="NAME", help="Tenant of all data that comes with this key."),
+)
 
 
 def _new(scope: Scope, text: str) -> None:
@@ -59,7 +45,7 @@ def _new(scope: Scope, text: str) -> None:
     @_FILE
     @_DAYS
     @click.option("--name", help="Holder of the key, by which it can be revoked. Default: a new name.")
-    @(_terms_options if scope in {"live", "caller"} else _no_options)
+    @(_TERMS if scope in {"live", "caller"} else group_options())
     def new(*, key_file: Path, days: float, name: str | None, **terms: Any) -> None:
         from lightning_spans.errors import ConfigError
         from lightning_spans.terms import make_terms
@@ -85,7 +71,7 @@ _new("approver", "Print a new key for a person who approves candidates of `deplo
 
 @command.command(name="list")
 @_FILE
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+@json_flag("Print one JSON object per line.")
 def listed(*, key_file: Path, as_json: bool) -> None:
     """List all issued keys, including revoked and expired ones."""
     keys = _register(key_file).listed()

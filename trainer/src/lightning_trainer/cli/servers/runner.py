@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.flags.common import isolate_option, print_json, read_key, take_work, work_options
+from lightning_trainer.flags.common import print_json, read_key
+from lightning_trainer.flags.files import key_file_flag
+from lightning_trainer.flags.program import (
+    isolate_option,
+    program_options,
+    take_work,
+    work_options,
+    workers_option,
+)
 
 if TYPE_CHECKING:
     from lightning_spans.store.http import HttpStore
@@ -25,11 +33,10 @@ if TYPE_CHECKING:
 @click.command(name="runner")
 @click.argument("target", required=False)
 @click.option("--server", "url", required=True, metavar="URL", help="URL of the server, without /v1.")
-@click.option("--key-file", type=click.Path(path_type=Path), help="File with the runner key. Default: LIGHTNING_KEY.")
-@click.option("--command", "program", help="The agent as a command, instead of TARGET.")
-@click.option("--reward", help="Reward function module:function, called as score(task, result).")
+@key_file_flag("File with the runner key. Default: LIGHTNING_KEY.")
+@program_options()
 @work_options
-@click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
+@workers_option
 @click.option(
     "--concurrency", default=16, show_default=True, type=click.IntRange(1), help="Concurrent rollouts per worker."
 )

@@ -9,40 +9,22 @@ from typing import Any
 import click
 
 from lightning_trainer.cli.servers.serving import tls_options
-from lightning_trainer.flags.common import allow_blocked_option, given, system_messages_option
+from lightning_trainer.flags.answers import loading_options
+from lightning_trainer.flags.common import allow_blocked_option, given
+from lightning_trainer.flags.files import (
+    key_file_flag,
+    listen_options,
+    store_flag,
+)
 
 
 @click.command(name="serve")
 @click.argument("checkpoint", metavar="MODEL")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port to listen on; 0 picks a free port.",
-)
+@listen_options()
 @click.option("--name", help="Model name. Default: policy. Adapters of agents are served under their own names.")
-@click.option(
-    "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
-)
-@system_messages_option
-@click.option(
-    "--tool-format", help="Format of the model's tool calls. Default: that of its run, otherwise of its chat template."
-)
-@click.option("--device", help="Device: auto, cpu, cuda, ... [default: auto]")
-@click.option("--dtype", help="Data type of the weights: auto, float32 or bfloat16. [default: auto]")
-@click.option(
-    "--max-model-len",
-    type=click.IntRange(2),
-    help="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
-)
-@click.option(
-    "--key-file",
-    type=click.Path(path_type=Path),
-    help="File that keeps the key. Default: a temporary file, deleted when the server ends.",
-)
-@click.option("--store", metavar="URL", help="Store that records every call. Default: calls are not recorded.")
+@loading_options
+@key_file_flag("File that keeps the key. Default: a temporary file, deleted when the server ends.")
+@store_flag("Store that records every call. Default: calls are not recorded.")
 @allow_blocked_option
 @tls_options
 def command(

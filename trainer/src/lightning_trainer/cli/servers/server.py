@@ -11,7 +11,13 @@ from urllib.parse import urlsplit
 import click
 
 from lightning_trainer.cli.servers.serving import tls_options
-from lightning_trainer.flags.common import DEFAULT_STORE, allow_blocked_option, name_by_option, system_messages_option
+from lightning_trainer.flags.answers import name_by_option, system_messages_option
+from lightning_trainer.flags.common import allow_blocked_option
+from lightning_trainer.flags.files import (
+    admin_key_flag,
+    default_store_flag,
+    listen_options,
+)
 
 if TYPE_CHECKING:
     from lightning_trainer.gateway.settings import Routing
@@ -19,13 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.command(name="server")
-@click.option(
-    "--store",
-    default=DEFAULT_STORE,
-    show_default=True,
-    metavar="URL",
-    help="Store: a path, sqlite:/// or postgresql://.",
-)
+@default_store_flag("Store: a path, sqlite:/// or postgresql://.")
 @click.option(
     "--upstream",
     "upstreams",
@@ -79,16 +79,7 @@ if TYPE_CHECKING:
 )
 @name_by_option
 @click.option("--model", help="Upstream model for these calls. Default: the first one.")
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 accepts other machines."
-)
-@click.option(
-    "--port",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port to listen on; 0 picks a free port.",
-)
+@listen_options("; 0.0.0.0 accepts other machines")
 @click.option(
     "--live-sample", default="1", show_default=True, metavar="SHARE", help="Share of production traces to keep."
 )
@@ -100,13 +91,7 @@ if TYPE_CHECKING:
     help="Field name, glob or /pattern/ to mask in production spans. May be repeated. See docs/how-to/live.md.",
 )
 @click.option("--endpoint", help="Base URL for agents, if it differs from the one that runners use.")
-@click.option(
-    "--key-file",
-    default="lightning.key",
-    show_default=True,
-    type=click.Path(path_type=Path),
-    help="File for the admin key. The keys of runners, evaluators and live agents are in files next to it.",
-)
+@admin_key_flag("File for the admin key. The keys of runners, evaluators and live agents are in files next to it.")
 @click.option(
     "--limit",
     "limits",

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from lightning_spans.errors import ConfigError, StoreError
 from lightning_trainer.flags.common import print_json
+from lightning_trainer.flags.group import group_options
 
 if TYPE_CHECKING:
     from lightning_spans.store import Store
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 STORE_S: Final = 60.0  # for a database that starts together with the server
 _STARTING: Final = re.compile(r"(?i)starting up|shutting down|connection refused|in recovery mode")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
@@ -84,23 +84,15 @@ def opened_when_ready(url: str, *, wait_s: float = STORE_S, pause_s: float = 1.0
         yield store
 
 
-def tls_options(command: F) -> F:
-    """Add the options of encryption to a command."""
-    for option in reversed(
-        (
-            click.option("--tls-cert", type=click.Path(path_type=Path), help="TLS certificate with its chain (PEM)."),
-            click.option(
-                "--tls-key", type=click.Path(path_type=Path), help="Private key of the TLS certificate (PEM)."
-            ),
-            click.option(
-                "--plain-http",
-                is_flag=True,
-                help="Serve other machines without encryption. Keys can then be read on the network.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+tls_options = group_options(
+    click.option("--tls-cert", type=click.Path(path_type=Path), help="TLS certificate with its chain (PEM)."),
+    click.option("--tls-key", type=click.Path(path_type=Path), help="Private key of the TLS certificate (PEM)."),
+    click.option(
+        "--plain-http",
+        is_flag=True,
+        help="Serve other machines without encryption. Keys can then be read on the network.",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)

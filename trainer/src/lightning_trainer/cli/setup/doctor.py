@@ -6,7 +6,17 @@ from pathlib import Path
 
 import click
 
-from lightning_trainer.flags.common import print_json, read_key, screen, system_messages_option
+from lightning_trainer.flags.answers import system_messages_option
+from lightning_trainer.flags.common import (
+    print_json,
+    read_key,
+    screen,
+)
+from lightning_trainer.flags.files import (
+    json_flag,
+    key_file_option,
+    store_flag,
+)
 
 
 @click.command(name="doctor")
@@ -16,7 +26,7 @@ from lightning_trainer.flags.common import print_json, read_key, screen, system_
 )
 @system_messages_option
 @click.option("--tool-format", help="Format of the model's tool calls, if its chat template does not show it.")
-@click.option("--store", metavar="URL", help="Also check this store.")
+@store_flag("Also check this store.")
 @click.option("--server", metavar="URL", help="Also check this server.")
 @click.option(
     "--tinker",
@@ -24,10 +34,8 @@ from lightning_trainer.flags.common import print_json, read_key, screen, system_
     help="Also try this Tinker server: creates adapters on it and trains them on a few tokens. The model is --model, as"
     " the server names it, or its first.",
 )
-@click.option(
-    "--key-file", type=click.Path(path_type=Path), help="File with the key of the server. Default: LIGHTNING_KEY."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one finding per line, as JSON.")
+@key_file_option
+@json_flag("Print one finding per line, as JSON.")
 @click.pass_context
 def command(
     ctx: click.Context,

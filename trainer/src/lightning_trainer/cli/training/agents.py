@@ -12,19 +12,26 @@ from lightning_spans.errors import LightningError, NothingToLearnError, RewardEr
 from lightning_spans.schema.agents import check_known
 from lightning_trainer.cli.training.agent_rows import print_joins, print_rows
 from lightning_trainer.cli.training.trial import Trial, run_trial, tell_errors
+from lightning_trainer.flags.answers import endpoint_option, name_by_option
 from lightning_trainer.flags.common import (
-    columns_option,
     given,
-    isolate_option,
-    key_file_option,
-    name_by_option,
     reading,
     rewards_option,
+)
+from lightning_trainer.flags.environment import environment_options, with_environment
+from lightning_trainer.flags.files import (
+    json_flag,
+    key_file_option,
     store_option,
+)
+from lightning_trainer.flags.program import (
+    columns_option,
+    data_option,
+    isolate_option,
+    program_options,
     take_work,
     work_options,
 )
-from lightning_trainer.flags.environment import environment_options, with_environment
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
@@ -33,16 +40,11 @@ if TYPE_CHECKING:
 
 @click.command(name="agents")
 @click.argument("target", required=False)
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set.",
-)
+@data_option()
 @columns_option
 @environment_options(tasks=False)
 @click.option("--tasks", "count", default=4, show_default=True, type=click.IntRange(1), help="Run the first N tasks.")
-@click.option("--command", "program", help="The agent as a command, instead of TARGET.")
-@click.option("--reward", help="Reward function module:function, called as score(task, result).")
+@program_options()
 @isolate_option
 @work_options
 @name_by_option
@@ -52,12 +54,9 @@ if TYPE_CHECKING:
     help="Model that answers those agents (without --agents: all agents that have a name): a model"
     " folder, hub id, run or checkpoint. Default: the program's own endpoints.",
 )
-@click.option(
-    "--endpoint",
-    metavar="URL",
-    help="OpenAI-compatible server that answers those agents; --model is then the model name in"
-    " the requests. Its key: LIGHTNING_UPSTREAM_KEY, or OPENAI_API_KEY if the URL equals"
-    " OPENAI_BASE_URL.",
+@endpoint_option(
+    "that answers those agents",
+    "Its key: LIGHTNING_UPSTREAM_KEY, or OPENAI_API_KEY if the URL equals OPENAI_BASE_URL.",
 )
 @click.option(
     "--max-tokens",
@@ -80,7 +79,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Time limit of a task, in seconds.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per agent.")
+@json_flag("Print one JSON object per agent.")
 @rewards_option
 @store_option
 @key_file_option

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_trainer.config.files import merge
-from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json, screen
+from lightning_trainer.flags.common import (
+    GroupedCommand,
+    config_options,
+    given,
+    print_json,
+    screen,
+)
+from lightning_trainer.flags.files import config_file_option, json_flag
 
 if TYPE_CHECKING:
     from lightning_trainer.kits.export.files import Draft
@@ -47,7 +54,7 @@ LEFT_OUT = frozenset(
 
 @click.command(name="tasks", cls=GroupedCommand)
 @click.argument("target", required=False)
-@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with these options as keys.")
+@config_file_option("these options as keys")
 @click.option("--samples", default=4, show_default=True, type=click.IntRange(2), help="Rollouts per task.")
 @click.option(
     "--first",
@@ -55,7 +62,7 @@ LEFT_OUT = frozenset(
     help="Try the first N tasks. Default: as many as fit into 30 seconds; with --keep, all.",
 )
 @click.option("--keep", type=click.Path(path_type=Path), help="Write the tasks that have a signal to this .jsonl file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per task.")
+@json_flag("Print one JSON object per task.")
 @config_options(leave_out=LEFT_OUT)
 def command(
     *,

@@ -10,7 +10,13 @@ import click
 
 from lightning_trainer.config.files import merge
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json
+from lightning_trainer.flags.common import (
+    GroupedCommand,
+    config_options,
+    given,
+    print_json,
+)
+from lightning_trainer.flags.files import config_file_option, json_flag
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.terminal import decimal
@@ -22,12 +28,7 @@ EXAMPLE = (
 
 @click.command(name="train", cls=GroupedCommand)
 @click.argument("target", required=False)
-@click.option(
-    "--config",
-    "file",
-    type=click.Path(path_type=Path),
-    help="TOML file with these options as keys, with _ instead of -. Options on the command line take precedence.",
-)
+@config_file_option("these options as keys, with _ instead of -. Options on the command line take precedence")
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -35,7 +36,7 @@ EXAMPLE = (
     " memory and disk space of a run, whether there is something to learn, and a forecast for"
     " GPUs. With verl: prints its configuration and requirements, and starts nothing.",
 )
-@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON object as the last line.")
+@json_flag("With --dry-run: print one JSON object as the last line.")
 @click.option(
     "--view", "viewed", is_flag=True, help="Show the run in a web page while it trains, as lightning-rl view does."
 )

@@ -7,19 +7,22 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from lightning_trainer.flags.common import (
     allow_blocked_option,
     given,
-    json_option,
-    key_file_option,
     print_json,
     reading,
+)
+from lightning_trainer.flags.files import (
+    json_option,
+    key_file_option,
     store_option,
 )
+from lightning_trainer.flags.group import F, group_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
     from lightning_spans.store.deployments import Deployment
     from lightning_trainer.kits.deploy.transitions import Note
 
-F = TypeVar("F", bound=Callable[..., Any])
 _reason_option = click.option("--reason", default="", metavar="TEXT", help="Why, for the history.")
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
@@ -43,20 +45,15 @@ def command() -> None:
     """
 
 
-def _transition_options(function: F) -> F:
-    """Add the options that every transition has."""
-    for option in reversed(
-        (
-            click.option("--agent", required=True, metavar="NAME", help="Agent whose policy changes."),
-            _reason_option,
-            click.option("--by", "actor", metavar="NAME", help="Who, for the history. Default: your login name."),
-            store_option,
-            key_file_option,
-            json_option,
-        )
-    ):
-        function = option(function)
-    return function
+_transition_options = group_options(
+    click.option("--agent", required=True, metavar="NAME", help="Agent whose policy changes."),
+    _reason_option,
+    click.option("--by", "actor", metavar="NAME", help="Who, for the history. Default: your login name."),
+    store_option,
+    key_file_option,
+    json_option,
+)
+"""The options that every transition has."""
 
 
 def _share(context: click.Context, option: click.Parameter, value: str) -> float:
@@ -65,6 +62,22 @@ def _share(context: click.Context, option: click.Parameter, value: str) -> float
     if found is None:
         raise click.BadParameter(f"{value!r}: give a share such as 5% or 0.05", context, option)
     return float(found[1]) / (100.0 if found[2] else 1.0)
+
+
+def _share_option(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--share",
+        default=default,
+        show_default=True,
+        callback=_share,
+        metavar="SHARE",
+        help="Share of the conversations.",
+    )
+
+
+_outcomes_option = click.option(
+    "--outcome", "sources", multiple=True, metavar="SOURCE", help="Rewards that count. Default: all. May be repeated."
+)
 
 
 def _bounds(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
@@ -141,9 +154,7 @@ def candidate(
 
 
 @command.command(name="shadow")
-@click.option(
-    "--share", default="100%", show_default=True, callback=_share, metavar="SHARE", help="Share of the conversations."
-)
+@_share_option("100%")
 @click.option(
     "--rule",
     "rules",
@@ -181,9 +192,7 @@ def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agen
 @click.option(
     "--server", required=True, metavar="URL", help="vLLM that has the candidate; its key: $LIGHTNING_UPSTREAM_KEY."
 )
-@click.option(
-    "--outcome", "sources", multiple=True, metavar="SOURCE", help="Rewards that count. Default: all. May be repeated."
-)
+@_outcomes_option
 @click.option("--calls", default=2000, show_default=True, help="Newest calls of the stable policy to read.")
 @store_option
 @key_file_option
@@ -215,12 +224,8 @@ def estimate(
 
 
 @command.command(name="canary")
-@click.option(
-    "--share", default="5%", show_default=True, callback=_share, metavar="SHARE", help="Share of the conversations."
-)
-@click.option(
-    "--outcome", "sources", multiple=True, metavar="SOURCE", help="Rewards that count. Default: all. May be repeated."
-)
+@_share_option("5%")
+@_outcomes_option
 @click.option(
     "--wait-days", default=0.0, show_default=True, help="Age of a conversation from which its outcome counts."
 )

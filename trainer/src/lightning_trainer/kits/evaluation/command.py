@@ -10,20 +10,39 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_spans.errors import AgentFailedError, ConfigError
-from lightning_trainer.flags.common import (
-    columns_option,
-    given,
-    isolate_option,
-    json_option,
+from lightning_trainer.flags.answers import (
+    answered_agents_option,
+    endpoint_option,
+    loading_options,
+    max_tokens_option,
+    model_option,
     name_by_option,
+    server_key_option,
+)
+from lightning_trainer.flags.common import (
+    given,
     print_json,
     read_key,
     screen,
-    system_messages_option,
-    take_work,
-    work_options,
 )
 from lightning_trainer.flags.environment import environment_options, with_environment
+from lightning_trainer.flags.files import (
+    json_option,
+    out_option,
+    resume_option,
+    store_flag,
+)
+from lightning_trainer.flags.program import (
+    columns_option,
+    concurrency_option,
+    data_option,
+    isolate_option,
+    program_options,
+    take_work,
+    timeout_option,
+    work_options,
+    workers_option,
+)
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal, printable, tokens
 
@@ -37,30 +56,14 @@ if TYPE_CHECKING:
 
 @click.command(name="eval")
 @click.argument("target", required=False)
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set.",
-)
+@data_option()
 @columns_option
 @environment_options()
 @click.option("--tasks", type=click.IntRange(1), help="Use only the first N tasks.")
 @click.option("--samples", type=click.IntRange(1), help="Rollouts per task. [default: 1]")
-@click.option(
-    "--model",
-    help="Model to evaluate: a run, a checkpoint, a model folder or a model name. Default: the"
-    " program's own endpoints.",
-)
-@click.option(
-    "--endpoint",
-    metavar="URL",
-    help="OpenAI-compatible server to evaluate; --model is then the model name in the requests.",
-)
-@click.option(
-    "--endpoint-key",
-    type=click.Path(path_type=Path),
-    help="File with the key of --endpoint. Default: LIGHTNING_UPSTREAM_KEY.",
-)
+@model_option("Model to evaluate", "Default: the program's own endpoints.")
+@endpoint_option("to evaluate")
+@server_key_option("endpoint", "LIGHTNING_UPSTREAM_KEY")
 @click.option(
     "--against",
     metavar="OTHER",
@@ -74,17 +77,12 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="File written by lightning-rl prompts; its system prompts replace those of the agents, except for --against.",
 )
-@click.option("--command", "program", help="The agent as a command, instead of TARGET.")
-@click.option("--reward", help="Reward function module:function, called as score(task, result), or judge.")
+@program_options(judge=True)
 @work_options
 @click.option(
     "--judge", multiple=True, metavar="NAME=VALUE", help="Option of the judge: endpoint, model, ... May be repeated."
 )
-@click.option(
-    "--agents",
-    metavar="NAME,...",
-    help="Agents that the model answers. Default: the agents of the run, otherwise all that have a name.",
-)
+@answered_agents_option("Default: the agents of the run, otherwise all that have a name.")
 @name_by_option
 @click.option("--success", type=float, help="Minimum reward of a success, for pass@k and pass^k. [default: 1]")
 @click.option(
@@ -101,7 +99,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(0),
     help="Sampling temperature, set on all calls. Default: the temperature in the request.",
 )
-@click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of an answer if the request sets no limit.")
+@max_tokens_option
 @click.option(
     "--sampling",
     type=click.Choice(["plain", "asked"]),
@@ -110,38 +108,19 @@ if TYPE_CHECKING:
 @click.option(
     "--seed", type=click.IntRange(0), help="Sampling seed. Default: 0 for weights loaded here, none for endpoints."
 )
-@click.option(
-    "--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt, in seconds. [default: 300]"
-)
+@timeout_option(" [default: 300]")
 @click.option(
     "--max-attempts",
     type=click.IntRange(1),
     help="Attempts per rollout if it fails for a reason other than the model. [default: 2]",
 )
-@click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
-@click.option("--concurrency", type=click.IntRange(1), help="Concurrent rollouts per worker. [default: 16]")
+@workers_option
+@concurrency_option
 @isolate_option
-@click.option(
-    "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
-)
-@system_messages_option
-@click.option(
-    "--tool-format", help="Format of the model's tool calls. Default: that of its run, otherwise of its chat template."
-)
-@click.option("--device", help="Device: auto, cpu, cuda, ... [default: auto]")
-@click.option("--dtype", help="Data type of the weights: auto, float32 or bfloat16. [default: auto]")
-@click.option(
-    "--max-model-len",
-    type=click.IntRange(2),
-    help="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
-)
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the evaluation. Default: evals/DATE.")
-@click.option(
-    "--store",
-    metavar="URL",
-    help="Store for the traces. Default: SQLite in the folder. May be given again with --resume.",
-)
-@click.option("--resume", type=click.Path(path_type=Path), help="Resume the evaluation in this folder.")
+@loading_options
+@out_option("Folder of the evaluation. Default: evals/DATE.")
+@store_flag("Store for the traces. Default: SQLite in the folder. May be given again with --resume.")
+@resume_option("Resume the evaluation in this folder.")
 @json_option
 def command(
     *,

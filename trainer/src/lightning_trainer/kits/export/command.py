@@ -7,7 +7,16 @@ from typing import Any
 
 import click
 
-from lightning_trainer.flags.common import config_options, key_file_option, print_json, reading, store_option
+from lightning_trainer.flags.common import (
+    config_options,
+    print_json,
+    reading,
+)
+from lightning_trainer.flags.files import (
+    key_file_option,
+    origin_option,
+    store_option,
+)
 from lightning_trainer.kits.export.wanted import FORMATS
 from lightning_trainer.options.permits import PermitOptions, take_permits
 
@@ -27,7 +36,7 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
     "--best", type=int, metavar="N", help="Only the N attempts with the highest reward of each group and agent."
 )
 @click.option("--sources", callback=_names, metavar="NAME,...", help="Count only rewards from these sources.")
-@click.option("--origin", metavar="NAME", help="Only traces of this origin: training, live, or your own label.")
+@origin_option
 @click.option(
     "--validation", is_flag=True, help="Include validation rollouts. Their tasks are then no longer held out."
 )

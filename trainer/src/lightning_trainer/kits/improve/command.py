@@ -9,7 +9,21 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json, read_key, screen
+from lightning_trainer.flags.answers import server_key_option
+from lightning_trainer.flags.common import (
+    GroupedCommand,
+    config_options,
+    given,
+    print_json,
+    read_key,
+    screen,
+)
+from lightning_trainer.flags.files import (
+    config_file_option,
+    json_option,
+    out_option,
+    resume_option,
+)
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal, printable
 
@@ -51,16 +65,12 @@ _TEACHER: Final = ("teacher", "teacher_options")  # of the method distil
     "--sft", multiple=True, metavar="NAME=VALUE", help="Option of sft --rounds, such as learning_rate. May be repeated."
 )
 @click.option("--reflect", metavar="[MODEL=]URL", help="OpenAI-compatible server that proposes prompts.")
-@click.option(
-    "--reflect-key",
-    type=click.Path(path_type=Path),
-    help="File with the key of --reflect. Default: LIGHTNING_REFLECT_KEY.",
-)
-@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with options of train as keys.")
+@server_key_option("reflect", "LIGHTNING_REFLECT_KEY")
+@config_file_option("options of train as keys")
 @click.option("--dry-run", is_flag=True, help="Run a few tasks, print how the budget would be divided, and stop.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the search. Default: runs/DATE.")
-@click.option("--resume", type=click.Path(path_type=Path), help="Resume the search in this folder.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@out_option("Folder of the search. Default: runs/DATE.")
+@resume_option("Resume the search in this folder.")
+@json_option
 @config_options(leave_out=LEFT_OUT)
 def command(
     *, resume: Path | None, out: Path | None, reflect_key: Path | None, dry_run: bool, as_json: bool, **flags: Any

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.flags.common import json_option, print_json, runs_option, screen
+from lightning_trainer.flags.common import print_json, screen
+from lightning_trainer.flags.files import json_option, runs_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.flags.common import json_option, key_file_option, print_json, store_option
+from lightning_trainer.flags.common import print_json
+from lightning_trainer.flags.files import (
+    config_file_option,
+    json_option,
+    key_file_option,
+    out_option,
+    store_option,
+)
 from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:
@@ -17,8 +24,8 @@ if TYPE_CHECKING:
 
 @click.command(name="loop")
 @click.argument("target", required=False)
-@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with a table for each stage.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the loop. Default: loops/AGENT.")
+@config_file_option("a table for each stage")
+@out_option("Folder of the loop. Default: loops/AGENT.")
 @click.option(
     "--rounds",
     default=1,

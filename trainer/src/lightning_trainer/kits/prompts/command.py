@@ -10,15 +10,26 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer.flags.common import (
-    columns_option,
-    given,
-    isolate_option,
-    json_option,
+from lightning_trainer.flags.answers import (
+    endpoint_option,
+    model_option,
     name_by_option,
+    server_key_option,
+)
+from lightning_trainer.flags.common import (
+    given,
     print_json,
     read_key,
+)
+from lightning_trainer.flags.files import json_option
+from lightning_trainer.flags.program import (
+    columns_option,
+    concurrency_option,
+    data_option,
+    isolate_option,
+    program_options,
     take_work,
+    timeout_option,
     work_options,
 )
 from lightning_trainer.report.terminal import decimal, printable
@@ -26,12 +37,7 @@ from lightning_trainer.report.terminal import decimal, printable
 
 @click.command(name="prompts")
 @click.argument("target", required=False)
-@click.option(
-    "--data",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set.",
-)
+@data_option(required=True)
 @columns_option
 @click.option(
     "--val",
@@ -40,36 +46,18 @@ from lightning_trainer.report.terminal import decimal, printable
 )
 @click.option("--agents", required=True, metavar="NAME,...", help="Agents whose system prompts to optimise.")
 @click.option("--reflect", required=True, metavar="[MODEL=]URL", help="OpenAI-compatible server that proposes prompts.")
-@click.option(
-    "--reflect-key",
-    type=click.Path(path_type=Path),
-    help="File with the key of --reflect. Default: LIGHTNING_REFLECT_KEY.",
-)
+@server_key_option("reflect", "LIGHTNING_REFLECT_KEY")
 @click.option("--budget", required=True, type=click.IntRange(1), help="Maximum number of rollouts.")
 @click.option("--tokens", type=click.IntRange(1), help="Maximum number of tokens, rollouts and proposals together.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="File for the best prompts.")
-@click.option("--command", "program", help="The agent as a command, instead of TARGET.")
-@click.option("--reward", help="Reward function module:function, called as score(task, result).")
-@click.option(
-    "--model",
-    help="Model to call: a run, a checkpoint, a model folder or a model name. Default: the program's own endpoints.",
-)
-@click.option(
-    "--endpoint",
-    metavar="URL",
-    help="OpenAI-compatible server to call; --model is then the model name in the requests.",
-)
-@click.option(
-    "--endpoint-key",
-    type=click.Path(path_type=Path),
-    help="File with the key of --endpoint. Default: LIGHTNING_UPSTREAM_KEY.",
-)
+@program_options()
+@model_option("Model to call", "Default: the program's own endpoints.")
+@endpoint_option("to call")
+@server_key_option("endpoint", "LIGHTNING_UPSTREAM_KEY")
 @click.option("--minibatch", type=click.IntRange(1), help="Tasks per proposal. [default: 3]")
 @click.option("--seed", type=click.IntRange(0), help="Seed of the search.")
-@click.option("--concurrency", type=click.IntRange(1), help="Concurrent rollouts per worker. [default: 16]")
-@click.option(
-    "--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt, in seconds. [default: 300]"
-)
+@concurrency_option
+@timeout_option(" [default: 300]")
 @isolate_option
 @name_by_option
 @work_options

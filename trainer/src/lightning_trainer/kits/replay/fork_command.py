@@ -11,16 +11,24 @@ from urllib.parse import urlsplit
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.flags.common import (
-    isolate_option,
-    json_option,
+from lightning_trainer.flags.answers import (
+    answered_agents_option,
+    chat_template_option,
+    device_option,
+    endpoint_option,
+    max_model_len_option,
+    model_option,
     name_by_option,
+    system_messages_option,
+)
+from lightning_trainer.flags.common import (
     print_json,
     read_key,
     screen,
-    store_option,
-    system_messages_option,
 )
+from lightning_trainer.flags.files import json_option, store_option
+from lightning_trainer.flags.program import isolate_option, program_options
+from lightning_trainer.kits.replay.flags import names, sampling_options, subject_of
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
@@ -52,18 +60,9 @@ _SHORT = 80  # characters of an answer that a line shows
     help="File with the key of the server in --with, if it is not the server in --endpoint.",
 )
 @click.option("--say", metavar="TEXT", help="Replace the answer of that call by this text.")
-@click.option(
-    "--model",
-    help="Model for the calls after it: a run, a checkpoint, a model folder or a model name. [default: the run's]",
-)
-@click.option(
-    "--endpoint",
-    metavar="URL",
-    help="OpenAI-compatible server for the calls after it; --model is then the model name in the requests.",
-)
-@click.option(
-    "--agents", metavar="NAME,...", help="Agents that the model answers. [default: those that a policy answered]"
-)
+@model_option("Model for the calls after it", "[default: the run's]")
+@endpoint_option("for the calls after it")
+@answered_agents_option("[default: those that a policy answered]")
 @name_by_option
 @click.option(
     "--uncoupled", is_flag=True, help="Sample every later call again, also if its request equals a recorded one."
@@ -78,24 +77,13 @@ _SHORT = 80  # characters of an answer that a line shows
 @click.option("--run-tools", default="", metavar="NAME,...", help="Tools that are always called, by name or glob.")
 @click.option("--refuse-tools", default="", metavar="NAME,...", help="Tools that are never called, by name or glob.")
 @click.option("--dry-run", is_flag=True, help="Replay the whole record, and report where the program deviates from it.")
-@click.option("--command", "program", help="The agent as a command, instead of TARGET.")
-@click.option("--reward", help="Reward function module:function, called as score(task, result).")
+@program_options()
 @click.option("--data", type=click.Path(path_type=Path), help="Fail unless the recorded task is in this file.")
-@click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature, set on all sampled calls.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of an answer if the request sets no limit.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Sampling seed.")
-@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt, in seconds.")
-@click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
-@click.option(
-    "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
-)
+@sampling_options
+@chat_template_option
 @system_messages_option
-@click.option("--device", help="Device: auto, cpu, cuda, ... [default: auto]")
-@click.option(
-    "--max-model-len",
-    type=click.IntRange(2),
-    help="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
-)
+@device_option
+@max_model_len_option
 @isolate_option
 @store_option
 @json_option
@@ -158,20 +146,6 @@ def command(
         screen().print(_tree(found, config.call or 0))
     if not found.result.continuations:
         click.get_current_context().exit(2)  # the program is not as recorded, and the reasons were said
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Read names with commas between them."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def subject_of(model: str | None, endpoint: str | None, key: str | None) -> Subject | None:
-    """Return what answers; None: nothing was named."""
-    from lightning_trainer.session import answers
-
-    if endpoint is not None:
-        return answers.endpoint(endpoint, model=model, key=key)
-    return None if model is None else answers.read_subject(model, key=key)
 
 
 def _instead(text: str | None, file: Path | None, subject: Subject | None, key: str | None) -> Subject | None:

@@ -8,8 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.flags.common import isolate_option, json_option, name_by_option, print_json, screen, store_option
-from lightning_trainer.kits.replay.fork_command import names, subject_of
+from lightning_trainer.flags.answers import (
+    answered_agents_option,
+    endpoint_option,
+    model_option,
+    name_by_option,
+)
+from lightning_trainer.flags.common import print_json, screen
+from lightning_trainer.flags.files import (
+    json_option,
+    rollouts_option,
+    store_option,
+)
+from lightning_trainer.flags.program import isolate_option, program_options
+from lightning_trainer.kits.replay.flags import names, sampling_options, subject_of
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
@@ -25,22 +37,10 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="File with one id or JSON object per line.",
 )
-@click.option(
-    "--rollout", "rollouts", multiple=True, metavar="ID", help="Rollout, attempt or trace to replay. May be repeated."
-)
-@click.option(
-    "--model", help="Model that answers the agents instead: a run, a checkpoint, a model folder or a model name."
-)
-@click.option(
-    "--endpoint",
-    metavar="URL",
-    help="OpenAI-compatible server that answers them; --model is then the model name in the requests.",
-)
-@click.option(
-    "--agents",
-    metavar="NAME,...",
-    help="Agents that the model answers. [default: those that a policy answered, otherwise all]",
-)
+@rollouts_option("Rollout, attempt or trace to replay")
+@model_option("Model that answers the agents instead")
+@endpoint_option("that answers them")
+@answered_agents_option("[default: those that a policy answered, otherwise all]")
 @name_by_option
 @click.option(
     "--run-tools", default="", metavar="NAME,...", help="Tools that are called; the others return recorded results."
@@ -48,13 +48,8 @@ if TYPE_CHECKING:
 @click.option("--stop", is_flag=True, help="End a replay at its first difference.")
 @click.option("--success", type=float, help="Minimum reward of a success. [default: the recorded reward]")
 @click.option("--fail-under", type=click.FloatRange(0, 1), help="Exit with status 1 if a smaller share succeeds.")
-@click.option("--command", "program", help="The agent as a command, instead of TARGET.")
-@click.option("--reward", help="Reward function module:function, called as score(task, result).")
-@click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature, set on all sampled calls.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of an answer if the request sets no limit.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Sampling seed.")
-@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt, in seconds.")
-@click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
+@program_options()
+@sampling_options
 @isolate_option
 @store_option
 @json_option

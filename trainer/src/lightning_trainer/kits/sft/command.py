@@ -8,7 +8,12 @@ from typing import Any
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.flags.common import config_options, given, print_json
+from lightning_trainer.flags.common import (
+    config_options,
+    given,
+    print_json,
+)
+from lightning_trainer.flags.files import resume_option
 from lightning_trainer.kits.sft.config import RoundsConfig, SftConfig
 
 
@@ -19,11 +24,7 @@ def _note(name: str) -> str:
 @click.command(name="sft")
 @click.argument("data", nargs=-1, metavar="[DATA... | TARGET]")
 @click.option("--data", "tasks", type=click.Path(path_type=Path), help="Tasks to sample on (rounds).")
-@click.option(
-    "--resume",
-    type=click.Path(path_type=Path),
-    help="Resume the interrupted run in this folder, after its last complete round or from its saved state.",
-)
+@resume_option("Resume the interrupted run in this folder, after its last complete round or from its saved state.")
 @config_options(RoundsConfig, leave_out=frozenset({"data", "target", "tasks"}), notes=_note)
 def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, **flags: Any) -> None:
     """Fine-tune on conversations from files (.jsonl, .json, .parquet; from `export`, or a public data set) and stores.

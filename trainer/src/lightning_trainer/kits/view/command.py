@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from lightning_trainer.flags.common import key_file_option, print_json, read_key, trust_option
+from lightning_trainer.flags.common import (
+    print_json,
+    read_key,
+    trust_option,
+)
+from lightning_trainer.flags.files import (
+    key_file_option,
+    listen_options,
+    store_flag,
+)
 
 if TYPE_CHECKING:
     from lightning_trainer.kits.view.runs import Runs
@@ -21,7 +30,7 @@ _KEY_S: Final = 10 * 86_400.0  # that the key of a page is good
 
 @click.command(name="view")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
-@click.option("--store", metavar="URL", help="Store to show instead of a run: a path, sqlite:/// or postgresql://.")
+@store_flag("Store to show instead of a run: a path, sqlite:/// or postgresql://.")
 @trust_option
 @click.option("--server", metavar="URL", help="URL of a `lightning-rl server`, which shows its own store.")
 @key_file_option
@@ -33,14 +42,7 @@ _KEY_S: Final = 10 * 86_400.0  # that the key of a page is good
     metavar="FOLDER",
     help="Folder with the model's tokenizer.json, if the run's own is not found. May be repeated.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port to listen on; 0 picks a free port.",
-)
+@listen_options()
 @click.option(
     "--plain-http",
     is_flag=True,

@@ -1,0 +1,74 @@
+"""Options of what answers the calls of agents, how it is loaded, and how it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from lightning_trainer.flags.group import F, group_options
+
+
+def model_option(role: str, default: str = "") -> Callable[[F], F]:
+    """Return the option that names a model, with its role and its default in the help."""
+    text = f"{role}: a run, a checkpoint, a model folder or a model name."
+    return click.option("--model", help=f"{text} {default}".rstrip())
+
+
+def endpoint_option(role: str, more: str = "") -> Callable[[F], F]:
+    """Return the option that names a server, which does what the role says."""
+    text = f"OpenAI-compatible server {role}; --model is then the model name in the requests."
+    return click.option("--endpoint", metavar="URL", help=f"{text} {more}".rstrip())
+
+
+def server_key_option(name: str, default: str) -> Callable[[F], F]:
+    """Return the option for the key of the server that another option names."""
+    return click.option(
+        f"--{name}-key",
+        type=click.Path(path_type=Path),
+        help=f"File with the key of --{name}. Default: {default}.",
+    )
+
+
+def answered_agents_option(default: str) -> Callable[[F], F]:
+    """Return the option that names the agents that the model answers, with the default in the help."""
+    return click.option("--agents", metavar="NAME,...", help=f"Agents that the model answers. {default}")
+
+
+name_by_option = click.option(
+    "--name-by",
+    multiple=True,
+    metavar="RULE",
+    help="Name the agents of calls without an agent header: [NAME=]WHERE[:REGEX]. WHERE is system,"
+    " model or header:FIELD. The first match counts. May be repeated.",
+)
+max_tokens_option = click.option(
+    "--max-tokens", type=click.IntRange(1), help="Maximum tokens of an answer if the request sets no limit."
+)
+chat_template_option = click.option(
+    "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
+)
+system_messages_option = click.option(
+    "--system-messages",
+    type=click.Choice(["as-sent", "merge"]),
+    help="merge joins system and user messages that the chat template refuses otherwise, as in train.",
+)
+tool_format_option = click.option(
+    "--tool-format", help="Format of the model's tool calls. Default: that of its run, otherwise of its chat template."
+)
+device_option = click.option("--device", help="Device: auto, cpu, cuda, ... [default: auto]")
+dtype_option = click.option("--dtype", help="Data type of the weights: auto, float32 or bfloat16. [default: auto]")
+max_model_len_option = click.option(
+    "--max-model-len",
+    type=click.IntRange(2),
+    help="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
+)
+loading_options = group_options(
+    chat_template_option,
+    system_messages_option,
+    tool_format_option,
+    device_option,
+    dtype_option,
+    max_model_len_option,
+)

@@ -1,0 +1,87 @@
+"""Options that name a file, a folder or an address, and the flags that ask for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from lightning_trainer.flags.group import F, group_options
+
+DEFAULT_STORE: Final = "lightning.db"  # where attach() writes outside a runner
+
+
+def store_flag(text: str, **more: Any) -> Callable[[F], F]:
+    """Return the option that names a store."""
+    return click.option("--store", metavar="URL", help=text, **more)
+
+
+def default_store_flag(text: str) -> Callable[[F], F]:
+    """Return the option that names a store, by default the one in the current folder."""
+    return store_flag(text, default=DEFAULT_STORE, show_default=True)
+
+
+def key_file_flag(text: str, **more: Any) -> Callable[[F], F]:
+    """Return the option that names the file of a key."""
+    return click.option("--key-file", type=click.Path(path_type=Path), help=text, **more)
+
+
+def admin_key_flag(text: str) -> Callable[[F], F]:
+    """Return the option that names the file of a server's own key."""
+    return key_file_flag(text, default="lightning.key", show_default=True)
+
+
+def json_flag(text: str) -> Callable[[F], F]:
+    """Return the flag that asks for JSON; the text says what one line is."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def config_file_option(text: str) -> Callable[[F], F]:
+    """Return the option that names a TOML file of options."""
+    return click.option("--config", "file", type=click.Path(path_type=Path), help=f"TOML file with {text}.")
+
+
+def out_option(text: str) -> Callable[[F], F]:
+    """Return the option that names the folder that a command writes."""
+    return click.option("--out", type=click.Path(path_type=Path), help=text)
+
+
+def resume_option(text: str) -> Callable[[F], F]:
+    """Return the option that names the folder of work that continues."""
+    return click.option("--resume", type=click.Path(path_type=Path), help=text)
+
+
+def listen_options(more: str = "") -> Callable[[F], F]:
+    """Return the options of where a server listens; the address gets more help."""
+    return group_options(
+        click.option("--host", default="127.0.0.1", show_default=True, help=f"Address to listen on{more}."),
+        click.option(
+            "--port",
+            default=0,
+            show_default=True,
+            type=click.IntRange(0, 65535),
+            help="Port to listen on; 0 picks a free port.",
+        ),
+    )
+
+
+def rollouts_option(text: str) -> Callable[[F], F]:
+    """Return the option that names rollouts, one at a time."""
+    return click.option("--rollout", "rollouts", multiple=True, metavar="ID", help=f"{text}. May be repeated.")
+
+
+origin_option = click.option(
+    "--origin", metavar="NAME", help="Only traces of this origin: training, live, or your own label."
+)
+store_option = default_store_flag("Store: a path, sqlite:///, postgresql:// or http://.")
+key_file_option = key_file_flag("File with the key of the server. Default: LIGHTNING_KEY.")
+json_option = json_flag("Print one JSON object.")
+runs_option = click.option(
+    "--runs",
+    default="runs",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Folder of runs in which to look for checkpoints.",
+)

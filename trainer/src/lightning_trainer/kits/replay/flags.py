@@ -1,0 +1,36 @@
+"""Options that `fork` and `replay` share, and values read from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from lightning_trainer.flags.answers import max_tokens_option
+from lightning_trainer.flags.group import group_options
+from lightning_trainer.flags.program import timeout_option, workers_option
+
+if TYPE_CHECKING:
+    from lightning_trainer.session.answers import Subject
+
+sampling_options = group_options(
+    click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature, set on all sampled calls."),
+    max_tokens_option,
+    click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Sampling seed."),
+    timeout_option(),
+    workers_option,
+)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read names with commas between them."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def subject_of(model: str | None, endpoint: str | None, key: str | None) -> Subject | None:
+    """Return what answers; None: nothing was named."""
+    from lightning_trainer.session import answers
+
+    if endpoint is not None:
+        return answers.endpoint(endpoint, model=model, key=key)
+    return None if model is None else answers.read_subject(model, key=key)
