@@ -13,7 +13,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from bench_update import timed
 from figures import Figure, sized
@@ -37,7 +36,7 @@ def measure() -> list[Figure]:
     for _ in range(int(os.environ.get("BENCH_ROUNDS", sized("3", "1")))):
         for loops in (0, cores):
             for threads in (cores, "auto"):
-                backend.options = replace(backend.options, threads=threads)
+                backend.options = backend.options.changed(threads=threads)
                 with busy(loops):
                     step = timed(backend, rows)
                 steps[loops, threads].append(step)

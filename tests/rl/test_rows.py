@@ -167,7 +167,7 @@ def test_one_call_that_cannot_be_trained_is_counted_and_takes_no_other_along(bro
     from dataclasses import replace
 
     calls = [call(0, [1], [2]), replace(call(1, [1], [2]), **broken), call(2, [1], [3])]
-    rows, account = rows_of(calls, [1.0, math.nan, 2.0], max_tokens=8)
+    rows, account = rows_of(calls, [1.0, math.nan, 2.0], max_length=8)
     assert [row.tokens.tolist() for row in rows] == [[1, 2], [1, 3]]
     assert account.dropped == {reason: 1}
     assert account.seen == 3
@@ -289,11 +289,11 @@ def test_merging_changes_no_weight_in_the_loss(calls, aggregation):
 
 
 @given(conversations(), st.integers(1, 12), st.booleans())
-def test_nothing_vanishes(calls, max_tokens, merge):
-    rows, account = rows_of(calls, max_tokens=max_tokens, merge=merge)
+def test_nothing_vanishes(calls, max_length, merge):
+    rows, account = rows_of(calls, max_length=max_length, merge=merge)
     assert account.seen == len(calls) == account.trained + sum(account.dropped.values())
     assert account.trained == sum(row.transitions for row in rows)
-    assert all(len(row.tokens) <= max_tokens for row in rows)
+    assert all(len(row.tokens) <= max_length for row in rows)
 
 
 def test_token_mean_weighs_every_token_alike_and_sequence_mean_every_response():

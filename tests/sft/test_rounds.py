@@ -179,7 +179,7 @@ def test_rounds_end_and_are_kept_where_the_only_agent_falls_silent(folder: Path,
 def test_a_round_whose_best_is_too_long_is_nothing_to_learn_from(folder: Path, model: Path) -> None:
     options: dict[str, Any] = {
         "target": "rounds_app:run", "tasks": "tasks.jsonl", "rounds": 1, "model": str(model), "samples": 4,
-        "device": "cpu", "workers": 1, "max_tokens": 3, "out": folder / "out",
+        "device": "cpu", "workers": 1, "max_length": 3, "out": folder / "out",
     }  # fmt: skip
     with pytest.raises(NothingToLearnError, match=r"all . conversations are left out"):
         rejection_sampling(RoundsConfig(**options))

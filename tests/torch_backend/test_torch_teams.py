@@ -94,7 +94,7 @@ def test_equal_weights_give_each_agents_tokens_the_same_sum(aggregation: str) ->
 
 @pytest.mark.parametrize("weight", [{"writer": 0.0}, {"writer": -1.0}, "even"])
 def test_a_weight_that_weighs_nothing_is_refused(tiny_model: Path, weight: object) -> None:
-    with pytest.raises(ConfigError, match="agent_weight must be equal, or a number above 0"):
+    with pytest.raises(ConfigError, match="agent_weight"):
         make_backend(tiny_model, agent_weight=weight)
 
 

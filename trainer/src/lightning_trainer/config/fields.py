@@ -13,17 +13,20 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer.choices import Aggregation, Alone, KlEstimator, Schedule
+from lightning_trainer.choices import Alone
 from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
 from lightning_trainer.config.workers import worker_count
+from lightning_trainer.options.learning import AdapterOptions, LossOptions
 from lightning_trainer.options.limits import FailureOptions, LimitOptions
+from lightning_trainer.options.model import MessageOptions, PrecisionOptions
 from lightning_trainer.options.program import AgentOptions
 from lightning_trainer.options.record import OptionRecord
+from lightning_trainer.options.sampling import SampleOptions
 from lightning_trainer.options.work import WorkOptions
 
 
-class LearningFields(OptionRecord):
-    """What is learned from, what is trained, how long and how."""
+class ModelFields(OptionRecord):
+    """What is learned from, what is trained, and what samples."""
 
     data: Path
     """Training tasks: a JSON Lines, JSON, CSV or Parquet file, or the folder of a Hugging Face data set."""
@@ -81,22 +84,11 @@ class LearningFields(OptionRecord):
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, or `hermes` for the built-in template, which supports
     tools."""
-    system_messages: Literal["as-sent", "merge"] = "as-sent"
-    """`merge` joins leading system messages, makes later ones part of the user's message, and joins user messages that
-    follow one another, for chat templates that refuse them otherwise. Recorded with each call that it changes."""
-    tool_format: str | None = None
-    """Format in which the model writes tool calls, such as `hermes` or `deepseek-v3`, if its chat template does not
-    show it; `none` if no agent has tools. Default: the format of the run that the model comes from, otherwise detected
-    from the chat template."""
-    lora_rank: int = Field(default=0, ge=0)
-    """Rank of LoRA adapters; 0 trains all weights. With policies, the default is 16."""
-    lora_alpha: float | None = Field(default=None, gt=0)
-    """LoRA scale. Default: twice the rank."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the weights used for generation. auto uses the model's own, or float32 on a CPU that is slower in
-    bfloat16, which is measured at load time (torch)."""
-    device: str = "auto"
-    """Device of the backend: auto, cpu, cuda, cuda:1, ... With verl: cpu, or auto or cuda for its GPUs."""
+
+
+class MethodFields(OptionRecord):
+    """On what it is trained, how long, and by which method."""
+
     gpus: int = Field(default=1, ge=1)
     """GPUs per node (verl backend)."""
     nodes: int = Field(default=1, ge=1)
@@ -176,55 +168,11 @@ class LearningFields(OptionRecord):
     with: ignore these calls (skip), or compare them with the agent's calls in the whole batch (torch)."""
     advantage_eps: float = Field(default=1e-4, gt=0)
     """Added to the standard deviation, so that nearly equal returns do not give huge advantages."""
-    loss_aggregation: Aggregation = "token-mean"
-    """How token losses are averaged: equal weight for every token of the batch (token-mean), every response
-    (sequence-mean), every row (row-mean) or every rollout (rollout-mean); or summed per response, then averaged
-    (sequence-sum)."""
-    agent_weight: Literal["equal"] | dict[str, float] = Field(default_factory=dict)
-    """Weight of each agent's calls in the loss: AGENT=WEIGHT, separated by commas (default 1), or `equal`, so that the
-    tokens of each agent that shares a policy weigh the same together, however much it says (torch and tinker)."""
-    clip_low: float = Field(default=0.2, gt=0)
-    """Lower clip range: the probability ratio is clipped below 1 minus this. 1 or more means no lower bound."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """Upper clip range: the probability ratio is clipped above 1 plus this."""
-    old_logprobs: Literal["engine", "recompute"] | None = None
-    """Log-probabilities in the denominator of the ratio: those recorded by the engine (engine), or those computed by
-    the trainer before the update, which costs a forward pass (recompute, torch). Default: recompute with gspo
-    and with staleness, otherwise engine; verl always recomputes."""
-    update_epochs: int = Field(default=1, ge=1)
-    """Passes over each batch (torch). With one pass, one minibatch and recomputed log-probabilities all ratios are 1,
-    and clipping has no effect."""
-    minibatches: int = Field(default=1, ge=1)
-    """Minibatches per batch, each with its own optimiser step (torch)."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimiser steps of linear learning-rate warmup."""
-    lr_schedule: Schedule = "constant"
-    """Learning-rate schedule after the warmup: constant, linear (torch) or cosine."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, lt=1)
-    """Final learning rate of a decaying schedule, as a share of learning_rate."""
-    importance_cap: float | None = Field(default=None, gt=0)
-    """Truncated importance sampling: each token is weighted by the trainer's probability over the engine's, capped at
-    this value. On torch with old_logprobs = recompute. Default with staleness: 2."""
-    importance_mask: float | None = Field(default=None, gt=1)
-    """Leave tokens out of the loss if the probabilities of trainer and engine differ by more than this factor. On torch
-    with old_logprobs = recompute."""
-    importance_moment: float | None = Field(default=None, gt=0)
-    """M2PO: leave out the tokens whose probabilities differ most, until the mean of the squared log-ratios is at most
-    this, such as 0.04. Without importance_cap, the other tokens are weighted by their ratio (torch and tinker)."""
-    kl_coef: float = Field(default=0.0, ge=0)
-    """KL penalty coefficient against the starting policy; 0 keeps no reference model."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Apply the KL penalty to the loss (per token) or to the reward (per call)."""
-    kl_estimator: KlEstimator = "k3"
-    """KL estimator; a + uses the gradient of k2. low_var is another name for k3."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Entropy bonus coefficient."""
-    gae_lambda: float | None = Field(default=None, ge=0, le=1)
-    """Lambda of generalised advantage estimation (ppo). Default: 1, which depends least on the value head."""
-    value_learning_rate: float | None = Field(default=None, gt=0)
-    """Learning rate of the value head (ppo). Default: 1e-3."""
-    value_clip: float | None = Field(default=None, gt=0)
-    """Maximum change of a value in one update (ppo). Default: no limit."""
+
+
+class OrderFields(OptionRecord):
+    """Which tasks are learned from, and how far a step goes."""
+
     resample: int = Field(default=0, ge=0)
     """Rounds per step in which groups without a signal (all rollouts have the same reward) are replaced by groups of
     other tasks."""
@@ -235,24 +183,20 @@ class LearningFields(OptionRecord):
     policies solve them, so that fewer groups have no signal (curriculum, torch and tinker)."""
 
 
-class RunSamplingFields(OptionRecord):
-    """How a run samples."""
-
-    temperature: float | None = Field(default=None, gt=0)
-    """Sampling temperature, set on all calls of the trained agents. Default: the temperature in the agent's request,
-    otherwise 1."""
-    sampling: Literal["plain", "asked"] = "plain"
-    """`plain` samples from the policy itself: the top_p, top_k, min_p and penalties of the agent's requests are ignored
-    and recorded. `asked` applies them, and leaves the tokens that they changed out of training."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens of an answer if the agent's request sets no limit."""
-    max_model_len: int | None = Field(default=None, ge=2)
-    """Maximum tokens of prompt and answer together. Default: the model's own limit."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of task order, sampling and initialisation."""
-
-
-class TrainFields(WorkOptions, LimitOptions, RunSamplingFields, FailureOptions, LearningFields, AgentOptions):
+class TrainFields(
+    WorkOptions,
+    LimitOptions,
+    SampleOptions,
+    FailureOptions,
+    OrderFields,
+    LossOptions,
+    MethodFields,
+    PrecisionOptions,
+    AdapterOptions,
+    MessageOptions,
+    ModelFields,
+    AgentOptions,
+):
     """The options, each with its type, default and help. Make a `TrainConfig`, which checks them.
 
     In the help they are in the order of these records from the last to the first.

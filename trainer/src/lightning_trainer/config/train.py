@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import ModelWrapValidatorHandler, model_validator
 
-from lightning_spans.errors import ConfigError
 from lightning_trainer import environments as environment
+from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.config.checks import cross_check
 from lightning_trainer.config.defaults import with_defaults
 from lightning_trainer.config.fields import TrainFields
-from lightning_trainer.config.mistakes import explain, refuse_unknown
+from lightning_trainer.config.mistakes import refuse_unknown
 
 
-class TrainConfig(TrainFields):
+class TrainConfig(TrainFields, CheckedRecord):
     """What to train, on what, and how.
 
     Raises:
@@ -27,22 +27,15 @@ class TrainConfig(TrainFields):
     @model_validator(mode="wrap")
     @classmethod
     def _check_values(cls, values: Any, handler: ModelWrapValidatorHandler[TrainConfig]) -> TrainConfig:
-        """Turn what pydantic says into one error that says what to do."""
+        """Open the environment, and check one option against another."""
         if isinstance(values, Mapping):
             refuse_unknown(values, cls.model_fields)
             values = with_defaults(values)
             if environment.to_open(values):  # which may take long: all other options are looked at before
-                asked = _make_config(handler, {**values, **environment.unopened(values)})
+                asked = handler({**values, **environment.unopened(values)})
+                cross_check(asked)
                 came = environment.opened(asked.env or "", asked.env_options, asked.env_tasks, asked.env_held_out)
                 values = {**values, **came}
-        return _make_config(handler, values)
-
-
-def _make_config(handler: ModelWrapValidatorHandler[TrainConfig], values: Any) -> TrainConfig:
-    """Make a configuration, and say in one error what is wrong with it and what to do."""
-    try:
         config = handler(values)
-    except ValidationError as error:
-        raise ConfigError(explain(error)) from None
-    cross_check(config)
-    return config
+        cross_check(config)
+        return config

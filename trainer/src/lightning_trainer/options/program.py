@@ -9,8 +9,8 @@ from pydantic import Field
 from lightning_trainer.options.record import OptionRecord
 
 
-class AgentOptions(OptionRecord):
-    """The agent, and what gives its reward."""
+class TargetOptions(OptionRecord):
+    """The agent, and the function that gives its reward."""
 
     target: str | None = None
     """The agent, `module:function`. It is imported with the current folder on the path and called as run(task)."""
@@ -20,6 +20,11 @@ class AgentOptions(OptionRecord):
     reward: str | None = None
     """Reward function `module:function`, called as score(task, result); or `judge`, a model that compares the rollouts
     of a group (see judge). Default: the agent returns the reward."""
+
+
+class AgentOptions(TargetOptions):
+    """The agent, and what gives its reward."""
+
     judge: dict[str, Any] = Field(default_factory=dict)
     """Options of the judge: endpoint, model, rubric, weight (1) and others. With reward = judge, the judge gives the
     reward. With another reward, the judge's score times the weight is added (torch backend)."""

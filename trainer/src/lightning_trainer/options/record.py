@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -11,6 +11,10 @@ class OptionRecord(BaseModel):
     """Options that belong together. The docstring below a field is its help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def changed(self, **values: Any) -> Self:
+        """Return it with other values of some options, checked as a whole."""
+        return type(self)(**{**dict(self), **values})
 
 
 def split_names(value: Any) -> Any:

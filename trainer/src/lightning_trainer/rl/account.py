@@ -37,7 +37,7 @@ OTHER_TEMPERATURE: Final = (
 )
 STEERED: Final = "not sampled from the policy only: top_p, a grammar or another parameter changed the distribution"
 ALL_STEERED: Final = "every token was forced: no choice of the policy's is in it"
-TOO_LONG: Final = "longer than max_tokens"
+TOO_LONG: Final = "longer than max_length"
 
 # Why a call that is trained on is not taught by the self-teacher.
 NOTHING_TOLD: Final = "nothing to tell the teacher of it"

@@ -91,7 +91,7 @@ def make_rows(
     groups: Mapping[str, str],
     *,
     merge: bool = True,
-    max_tokens: int | None = None,
+    max_length: int | None = None,
 ) -> tuple[list[Row], Account]:
     """Make training rows, and the account of what became of each transition.
 
@@ -106,7 +106,7 @@ def make_rows(
         advantages_M: (M,) one for each transition; its value is not looked at where the transition can't be trained.
         groups: the group of each rollout, by rollout id.
         merge: False makes one row for each transition.
-        max_tokens: longest row. A transition that is longer is dropped and counted, never cut.
+        max_length: longest row. A transition that is longer is dropped and counted, never cut.
 
     Returns:
         Rows in the order of attempt and turn, whatever the order of the transitions, and their account.
@@ -117,7 +117,7 @@ def make_rows(
     """
     if len(transitions) != len(advantages_M):
         raise ValueError(f"{len(transitions)} transitions, but {len(advantages_M)} advantages")
-    reasons_M = [why_untrainable(transition, max_tokens=max_tokens) for transition in transitions]
+    reasons_M = [why_untrainable(transition, max_length=max_length) for transition in transitions]
     actions = _actions(transitions, advantages_M, reasons_M)
     rows = [_row(branch, groups) for branch in _branches(actions, merge=merge)]
     how = {(call.attempt_id, call.turn): _how_made(call) for call in transitions}
@@ -134,7 +134,7 @@ def make_rows(
     )
 
 
-def why_untrainable(transition: Transition, *, max_tokens: int | None = None) -> str | None:
+def why_untrainable(transition: Transition, *, max_length: int | None = None) -> str | None:
     """Say why this transition can't be a training row; None when it can. The reasons stand in `account`."""
     if transition.error is not None and not transition.sampling.get(CUT):
         return reasons.CALL_FAILED
@@ -152,7 +152,7 @@ def why_untrainable(transition: Transition, *, max_tokens: int | None = None) ->
         (reasons.OTHER_TEMPERATURE, transition.sampling.get("logprobs_temperature", at) != at),
         (reasons.STEERED, steered is None),
         (reasons.ALL_STEERED, steered is not None and len(steered) >= len(response)),
-        (reasons.TOO_LONG, max_tokens is not None and len(prompt) + len(response) > max_tokens),
+        (reasons.TOO_LONG, max_length is not None and len(prompt) + len(response) > max_length),
     )
     return next((reason for reason, applies in checks if applies), None)
 

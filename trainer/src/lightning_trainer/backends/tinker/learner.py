@@ -164,8 +164,8 @@ class TinkerLearner:
 
     def schedule(self, rise: int, steps: int) -> None:
         """Say how the learning rate goes: `Learner.schedule`."""
-        self.learner_options = replace(
-            self.learner_options, warmup_steps=rise, lr_schedule="linear", min_lr_ratio=0.1, total_steps=steps
+        self.learner_options = self.learner_options.changed(
+            warmup_steps=rise, lr_schedule="linear", min_lr_ratio=0.1, total_steps=steps
         )
 
     def update(self, rows: Sequence[Row]) -> dict[str, float]:

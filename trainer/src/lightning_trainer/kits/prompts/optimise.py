@@ -6,19 +6,23 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import Field
 
 from lightning_spans.errors import ConfigError, LightningError, UnknownAgentError
 from lightning_spans.schema.agents import check_spelling, labels, selects
+from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.config.workers import cores
 from lightning_trainer.kits.prompts import journal, result
 from lightning_trainer.kits.prompts.adapter import SpansAdapter
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.reflection import Reflection
 from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
+from lightning_trainer.options.measuring import MeasuringOptions
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.report.terminal import decimal
@@ -29,7 +33,6 @@ from lightning_trainer.session.answers import AsItIs, Endpoint, LocalModel, Subj
 from lightning_trainer.session.folder import check_unchanged, open_folder
 from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import STORE_NAME, Session, open_session
-from lightning_trainer.work import Work
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
@@ -40,68 +43,35 @@ _MOST_LOOKS: Final = 4  # the part of the budget, one in so many, after which an
 _STATE: Final = "prompts.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptsConfig:
-    """What to propose prompts for, and how.
+class PromptsConfig(MeasuringOptions, CheckedRecord):
+    """What to propose prompts for, and how. With no `workers`, two run at most.
 
-    Attributes:
-        data: tasks; where `val` is not given, every other one is held out to choose by.
-        agents: whose prompts are proposed anew.
-        leave_silent: leave the prompt of an agent that does not speak while prompts are read as it is, instead of an
-            error.
-        reflect: the model that proposes.
-        budget: rollouts.
-        out: file for the result; the search's own folder lies beside it, as FILE.search.
-        target: the agent, ``module:function``.
-        command: the agent as a command.
-        reward: ``module:function``, called as score(task, result).
-        val: tasks to choose by.
-        subject: what answers the agents' calls.
-        answered: agents whose calls the subject answers, names or globs; the others stay at their own endpoints.
-        temperature: of its answers; None: as asked.
-        max_tokens: of an answer whose request names no limit; None: what the context leaves.
-        sampling: ``plain`` draws from the policy itself, without the top_p and the like that calls ask for.
-        load: options of the torch backend, where the subject is loaded here.
-        tokens: most tokens, of rollouts and of the reflecting model together; None: as many as it takes.
-        minibatch: tasks that a proposal is made from, and tried on first.
-        seed: of GEPA's choices, and of answers that are drawn here: each batch draws with the same numbers.
-        concurrency: rollouts at once in each worker.
-        timeout_s: of an attempt.
-        max_attempts: tries of what failed by no fault of the model's.
-        workers: worker processes; None: at most two.
-        name_by: rules that name the agents of calls; see `naming`.
-        columns: of the tasks to read; empty: all.
-        work: of a command: where it works, and what gives its reward.
-        isolate: whether each attempt gets a process of its own.
+    Raises:
+        ConfigError: an option is unknown or has a wrong value.
     """
 
-    data: Path
     agents: tuple[str, ...]
+    """Whose prompts are proposed anew."""
     reflect: Endpoint
-    budget: int
+    """The model that proposes."""
+    budget: int = Field(ge=1)
+    """Maximum number of rollouts."""
     out: Path
+    """File for the result; the search's own folder is next to it, FILE.search."""
     leave_silent: bool = False
-    target: str | None = None
-    command: str | None = None
-    reward: str | None = None
+    """Leave the prompt of an agent that does not speak while prompts are read unchanged, instead of an error."""
     val: Path | None = None
-    subject: Subject = field(default_factory=AsItIs)
+    """Tasks to choose by. Default: every other one of the tasks."""
+    subject: Subject = Field(default_factory=AsItIs)
+    """The model that answers the agents' calls."""
     answered: tuple[str, ...] = ("*",)
-    temperature: float | None = None
-    max_tokens: int | None = None
-    sampling: Literal["plain", "asked"] = "asked"
-    load: Mapping[str, Any] = field(default_factory=dict)
-    tokens: int | None = None
-    minibatch: int = 3
-    seed: int = 0
-    concurrency: int = 16
-    timeout_s: float = 300.0
-    max_attempts: int = 2
-    workers: int | None = None
-    name_by: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    work: Work = field(default_factory=Work)
-    isolate: bool = False
+    """Agents whose calls it answers, names or globs; the others stay at their own endpoints."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of rollouts and of the reflecting model together."""
+    minibatch: int = Field(default=3, ge=1)
+    """Tasks that a proposal is made from, and tried on first."""
+    seed: int = Field(default=0, ge=0)
+    """Of GEPA's choices, and of answers that are sampled here: each batch is sampled with the same numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

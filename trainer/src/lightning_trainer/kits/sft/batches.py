@@ -79,7 +79,7 @@ def make_rows(
     *,
     agents: tuple[str, ...] | None,
     policies: Policies,
-    max_tokens: int,
+    max_length: int,
     min_reward: float | None = None,
 ) -> RowsToLearn:
     """Write conversations as rows.
@@ -89,7 +89,7 @@ def make_rows(
         renderer: of the model.
         agents: names or globs of those whose words are learned; None: all.
         policies: adapters of agents; where there are none all share the weights.
-        max_tokens: longest row.
+        max_length: longest row.
         min_reward: least reward; None: any.
 
     Raises:
@@ -113,7 +113,7 @@ def make_rows(
         except UnrenderableError as error:
             left_out[str(error)] += 1
             continue
-        if any(len(part.ids) > max_tokens for part in parts):
+        if any(len(part.ids) > max_length for part in parts):
             left_out[TOO_LONG] += 1
             continue
         rows += [_row(part, agent, adapter, number) for part in parts]

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
-from lightning_spans.errors import ConfigError
 from lightning_trainer import registry
+from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.config.defaults import with_adapters
-from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
+from lightning_trainer.config.mistakes import refuse, refuse_unknown
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.options.limits import FailureOptions, LimitOptions
 from lightning_trainer.options.permits import PermitOptions
@@ -22,8 +22,18 @@ OF_FILES: Final = frozenset(
     {"data", "eval_every", "held_out", "loss", "origin", "patience", *PermitOptions.model_fields}
 )  # and not of rounds
 
+_RENAMED: Final = (
+    "max_tokens limits an answer in all commands, so the limit of a conversation in sft is now max_length. Write"
+    " max_length, or answer_tokens for the answers of rounds."
+)
 
-class SftConfig(PermitOptions):
+
+def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a run that an earlier version began, under the names that they have now."""
+    return {"max_length" if name == "max_tokens" else name: value for name, value in values.items()}
+
+
+class SftConfig(PermitOptions, CheckedRecord):
     """What to learn, from what, and how.
 
     Raises:
@@ -37,7 +47,7 @@ class SftConfig(PermitOptions):
     """Held-out file, instead of a share of the data."""
     held_out: float = Field(default=0.05, ge=0, lt=1)
     """Share of the tasks held out for early stopping; 0 holds out none."""
-    max_tokens: int | None = Field(default=None, ge=2)
+    max_length: int | None = Field(default=None, ge=2)
     """Maximum tokens of a conversation; longer ones are left out and counted. Default: the model's own limit."""
     min_reward: float | None = None
     """Minimum reward of a line, for lines that have rewards."""
@@ -108,17 +118,15 @@ class SftConfig(PermitOptions):
     @model_validator(mode="wrap")
     @classmethod
     def _check_values(cls, values: Any, handler: ModelWrapValidatorHandler[SftConfig]) -> SftConfig:
-        """Turn what pydantic says into one error that says what to do."""
+        """Set defaults that depend on other options, and check one option against another."""
         if isinstance(values, Mapping):
+            refuse({_RENAMED: "max_tokens" in values})
             refuse_unknown(values, cls.model_fields)
             pairs = values.get("loss") == "dpo"
             values = with_adapters(values, learning_rate=2e-5 if pairs else 2e-4)
             if pairs and values.get("learning_rate") is None:
                 values["learning_rate"] = 5e-6
-        try:
-            config = handler(values)
-        except ValidationError as error:
-            raise ConfigError(explain(error)) from None
+        config = handler(values)
         registry.check("backend", config.backend)
         registry.check("tool format", config.backend_options.get("tool_format"))
         refuse(

@@ -21,7 +21,7 @@ from lightning_trainer.kits.export.export import selected
 from lightning_trainer.kits.export.files import Line
 from lightning_trainer.kits.export.wanted import Wanted
 from lightning_trainer.kits.sft.batches import RowsToLearn, check_agents, held_out, make_rows
-from lightning_trainer.kits.sft.config import SftConfig
+from lightning_trainer.kits.sft.config import SftConfig, with_current_names
 from lightning_trainer.kits.sft.data import Example, is_store, read_file, read_lines_of_store
 from lightning_trainer.kits.sft.dpo import BETA, ONE_LEFT_OUT, SAME_ANSWERS, Dpo, matched
 from lightning_trainer.kits.sft.fit import Fit, Fitted, schedule
@@ -125,7 +125,7 @@ def resumed(folder: Path) -> SftConfig:
         ConfigError: there is none.
     """
     read_state(folder, STATE_NAME)  # or refuse
-    return SftConfig(**began_with(folder))
+    return SftConfig(**with_current_names(began_with(folder)))
 
 
 def options_of(config: SftConfig) -> dict[str, object]:
@@ -301,7 +301,7 @@ def _rows(config: SftConfig, learner: Learner, data: Sequence[Example]) -> RowsT
         Renderer(learner.engine.tokenizer, learner.end_tokens),
         agents=config.agents,
         policies=parse(config.policies),
-        max_tokens=min(config.max_tokens or limit, limit),
+        max_length=min(config.max_length or limit, limit),
         min_reward=config.min_reward,
     )
 

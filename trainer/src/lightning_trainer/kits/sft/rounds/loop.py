@@ -159,15 +159,14 @@ class RoundLoop:
             raise NothingToLearnError(_nothing(score(outcomes, config.failed), left_out))
         examples = read_lines_of_store(lines, "the round's samples")
         self.lineage.learning_from(examples)
+        limit = self.learner.engine.max_model_len
         try:
             made = make_rows(
                 examples,
                 Renderer(self.learner.engine.tokenizer, self.learner.end_tokens),
                 agents=config.agents,
                 policies=parse(config.policies),
-                max_tokens=min(
-                    config.max_tokens or self.learner.engine.max_model_len, self.learner.engine.max_model_len
-                ),
+                max_length=min(config.max_length or limit, limit),
             )
         except DataError as error:  # a round that teaches nothing ends the rounds, and keeps what was learned before
             raise NothingToLearnError(str(error)) from None

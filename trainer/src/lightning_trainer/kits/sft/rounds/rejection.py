@@ -12,7 +12,7 @@ from lightning_trainer.config.workers import worker_count
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.judges import CACHE_NAME, open_judge, read_judge
-from lightning_trainer.kits.sft.config import OF_FILES, RoundsConfig
+from lightning_trainer.kits.sft.config import OF_FILES, RoundsConfig, with_current_names
 from lightning_trainer.kits.sft.fit import schedule
 from lightning_trainer.kits.sft.lineage import LineageWriter
 from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, learning_folder
@@ -107,7 +107,8 @@ def resumed(folder: Path) -> RoundsConfig:
         ConfigError: there are none.
     """
     RoundsState.read(folder)  # or refuse
-    return RoundsConfig(**{name: value for name, value in began_with(folder).items() if name not in OF_FILES})
+    kept = with_current_names(began_with(folder))
+    return RoundsConfig(**{name: value for name, value in kept.items() if name not in OF_FILES})
 
 
 def _resumable(folder: Path, data: str) -> RoundsState:

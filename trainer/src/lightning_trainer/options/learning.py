@@ -1,0 +1,73 @@
+"""Options of a learner: its adapters and its loss. Commands that learn have them, and so has the learner itself."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
+from lightning_trainer.options.record import OptionRecord
+
+
+class AdapterOptions(OptionRecord):
+    """Size of the adapters."""
+
+    lora_rank: int = Field(default=0, ge=0)
+    """Rank of LoRA adapters; 0 trains all weights. With policies, the default is 16."""
+    lora_alpha: float | None = Field(default=None, gt=0)
+    """LoRA scale. Default: twice the rank."""
+
+
+class LossOptions(OptionRecord):
+    """What an update computes from a batch, and how often."""
+
+    loss_aggregation: Aggregation = "token-mean"
+    """How token losses are averaged: equal weight for every token of the batch (token-mean), every response
+    (sequence-mean), every row (row-mean) or every rollout (rollout-mean); or summed per response, then averaged
+    (sequence-sum)."""
+    agent_weight: Literal["equal"] | dict[str, float] = Field(default_factory=dict)
+    """Weight of each agent's calls in the loss: AGENT=WEIGHT, separated by commas (default 1), or `equal`, so that the
+    tokens of each agent that shares a policy weigh the same together, however much it says (torch and tinker)."""
+    clip_low: float = Field(default=0.2, gt=0)
+    """Lower clip range: the probability ratio is clipped below 1 minus this. 1 or more means no lower bound."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """Upper clip range: the probability ratio is clipped above 1 plus this."""
+    old_logprobs: Literal["engine", "recompute"] | None = None
+    """Log-probabilities in the denominator of the ratio: those recorded by the engine (engine), or those computed by
+    the trainer before the update, which costs a forward pass (recompute, torch). Default: recompute with gspo
+    and with staleness, otherwise engine; verl always recomputes."""
+    update_epochs: int = Field(default=1, ge=1)
+    """Passes over each batch (torch). With one pass, one minibatch and recomputed log-probabilities all ratios are 1,
+    and clipping has no effect."""
+    minibatches: int = Field(default=1, ge=1)
+    """Minibatches per batch, each with its own optimiser step (torch)."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps of linear learning-rate warmup."""
+    lr_schedule: Schedule = "constant"
+    """Learning-rate schedule after the warmup: constant, linear (torch) or cosine."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Final learning rate of a decaying schedule, as a share of learning_rate."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Truncated importance sampling: each token is weighted by the trainer's probability over the engine's, capped at
+    this value. On torch with old_logprobs = recompute. Default with staleness: 2."""
+    importance_mask: float | None = Field(default=None, gt=1)
+    """Leave tokens out of the loss if the probabilities of trainer and engine differ by more than this factor. On torch
+    with old_logprobs = recompute."""
+    importance_moment: float | None = Field(default=None, gt=0)
+    """M2PO: leave out the tokens whose probabilities differ most, until the mean of the squared log-ratios is at most
+    this, such as 0.04. Without importance_cap, the other tokens are weighted by their ratio (torch and tinker)."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """KL penalty coefficient against the starting policy; 0 keeps no reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Apply the KL penalty to the loss (per token) or to the reward (per call)."""
+    kl_estimator: KlEstimator = "k3"
+    """KL estimator; a + uses the gradient of k2. low_var is another name for k3."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Entropy bonus coefficient."""
+    gae_lambda: float | None = Field(default=None, ge=0, le=1)
+    """Lambda of generalised advantage estimation (ppo). Default: 1, which depends least on the value head."""
+    value_learning_rate: float | None = Field(default=None, gt=0)
+    """Learning rate of the value head (ppo). Default: 1e-3."""
+    value_clip: float | None = Field(default=None, gt=0)
+    """Maximum change of a value in one update (ppo). Default: no limit."""

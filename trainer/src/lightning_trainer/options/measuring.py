@@ -1,0 +1,39 @@
+"""Options of commands that run a program on tasks and do not train it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from lightning_trainer.options.limits import LimitOptions
+from lightning_trainer.options.program import TargetOptions
+from lightning_trainer.options.record import OptionRecord
+from lightning_trainer.work import Work
+
+
+class RequestOptions(OptionRecord):
+    """How answers are sampled where nothing learns from them: as the agents' requests ask for."""
+
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature, set on all calls. Default: the temperature in the request."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of an answer if the request sets no limit."""
+    sampling: Literal["plain", "asked"] = "asked"
+    """`plain` ignores top_p, top_k, min_p and penalties in requests, as in training; `asked` applies them."""
+    name_by: tuple[str, ...] = ()
+    """Rules that name the agents of calls without an agent header. Default: those of the run."""
+    load: dict[str, Any] = Field(default_factory=dict)
+    """Further options of the backend that loads weights."""
+
+
+class MeasuringOptions(RequestOptions, LimitOptions, TargetOptions):
+    """A program that runs on tasks."""
+
+    data: Path
+    """Tasks."""
+    columns: tuple[str, ...] = ()
+    """Columns of the tasks to read. Default: all."""
+    work: Work = Field(default_factory=Work)
+    """Of a command: where it works, and what gives its reward."""

@@ -1,0 +1,26 @@
+"""Options of how answers are sampled."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lightning_trainer.options.record import OptionRecord
+
+
+class SampleOptions(OptionRecord):
+    """How the trained agents are sampled."""
+
+    temperature: float | None = Field(default=None, gt=0)
+    """Sampling temperature, set on all calls of the trained agents. Default: the temperature in the agent's request,
+    otherwise 1."""
+    sampling: Literal["plain", "asked"] = "plain"
+    """`plain` samples from the policy itself: the top_p, top_k, min_p and penalties of the agent's requests are ignored
+    and recorded. `asked` applies them, and leaves the tokens that they changed out of training."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of an answer if the agent's request sets no limit."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Maximum tokens of prompt and answer together. Default: the model's own limit."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of task order, sampling and initialisation."""
