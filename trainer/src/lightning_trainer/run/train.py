@@ -94,19 +94,25 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
             progress=progress,
             check=check,
         )
-        if config.timeouts == "exclude":
-            progress.note(LATE_LEFT_OUT)
-        if both := shared(tasks, val):
-            progress.note(
-                f"WARNING: {both} of {len(val)} held-out tasks are training tasks, too, so that learning these"
-                f" by heart pays. Keep tasks of {config.val} out of {config.data}."
-            )
+        _note_risks(run)
         try:
             steps = backend.train(run)
         except Interrupted:
             raise Interrupted(_stop_message(run)) from None
         run.log.draw()
         return result_of(run, steps, time.monotonic() - began)
+
+
+def _note_risks(run: OpenRun) -> None:
+    """Note what the options and the tasks do to the result."""
+    config = run.config
+    if config.timeouts == "exclude":
+        run.progress.note(LATE_LEFT_OUT)
+    if both := shared(run.tasks, run.val):
+        run.progress.note(
+            f"WARNING: {both} of {len(run.val)} held-out tasks are training tasks, too, so that learning these"
+            f" by heart pays. Keep tasks of {config.val} out of {config.data}."
+        )
 
 
 def describe(config: TrainConfig, progress: Progress | None = None) -> Described:

@@ -86,20 +86,11 @@ def save(
             model.tokenizer.save_pretrained(own)
             if resumable:
                 save_file(policy.state(), own / TENSORS)
-        adapters = engine.engines[1:]
-        state = {
-            "format": _FORMAT,
-            "base": base,
-            "source": str(model.source.absolute()),
-            "version": engine.engines[0].version,
-            "versions": {adapter.model: adapter.version for adapter in adapters},
-            "trained": sorted(name for policy in policies.values() for name in policy.working),
-            "random": engine.random.getstate(),
-        }
         if resumable:
+            state = _state_to_keep(model, policies, engine, base)
             (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
-        if adapters:
-            index = {"base": state["source"], "adapters": [adapter.model for adapter in adapters]}
+        if adapters := [adapter.model for adapter in engine.engines[1:]]:
+            index = {"base": str(model.source.absolute()), "adapters": adapters}
             (unfinished / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for path in unfinished.rglob("*"):
             _sync(path)
@@ -110,6 +101,21 @@ def save(
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _state_to_keep(
+    model: LoadedModel, policies: Mapping[str | None, TrainedWeights], engine: PolicyEngines, base: str
+) -> dict[str, Any]:
+    """Return what `restore` compares and restores, apart from the tensors."""
+    return {
+        "format": _FORMAT,
+        "base": base,
+        "source": str(model.source.absolute()),
+        "version": engine.engines[0].version,
+        "versions": {adapter.model: adapter.version for adapter in engine.engines[1:]},
+        "trained": sorted(name for policy in policies.values() for name in policy.working),
+        "random": engine.random.getstate(),
+    }
 
 
 def strip(folder: Path) -> None:

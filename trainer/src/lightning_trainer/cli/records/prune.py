@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.flags.common import reading
 from lightning_trainer.flags.files import (
     key_file_option,
@@ -92,16 +93,7 @@ def command(
     from lightning_trainer.lineage.blocks import block_checkpoint
     from lightning_trainer.lineage.search import describe
 
-    if expired and (age_s is not None or rollouts or traces):
-        raise ConfigError("prune: --expired finds the traces itself. Leave out --older-than, --rollout and --trace.")
-    if age_s is None and origin is None and not (rollouts or traces or expired):
-        raise ConfigError("prune: say what to delete: --older-than, --origin, --rollout, --trace or --expired.")
-    if block_checkpoints and not (rollouts or traces or expired):
-        raise ConfigError("prune: --block-checkpoints needs traces: give --trace, --rollout or --expired.")
-    if rollouts and traces:
-        raise ConfigError("prune: --trace is for traces without a rollout. Give either --rollout or --trace.")
-    what = f"of origin {origin}" if origin is not None else "of every origin"
-    named = f", {len(rollouts or traces)} named" if rollouts or traces else ""
+    _refuse_contradictions(age_s, origin, rollouts, traces, expired=expired, block_checkpoints=block_checkpoints)
     with reading(store, key_file) as opened:
         if expired:
             traces = _expired(opened, origin)
@@ -110,7 +102,7 @@ def command(
                 return
         affected = _affected(runs, [*rollouts, *traces])
         if not yes:
-            _ask(f"Delete traces {what}{named}{'' if age_s is None else ', by age'} in {store}?")
+            _ask(_describe_choice(origin, len(rollouts or traces), age_s, store))
         deleted = opened.delete(
             rollout_ids=rollouts or None,
             trace_ids=traces or None,
@@ -129,6 +121,46 @@ def command(
             block_checkpoint(one.folder, "it learned from traces that were deleted", one.ids)
     for line in describe(affected):
         click.echo(printable(line))
+
+
+def _refuse_contradictions(
+    age_s: float | None,
+    origin: str | None,
+    rollouts: Sequence[str],
+    traces: Sequence[str],
+    *,
+    expired: bool,
+    block_checkpoints: bool,
+) -> None:
+    """Refuse options that contradict each other, or name nothing.
+
+    Raises:
+        ConfigError: says which, and what to do.
+    """
+    named = bool(rollouts or traces)
+    refuse(
+        {
+            "prune: --expired finds the traces itself. Leave out --older-than, --rollout and --trace.": (
+                expired and (age_s is not None or named)
+            ),
+            "prune: say what to delete: --older-than, --origin, --rollout, --trace or --expired.": (
+                age_s is None and origin is None and not (named or expired)
+            ),
+            "prune: --block-checkpoints needs traces: give --trace, --rollout or --expired.": (
+                block_checkpoints and not (named or expired)
+            ),
+            "prune: --trace is for traces without a rollout. Give either --rollout or --trace.": bool(
+                rollouts and traces
+            ),
+        }
+    )
+
+
+def _describe_choice(origin: str | None, named: int, age_s: float | None, store: str) -> str:
+    """Return the question before the deletion."""
+    what = "of every origin" if origin is None else f"of origin {origin}"
+    count = f", {named} named" if named else ""
+    return f"Delete traces {what}{count}{'' if age_s is None else ', by age'} in {store}?"
 
 
 def _expired(store: Store, origin: str | None) -> list[str]:

@@ -87,84 +87,95 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Folder for the output of the agents.",
 )
-def command(
-    *,
-    target: str | None,
-    url: str,
-    key_file: Path | None,
-    program: str | None,
-    reward: str | None,
-    workers: int | None,
-    concurrency: int,
-    drain_s: float,
-    lease_s: float,
-    passed: tuple[str, ...],
-    isolate: bool | None,
-    users: str | None,
-    on_ray: bool,
-    ray_address: str | None,
-    ray_cpus: float,
-    ray_env: str | None,
-    worker_memory: str | None,
-    worker_cores: int | None,
-    logs: Path,
-    **flags: Any,
-) -> None:
+def command(*, url: str, key_file: Path | None, drain_s: float, **flags: Any) -> None:
     """Claim rollouts from a server and run the program TARGET (module:function) on them, until Ctrl-C or SIGTERM.
 
     When it is ready, it prints one line of JSON on stdout. Start one on each machine. After the first signal it claims
     no more rollouts and waits --drain-s seconds for those that are running. Unfinished rollouts then return to the
     queue, without using up an attempt.
     """
-    from lightning_spans.errors import ConfigError
     from lightning_trainer.cli.processes import handed_over
-    from lightning_trainer.config.workers import cores
-    from lightning_trainer.runner.environment import allowed
-    from lightning_trainer.runner.own_users import check_key_file, parse_users
-    from lightning_trainer.runner.runner import Runner
+    from lightning_trainer.runner.own_users import check_key_file
     from lightning_trainer.runner.target import Job
-    from lightning_trainer.runner.worker.limits import WorkerLimits, parse_bytes
 
-    if (target is None) == (program is None):
-        raise ConfigError("name the agent: a TARGET module:function, or --command, and not both.")
-    if on_ray and isolate:
-        raise ConfigError(
-            "--isolate gives run and score the main thread of a process, and an actor of --ray has none to give. Leave"
-            " out --isolate, or start a runner with --isolate and without --ray on each machine."
-        )
+    _refuse_contradictions(flags)
     handed = handed_over()
     if (path := handed.get("key_file")) is not None:
         key_file = Path(path)
     key = _checked_key(url, key_file, handed.get("key"))
-    limits = WorkerLimits(memory_bytes=parse_bytes(worker_memory) if worker_memory else None, cores=worker_cores)
-    isolated = bool(isolate) or users is not None
-    job = Job(target=target, command=program, reward=reward, work=take_work(flags), isolate=isolated)
-    start = None
-    if users is not None and key_file is not None:
+    isolated = bool(flags["isolate"]) or flags["users"] is not None
+    work = take_work(flags)
+    job = Job(target=flags["target"], command=flags["program"], reward=flags["reward"], work=work, isolate=isolated)
+    if flags["users"] is not None and key_file is not None:
         check_key_file(key_file)
-    if on_ray and users is not None:
-        raise ConfigError("--isolate-users is about processes of this machine, and with --ray there are none.")
-    if on_ray:
+    runner, workers = _make_runner(job, flags)
+    with closing(_store(url, key, key_file)) as store:
+        _work_until_stopped(runner, store, {"server": url, "workers": workers}, drain_s)
+
+
+def _refuse_contradictions(flags: dict[str, Any]) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        ConfigError: says which, and what to do.
+    """
+    from lightning_trainer.config.mistakes import refuse
+
+    on_ray = flags["on_ray"]
+    refuse(
+        {
+            "name the agent: a TARGET module:function, or --command, and not both.": (
+                (flags["target"] is None) == (flags["program"] is None)
+            ),
+            "--isolate gives run and score the main thread of a process, and an actor of --ray has none to give. Leave"
+            " out --isolate, or start a runner with --isolate and without --ray on each machine.": bool(
+                on_ray and flags["isolate"]
+            ),
+            "--isolate-users is about processes of this machine, and with --ray there are none.": bool(
+                on_ray and flags["users"] is not None
+            ),
+            "--ray-address and --ray-env say how to use Ray. Add --ray.": bool(
+                not on_ray and (flags["ray_address"] or flags["ray_env"])
+            ),
+        }
+    )
+
+
+def _make_runner(job: Job, flags: dict[str, Any]) -> tuple[Runner, int]:
+    """Make the runner, with its number of workers."""
+    from lightning_trainer.config.workers import cores
+    from lightning_trainer.runner.environment import allowed
+    from lightning_trainer.runner.own_users import parse_users
+    from lightning_trainer.runner.runner import Runner
+    from lightning_trainer.runner.worker.limits import WorkerLimits, parse_bytes
+
+    memory, users = flags["worker_memory"], flags["users"]
+    limits = WorkerLimits(memory_bytes=parse_bytes(memory) if memory else None, cores=flags["worker_cores"])
+    workers, start = flags["workers"], None
+    if flags["on_ray"]:
         workers, start = _ray(
-            job, concurrency, limits=limits, workers=workers, address=ray_address, cpus=ray_cpus, env=ray_env
+            job,
+            flags["concurrency"],
+            limits=limits,
+            workers=workers,
+            address=flags["ray_address"],
+            cpus=flags["ray_cpus"],
+            env=flags["ray_env"],
         )
-    elif ray_address or ray_env:
-        raise ConfigError("--ray-address and --ray-env say how to use Ray. Add --ray.")
     count = workers or cores()
-    names = [name.strip() for one in passed for name in one.split(",") if name.strip()]
+    names = [name.strip() for one in flags["passed"] for name in one.split(",") if name.strip()]
     runner = Runner(
         job,
         workers=count,
-        concurrency=concurrency,
-        logs=logs,
-        lease_s=lease_s,
+        concurrency=flags["concurrency"],
+        logs=flags["logs"],
+        lease_s=flags["lease_s"],
         limits=limits,
         environment=allowed(os.environ, names),
         users=None if users is None else parse_users(users),
         start=start,
     )
-    with closing(_store(url, key, key_file)) as store:
-        _work_until_stopped(runner, store, {"server": url, "workers": count}, drain_s)
+    return runner, count
 
 
 def _store(url: str, key: str, key_file: Path | None) -> HttpStore:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
@@ -20,7 +20,11 @@ from lightning_trainer.flags.files import (
 )
 
 if TYPE_CHECKING:
+    from lightning_trainer.cli.servers.serving import ListenAddress
+    from lightning_trainer.gateway.app import App
     from lightning_trainer.gateway.settings import Routing
+    from lightning_trainer.gateway.upstream.upstream import Upstream
+    from lightning_trainer.kits.view.routes import Views
     from lightning_trainer.naming import NameRule
 
 
@@ -106,30 +110,14 @@ if TYPE_CHECKING:
 def command(
     *,
     store: str,
-    upstreams: Sequence[str],
     adapters: Path | None,
     allow_blocked: bool,
-    tokenizers: Sequence[str],
-    tool_formats: Sequence[str],
-    system_messages: str | None,
-    upstream_keys: Sequence[str],
-    upstream_timeout: float | None,
     provider: str | None,
     unrecorded: bool,
-    names: str | None,
-    name_by: tuple[str, ...],
-    model: str | None,
-    host: str,
-    port: int,
-    live_sample: str,
-    rules: Sequence[str],
     endpoint: str | None,
     key_file: Path,
-    limits: Sequence[str],
     rotate_keys: bool,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    plain_http: bool,
+    **flags: Any,
 ) -> None:
     """Run the store, a gateway to the upstream servers, and a trace receiver (OTLP), for several machines.
 
@@ -139,49 +127,25 @@ def command(
     With a single upstream, LIGHTNING_UPSTREAM_KEY also works. The provider gets LIGHTNING_PROVIDER_KEY.
     """
     from lightning_spans.errors import ConfigError
-    from lightning_spans.record.production import Live, parse_rate
-    from lightning_spans.record.redaction import read_rules
-    from lightning_trainer.cli.servers.serving import (
-        ListenAddress,
-        check_place,
-        key_files,
-        opened_when_ready,
-        serve_until_stopped,
-    )
-    from lightning_trainer.cli.servers.upstreams import read_provider, read_upstreams
+    from lightning_trainer.cli.servers.serving import check_place, key_files, opened_when_ready, serve_until_stopped
+    from lightning_trainer.cli.servers.upstreams import read_provider
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.gateway.http.masking import remember_password
-    from lightning_trainer.gateway.settings import parse_limits
     from lightning_trainer.kits.deploy.serving import deploying
-    from lightning_trainer.kits.view.pages import add_view
-    from lightning_trainer.kits.view.routes import Views
-    from lightning_trainer.kits.view.runs import Runs
     from lightning_trainer.lineage.blocks import refuse_blocked
     from lightning_trainer.lineage.reading import resolve_checkpoint
-    from lightning_trainer.naming import parse_rules
 
     if adapters is not None:
         refuse_blocked(resolve_checkpoint(adapters), allowed=allow_blocked)
-    forwarded = read_upstreams(
-        upstreams,
-        timeout_s=upstream_timeout,
-        keys=upstream_keys,
-        adapters=adapters,
-        tokenizers=tokenizers,
-        tool_formats=tool_formats,
-        system_messages=system_messages,
-    )
+    forwarded = _upstreams(adapters, flags)
     if unrecorded and provider is None:
         raise ConfigError("--unrecorded is about calls that go to --provider URL, which is not given.")
     elsewhere = read_provider(provider)
     for url in (store, provider or "", *(url for each in forwarded for url in (each.url, *each.replicas))):
         remember_password(url)
-    routing = _routing(names, model, [upstream.model for upstream in forwarded], endpoint, parse_rules(name_by))
-    known_as = (urlsplit(endpoint).hostname or "",) if endpoint else ()
-    place = ListenAddress(host, port, tls_cert, tls_key, plain_http, known_as)
+    settings = _settings(endpoint, [upstream.model for upstream in forwarded], flags)
+    place = _place(endpoint, flags)
     check_place(place)
-    bounds = parse_limits(limits)
-    live = Live(rate=parse_rate(live_sample), redaction=read_rules(rules, os.environ))
     with (
         opened_when_ready(store) as kept,
         key_files(key_file, "runner", "evaluator", "live", rotate=rotate_keys) as files,
@@ -190,16 +154,68 @@ def command(
             kept,
             keys=files.keys,
             upstreams=forwarded,
-            routing=routing,
-            live=live,
             provider=elsewhere,
-            limits=bounds,
             record_untrained=not unrecorded,
+            **settings,
         )
-        views = Views(Runs(store=store), [Path(text.partition("=")[2]) for text in tokenizers])
-        add_view(app, views)
+        views = _add_view(app, store, flags["tokenizers"])
         with deploying(app):
             serve_until_stopped(app, place, files, stopping=views.stopping.set)
+
+
+def _upstreams(adapters: Path | None, flags: dict[str, Any]) -> Sequence[Upstream]:
+    """Read the servers that answer."""
+    from lightning_trainer.cli.servers.upstreams import read_upstreams
+
+    return read_upstreams(
+        flags["upstreams"],
+        timeout_s=flags["upstream_timeout"],
+        keys=flags["upstream_keys"],
+        adapters=adapters,
+        tokenizers=flags["tokenizers"],
+        tool_formats=flags["tool_formats"],
+        system_messages=flags["system_messages"],
+    )
+
+
+def _settings(endpoint: str | None, models: Sequence[str], flags: dict[str, Any]) -> dict[str, Any]:
+    """Read what the gateway does with calls and spans: its routing, its limits and what it keeps of production."""
+    from lightning_spans.record.production import Live, parse_rate
+    from lightning_spans.record.redaction import read_rules
+    from lightning_trainer.gateway.settings import parse_limits
+    from lightning_trainer.naming import parse_rules
+
+    return {
+        "routing": _routing(flags["names"], flags["model"], models, endpoint, parse_rules(flags["name_by"])),
+        "limits": parse_limits(flags["limits"]),
+        "live": Live(rate=parse_rate(flags["live_sample"]), redaction=read_rules(flags["rules"], os.environ)),
+    }
+
+
+def _place(endpoint: str | None, flags: dict[str, Any]) -> ListenAddress:
+    """Read where the server listens, and how."""
+    from lightning_trainer.cli.servers.serving import ListenAddress
+
+    known_as = (urlsplit(endpoint).hostname or "",) if endpoint else ()
+    return ListenAddress(
+        host=flags["host"],
+        port=flags["port"],
+        tls_cert=flags["tls_cert"],
+        tls_key=flags["tls_key"],
+        plain=flags["plain_http"],
+        names=known_as,
+    )
+
+
+def _add_view(app: App, store: str, tokenizers: Sequence[str]) -> Views:
+    """Add the viewer's pages, which show the server's own store."""
+    from lightning_trainer.kits.view.pages import add_view
+    from lightning_trainer.kits.view.routes import Views
+    from lightning_trainer.kits.view.runs import Runs
+
+    views = Views(Runs(store=store), [Path(text.partition("=")[2]) for text in tokenizers])
+    add_view(app, views)
+    return views
 
 
 def _routing(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -36,6 +36,9 @@ from lightning_trainer.flags.program import (
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
     from lightning_trainer.session.answers import Subject
+
+
+_ALWAYS: Final = ("timeout_s", "columns")  # options that may stand where no program runs
 
 
 @click.command(name="agents")
@@ -85,27 +88,12 @@ if TYPE_CHECKING:
 @key_file_option
 def command(
     *,
-    target: str | None,
-    data: Path | None,
-    columns: tuple[str, ...] | None,
     count: int,
-    program: str | None,
-    reward: str | None,
-    isolate: bool | None,
     names: str | None,
-    model: str | None,
-    max_tokens: int | None,
-    temperature: float | None,
-    sampling: str | None,
-    timeout_s: float,
     as_json: bool,
     automatic: tuple[str, ...],
     store: str,
     key_file: Path | None,
-    endpoint: str | None,
-    name_by: tuple[str, ...],
-    env: str | None,
-    env_options: tuple[str, ...],
     **flags: Any,
 ) -> None:
     """List the agents of the program TARGET (module:function), run on a few tasks, or the agents in a store.
@@ -119,60 +107,15 @@ def command(
     from lightning_trainer.report.agents import overview, unrewarded
     from lightning_trainer.rl.rewards.judge import read_rules
     from lightning_trainer.rl.rewards.shown import with_automatic
-    from lightning_trainer.run.data import load_tasks
-    from lightning_trainer.runner.target import JUDGE, Job
-    from lightning_trainer.session.answers import name_rules
-    from lightning_trainer.session.sampling import SamplingOptions
 
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     chosen = tuple(name.strip() for name in names.split(",") if name.strip()) if names else None
-    asked = given({"env": env, "env_options": env_options, "target": target, "program": program, "data": data})
-    if env is not None or env_options:
-        asked = with_environment({**asked, "model": model, "endpoint": endpoint, "env_tasks": count})
-        target, data = asked["target"], asked["data"]
-    if target or program:
-        if target and program:
-            raise LightningError("TARGET and --command are two agents. Give one of them.")
-        if reward == JUDGE:
-            raise LightningError(
-                "--reward judge compares rollouts of one task, and each task runs once here. `lightning-rl eval"
-                " --reward judge` shows what a judge gives; without --reward the agents are seen."
-            )
-        if data is None:
-            raise LightningError("give the tasks to run: --data FILE.")
-        subject = _subject(model, endpoint)
-        trial = Trial(
-            job=Job(
-                target=target,
-                command=program,
-                reward=reward,
-                needs_reward=False,
-                work=take_work(flags),
-                isolate=bool(isolate),
-            ),
-            tasks=load_tasks(data, columns or ())[:count],
-            timeout_s=timeout_s,
-            subject=subject,
-            sampling=SamplingOptions(
-                agents=chosen,
-                temperature=temperature,
-                plain=sampling != "asked",
-                max_tokens=max_tokens,
-                name_by=name_by or name_rules(subject),
-            ),
-        )
-        traces, reward_error = run_trial(trial, store)
+    flags = _open_environment(flags, count)
+    runs = bool(flags["target"] or flags["program"])
+    if runs:
+        traces, reward_error = run_trial(_read_trial(flags, chosen, count), store)
     else:
-        own = {
-            "model": model,
-            "endpoint": endpoint,
-            "reward": reward,
-            "isolate": isolate,
-            "max_tokens": max_tokens,
-            "name_by": name_by,
-        }
-        drawn = {"temperature": temperature, "sampling": sampling}
-        _refuse_program_options({**asked, **own, **drawn, **flags})
+        _refuse_program_options({name: value for name, value in flags.items() if name not in _ALWAYS})
         traces, reward_error = _read_traces(store, key_file), None
     rows = overview(with_automatic(traces, rules), chosen, reward_error=reward_error)
     if not rows:
@@ -185,9 +128,59 @@ def command(
     if reward_error is not None:
         raise RewardError(reward_error)
     if (advice := unrewarded(traces)) is not None:
-        if target or program:
+        if runs:
             raise NothingToLearnError(advice)
         click.echo(advice, err=True)
+
+
+def _open_environment(flags: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return the flags with the target and the tasks of the environment, if one is named."""
+    named = given({name: flags.pop(name) for name in ("env", "env_options")})
+    if not named:
+        return flags
+    program = given({name: flags[name] for name in ("target", "program", "data")})
+    answers = {name: flags[name] for name in ("model", "endpoint")}
+    opened = with_environment({**program, **named, **answers, "env_tasks": count})
+    return {**flags, "target": opened["target"], "data": opened["data"]}
+
+
+def _read_trial(flags: dict[str, Any], chosen: tuple[str, ...] | None, count: int) -> Trial:
+    """Read what runs, on which tasks, and what answers its calls.
+
+    Raises:
+        LightningError: an option is missing, has a wrong value, or contradicts another.
+    """
+    from lightning_trainer.run.data import load_tasks
+    from lightning_trainer.runner.target import JUDGE, Job
+    from lightning_trainer.session.answers import name_rules
+    from lightning_trainer.session.sampling import SamplingOptions
+
+    target, program, reward = flags["target"], flags["program"], flags["reward"]
+    if target and program:
+        raise LightningError("TARGET and --command are two agents. Give one of them.")
+    if reward == JUDGE:
+        raise LightningError(
+            "--reward judge compares rollouts of one task, and each task runs once here. `lightning-rl eval"
+            " --reward judge` shows what a judge gives; without --reward the agents are seen."
+        )
+    if flags["data"] is None:
+        raise LightningError("give the tasks to run: --data FILE.")
+    subject = _subject(flags["model"], flags["endpoint"])
+    work, isolate = take_work(flags), bool(flags["isolate"])
+    job = Job(target=target, command=program, reward=reward, needs_reward=False, work=work, isolate=isolate)
+    return Trial(
+        job=job,
+        tasks=load_tasks(flags["data"], flags["columns"] or ())[:count],
+        timeout_s=flags["timeout_s"],
+        subject=subject,
+        sampling=SamplingOptions(
+            agents=chosen,
+            temperature=flags["temperature"],
+            plain=flags["sampling"] != "asked",
+            max_tokens=flags["max_tokens"],
+            name_by=flags["name_by"] or name_rules(subject),
+        ),
+    )
 
 
 def _refuse_program_options(options: dict[str, Any]) -> None:

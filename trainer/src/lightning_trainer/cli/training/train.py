@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,9 @@ from lightning_trainer.flags.files import config_file_option, json_flag
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.terminal import decimal
+
+if TYPE_CHECKING:
+    from lightning_trainer.run.result import Result
 
 EXAMPLE = (
     "lightning-rl train my_app:run --data train.jsonl --val dev.jsonl --agents writer --model smollm2-135m --steps 20"
@@ -51,7 +54,6 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
     stopped.
     """
     from lightning_trainer.cli.training.viewed import Viewed, with_folder
-    from lightning_trainer.intervals import Estimate
     from lightning_trainer.report.progress import Shown
     from lightning_trainer.run.train import describe, train
 
@@ -69,11 +71,15 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
             config = with_folder(config)
             watched = stack.enter_context(Viewed(watched, config.resume or config.out))
         result = train(config, watched)
-    rewards = {"reward_before": result.reward_before, "reward_after": result.reward_after}
+    _print_sentences(result)
+    print_json(_facts(result))
+
+
+def _print_sentences(result: Result) -> None:
+    """Print what a person wants to know, on stderr."""
     if result.checkpoint is not None:
         click.echo(f"curve: {result.folder / 'curve.png'}\nserve it: lightning-rl serve {result.folder}", err=True)
-    before, after = result.scores()
-    for name, told in (("before", before), ("after", after)):
+    for name, told in zip(("before", "after"), result.scores(), strict=True):
         if told["mean"] is None:
             click.echo(f"{name}: unknown ({told['of']})", err=True)
         else:
@@ -83,42 +89,47 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
                 f" {amount(told['rollouts'], 'rollout')}: {told['of']}",
                 err=True,
             )
-    agents_before, agents_after = result.by_agent()
-    found = result.differences()
     if (sentence := result.sentence()) is not None:
         click.echo(sentence, err=True)
-    for name, (rise, tasks) in found.items():
+    for name, (rise, tasks) in result.differences().items():
         if name and rise.mean is not None and rise.low is not None and rise.high is not None:
             ends = f"{decimal(rise.low)} to {decimal(rise.high)}, 95 %"
             click.echo(
                 f"difference of {name}: {rise.mean:+.3f} ({ends}), paired over {amount(tasks, 'task')}",
                 err=True,
             )
+
+
+def _facts(result: Result) -> dict[str, Any]:
+    """Return the last line of JSON."""
+    from lightning_trainer.intervals import Estimate
+
+    before, after = result.scores()
+    agents_before, agents_after = result.by_agent()
+    found = result.differences()
     rise, tasks = found.pop("", (Estimate(None), 0))
-    print_json(
-        {
-            **rewards,
-            "before": before,
-            "after": after,
-            "difference": rise.mean,
-            "difference_low": rise.low,
-            "difference_high": rise.high,
-            "difference_tasks": tasks,
-            "by_agent": {
-                name: {"difference": its.mean, "low": its.low, "high": its.high, "n": n}
-                for name, (its, n) in found.items()
-            },
-            "best_step": result.best_step,
-            "by_agent_before": agents_before,
-            "by_agent_after": agents_after,
-            "steps": result.steps,
-            "alarms": [{"name": alarm.name, "after_steps": alarm.step, "text": alarm.text} for alarm in result.alarms],
-            "folder": str(result.folder),
-            "checkpoint": str(result.checkpoint) if result.checkpoint else None,
-            "checkpoint_best": str(result.best) if result.best else None,
-            "seconds": round(result.seconds, 1),
-        }
-    )
+    return {
+        "reward_before": result.reward_before,
+        "reward_after": result.reward_after,
+        "before": before,
+        "after": after,
+        "difference": rise.mean,
+        "difference_low": rise.low,
+        "difference_high": rise.high,
+        "difference_tasks": tasks,
+        "by_agent": {
+            name: {"difference": its.mean, "low": its.low, "high": its.high, "n": n} for name, (its, n) in found.items()
+        },
+        "best_step": result.best_step,
+        "by_agent_before": agents_before,
+        "by_agent_after": agents_after,
+        "steps": result.steps,
+        "alarms": [{"name": alarm.name, "after_steps": alarm.step, "text": alarm.text} for alarm in result.alarms],
+        "folder": str(result.folder),
+        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+        "checkpoint_best": str(result.best) if result.best else None,
+        "seconds": round(result.seconds, 1),
+    }
 
 
 def _config(file: Path | None, flags: dict[str, Any]) -> TrainConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -32,7 +32,12 @@ from lightning_trainer.flags.program import (
     timeout_option,
     work_options,
 )
+from lightning_trainer.options.record import split_names
 from lightning_trainer.report.terminal import decimal, printable
+
+if TYPE_CHECKING:
+    from lightning_trainer.kits.prompts.optimise import Optimised
+    from lightning_trainer.session.answers import Subject
 
 
 @click.command(name="prompts")
@@ -63,43 +68,25 @@ from lightning_trainer.report.terminal import decimal, printable
 @work_options
 @click.option("--resume", is_flag=True, help="Resume the search that writes to --out; give the same options.")
 @json_option
-def command(
-    *,
-    target: str | None,
-    program: str | None,
-    agents: str,
-    reflect: str,
-    reflect_key: Path | None,
-    model: str | None,
-    endpoint: str | None,
-    endpoint_key: Path | None,
-    resume: bool,
-    as_json: bool,
-    **flags: Any,
-) -> None:
+def command(*, reflect: str, reflect_key: Path | None, resume: bool, as_json: bool, **flags: Any) -> None:
     """Optimise the system prompts of agents in the program TARGET (module:function). The program is not changed.
 
     The current prompts are read from the agents' requests. A model proposes new ones from rewards and tool errors
     (GEPA). Each proposal is tried by replacing the prompt in the requests. The best prompts are written to --out, with
     a diff in a file next to it. attach(prompts="FILE") applies them.
     """
-    from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.kits.prompts.optimise import PromptsConfig, optimise
     from lightning_trainer.kits.prompts.reflection import read_reflection
     from lightning_trainer.report.progress import Shown
-    from lightning_trainer.session.answers import AsItIs, chosen_agents, name_rules, read_subject
-    from lightning_trainer.session.answers import endpoint as server
+    from lightning_trainer.session.answers import chosen_agents, name_rules
 
+    target, program, agents = flags.pop("target"), flags.pop("program"), flags.pop("agents")
     if (target is None) == (program is None):
         raise ConfigError("name the agent: a TARGET module:function, or --command, and one of them.")
-    names = tuple(name.strip() for name in agents.split(",") if name.strip())
+    names = split_names(agents)
     if not names or any(map(is_glob, names)):
         raise ConfigError(f"--agents {agents!r}: give the agents' exact names, with commas between.")
-    key = read_key(endpoint_key) if endpoint_key else os.environ.get("LIGHTNING_UPSTREAM_KEY")
-    remember(key)
-    subject = (
-        server(endpoint, model=model, key=key) if endpoint else read_subject(model, key=key) if model else AsItIs()
-    )
+    subject = _subject(flags.pop("model"), flags.pop("endpoint"), flags.pop("endpoint_key"))
     config = PromptsConfig(
         target=target,
         command=program,
@@ -114,15 +101,31 @@ def command(
         found = optimise(config, progress, resume=resume)
     if as_json:
         print_json(found.to_json())
-        return
+    else:
+        _show(found, config.budget)
+
+
+def _subject(model: str | None, url: str | None, key_file: Path | None) -> Subject:
+    """Return the model that answers the agents' calls."""
+    from lightning_trainer.gateway.http.masking import remember
+    from lightning_trainer.session.answers import AsItIs, endpoint, read_subject
+
+    key = read_key(key_file) if key_file else os.environ.get("LIGHTNING_UPSTREAM_KEY")
+    remember(key)
+    if url:
+        return endpoint(url, model=model, key=key)
+    return read_subject(model, key=key) if model else AsItIs()
+
+
+def _show(found: Optimised, budget: int) -> None:
     if found.diff:
         click.echo(printable(found.diff, lines=True))
     rewards = f"{decimal(found.before)} to {decimal(found.after)}" if found.diff else decimal(found.before)
     click.echo(f"reward {rewards} on the tasks to choose by, {found.rollouts} rollouts")
     if found.ended == "tokens":
-        click.echo(f"it ended before its {config.budget} rollouts: {found.tokens} tokens were used (--tokens)")
+        click.echo(f"it ended before its {budget} rollouts: {found.tokens} tokens were used (--tokens)")
     if found.ended == "ceiling":
-        click.echo(f"it ended before its {config.budget} rollouts: every task to choose by has the full reward of 1")
+        click.echo(f"it ended before its {budget} rollouts: every task to choose by has the full reward of 1")
     if found.diff:
         click.echo(f'apply it: attach(prompts="{found.file}")')
     else:

@@ -293,24 +293,26 @@ def _search(
     scores = found.val_aggregate_scores
     best = max(range(len(scores)), key=lambda place: (scores[place], -place))
     after, rollouts = found.candidates[best], opened.rollouts + opened.again
-    facts = {"reward_before": scores[0], "reward_after": scores[best], "rollouts": rollouts}
+    if best or reflection.failed is None:
+        facts = {"reward_before": scores[0], "reward_after": scores[best], "rollouts": rollouts}
+        written = result.write(config.out, before, after, facts)
     if reflection.failed is not None:
-        so_far = "Nothing better was found so far"
-        if best:
-            result.write(config.out, before, after, facts)
-            so_far = f"The best that was found so far is in {config.out}"
-        raise LightningError(f"{reflection.failed}. {so_far}; {rollouts} rollouts are kept. Continue with --resume.")
-    beside = result.write(config.out, before, after, facts)
+        raise LightningError(_failure_message(reflection.failed, config.out if best else None, rollouts))
     return Optimised(
         before=scores[0],
         after=scores[best],
         file=config.out,
-        diff=beside.read_text(encoding="utf-8"),
+        diff=written.read_text(encoding="utf-8"),
         rollouts=rollouts,
         tokens=adapter.tokens + reflection.tokens,
         candidates=len(scores),
         ended=_ended(config, rollouts, ceiling=adapter.reached_ceiling, tokens=out_of_tokens()),
     )
+
+
+def _failure_message(reason: LightningError, best: Path | None, rollouts: int) -> str:
+    so_far = "Nothing better was found so far" if best is None else f"The best that was found so far is in {best}"
+    return f"{reason}. {so_far}; {rollouts} rollouts are kept. Continue with --resume."
 
 
 def _ended(config: PromptsConfig, rollouts: int, *, ceiling: bool, tokens: bool) -> str:

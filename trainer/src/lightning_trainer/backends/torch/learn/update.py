@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -118,44 +118,58 @@ def update(
         parts, corrected = _weigh_tokens(parts, old, options)
     if policy.value is not None:
         parts = _compare_tokens(model, policy.value, parts, references, options)
-    sums: Counter[str] = Counter()
-    ratio_max = 0.0
-    norms, skipped, first = [], 0, 0
-    gradients = AgentGradients(policy.masters.values())
+    passes = _Passes(AgentGradients(policy.masters.values()))
     for piece in [piece for _ in range(options.update_epochs) for piece in pieces if piece]:
-        for number, part in enumerate(piece, first):
+        for number, part in enumerate(piece, passes.first):
             known = references[number] if references else None
-            seen = _backward(model, parts[number], old[number], known, options, value=policy.value, kept=kept)
-            ratio_max = max(ratio_max, seen.pop("ratio_max"))
-            sums.update(seen)
+            passes.add(_backward(model, parts[number], old[number], known, options, value=policy.value, kept=kept))
             last = part is piece[-1]
-            if last or piece[number - first + 1].agent != part.agent:
-                gradients.take(part.agent, last=last)
-        norm, taken = policy.step()
-        gradients.end_step(norm, taken=taken)
-        norms.append(norm)
-        skipped += not taken
-        first = (first + len(piece)) % len(parts)
+            if last or piece[number - passes.first + 1].agent != part.agent:
+                passes.gradients.take(part.agent, last=last)
+        passes.end_step(*policy.step())
+        passes.first = (passes.first + len(piece)) % len(parts)
     if squares is not None:
-        squares |= {agent: square + squares.get(agent, 0.0) for agent, square in gradients.squares.items()}
+        squares |= {agent: square + squares.get(agent, 0.0) for agent, square in passes.gradients.squares.items()}
     packed = sum(len(part.packed.tokens_N) for part in parts)
-    found = _metrics(
-        sums, norms, packed, options, ratio_max=ratio_max, skipped=skipped, valued=policy.value is not None
-    )
+    found = _metrics(passes, packed, options, valued=policy.value is not None)
     return {**found, **corrected, "seconds": time.perf_counter() - started}
 
 
-def _metrics(
-    sums: Counter[str],
-    norms: Sequence[float],
-    packed: int,
-    options: TorchOptions,
-    *,
-    ratio_max: float,
-    skipped: int,
-    valued: bool,
-) -> dict[str, float]:
+@dataclass(slots=True)
+class _Passes:
+    """What the passes over a batch came to so far.
+
+    Attributes:
+        gradients: of each agent.
+        sums: over tokens, by metric.
+        ratio_max: the largest probability ratio.
+        norms: of the gradient of each step.
+        skipped: steps whose gradient was not finite.
+        first: place of the first part of the current minibatch.
+    """
+
+    gradients: AgentGradients
+    sums: Counter[str] = field(default_factory=Counter)
+    ratio_max: float = 0.0
+    norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    first: int = 0
+
+    def add(self, seen: dict[str, float]) -> None:
+        """Add what a backward pass saw."""
+        self.ratio_max = max(self.ratio_max, seen.pop("ratio_max"))
+        self.sums.update(seen)
+
+    def end_step(self, norm: float, taken: bool) -> None:
+        """Note a step, and whether it was taken."""
+        self.gradients.end_step(norm, taken=taken)
+        self.norms.append(norm)
+        self.skipped += not taken
+
+
+def _metrics(passes: _Passes, packed: int, options: TorchOptions, *, valued: bool) -> dict[str, float]:
     """Return what `update` does, from sums over the tokens of all passes and the gradients' norms."""
+    sums, norms = passes.sums, passes.norms
     steps, taught, count = len(norms) or 1, sums["taught_tokens"], sums["tokens"] or 1.0
     watched = ("clip_fraction", "kl", "entropy", "logprob_gap", *(("value_mean",) if valued else ()))
     means = {name: sums[name] / count for name in watched}
@@ -165,10 +179,10 @@ def _metrics(
         "loss": float(sums["loss"]) / steps,
         "grad_norm": sum(norms) / steps,
         **means,
-        "ratio_max": ratio_max,
+        "ratio_max": passes.ratio_max,
         "tokens": float(sums["tokens"]) / options.update_epochs,
         "packed_tokens": float(packed),
-        "skipped": float(skipped),
+        "skipped": float(passes.skipped),
     }
     if taught:
         found |= {"teacher_kl": sums["teacher_kl"] / taught, "taught_tokens": taught / options.update_epochs}

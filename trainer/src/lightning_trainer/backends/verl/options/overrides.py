@@ -84,7 +84,12 @@ def check(config: TrainConfig) -> None:
     Raises:
         ConfigError: says which, and what to do.
     """
-    problems = {
+    refuse({**_of_learner(config), **_of_loss(config), **_of_sampling(config), **_of_run(config)})
+
+
+def _of_learner(config: TrainConfig) -> dict[str, bool]:
+    """Return what of the learner is not supported, by what to do."""
+    return {
         "verl writes its own checkpoints. Leave checkpoint out.": config.checkpoint != "newest",
         "old_logprobs = engine, update_epochs and minibatches are for backend = torch. Leave them out, and give verl's"
         " own in the table verl.": (
@@ -110,6 +115,12 @@ def check(config: TrainConfig) -> None:
         " asked: teacher = self needs backend = torch. Leave teacher out.": config.teacher is not None,
         "verl trains one policy for all agents. Leave policies out, or train an adapter for each agent with"
         " --backend torch --engine vllm.": bool(config.policies),
+    }
+
+
+def _of_loss(config: TrainConfig) -> dict[str, bool]:
+    """Return what of the loss is not supported, by what to do."""
+    return {
         f"verl weighs no {config.loss_aggregation}. Use one of: {', '.join(AGGREGATIONS)}.": config.loss_aggregation
         not in AGGREGATIONS,
         "verl takes the divergence off the reward only with a critic. Set kl_in = loss, or algorithm = ppo.": (
@@ -118,6 +129,18 @@ def check(config: TrainConfig) -> None:
         "verl averages the entropy over tokens. Set loss_aggregation = token-mean, or entropy_coef = 0.": (
             config.entropy_coef > 0 and config.loss_aggregation != "token-mean"
         ),
+        "with kl_coef, verl averages the divergence over tokens. Set loss_aggregation = token-mean, or kl_coef = 0.": (
+            config.kl_coef > 0 and config.loss_aggregation != "token-mean"
+        ),
+        "algorithm = ppo weighs tokens by the critic. Set loss_aggregation = token-mean.": (
+            on_verl(config).critic and config.loss_aggregation != "token-mean"
+        ),
+    }
+
+
+def _of_sampling(config: TrainConfig) -> dict[str, bool]:
+    """Return what of sampling is not supported, by what to do."""
+    return {
         "verl's trainer samples a batch once: calls are sampled again on backend = torch only. Choose another credit"
         " than counterfactual, and leave orders out.": config.forked or config.by_coalitions,
         "verl's trainer samples a batch once: groups are replaced on backend = torch only. Set resample = 0.": (
@@ -126,12 +149,12 @@ def check(config: TrainConfig) -> None:
         "verl trains with one temperature for all calls, above 0. Set temperature, or leave it out for 1.": (
             config.temperature is not None and config.temperature <= 0
         ),
-        "with kl_coef, verl averages the divergence over tokens. Set loss_aggregation = token-mean, or kl_coef = 0.": (
-            config.kl_coef > 0 and config.loss_aggregation != "token-mean"
-        ),
-        "algorithm = ppo weighs tokens by the critic. Set loss_aggregation = token-mean.": (
-            on_verl(config).critic and config.loss_aggregation != "token-mean"
-        ),
+    }
+
+
+def _of_run(config: TrainConfig) -> dict[str, bool]:
+    """Return what of the devices, the engine and the length is not supported, by what to do."""
+    return {
         f"device = {config.device!r} names one device. With verl, say cpu, or give the number of gpus.": (
             config.device not in {"auto", "cpu", "cuda"}
         ),
@@ -150,7 +173,6 @@ def check(config: TrainConfig) -> None:
             config.batch_size * config.group_size < config.gpus * config.nodes
         ),
     }
-    refuse(problems)
 
 
 def _derived_options(config: TrainConfig, site: Site, context: int) -> dict[str, tuple[Any, str]]:

@@ -93,11 +93,15 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         try:
             return loop.run()
         except Interrupted:
-            saved = (folder / CHECKPOINT).exists()
-            what = f"what was learned is in {folder / CHECKPOINT}" if saved else "before anything was learned"
-            done = (folder / STATE_NAME).exists()
-            then = f". Continue after the last round with: lightning-rl sft --resume {folder}" if done else ""
-            raise Interrupted(f"stopped: {what}{then}") from None
+            raise Interrupted(_stop_message(folder)) from None
+
+
+def _stop_message(folder: Path) -> str:
+    saved = (folder / CHECKPOINT).exists()
+    what = f"what was learned is in {folder / CHECKPOINT}" if saved else "before anything was learned"
+    done = (folder / STATE_NAME).exists()
+    then = f". Continue after the last round with: lightning-rl sft --resume {folder}" if done else ""
+    return f"stopped: {what}{then}"
 
 
 def resumed(folder: Path) -> RoundsConfig:
