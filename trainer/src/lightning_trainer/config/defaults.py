@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from lightning_trainer import policies
 from lightning_trainer.config.chosen import backend_defaults, chosen_algorithm, looks_at_forks
+from lightning_trainer.options.record import split_names
 
 # Defaults of rows that older weights sampled: ratios compare with the weights before the update, and a token's weight
 # corrects for those that sampled it.
@@ -81,7 +82,7 @@ def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[st
         filled["learning_rate"] = learning_rate
     for name in ("agents", "trackers"):
         if isinstance(filled.get(name), str):
-            filled[name] = tuple(part.strip() for part in filled[name].split(",") if part.strip())
+            filled[name] = split_names(filled[name])
     if isinstance(filled.get("agent_weight"), str) and filled["agent_weight"] != "equal":
         filled["agent_weight"] = policies.read_weights(filled["agent_weight"])
     if isinstance(filled.get("name_by"), str):  # an expression may have commas

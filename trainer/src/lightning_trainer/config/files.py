@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,19 +74,35 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing, is not TOML, or has an unknown key.
     """
+    values = parse_toml(path)
+    with naming_file(path):
+        if tables := [key for key, value in values.items() if isinstance(value, dict) and _is_heading(key)]:
+            raise ConfigError(f"options are at the top of the file, not in a table. Take [{tables[0]}] out.")
+        refuse_unknown(values, TrainConfig.model_fields)
+    return values
+
+
+def parse_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file, whatever its keys are.
+
+    Raises:
+        ConfigError: the file is missing, or is not TOML.
+    """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}. Give the path of a TOML file.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Name the file in an error about what it says."""
     try:
-        if tables := [key for key, value in values.items() if isinstance(value, dict) and _is_heading(key)]:
-            raise ConfigError(f"options are at the top of the file, not in a table. Take [{tables[0]}] out.")
-        refuse_unknown(values, TrainConfig.model_fields)
+        yield
     except ConfigError as error:
         raise ConfigError(f"config file {path}: {error}") from None
-    return values
 
 
 def read_kept(folder: Path, otherwise: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.common import config_options
 from lightning_trainer.flags.group import F, group_options
+from lightning_trainer.options.record import split_names
 
 if TYPE_CHECKING:
     from lightning_trainer.work import Work
@@ -19,7 +20,7 @@ _REWARD: Final = "Reward function module:function, called as score(task, result)
 
 
 def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    names = None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
+    names = None if value is None else split_names(value)
     if names == ():
         raise click.BadParameter("name at least one column.")
     return names

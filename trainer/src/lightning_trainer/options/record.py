@@ -17,10 +17,15 @@ class OptionRecord(BaseModel):
         return type(self)(**{**dict(self), **values})
 
 
-def split_names(value: Any) -> Any:
+def split_names(text: str) -> tuple[str, ...]:
+    """Return the names of a text with commas between them."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def split_text(value: Any) -> Any:
     """Return the names of a text with commas between them; another value as it is."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    return split_names(value) if isinstance(value, str) else value
 
 
-Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(split_names)]
+Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(split_text)]
 """Names, also written as one text with commas."""

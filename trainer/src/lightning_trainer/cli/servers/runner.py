@@ -21,6 +21,7 @@ from lightning_trainer.flags.program import (
     work_options,
     workers_option,
 )
+from lightning_trainer.options.record import split_names
 
 if TYPE_CHECKING:
     from lightning_spans.store.http import HttpStore
@@ -163,7 +164,7 @@ def _make_runner(job: Job, flags: dict[str, Any]) -> tuple[Runner, int]:
             env=flags["ray_env"],
         )
     count = workers or cores()
-    names = [name.strip() for one in flags["passed"] for name in one.split(",") if name.strip()]
+    names = [name for one in flags["passed"] for name in split_names(one)]
     runner = Runner(
         job,
         workers=count,

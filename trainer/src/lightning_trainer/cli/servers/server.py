@@ -18,6 +18,7 @@ from lightning_trainer.flags.files import (
     default_store_flag,
     listen_options,
 )
+from lightning_trainer.options.record import split_names
 
 if TYPE_CHECKING:
     from lightning_trainer.cli.servers.serving import ListenAddress
@@ -225,7 +226,7 @@ def _routing(
     from lightning_spans.errors import ConfigError
     from lightning_trainer.gateway.settings import Routing
 
-    agents = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
+    agents = split_names(names or "")
     if (agents or model) and not models:
         raise ConfigError("agents can't be sent to a model that is not there. Name one with --upstream MODEL=URL.")
     if model is not None and model not in models:

@@ -32,6 +32,7 @@ from lightning_trainer.flags.program import (
     take_work,
     work_options,
 )
+from lightning_trainer.options.record import split_names
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
@@ -109,7 +110,7 @@ def command(
     from lightning_trainer.rl.rewards.shown import with_automatic
 
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
-    chosen = tuple(name.strip() for name in names.split(",") if name.strip()) if names else None
+    chosen = split_names(names) if names else None
     flags = _open_environment(flags, count)
     runs = bool(flags["target"] or flags["program"])
     if runs:

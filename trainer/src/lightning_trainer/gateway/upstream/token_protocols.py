@@ -87,14 +87,7 @@ class CompletionsProtocol:
             "model": model,
             "prompt": list(prompt),
             "max_tokens": most,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop),
+            **_sampled(sampling),
             "logprobs": 0,  # only those of the sampled tokens
             "return_token_ids": True,
             "stream": stream,
@@ -160,14 +153,7 @@ class SglangProtocol:
         """See `TokenProtocol`."""
         drawn = {
             "max_new_tokens": most,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop),
+            **_sampled(sampling),
         }
         if sampling.seed is not None:
             drawn["sampling_seed"] = sampling.seed % 2**31
@@ -242,3 +228,17 @@ def _checked_piece(ids: Sequence[Any], logprobs: Sequence[Any], text: str, reaso
         raise TokenProtocolError("returned something that is not a log-probability")
     known = tuple(math.nan if logprob is None else float(logprob) for logprob in logprobs)
     return Sampled(tuple(ids), known, text, _FINISHED.get(reason or ""))
+
+
+def _sampled(sampling: Sampling) -> dict[str, Any]:
+    """Return how to sample, under the names that all servers share."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": list(sampling.stop),
+    }

@@ -42,6 +42,7 @@ from lightning_trainer.flags.program import (
     work_options,
     workers_option,
 )
+from lightning_trainer.options.record import split_names
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal, printable, tokens
 
@@ -190,7 +191,7 @@ def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
     if load and (flags.get("endpoint") or flags.get("model") is None):
         raise ConfigError(f"{', '.join(load)}: of weights that are loaded here. Give --model alone, or leave it out.")
     agents = flags.pop("agents", None)
-    names = None if agents is None else tuple(name.strip() for name in agents.split(",") if name.strip())
+    names = None if agents is None else split_names(agents)
     if names == ():
         raise ConfigError("--agents is empty. Name agents, or leave it out.")
     rules, work = flags.pop("name_by", ()), take_work(flags)

@@ -19,10 +19,11 @@ from lightning_trainer.flags.files import (
 )
 from lightning_trainer.kits.export.wanted import FORMATS
 from lightning_trainer.options.permits import PermitOptions, take_permits
+from lightning_trainer.options.record import split_names
 
 
 def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    return None if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
+    return None if value is None else split_names(value)
 
 
 @click.command(name="export")

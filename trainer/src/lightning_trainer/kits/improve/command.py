@@ -24,6 +24,7 @@ from lightning_trainer.flags.files import (
     out_option,
     resume_option,
 )
+from lightning_trainer.options.record import split_names
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal, printable
 
@@ -117,7 +118,7 @@ def _read(resume: Path | None, reflect_key: Path | None, flags: dict[str, Any]) 
     if "budget" not in own:
         raise ConfigError("say how many tokens may be spent: --budget TOKENS.")
     able = ("prompts",) * (reflect is not None) + ("sft", "rl") + ("distil",) * ("teacher" in distil)
-    named = able if methods is None else tuple(name.strip() for name in methods.split(",") if name.strip())
+    named = able if methods is None else split_names(methods)
     return ImproveConfig(
         train=_with_adapters(file, flags),
         methods=tuple(dict.fromkeys(named)),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import Field, ValidationError
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config.files import merge
+from lightning_trainer.config.files import merge, naming_file, parse_toml
 from lightning_trainer.config.mistakes import refuse_unknown
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
@@ -162,18 +161,11 @@ def read_loop(file: Path, target: str, store: str, key_file: Path | None) -> Loo
     Raises:
         ConfigError: says where and what.
     """
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"config file {file}: {error.strerror}. Give the path of a TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {file} is not TOML: {error}") from None
-    try:
+    values = parse_toml(file)
+    with naming_file(file):
         refuse_unknown(values, {name: None for name in LoopConfig.model_fields if name not in _OF_COMMAND})
         config = _validate({**values, "target": target, "store": store, "key_file": key_file})
         _check(config)
-    except ConfigError as error:
-        raise ConfigError(f"config file {file}: {error}") from None
     return config
 
 

@@ -22,11 +22,6 @@ sampling_options = group_options(
 )
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Read names with commas between them."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def subject_of(model: str | None, endpoint: str | None, key: str | None) -> Subject | None:
     """Return what answers; None: nothing was named."""
     from lightning_trainer.session import answers

@@ -28,7 +28,8 @@ from lightning_trainer.flags.common import (
 )
 from lightning_trainer.flags.files import json_option, store_option
 from lightning_trainer.flags.program import isolate_option, program_options
-from lightning_trainer.kits.replay.flags import names, sampling_options, subject_of
+from lightning_trainer.kits.replay.flags import sampling_options, subject_of
+from lightning_trainer.options.record import split_names
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def command(
         target=flags.pop("target"),
         command=flags.pop("program"),
         reward=flags.pop("reward"),
-        agents=names(agents) or None if agents is not None else None,
+        agents=split_names(agents) or None if agents is not None else None,
         name_by=flags.pop("name_by"),
         subject=subject,
         isolate=bool(flags.pop("isolate")),
@@ -132,8 +133,8 @@ def command(
         program=program,
         instead=_instead(instead, with_key, subject, key),
         coupled=not uncoupled,
-        run_tools=names(run_tools),
-        refuse_tools=names(refuse_tools),
+        run_tools=split_names(run_tools),
+        refuse_tools=split_names(refuse_tools),
         **flags,
     )
     with Shown("replaying" if config.dry_run else f"forking call {config.call}") as progress:

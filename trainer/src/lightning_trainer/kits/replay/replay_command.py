@@ -21,7 +21,8 @@ from lightning_trainer.flags.files import (
     store_option,
 )
 from lightning_trainer.flags.program import isolate_option, program_options
-from lightning_trainer.kits.replay.flags import names, sampling_options, subject_of
+from lightning_trainer.kits.replay.flags import sampling_options, subject_of
+from lightning_trainer.options.record import split_names
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
@@ -94,13 +95,13 @@ def command(
             target=target,
             command=program,
             reward=reward,
-            agents=names(agents) or None if agents is not None else None,
+            agents=split_names(agents) or None if agents is not None else None,
             name_by=name_by,
             subject=subject_of(model, endpoint, key),
             isolate=bool(isolate),
             **sampling,
         ),
-        run_tools=names(run_tools),
+        run_tools=split_names(run_tools),
         stop=stop,
         success=success,
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
-from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import Divergence, TeacherWeights
-from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
+from lightning_trainer.config.checked import CheckedRecord
+from lightning_trainer.config.mistakes import refuse
+from lightning_trainer.config.tables import read_table
+from lightning_trainer.options.record import split_text
 
 if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
@@ -17,16 +19,10 @@ PLACE: Final = "{told}"
 HINT: Final = "This came of an earlier answer to the above:\n\n{told}\n\nAnswer again, with this in mind."
 
 
-def _names(value: Any) -> Any:
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-class SelfOptions(BaseModel):
+class SelfOptions(CheckedRecord):
     """How the policy teaches itself (SDPO, arXiv 2601.20802)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-    told: Annotated[tuple[Literal["errors", "later", "best"], ...], BeforeValidator(_names)] = Field(
+    told: Annotated[tuple[Literal["errors", "later", "best"], ...], BeforeValidator(split_text)] = Field(
         ("errors", "later"), min_length=1
     )
     """What the teacher reads about a call: `errors` of the tools that it called; if none of them failed, the error of
@@ -56,15 +52,9 @@ def read_self(config: TrainConfig) -> SelfOptions:
     Raises:
         ConfigError: an option is unknown or wrong, or contradicts the algorithm.
     """
-    try:
-        refuse_unknown(config.teacher_options, SelfOptions.model_fields)
-        options = SelfOptions(**config.teacher_options)
-    except ValidationError as error:
-        raise ConfigError(f"teacher_options: {explain(error)}") from None
-    except ConfigError as error:
-        raise ConfigError(f"teacher_options: {error}") from None
     from lightning_trainer.rl.algorithms import algorithm_by_name
 
+    options = read_table(SelfOptions, "teacher_options", config.teacher_options)
     refuse(
         {
             f"teacher_options: the hint has no {PLACE}, so the teacher would get nothing. Put it in the right place.": (

@@ -5,10 +5,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from lightning_spans.errors import ConfigError
-from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
+from lightning_trainer.config.checked import CheckedRecord
+from lightning_trainer.config.mistakes import refuse
+from lightning_trainer.config.tables import read_table
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.runner.target import JUDGE
 
@@ -16,10 +17,8 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
 
 
-class DeadGroupRules(BaseModel):
+class DeadGroupRules(CheckedRecord):
     """How dead groups are used."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     visits: int = Field(2, ge=1)
     """Number of consecutive steps with a task in which all of its rollouts had the lowest reward, after which an
@@ -45,13 +44,7 @@ def read_options(config: TrainConfig) -> DeadGroupRules:
     Raises:
         ConfigError: an option is unknown or wrong, or contradicts another one.
     """
-    try:
-        refuse_unknown(config.prompt_options, DeadGroupRules.model_fields)
-        options = DeadGroupRules(**config.prompt_options)
-    except ValidationError as error:
-        raise ConfigError(f"prompt_options: {explain(error)}") from None
-    except ConfigError as error:
-        raise ConfigError(f"prompt_options: {error}") from None
+    options = read_table(DeadGroupRules, "prompt_options", config.prompt_options)
     refuse(
         {
             'with_prompts needs gepa, which is not installed here. Run: pip install "lightning-trainer[prompts]"': (
