@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.flags.common import reading
 from lightning_trainer.flags.files import (
     key_file_option,
@@ -138,22 +137,14 @@ def _refuse_contradictions(
         ConfigError: says which, and what to do.
     """
     named = bool(rollouts or traces)
-    refuse(
-        {
-            "prune: --expired finds the traces itself. Leave out --older-than, --rollout and --trace.": (
-                expired and (age_s is not None or named)
-            ),
-            "prune: say what to delete: --older-than, --origin, --rollout, --trace or --expired.": (
-                age_s is None and origin is None and not (named or expired)
-            ),
-            "prune: --block-checkpoints needs traces: give --trace, --rollout or --expired.": (
-                block_checkpoints and not (named or expired)
-            ),
-            "prune: --trace is for traces without a rollout. Give either --rollout or --trace.": bool(
-                rollouts and traces
-            ),
-        }
-    )
+    if expired and (age_s is not None or named):
+        raise ConfigError("prune: --expired finds the traces itself. Leave out --older-than, --rollout and --trace.")
+    if age_s is None and origin is None and not (named or expired):
+        raise ConfigError("prune: say what to delete: --older-than, --origin, --rollout, --trace or --expired.")
+    if block_checkpoints and not (named or expired):
+        raise ConfigError("prune: --block-checkpoints needs traces: give --trace, --rollout or --expired.")
+    if rollouts and traces:
+        raise ConfigError("prune: --trace is for traces without a rollout. Give either --rollout or --trace.")
 
 
 def _describe_choice(origin: str | None, named: int, age_s: float | None, store: str) -> str:
