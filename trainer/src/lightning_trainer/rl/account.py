@@ -1,4 +1,4 @@
-"""The account of a batch: what became of every model call, so that nothing is dropped in silence."""
+"""The account of a batch: the outcome of every model call, so that nothing is dropped silently."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_trainer.reasons.continuation import BEGINS, FORKED, JOINED, conti
 if TYPE_CHECKING:
     from lightning_spans.schema.rewards import Reward
 
-# Why a call is not trained on. The first ones are decided by whoever chooses calls, the later ones by `make_rows`.
+# Why a call is not used for training. The first ones are decided when calls are chosen, the later ones by `make_rows`.
 NOT_SELECTED: Final = "agent not selected"
 REPLAYED: Final = "answered from a record"
-ATTEMPT_FAILED: Final = "attempt failed"  # where nothing says how
+ATTEMPT_FAILED: Final = "attempt failed"  # if nothing says how
 OTHER_ATTEMPT: Final = "another attempt of the rollout counts"
 FORK_ENDED: Final = "of a fork that was not as its record"
 FORK: Final = "of a fork, which this credit does not look at"
@@ -39,38 +39,41 @@ STEERED: Final = "not sampled from the policy only: top_p, a grammar or another 
 ALL_STEERED: Final = "every token was forced: no choice of the policy's is in it"
 TOO_LONG: Final = "longer than max_length"
 
-# Why a call that is trained on is not taught by the self-teacher.
+# Why a call that is used for training is not taught by the self-teacher.
 NOTHING_TOLD: Final = "nothing to tell the teacher of it"
 NO_PLACE: Final = "its prompt does not end as the chat template begins an answer"
 HINT_TOO_LONG: Final = "longer than max_model_len with the text for the teacher"
 
-WHOLE: Final = "the attempt"  # what a reward that names no agent is for
+WHOLE: Final = "the attempt"  # the target of a reward that names no agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What became of the calls of a batch. A call with n choices counts n times. It adds up, or can't be made.
+    """The outcomes of the calls of a batch. A call with n choices counts n times.
+
+    The numbers add up; otherwise it cannot be created.
 
     Attributes:
         seen: calls of the batch.
-        dropped: number of calls not trained on, by reason.
+        dropped: number of calls not used for training, by reason.
         trained: calls that are in a row: ``seen`` without the dropped ones.
-        rows: training sequences; ``trained - rows`` calls were merged onto the row of an earlier one.
+        rows: training sequences; ``trained - rows`` calls were merged into the row of an earlier one.
         rows_without_gradient: rows whose advantages are all 0: their group's rewards were all equal.
         tokens: trained tokens (sampled by the policy), the loss's denominator.
-        tokens_in_rows: all tokens of the rows, context included: what an update computes.
+        tokens_in_rows: all tokens of the rows, including context: what an update computes.
         tokens_in_calls: the same with one row for each call: what it would compute without merging.
         unclaimed: number of rewards that reached no call, by the agent they name: it made none in that attempt.
-        tokens_steered: tokens of trained calls that are left out of the loss, for a grammar or another parameter of
-            the request made the engine draw them from another distribution than the policy's.
-        begun: calls that begin a conversation: an agent's first one, a sub-agent's with a context of its own.
-        forked: calls that begin another row as the chat template leaves earlier reasoning out; all else that they show
-            of earlier answers has its own tokens.
-        continued: calls whose prompt holds the tokens of the earlier call that they go on from.
-        not_continued: calls that go on from an earlier one and do not, by reason.
-        joined: calls of which there are both the agent's span and the gateway's record.
+        tokens_steered: tokens of trained calls that are left out of the loss, because a grammar or another parameter of
+            the request made the engine sample them from another distribution than the policy's.
+        begun: calls that begin a conversation: an agent's first one, or a sub-agent's with its own context.
+        forked: calls that begin another row because the chat template leaves out earlier reasoning; the remaining parts
+            of
+            earlier answers have their own tokens.
+        continued: calls whose prompt contains the tokens of the earlier call that they continue.
+        not_continued: calls whose messages continue an earlier one, but whose tokens do not, by reason.
+        joined: calls with both the agent's span and the gateway's record.
         unjoined: number of spans and records without the other, by reason.
-        taught: calls of those trained on that the self-teacher taught.
+        taught: calls among the trained ones that the self-teacher taught.
         untaught: number of the others, by reason; without a self-teacher there are neither.
     """
 
@@ -106,11 +109,11 @@ class Account:
 
     @property
     def continued_share(self) -> float | None:
-        """Share of the calls that go on from an earlier one whose prompt holds its tokens; None without such calls."""
+        """Share of the continuing calls whose prompt contains the earlier call's tokens; None without such calls."""
         return continued_share(self.continued, sum(self.not_continued.values()))
 
     def __add__(self, other: Account) -> Account:
-        """Put two accounts together: of two attempts, or of two steps."""
+        """Add two accounts: of two attempts, or of two steps."""
         return Account(
             seen=self.seen + other.seen,
             dropped=_sum(self.dropped, other.dropped),
@@ -133,7 +136,7 @@ class Account:
         )
 
     def plus_dropped(self, reason: str, calls: int) -> Account:
-        """Count calls that were seen and left out for this reason before rows were made."""
+        """Count calls that were seen, and left out for this reason before rows were made."""
         return self + Account(seen=calls, dropped={reason: calls}) if calls else self
 
     def plus_unclaimed(self, rewards: Iterable[Reward]) -> Account:
@@ -141,7 +144,7 @@ class Account:
         return self + Account(unclaimed=dict(Counter(reward.agent or WHOLE for reward in rewards)))
 
     def lines(self) -> list[str]:
-        """Say it to people, one fact a line."""
+        """Return it for people, one fact per line."""
         found = [f"{amount(self.seen, 'call')} seen, {self.trained} trained on"]
         found += [f"{count} left out: {reason}" for reason, count in sorted(self.dropped.items())]
         if self.trained:
@@ -175,7 +178,7 @@ class Account:
         return found + self._unclaimed_lines()
 
     def _unclaimed_lines(self, most: int = 10) -> list[str]:
-        """Say who was rewarded and made no call; of many the first."""
+        """Return which agents were rewarded without making a call; if there are many, the first ones."""
         whole, named = self.unclaimed.get(WHOLE), sorted(set(self.unclaimed) - {WHOLE})
         lost = "which made no call in those attempts"
         found = [f"{whole} rewards for {WHOLE}, which this credit gives to nobody"] if whole else []
@@ -185,7 +188,7 @@ class Account:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Return the same as numbers by name, for logs."""
+        """Return it as numbers by name, for logs."""
         numbers: dict[str, float] = {
             "calls_seen": self.seen,
             "calls_trained": self.trained,
@@ -213,7 +216,7 @@ class Account:
 
 
 def continued(outcomes: Iterable[str | None]) -> Account:
-    """Count how prompts were made, one outcome for each call, see `reasons.continuation`; None says nothing."""
+    """Count how prompts were made, one outcome per call, see `reasons.continuation`; None is not counted."""
     counts = Counter(outcome for outcome in outcomes if outcome is not None)
     begun, forked, joined = (counts.pop(name, 0) for name in (BEGINS, FORKED, JOINED))
     others = {str(reason): count for reason, count in counts.items()}

@@ -1,4 +1,4 @@
-"""Advantages: how much better than its group an attempt, or one call of it, did. Pure functions on float64 arrays.
+"""Advantages: how much better an attempt, or one of its calls, did than its group. Pure functions on float64 arrays.
 
 Axes: `_N` attempts, `_M` transitions. Groups, attempts and agents are given as one id for each entry, of any kind that
 numpy can sort: integers or strings.
@@ -17,8 +17,8 @@ IntArray: TypeAlias = NDArray[np.int64]
 Ids: TypeAlias = Sequence[str] | Sequence[int] | NDArray[Any]
 
 _ROUNDING = 1e-14  # relative; sums of the same floats in another order differ by less
-_LARGE = 1e100  # squares of larger values, and sums of these, may not be finite
-EPSILON = 1e-4  # GRPO's paper has none; TRL adds 1e-4, verl 1e-6. It only matters for groups that hardly differ.
+_LARGE = 1e100  # squares of larger values, and their sums, may not be finite
+EPSILON = 1e-4  # GRPO's paper has none; TRL adds 1e-4, verl 1e-6. It only matters for groups with almost equal returns.
 
 
 def group_advantages(
@@ -42,7 +42,7 @@ def group_advantages(
     Raises:
         ValueError: lengths differ, or a return is not finite.
     """
-    # An attempt is a transition whose value is the return: one formula serves both.
+    # An attempt is a transition whose value is the return, so one formula serves both.
     return transition_advantages(returns_N, range(len(returns_N)), group_N, normalise=normalise, eps=eps)
 
 
@@ -58,23 +58,23 @@ def transition_advantages(
     """Compare the value of each transition with its group, counting each attempt once, however often it called.
 
     The baseline of a group is the mean over attempts of their mean value. The variance is the mean over attempts of
-    their mean squared distance from the baseline, times n / (n - 1) for n attempts. Where all calls of an attempt have
-    one value (credit `identical`), both are the mean and sample variance of the returns, and the result is that of
-    `group_advantages`. Where values differ within attempts, their spread is part of the deviation: with the deviation
-    of the attempts' means alone, equal means would be divided by `eps`.
+    their mean squared distance from the baseline, times n / (n - 1) for n attempts. If all calls of an attempt have one
+    value (credit `identical`), both are the mean and sample variance of the returns, and the result equals that of
+    `group_advantages`. If values differ within attempts, their spread is part of the deviation: with the deviation of
+    the attempts' means alone, equal means would be divided by `eps`.
 
     Args:
         values_M: (M,) credit of each transition.
-        attempt_M: (M,) the attempt each belongs to.
+        attempt_M: (M,) the attempt of each.
         group_M: (M,) the group of that attempt.
-        agent_M: (M,) the agent that called. When given, each agent is compared with itself, over the attempts in which
-            it called; None compares all calls of the group.
+        agent_M: (M,) the calling agent. If given, each agent is compared with itself, over the attempts in which it
+            called; None compares all calls of the group.
         normalise: whether to divide by the deviation.
         eps: added to the deviation, in units of the value.
 
     Returns:
         (M,) advantages. Their mean over each attempt sums to 0 over the attempts of a group (of an agent in a group).
-        Exactly 0 where only one attempt is there to compare, and where all values are equal.
+        Exactly 0 if there is only one attempt to compare, and if all values are equal.
 
     Raises:
         ValueError: lengths differ, a value is not finite, or an attempt is in two groups.
@@ -141,7 +141,7 @@ def leave_one_out(
 
 
 def uncompared(values_M: FloatArray | Sequence[float], *_: Any, **__: Any) -> FloatArray:
-    """(M,) the values themselves: for algorithms whose baseline is the whole batch, or a value head."""
+    """(M,) the values unchanged: for algorithms whose baseline is the whole batch, or a value head."""
     return np.asarray(values_M, dtype=np.float64)
 
 
@@ -184,7 +184,7 @@ def whitened(
     unit_A = _units(values, agent, len(total_A))
     values = values / unit_A[agent]
     mean_A = np.bincount(agent, weights * values) / np.where(total_A > 0, total_A, 1.0)
-    # What was centred before has a mean of rounding errors: to subtract it would make something of exact zeros.
+    # What was centred before has a mean of rounding errors; subtracting it would turn exact zeros into noise.
     size_A = np.bincount(agent, weights * abs(values)) / np.where(total_A > 0, total_A, 1.0)
     mean_A[abs(mean_A) <= 1e-13 * size_A] = 0.0
     centred = values - mean_A[agent]
@@ -233,7 +233,7 @@ def generalised_advantages(
 def _check_arrays(
     values_M: FloatArray | Sequence[float], attempt_M: Ids | range, group_M: Ids, agent_M: Ids | None
 ) -> FloatArray:
-    """(M,) the values as an array. Raises ValueError where lengths differ or a value is not finite."""
+    """(M,) the values as an array. Raises ValueError if lengths differ or a value is not finite."""
     values = np.asarray(values_M, dtype=np.float64)
     lengths = {len(values), len(attempt_M), len(group_M), len(values if agent_M is None else agent_M)}
     if values.ndim != 1 or len(lengths) != 1:
@@ -256,14 +256,17 @@ def _pairs(left: IntArray, right: IntArray) -> IntArray:
 
 
 def _weights(attempt: IntArray, group: IntArray) -> tuple[IntArray, FloatArray]:
-    """Number of attempts of each group, and weights of transitions: attempts weigh the same, calls share theirs."""
+    """Number of attempts of each group, and weights of transitions.
+
+    Attempts have equal weight, shared by their calls.
+    """
     _, first = np.unique(attempt, return_index=True)
     attempts_G = np.bincount(group[first], minlength=int(group.max()) + 1)
     return attempts_G, 1.0 / (np.bincount(attempt)[attempt] * attempts_G[group])
 
 
 def _without_contrast(values: FloatArray, group: IntArray, attempts_G: IntArray) -> NDArray[np.bool_]:
-    """Where there is nothing to compare: all values are equal, but for the order in which floats were added up."""
+    """Whether there is nothing to compare: all values are equal, up to the rounding of sums."""
     low_G, high_G = _extremes(values, group, len(attempts_G))
     rounding_G = _ROUNDING * np.maximum(abs(low_G), abs(high_G))
     return np.asarray(((attempts_G < 2) | (high_G - low_G <= rounding_G))[group])

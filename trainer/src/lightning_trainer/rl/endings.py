@@ -1,9 +1,8 @@
-"""Every way an attempt can end, who is responsible, and what it counts as: the one classification of all commands.
+"""Every way an attempt can end, who is responsible, and how it counts: the one classification of all commands.
 
-What the policy can bring about once a model has answered counts as its failure. If it were left out, a policy would
-learn to crash, to hang or to write long answers wherever success pays well, because only successes would count. What it
-can't bring about is left out and tried again. The exception that ended the attempt decides, not an earlier model call
-that failed.
+What the policy can cause once a model has answered counts as its failure. If it were left out, a policy would learn to
+crash, to hang or to write long answers wherever success pays well, because only successes would count. What it cannot
+cause is left out and retried. The exception that ended the attempt decides, not an earlier failed model call.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ LATE_LEFT_OUT_OF_FIGURES: Final = (
     " seems better than it is. Use it only where slow machines are to blame."
 )
 _STATUS: Final = "http.response.status_code"  # of OpenTelemetry's conventions, on the chat spans of the openai client
-_TOO_SLOW: Final = 408  # the request did not come, or was not answered, in time
+_TOO_SLOW: Final = 408  # the request did not arrive, or was not answered, in time
 _TOO_MANY: Final = 429
 _SERVER_ERRORS: Final = 500
 _IMPLICIT: Final = "\nDuring handling of the above exception, another exception occurred:\n"
-# How the gateway's own failures begin, for records without a status. Any other refused request is the caller's fault.
+# How the gateway's own failures begin, for records without a status. Any other rejected request is the caller's fault.
 _OURS: Final = (
     "the store can't",
     "the model's server",
@@ -73,7 +72,7 @@ class Ending(Enum):
 
     @classmethod
     def from_slug(cls, slug: str) -> Ending:
-        """Read what `slug` gave."""
+        """Parse the result of `slug`."""
         return cls[slug.upper()]
 
     @property
@@ -88,7 +87,7 @@ class Ending(Enum):
 
     @property
     def responsible(self) -> Responsible:
-        """Who brought it about."""
+        """Who caused it."""
         return self.value[1]
 
     @property
@@ -111,7 +110,7 @@ _BY_STATUS: Final[dict[AttemptStatus, Ending]] = {
 
 
 def needs_trace(attempt: AttemptRecord) -> bool:
-    """Whether an attempt's calls say how it ended; else its record alone does."""
+    """Whether an attempt's calls are needed to classify its end; otherwise its record is enough."""
     return attempt.status in ("failed", "timeout") and not ended_early(attempt) and not _is_unscored(attempt)
 
 
@@ -120,16 +119,19 @@ def _is_unscored(attempt: AttemptRecord) -> bool:
 
 
 def ended_early(attempt: AttemptRecord) -> bool:
-    """Whether an attempt was to replay another and was not as that one: nobody's failure, and nothing to learn from."""
+    """Whether an attempt was meant to replay another and differed from it.
+
+    Nobody's failure, and nothing to learn from.
+    """
     return attempt.rollout.replay is not None and ENDED in (attempt.error or "")
 
 
 def ending_of(attempt: AttemptRecord, trace: Trace | None) -> Ending:
-    """Say how an attempt ended.
+    """Classify how an attempt ended.
 
     Args:
         attempt: it has ended.
-        trace: what is known of its calls; None where nothing is.
+        trace: what is known of its calls; None if nothing is.
     """
     if (known := _BY_STATUS.get(attempt.status)) is not None:
         return known
@@ -146,7 +148,7 @@ def ending_of(attempt: AttemptRecord, trace: Trace | None) -> Ending:
 
 
 def _ending_of_failure(error: str, chats: Sequence[Node]) -> Ending:
-    """Say how a failed attempt ended: with a model call's failure, or with an exception of the program's own."""
+    """Classify how a failed attempt ended: with a model call's failure, or with the program's own exception."""
     exception = error.rpartition(_IMPLICIT)[2]
     named = {_failure_of(chat) for chat in chats if not error.startswith(_COMMAND) and _names(exception, chat)}
     last = _last_failures(chats)
@@ -158,24 +160,24 @@ def _ending_of_failure(error: str, chats: Sequence[Node]) -> Ending:
 
 
 def _last_failures(chats: Sequence[Node]) -> set[Ending]:
-    """Say how the model calls failed after which none was answered: the program had nothing to go on with."""
+    """Classify the failed model calls after which none was answered, so that the program could not continue."""
     answered_ns = max((chat.span.start_ns for chat in chats if _policy_spoke(chat)), default=0)
     return {kind for chat in chats if (kind := _failure_of(chat)) is not None and chat.span.end_ns >= answered_ns}
 
 
 def _policy_spoke(chat: Node) -> bool:
-    """Whether a model answered a call, or had begun to when it was cut."""
+    """Whether a model answered a call, or had begun to when it was cut off."""
     call = chat.call
     if chat.error is None or (call is not None and call.error is None):
         return True
     if call is None or call.error not in CUT_CALLS:
         return False
-    # The embedded engine notes its choices as it begins; an upstream that answers whole shows none before the end.
+    # The embedded engine adds its choices as it begins; an upstream that answers as a whole has none before the end.
     return not call.choices or any(choice.token_ids or choice.message for choice in call.choices)
 
 
 def _failure_of(chat: Node) -> Ending | None:
-    """Say at what a model call failed; None where it was answered, or refused for what was asked."""
+    """Classify the failure of a model call; None if it was answered, or rejected because of its content."""
     call, status = chat.call, _status_of(chat)
     if chat.error is None or (call is not None and call.error is None):
         return None
@@ -199,7 +201,7 @@ def _of_status(status: int, chat: Node) -> Ending | None:
 
 
 def _status_of(chat: Node) -> int | None:
-    """Return the HTTP status that a failed call was answered with; None where that is not known."""
+    """Return the HTTP status with which a failed call was answered; None if it is unknown."""
     told = chat.span.attributes.get(_STATUS)
     if told is None and chat.call is not None:
         refusal = chat.call.sampling.get("error")
@@ -208,7 +210,7 @@ def _status_of(chat: Node) -> int | None:
 
 
 def _names(text: str, chat: Node) -> bool:
-    """Whether the text of an exception is, or holds, that of a failed call."""
+    """Whether the text of an exception is, or contains, that of a failed call."""
     kind = str(chat.span.attributes.get(ERROR_TYPE, ""))
     message = (chat.error or "").strip().partition("\n")[0][:200]
     if message and message != kind and message in text:

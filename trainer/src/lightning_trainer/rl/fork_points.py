@@ -1,4 +1,4 @@
-"""Which calls of a step's attempts are drawn again: a budget of continuations, spent where it is said to tell most."""
+"""Chooses which calls of a step's attempts are sampled again, within a budget, where it is expected to tell most."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Final, Literal, TypeAlias
 from lightning_spans.schema.transitions import Transition
 
 Where: TypeAlias = Literal["agents", "evenly", "entropy", "disagreement"]
-FLOOR: Final = 0.1  # of the mean: the least that a call weighs, so that what was quiet once is looked at again
+# relative to the mean: the least weight of a call, so that agents without differences are sampled again sometimes
+FLOOR: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A call that can be drawn again.
+    """A call that can be sampled again.
 
     Attributes:
         record: the attempt that made it.
         call: its number in the attempt: `Transition.turn`.
-        agent: who made it.
-        surprise: minus the log-probability of what was answered, in nats: in the mean, the entropy of the answer.
-        weight: of what comes of its alternatives in an update, where candidates are not equally likely to be chosen.
+        agent: the calling agent.
+        surprise: minus the log-probability of the answer, in nats: on average, the entropy of the answer.
+        weight: of its alternatives' outcomes in an update, if candidates are not equally likely to be chosen.
     """
 
     record: str
@@ -35,11 +36,11 @@ class Candidate:
 
 
 def candidates(attempts: Sequence[Sequence[Transition]], untrainable: Callable[[Transition], bool]) -> list[Candidate]:
-    """Return the calls of some attempts that can be drawn again and learned from.
+    """Return the calls of some attempts that can be sampled again and learned from.
 
     Args:
         attempts: all transitions of each.
-        untrainable: says whether a transition can't be learned from.
+        untrainable: says whether a transition cannot be learned from.
     """
     return [
         Candidate(call.attempt_id, call.turn, call.agent or "", -sum(call.tokens.logprobs) if call.tokens else 0.0)
@@ -72,7 +73,7 @@ def choose(
     if where == "entropy":
         return _by_surprise(found, count, numbers)
     weights = _weights(found, where, spread or {})
-    # Without replacement: the places of exponential waiting times (Efraimidis and Spirakis, 2006).
+    # Without replacement: the positions of exponential waiting times (Efraimidis and Spirakis, 2006).
     waits = [-math.log(1.0 - numbers.random()) / weight for weight in weights]
     order = sorted(range(len(found)), key=lambda n: (waits[n], n))
     return [found[n] for n in order[:count]]
@@ -94,8 +95,8 @@ def _by_surprise(found: Sequence[Candidate], count: int, numbers: random.Random)
 def inclusion_chances(surprises: Sequence[float], count: int) -> list[float]:
     """Return how likely each call is to be among `count`: in proportion to its surprise, and at most 1.
 
-    Divided by its chance, what comes of a call counts the same in the mean as if all calls were drawn again (Horvitz
-    and Thompson, 1952).
+    Divided by its probability, the outcome of a call counts the same on average as if all calls were sampled again
+    (Horvitz and Thompson, 1952).
     """
     weights = _raise_to_floor(surprises)
     sure: set[int] = set()

@@ -1,7 +1,7 @@
 """Losses: pure functions on float32 tensors, one entry for each trained token.
 
 Axis `_T`: the trained tokens of a micro-batch, row after row; tokens that the policy did not sample are not in it, so
-they get no gradient. `_V`: the vocabulary. Sums are weighted by `rows.token_weights`, made for the whole batch.
+they get no gradient. `_V`: the vocabulary. Sums are weighted by `rows.token_weights`, computed for the whole batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_trainer.choices import Divergence
 
-# kl, mse, low_var_kl and low_var are verl's and others' names of k1, k2 and k3; + takes the gradient of k2 instead.
+# kl, mse, low_var_kl and low_var are verl's and others' names of k1, k2 and k3; + uses the gradient of k2 instead.
 Estimator: TypeAlias = Literal[
     "k1",
     "k2",
@@ -35,17 +35,17 @@ Estimator: TypeAlias = Literal[
 _MAX_LOG_RATIO = 20.0  # exp(20) is far outside any clip range and finite in float32; verl clamps at the same value
 _MAX_SEQUENCE_LOG_RATIO = 10.0  # of GSPO's mean log-ratio; verl's value
 _LEAST_LOGPROB = -50.0
-_LEAST_TAIL = 1e-7  # a float32 sum to 1 is not known better than that
+_LEAST_TAIL = 1e-7  # a float32 sum of 1 is not more precise than this
 _MAX_LOW_VARIANCE = 10.0  # nats of one token's k3, which grows exponentially; verl's value
 
 
 class PolicyLoss(NamedTuple):
-    """The loss of a micro-batch, and what is worth watching.
+    """The loss of a micro-batch, and what to monitor.
 
     Attributes:
         loss: () its part of the batch's loss: add them up.
         ratios: (T,) probability now over probability when sampled, without gradient.
-        clipped: (T,) True where the clip decided, so that the token has no gradient.
+        clipped: (T,) True if the clip decided, so that the token has no gradient.
     """
 
     loss: Tensor
@@ -54,11 +54,11 @@ class PolicyLoss(NamedTuple):
 
 
 def likelihood_loss(logprobs_T: Tensor, advantages_T: Tensor, weights_T: Tensor) -> PolicyLoss:
-    """Return - sum of w A log p: of A = 1 the cross-entropy. No ratio to older weights is in it, so none is clipped.
+    """Return - sum of w A log p; with A = 1 the cross-entropy. It has no ratio to older weights, so nothing is clipped.
 
     Args:
         logprobs_T: (T,) under the weights being trained, with gradient.
-        advantages_T: (T,) what each token counts.
+        advantages_T: (T,) weight of each token.
         weights_T: (T,) from `rows.token_weights`.
     """
     import torch
@@ -173,15 +173,15 @@ def cispo_loss(
 def importance_weights(
     log_ratio_T: Tensor, *, cap: float | None = None, mask: float | None = None, moment: float | None = None
 ) -> Tensor:
-    """Weigh tokens that older weights sampled, or an engine that computes a little otherwise.
+    """Weight tokens that were sampled by older weights, or by an engine that computes slightly differently.
 
     Args:
-        log_ratio_T: (T,) of a whole batch: log-probability under the weights that learn, before the update, less that
+        log_ratio_T: (T,) of a whole batch: log-probability under the learning weights, before the update, minus the one
             recorded when the token was sampled.
-        cap: weigh each token by the ratio, at most by this: truncated importance sampling, Yao et al., "Your efficient
+        cap: weight each token by the ratio, at most by this: truncated importance sampling, Yao et al., "Your efficient
             RL framework secretly brings you off-policy RL training", 2025.
         mask: leave out tokens whose ratio is above this or below its inverse.
-        moment: leave out what `second_moment_mask` does, and without a cap weigh the others by their ratio.
+        moment: leave out tokens as `second_moment_mask` does, and without a cap weight the others by their ratio.
 
     Returns:
         (T,) factors of the tokens' weights in the loss.
@@ -195,21 +195,21 @@ def importance_weights(
 
 
 def second_moment_mask(log_ratio_T: Tensor, bound: float) -> Tensor:
-    """Mark the tokens that stay when the mean of squared log-ratios is to be at most `bound` (M2PO, arXiv 2510.01161).
+    """Mark the tokens that stay so that the mean of squared log-ratios is at most `bound` (M2PO, arXiv 2510.01161).
 
-    The tokens whose squares are largest go first, and no more of them than need be. The mean is over those that stay.
+    The tokens with the largest squares are removed first, and no more than necessary. The mean is over those that stay.
 
     Args:
         log_ratio_T: as in `importance_weights`.
         bound: most that the mean may be, such as 0.04.
 
     Returns:
-        (T,) True where a token stays.
+        (T,) True if a token stays.
     """
     squares_T, order_T = log_ratio_T.double().square().sort(stable=True)
     means_T = squares_T.cumsum(0) / torch.arange(1, len(squares_T) + 1, device=squares_T.device)
     kept_T = torch.zeros_like(order_T, dtype=torch.bool)
-    kept_T[order_T[means_T <= bound]] = True  # means of growing numbers grow, so these are the smallest
+    kept_T[order_T[means_T <= bound]] = True  # means of increasing numbers increase, so these are the smallest
     return kept_T
 
 
@@ -304,7 +304,7 @@ def _divergence(log_p_TC: Tensor, log_q_TC: Tensor) -> Tensor:
 
 def _with_tail(logprobs_TC: Tensor) -> Tensor:
     """(T, C + 1) log-probabilities, the last one of all other tokens together."""
-    held_TC = logprobs_TC.float().clamp(min=_LEAST_LOGPROB)  # 0 * inf of a token that is ruled out is not a number
+    held_TC = logprobs_TC.float().clamp(min=_LEAST_LOGPROB)  # 0 * inf for an impossible token is not a number
     rest_T = (1.0 - held_TC.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_TAIL)
     return torch.cat([held_TC, rest_T.log()], dim=-1)
 

@@ -1,4 +1,4 @@
-"""Which known sequence does this one begin with? Found by hash, in time linear in the new sequence."""
+"""Finds the known sequence with which a new one begins, by hash, in time linear in the new sequence."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ T = TypeVar("T")
 
 
 class OpenSequences(Generic[T]):
-    """Token sequences that may be continued, each with what it belongs to."""
+    """Token sequences that may be continued, each with its owner."""
 
     def __init__(self) -> None:
         self._by_length: dict[int, dict[int, list[tuple[NDArray[np.int32], T]]]] = {}
 
     def add(self, ids: NDArray[np.int32], owner: T) -> None:
-        """Let a later sequence continue this one, which has at least one token."""
+        """Allow later sequences to continue this one, which has at least one token."""
         with_length = self._by_length.setdefault(len(ids), {})
         with_length.setdefault(int(_prefix_hashes(ids)[-1]), []).append((ids, owner))
 
     def take(self, ids: NDArray[np.int32]) -> T | None:
-        """Take out the longest sequence with which `ids` begins, and give its owner; None when there is none.
+        """Take out the longest sequence with which `ids` begins, and return its owner; None if there is none.
 
-        Of equal ones the first added is taken.
+        Among equal ones, the first added is taken.
         """
         hashes = _prefix_hashes(ids)
         for length in sorted((n for n in self._by_length if n <= len(ids)), reverse=True):

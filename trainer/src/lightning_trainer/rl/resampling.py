@@ -1,6 +1,6 @@
 """Dynamic sampling: groups that teach nothing are replaced by groups of other tasks (DAPO, arXiv 2503.14476, 3.2).
 
-The paper fills the batch until it is full, whatever that takes; here a number of rounds bounds it.
+The paper fills the batch until it is full, however long it takes; here a number of rounds limits it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lightning_trainer.rl.rollouts import Outcome
 
 
 def other_tasks(count: int, taken: Sequence[int], tasks: int, name: str) -> list[int]:
-    """Draw tasks that are not in the step yet, where there are enough of them; the same for the same name.
+    """Sample tasks that are not in the step yet, if there are enough of them; the same for the same name.
 
     Args:
         count: how many.
-        taken: indices of those that were drawn before in this step.
+        taken: indices of those sampled before in this step.
         tasks: in the data set.
         name: of the step and the round, with the run's seed.
     """
@@ -35,18 +35,19 @@ def with_contrast(
     judge: Callable[[Sequence[Outcome]], Batch],
     roll: Callable[[int, int], Sequence[Outcome]],
 ) -> tuple[Batch, list[Outcome]]:
-    """Make a batch of groups in which rewards differ, those that somebody else than an automatic rule gave.
+    """Create a batch of groups whose rewards differ, not counting automatic rules.
 
     Args:
         outcomes: of whole groups.
         rounds: how often groups may be replaced. Those of the last round that teach nothing are left out, unless no
-            group teaches anything.
-        judge: makes a batch of groups.
-        roll: rolls out so many groups of other tasks, in the round of that number.
+            group
+            teaches anything.
+        judge: creates a batch of groups.
+        roll: runs so many groups of other tasks, in the round of that number.
 
     Returns:
-        The batch, which has the calls of replaced groups in its account and what automatic rules gave them, too, and
-        all outcomes, replaced ones among them.
+        The batch, whose account includes the calls of replaced groups and their automatic rewards, and all outcomes,
+        including replaced ones.
     """
     batch = judge(outcomes)
     rolled, kept = list(outcomes), _without(outcomes, batch.tied_groups)

@@ -1,7 +1,7 @@
-"""Algorithms: from what a batch of rollouts left in the store to training rows, and their loss. One file a family.
+"""Algorithms: turn a batch of rollouts into training rows, and define their loss. One file per family.
 
-Read `grpo`, `reinforce` or `ppo` from top to bottom; the steps that they call stand in `lightning_trainer.rl.batch`,
-`advantages` and `losses`. `protocol` says what an algorithm is.
+Read `grpo`, `reinforce` or `ppo` from top to bottom; the steps that they call are in `lightning_trainer.rl.batch`,
+`advantages` and `losses`. `protocol` defines what an algorithm is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def algorithm_by_name(name: str) -> Algorithm:
-    """Return an algorithm: ours, or one that a plugin registers by `lightning_register_algorithms`.
+    """Return an algorithm: built in, or registered by a plugin with `lightning_register_algorithms`.
 
     Raises:
         ConfigError: nothing has that name.

@@ -1,12 +1,12 @@
-"""On-policy distillation: a teacher says of each token that the policy sampled how likely it finds it.
+"""On-policy distillation: a teacher rates each token that the policy sampled by its log-probability.
 
 One step, from rollouts to the update:
 
-1. Rollouts have ended. Every call of the agents that are trained becomes tokens; what it earned plays no part.
-2. A token's advantage is log p_teacher - log p_student, of the tokens that the student sampled: `distilled`. What is
-   made small is the reverse Kullback-Leibler divergence of each next token, as in GKD on the student's own samples
+1. Rollouts have ended. Every call of the trained agents becomes tokens; rewards are not used. 2. A token's advantage is
+log p_teacher - log p_student, for the tokens that the student sampled: `distilled`. This
+   minimises the reverse Kullback-Leibler divergence of each next token, as in GKD on the student's own samples
    (arXiv 2306.13649) and on-policy distillation (Thinking Machines, 2025); nothing is discounted over tokens.
-3. The update raises or lowers the log-probability of each token by its advantage, as far as the clip lets it.
+3. The update raises or lowers the log-probability of each token by its advantage, within the clip range.
 
 `Distil.batch` is step 1, the run asks the teacher for step 2, `Distil.policy_loss` is step 3.
 """
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from lightning_trainer.rl.rows import Row
 
 DISTIL: Final = "distil"
-FARTHEST: Final = 20.0  # nats. What a teacher rules out has - inf, or - 9999 of vLLM, beside which no token would count
+# nats. A teacher gives impossible tokens -inf, or -9999 with vLLM, which would dominate all others
+FARTHEST: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class Distil:
     dual_clip: ClassVar[bool] = True
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse options that contradict the algorithm: `Algorithm.check`."""
+        """Reject options that contradict the algorithm; see `Algorithm.check`."""
         refuse(
             {
                 "algorithm = distil needs a teacher: a model folder or name, MODEL=URL of a vLLM server, or self.": (
@@ -94,7 +95,7 @@ class Distil:
         whole: bool = True,  # noqa: ARG002 - nothing is compared
         merge: bool = True,
     ) -> Batch:
-        """Turn rollouts into rows: `Algorithm.batch`. Their advantages are 1 until the teacher has been asked."""
+        """Turn rollouts into rows; see `Algorithm.batch`. Their advantages are 1 until the teacher has been asked."""
         calls = calls_of(
             outcomes,
             traces,
@@ -110,7 +111,7 @@ class Distil:
         return batch_of(calls, np.ones(len(calls.compared)), still, merge=merge)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
-        """Clip the ratio of each token: `Algorithm.policy_loss`."""
+        """Clip the ratio of each token; see `Algorithm.policy_loss`."""
         from lightning_trainer.rl.losses import policy_loss
 
         return policy_loss(*tokens.given, clip_low=clip.low, clip_high=clip.high, clip_dual=clip.dual)
@@ -125,14 +126,14 @@ def distilled(rows: Sequence[Row], teacher: Sequence[NDArray[Any]]) -> tuple[lis
     """Give each sampled token the advantage log p_teacher - log p_student.
 
     Args:
-        rows: sampled by the student, with the log-probabilities that were recorded.
+        rows: sampled by the student, with the recorded log-probabilities.
         teacher: for each row (K,) the teacher's log-probabilities of its trained tokens.
 
     Returns:
         The rows, and the mean over tokens of log p_student - log p_teacher: an estimate of the divergence, in nats.
 
     Raises:
-        ValueError: the teacher said something else than one number for each trained token.
+        ValueError: the teacher did not return one number for each trained token.
     """
     found, total, count = [], 0.0, 0
     for row, own in zip(rows, teacher, strict=True):
@@ -147,7 +148,7 @@ def distilled(rows: Sequence[Row], teacher: Sequence[NDArray[Any]]) -> tuple[lis
 
 
 def _every_call(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:  # noqa: ARG001
-    """Credit of each call: none is left out for want of a reward."""
+    """Credit of each call: none is left out for lack of a reward."""
     return [0.0] * len(transitions)
 
 

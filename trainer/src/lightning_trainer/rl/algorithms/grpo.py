@@ -2,14 +2,13 @@
 
 One step, from rollouts to the update:
 
-1. G rollouts of each task have ended. The rewards of each attempt are shared out over its model calls: credit.
-2. A call's advantage is its credit less the mean of its group's, over the group's deviation.
-3. Calls become rows of tokens. Every sampled token of a call has the call's advantage.
-4. The update raises or lowers the log-probability of each token by its advantage, as far as the clip lets it.
+1. G rollouts of each task have ended. The rewards of each attempt are assigned to its model calls: credit. 2. A call's
+advantage is its credit minus the mean of its group's, divided by the group's deviation. 3. Calls become rows of tokens.
+Every sampled token of a call has the call's advantage. 4. The update raises or lowers the log-probability of each token
+by its advantage, within the clip range.
 
-`Grpo.batch` is steps 1 to 3, `Grpo.policy_loss` is step 4. What an update adds for every algorithm, the divergence
-from the starting policy and the entropy, stands in the backend's update. What a variant does otherwise is said in
-`VARIANTS`.
+`Grpo.batch` is steps 1 to 3, `Grpo.policy_loss` is step 4. What an update adds for every algorithm, the divergence from
+the starting policy and the entropy, is in the backend's update. `VARIANTS` defines how each variant differs.
 
 Axes: `_M` calls that are compared, `_T` trained tokens.
 """
@@ -53,7 +52,7 @@ class Grpo:
     Attributes:
         paper: where the algorithm is published.
         defaults: options of `TrainConfig` that the paper sets.
-        compare: what a call is compared with, of `lightning_trainer.rl.advantages`.
+        compare: what a call is compared with, from `lightning_trainer.rl.advantages`.
         divides: whether advantages may be divided by the deviation of their group, as `normalise_std` says.
     """
 
@@ -65,16 +64,16 @@ class Grpo:
     grouped: ClassVar[bool] = True
     critic: ClassVar[bool] = False
     dual_clip: ClassVar[bool] = True
-    alternatives: ClassVar[bool] = True  # whether a call can be compared with the alternatives to it alone
+    alternatives: ClassVar[bool] = True  # whether a call can be compared only with its own alternatives
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse options that contradict the algorithm: `Algorithm.check`."""
+        """Reject options that contradict the algorithm; see `Algorithm.check`."""
         alone = f"group_size = 1 leaves nothing to compare for algorithm = {config.algorithm}. Use 2 or more."
         refuse({alone: config.group_size == 1 and not config.forked, **value_head_asked(config)})
         refuse({} if self.divides else division_asked(config))
 
     def credit(self, config: TrainConfig) -> CreditAssigner | AcrossAttempts:
-        """Return what shares rewards out."""
+        """Return the credit assigner."""
         return credit_of(config)
 
     def batch(
@@ -88,11 +87,11 @@ class Grpo:
         whole: bool = True,  # noqa: ARG002 - groups are compared by themselves, whoever has the others
         merge: bool = True,
     ) -> Batch:
-        """Turn rollouts into rows: `Algorithm.batch`."""
+        """Turn rollouts into rows; see `Algorithm.batch`."""
         weights, credit = source_weights(config), self.credit(config)
         across = isinstance(credit, AcrossAttempts)
-        # 1. Every attempt that counts becomes calls with credit. A rollout that is alone in its group is left out,
-        #    unless the batch is to be its baseline.
+        # 1. Every attempt that counts becomes calls with credit. A rollout without others in its group is left out,
+        #    unless the batch is its baseline.
         calls = calls_of(
             outcomes,
             traces,
@@ -104,12 +103,12 @@ class Grpo:
             known_agents=known_agents,
             alone=config.alone,
         )
-        # 2. How much better did each call do than its group? Nothing is dropped before: a call whose tokens were lost
-        #    is part of the baseline all the same.
+        # 2. How much better did each call do than its group? Nothing is dropped before this: a call without tokens
+        #    is still part of the baseline.
         comparison = partial(
             compared,
             calls,
-            # Alternatives of one call are compared with one another, whatever the algorithm compares rollouts with.
+            # Alternatives of one call are compared with each other, whatever the algorithm compares rollouts with.
             leave_one_out if across else self.compare,
             normalise=config.normalise_std,
             eps=config.advantage_eps,
@@ -117,11 +116,11 @@ class Grpo:
         )
         parts = comparison(penalties_M=penalties_of(calls, penalty))
         still = no_contrast(calls, parts, comparison() if penalty is not None else None)
-        # 3. Tokens. Calls that continue each other share a row; a group without contrast is counted.
+        # 3. Tokens. Calls that continue each other share a row; groups without contrast are counted.
         return batch_of(calls, weighed(parts, weights), still, merge=merge)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
-        """Clip the ratio of each token: `Algorithm.policy_loss`."""
+        """Clip the ratio of each token; see `Algorithm.policy_loss`."""
         from lightning_trainer.rl.losses import policy_loss
 
         # 4. - sum of w * min(r A, clip(r) A): a token that has moved far enough has no gradient.
@@ -135,7 +134,7 @@ class Gspo(Grpo):
     dual_clip: ClassVar[bool] = False
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
-        """Clip the ratio of each response: `Algorithm.policy_loss`."""
+        """Clip the ratio of each response; see `Algorithm.policy_loss`."""
         from lightning_trainer.rl.losses import gspo_loss
 
         return gspo_loss(*tokens.given, tokens.response_T, clip_low=clip.low, clip_high=clip.high)
@@ -148,7 +147,7 @@ class Cispo(Grpo):
     dual_clip: ClassVar[bool] = False
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
-        """Clip the weight of each token: `Algorithm.policy_loss`."""
+        """Clip the weight of each token; see `Algorithm.policy_loss`."""
         from lightning_trainer.rl.losses import cispo_loss
 
         return cispo_loss(*tokens.given, clip_low=clip.low, clip_high=clip.high)
@@ -158,19 +157,19 @@ GRPO: Final = Grpo(paper="arXiv 2402.03300")
 
 VARIANTS: Final[Mapping[str, Algorithm]] = {
     "grpo": GRPO,
-    # No division by the deviation, and no response's length in the loss: neither favours short or long answers.
+    # No division by the deviation, and no division by the response's length: neither favours short or long answers.
     "dr-grpo": Grpo(
         paper="arXiv 2503.20783",
         defaults={"normalise_std": False, "loss_aggregation": "sequence-sum", "clip_high": 0.2},
     ),
-    # Clip-higher, every token weighs the same, and groups without contrast are replaced.
+    # Clip-higher, equal weights for all tokens, and replacement of groups without contrast.
     "dapo": Grpo(
         paper="arXiv 2503.14476",
         defaults={"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token-mean", "resample": 3},
     ),
     "gspo": Gspo(
         paper="arXiv 2507.18071",
-        # Rounding alone puts most sequence ratios outside so narrow a range, unless both sides are the trainer's.
+        # Rounding alone puts most sequence ratios outside such a narrow range, unless both sides are the trainer's.
         defaults={
             "clip_low": 3e-4,
             "clip_high": 4e-4,
@@ -182,6 +181,6 @@ VARIANTS: Final[Mapping[str, Algorithm]] = {
         paper="arXiv 2506.13585",
         defaults={"clip_low": 1.0, "clip_high": 0.28, "loss_aggregation": "token-mean"},
     ),
-    # The baseline is the mean of the others: the rollout itself has no part in it.
+    # The baseline is the mean of the others: the rollout itself does not contribute to it.
     "rloo": Grpo(paper="arXiv 2402.14740", compare=leave_one_out, divides=False, defaults={"normalise_std": False}),
 }

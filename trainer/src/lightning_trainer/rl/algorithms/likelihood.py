@@ -1,7 +1,7 @@
-"""Weighted likelihood: what supervised learning, preference pairs and distillation come to, token by token.
+"""Weighted likelihood: the token-level form of supervised learning, preference pairs and distillation.
 
-The loss is - sum of w A log p. With A = 1 it is the cross-entropy of what was said. With another A its gradient is that
-of the loss that A was made from, at the weights as they are.
+The loss is - sum of w A log p. With A = 1 it is the cross-entropy. With another A its gradient is that of the loss from
+which A was derived, at the current weights.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ LIKELIHOOD: Final = "likelihood"
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """The loss of `lightning-rl sft`: `Algorithm`. It compares no rollouts, so no training run has it."""
+    """The loss of `lightning-rl sft`: `Algorithm`. It compares no rollouts, so no training run offers it."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     grouped: ClassVar[bool] = False
     critic: ClassVar[bool] = False
     dual_clip: ClassVar[bool] = False
-    internal: ClassVar[bool] = True  # not to be offered, see `registry.offered`
+    internal: ClassVar[bool] = True  # not offered, see `registry.offered`
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse: `Algorithm.check`."""
+        """Reject it; see `Algorithm.check`."""
         _refuse(config.algorithm)
 
     def batch(
@@ -49,11 +49,11 @@ class Likelihood:
         whole: bool = True,  # noqa: ARG002
         merge: bool = True,  # noqa: ARG002
     ) -> Batch:
-        """Refuse: `Algorithm.batch`."""
+        """Reject it; see `Algorithm.batch`."""
         _refuse(config.algorithm)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:  # noqa: ARG002 - nothing is compared
-        """Weigh log-probabilities: `Algorithm.policy_loss`."""
+        """Weight log-probabilities; see `Algorithm.policy_loss`."""
         from lightning_trainer.rl.losses import likelihood_loss
 
         return likelihood_loss(tokens.logprobs_T, tokens.advantages_T, tokens.weights_T)

@@ -1,13 +1,14 @@
-"""PPO with a value head: what a call earned is compared with what was to be expected of it.
+"""PPO with a value head: the reward of a call is compared with its expected value.
 
 One step, from rollouts to the update:
 
-1. Rollouts have ended. The rewards of each attempt are shared out over its model calls: credit. Nothing is compared,
-   and calls become rows of tokens that hold their credit.
-2. At the update, the value head says of each sampled token what is still to come. With the credit at the end of its
-   response, and the divergence taken off at each token, that makes advantages of tokens: `token_advantages`.
-3. The update raises or lowers the log-probability of each token by its advantage, as far as the clip lets it, and
-   moves the values towards what came.
+1. Rollouts have ended. The rewards of each attempt are assigned to its model calls: credit. Nothing is compared, and
+   calls become rows of tokens that contain their credit.
+2. At the update, the value head estimates for each sampled token the return still to come. With the credit at the end
+of
+   its response, minus the divergence at each token, this gives advantages of tokens: `token_advantages`.
+3. The update raises or lowers the log-probability of each token by its advantage, within the clip range, and moves the
+   values towards the returns.
 
 `Ppo.batch` is step 1, `token_advantages` is step 2, `Ppo.policy_loss` and `losses.value_loss` are step 3.
 
@@ -64,7 +65,7 @@ class Ppo:
     dual_clip: ClassVar[bool] = True
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse options that contradict the algorithm: `Algorithm.check`."""
+        """Reject options that contradict the algorithm; see `Algorithm.check`."""
         refuse({**division_asked(config), **group_options_asked(config)})
 
     def batch(
@@ -78,7 +79,7 @@ class Ppo:
         whole: bool = True,  # noqa: ARG002 - calls are not compared with each other
         merge: bool = True,
     ) -> Batch:
-        """Turn rollouts into rows that hold the credit of their calls: `Algorithm.batch`."""
+        """Turn rollouts into rows that contain the credit of their calls; see `Algorithm.batch`."""
         # 1. Every attempt that counts becomes calls with credit; no group is needed.
         calls = calls_of(
             outcomes,
@@ -95,7 +96,7 @@ class Ppo:
         return batch_of(calls, parts[FINAL], no_contrast(calls, parts), merge=merge)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
-        """Clip the ratio of each token: `Algorithm.policy_loss`."""
+        """Clip the ratio of each token; see `Algorithm.policy_loss`."""
         from lightning_trainer.rl.losses import policy_loss
 
         # 3. - sum of w * min(r A, clip(r) A): a token that has moved far enough has no gradient.
@@ -107,14 +108,14 @@ def token_advantages(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Turn the credit of calls into advantages of tokens, and targets of their values: step 2.
 
-    Each response is an episode of its own, however rows were merged: its credit comes with its last token, a penalty
-    with every token, and nothing is discounted within it (`advantages.generalised_advantages`). Advantages are
-    then compared over all tokens of the batch (`advantages.whitened`), as in verl.
+    Each response is a separate episode, however rows were merged: its credit comes with its last token, a penalty with
+    every token, and nothing is discounted within it (`advantages.generalised_advantages`). Advantages are then compared
+    over all tokens of the batch (`advantages.whitened`), as in verl.
 
     Args:
         credit_P: the credit of each token's call.
         values_P: value of the state in which it was sampled.
-        penalties_P: taken off its reward.
+        penalties_P: subtracted from its reward.
         lengths: (S,) number of tokens of each response, in order.
         lam: decay of the estimate.
 

@@ -1,4 +1,4 @@
-"""What an algorithm is: it makes rows of rollouts, and says how a token's gradient is weighed.
+"""The protocol of algorithms: they turn rollouts into rows, and define how a token's gradient is weighted.
 
 Axis `_T`: the trained tokens of a micro-batch, row after row.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedTokens:
-    """What a policy's loss looks at of a micro-batch.
+    """The inputs of a policy's loss for a micro-batch.
 
     Attributes:
         logprobs_T: (T,) log-probabilities under the weights being trained, with gradient.
@@ -42,7 +42,7 @@ class TrainedTokens:
 
     @property
     def given(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what every loss of `lightning_trainer.rl.losses` begins with."""
+        """Return the common arguments of the losses in `lightning_trainer.rl.losses`."""
         return self.logprobs_T, self.old_T, self.advantages_T, self.weights_T
 
 
@@ -51,9 +51,9 @@ class Clip:
     """How far an update may move a probability: the options `clip_low` and `clip_high`.
 
     Attributes:
-        low: the ratio is bounded below by 1 minus this.
-        high: and above by 1 plus this.
-        dual: the most a ratio may weigh where the advantage is negative; None: no such bound.
+        low: the ratio's lower bound is 1 minus this.
+        high: its upper bound is 1 plus this.
+        dual: the largest weight of a ratio if the advantage is negative; None: no such bound.
     """
 
     low: float
@@ -71,24 +71,24 @@ class Algorithm(Protocol):
 
     @property
     def grouped(self) -> bool:
-        """Whether a rollout that is alone in its group teaches nothing."""
+        """Whether a rollout without others in its group teaches nothing."""
         ...
 
     @property
     def critic(self) -> bool:
-        """Whether rows hold the credit of calls, and a value head makes advantages of it."""
+        """Whether rows contain the credit of calls, from which a value head makes advantages."""
         ...
 
     @property
     def dual_clip(self) -> bool:
-        """Whether the policy's loss knows `Clip.dual`."""
+        """Whether the policy's loss supports `Clip.dual`."""
         ...
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse options that contradict the algorithm.
+        """Reject options that contradict the algorithm.
 
         Raises:
-            ConfigError: says which, and what to do.
+            ConfigError: names them, and says what to do.
         """
         ...
 
@@ -110,12 +110,12 @@ class Algorithm(Protocol):
             outcomes: all rollouts of whole groups.
             traces: reads the traces of attempts.
             known_agents: names seen earlier in the run.
-            penalty: gives what is taken off the rewards: the divergence, where it is in the reward.
-            whole: whether these are all groups of a step. Where they are not, whoever puts them together compares them.
+            penalty: returns what is subtracted from the rewards: the divergence, if it is part of the reward.
+            whole: whether these are all groups of a step. If not, the caller that combines them compares them.
             merge: whether calls that continue an earlier one share its row.
 
         Raises:
-            UnknownAgentError: an agent was selected by a name that was never seen, and is nearly one that was.
+            UnknownAgentError: an agent was selected by a name that was never seen, and is close to one that was.
             ConfigError: no credit has the name, or it does not have the option.
         """
         ...
@@ -126,7 +126,7 @@ class Algorithm(Protocol):
 
 
 def credit_of(config: TrainConfig) -> CreditAssigner | AcrossAttempts:
-    """Return the credit assigner that a configuration asks for.
+    """Return the credit assigner that a configuration names.
 
     Raises:
         ConfigError: nothing has the name, or it does not have the option.
@@ -138,7 +138,7 @@ def credit_of(config: TrainConfig) -> CreditAssigner | AcrossAttempts:
 
 
 def value_head_asked(config: TrainConfig) -> dict[str, bool]:
-    """Return, as `config.refuse` takes it, whether options of a value head are given to an algorithm without one."""
+    """Return, for `config.refuse`, whether options of a value head are given to an algorithm without one."""
     given = (config.gae_lambda, config.value_learning_rate, config.value_clip)
     return {
         "gae_lambda, value_learning_rate and value_clip are options of algorithm = ppo. Leave them out.": given
@@ -147,7 +147,7 @@ def value_head_asked(config: TrainConfig) -> dict[str, bool]:
 
 
 def group_options_asked(config: TrainConfig) -> dict[str, bool]:
-    """Return, likewise, whether options of groups are given to an algorithm that compares with the whole batch."""
+    """Return, likewise, whether group options are given to an algorithm that compares with the whole batch."""
     return {
         f"resample looks for rewards that differ within a group, which algorithm = {config.algorithm} does not need. "
         "Leave it out.": config.resample > 0,
@@ -157,7 +157,7 @@ def group_options_asked(config: TrainConfig) -> dict[str, bool]:
 
 
 def division_asked(config: TrainConfig) -> dict[str, bool]:
-    """Return, likewise, whether a division is asked for that the algorithm never makes."""
+    """Return, likewise, whether a division is requested that the algorithm never makes."""
     return {
         f"normalise_std has no effect with algorithm = {config.algorithm}. Leave it out.": config.normalise_std,
     }

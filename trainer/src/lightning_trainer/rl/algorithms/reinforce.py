@@ -1,13 +1,14 @@
-"""REINFORCE++ and its variant with a baseline: what a call earned is compared with the whole batch.
+"""REINFORCE++ and its variant with a baseline: the reward of a call is compared with the whole batch.
 
 One step, from rollouts to the update:
 
-1. Rollouts have ended. The rewards of each attempt are shared out over its model calls: credit. The divergence from the
-   starting policy is taken off it.
-2. A call's advantage is its credit less the mean of the batch, over the batch's deviation. With the baseline, the mean
-   of the rollout's group is taken off before.
-3. Calls become rows of tokens. Every sampled token of a call has the call's advantage.
-4. The update raises or lowers the log-probability of each token by its advantage, as far as the clip lets it.
+1. Rollouts have ended. The rewards of each attempt are assigned to its model calls: credit. The divergence from the
+   starting policy is subtracted.
+2. A call's advantage is its credit minus the mean of the batch, divided by the batch's deviation. With the baseline,
+the
+   mean of the rollout's group is subtracted first.
+3. Calls become rows of tokens. Every sampled token of a call has the call's advantage. 4. The update raises or lowers
+the log-probability of each token by its advantage, within the clip range.
 
 `Reinforce.batch` is steps 1 to 3, `Reinforce.policy_loss` is step 4.
 
@@ -65,7 +66,7 @@ class Reinforce:
     dual_clip: ClassVar[bool] = True
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse options that contradict the algorithm: `Algorithm.check`."""
+        """Reject options that contradict the algorithm; see `Algorithm.check`."""
         alone = f"group_size = 1 leaves nothing to compare for algorithm = {config.algorithm}. Use 2 or more."
         refuse({alone: self.grouped and config.group_size == 1, **value_head_asked(config), **division_asked(config)})
         refuse({} if self.grouped else group_options_asked(config))
@@ -81,7 +82,7 @@ class Reinforce:
         whole: bool = True,
         merge: bool = True,
     ) -> Batch:
-        """Turn rollouts into rows: `Algorithm.batch`."""
+        """Turn rollouts into rows; see `Algorithm.batch`."""
         weights = source_weights(config)
         # 1. Every attempt that counts becomes calls with credit.
         calls = calls_of(
@@ -95,7 +96,7 @@ class Reinforce:
             known_agents=known_agents,
             alone=config.alone if self.grouped else "batch",
         )
-        # 2. The group's mean is taken off where it is the baseline, never divided by its deviation; then the batch.
+        # 2. The group's mean is subtracted if it is the baseline, not divided by its deviation; then the batch's.
         comparison = partial(
             compared,
             calls,
@@ -112,7 +113,7 @@ class Reinforce:
         return batch_of(calls, weighed(parts, weights), still, merge=merge)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
-        """Clip the ratio of each token: `Algorithm.policy_loss`."""
+        """Clip the ratio of each token; see `Algorithm.policy_loss`."""
         from lightning_trainer.rl.losses import policy_loss
 
         # 4. - sum of w * min(r A, clip(r) A): a token that has moved far enough has no gradient.

@@ -1,4 +1,4 @@
-"""Attempts that count: read from their traces, with their transitions and all that they earned."""
+"""Attempts that count: read from their traces, with their transitions and rewards."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Traces: TypeAlias = "Callable[[Sequence[str]], Iterable[Trace]]"  # attempt ids 
 def transitions_by_attempt(
     traces: Iterable[Trace], agents: Sequence[str] | None = None
 ) -> dict[str, tuple[list[Transition], list[Reward]]]:
-    """Adapt every trace; gives, by attempt id, its transitions and the rewards that automatic rules gave.
+    """Adapt every trace; return, by attempt id, its transitions and the rewards of automatic rules.
 
     Args:
         traces: of attempts.
-        agents: names and globs that are selected: agents selected by their path are called by it from here on.
+        agents: selected names and globs: agents selected by their path are named by it from here on.
     """
     found: dict[str, tuple[list[Transition], list[Reward]]] = {}
     for trace in traces:
@@ -44,7 +44,7 @@ def transitions_by_attempt(
 
 
 def labelled(transition: Transition, agents: Sequence[str] | None) -> Transition:
-    """Call a transition's agent by its path where it is selected by that, and so told from its namesakes."""
+    """Name a transition's agent by its path if it is selected by path, which distinguishes agents of one name."""
     path = transition.path
     name = None if path is None or agents is None else label(path, agents)
     return transition if name is None or name != path else replace(transition, agent=path, agent_path=path)
@@ -52,7 +52,7 @@ def labelled(transition: Transition, agents: Sequence[str] | None) -> Transition
 
 @dataclass(frozen=True, slots=True)
 class CountedAttempt:
-    """An attempt that counts: the successful one, or the policy's failure, and all it earned."""
+    """An attempt that counts, successful or failed because of the policy, with all its rewards."""
 
     outcome: Outcome
     attempt_id: str
@@ -63,7 +63,7 @@ class CountedAttempt:
 
     @property
     def played(self) -> Played:
-        """Return it with one number for all rewards: what the team earned."""
+        """Return it with one number for all rewards, the team's."""
         of, replay = self.outcome.rollout, self.outcome.rollout.replay
         return Played(
             attempt_id=self.attempt_id,
@@ -83,13 +83,13 @@ def counted_attempt(
     crashed: float,
     teams: Mapping[str, frozenset[str]],
 ) -> CountedAttempt:
-    """Gather what an attempt that counts did and earned.
+    """Collect what an attempt that counts did and earned.
 
     Args:
         outcome: of its rollout.
         attempt: the attempt.
         by_attempt: see `transitions_by_attempt`.
-        crashed: the reward of a failure by the policy's doing.
+        crashed: the reward of a failure caused by the policy.
         teams: see `teams_of`.
     """
     rewards = list(outcome.rewards)
@@ -105,7 +105,7 @@ def counted_attempt(
 
 
 def teams_of(outcomes: Sequence[Outcome]) -> dict[str, frozenset[str]]:
-    """Return, by record, the agents for which another model was to answer in any of its forks."""
+    """Return, by record, the agents for which another model was meant to answer in any of its forks."""
     teams: dict[str, frozenset[str]] = {}
     for replay in (outcome.rollout.replay for outcome in outcomes):
         if replay is not None:
@@ -114,7 +114,7 @@ def teams_of(outcomes: Sequence[Outcome]) -> dict[str, frozenset[str]]:
 
 
 def fork_ended(outcome: Outcome, by_attempt: Mapping[str, tuple[list[Transition], list[Reward]]]) -> bool:
-    """Whether a fork was not as its record, even where its program went on in spite of it."""
+    """Whether a fork differed from its record, even if its program continued in spite of it."""
     calls = [call for a in outcome.attempts for call in by_attempt.get(a.attempt_id, ([], []))[0]]
     return any(map(ended_early, outcome.attempts)) or any(ENDED in (call.error or "") for call in calls)
 
@@ -122,13 +122,13 @@ def fork_ended(outcome: Outcome, by_attempt: Mapping[str, tuple[list[Transition]
 def played_of(
     outcomes: Sequence[Outcome], traces: Traces, failed: Failed, agents: Sequence[str] | None = None
 ) -> list[Played]:
-    """Return the attempts that count as credit sees them that looks at several, forks among them.
+    """Return the attempts that count, including forks, for credit assigners that compare several.
 
     Args:
         outcomes: of a step.
         traces: reads the traces of attempts.
-        failed: the reward of a rollout that failed by the policy's doing.
-        agents: names and globs that are selected: `transitions_by_attempt`.
+        failed: the reward of a rollout that failed because of the policy.
+        agents: selected names and globs: `transitions_by_attempt`.
     """
     by_attempt = transitions_by_attempt(traces([a.attempt_id for o in outcomes for a in o.attempts]), agents)
     crashed, teams = reward_of_failures(outcomes, failed), teams_of(outcomes)

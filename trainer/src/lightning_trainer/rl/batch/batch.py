@@ -1,4 +1,4 @@
-"""Calls and their advantages laid out as training rows, with the account of what became of every call."""
+"""Arranges calls and their advantages as training rows, with the account of every call's outcome."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a batch of rollouts comes to.
+    """The training data of a batch of rollouts.
 
     Attributes:
-        rows: training rows, those without gradient among them.
-        account: what became of every model call.
+        rows: training rows, including those without gradient.
+        account: the outcome of every model call.
         agents: number of calls by agent; None stands for calls that nothing names.
-        automatic: what automatic rules gave to the attempts that count.
+        automatic: the automatic rules' rewards for the attempts that count.
         calls: every call of the attempts that count.
         flat_groups: groups in which there was nothing to compare.
-        tied_groups: these, and groups in which only automatic rules, where others gave rewards, or penalties found a
+        tied_groups: these, and groups in which only penalties, or automatic rules next to other rewards, made a
             difference.
-        given: all rewards of the attempts that count; those of failures, which nobody gave, among them.
+        given: all rewards of the attempts that count, including those of failures, which nobody gave.
     """
 
     rows: list[Row]
@@ -44,7 +44,7 @@ class Batch:
 
 
 def batch_of(calls: Calls, advantages_M: FloatArray, still: NoContrast, *, merge: bool = True) -> Batch:
-    """Lay calls out in rows, and draw up the account.
+    """Arrange calls in rows, and create the account.
 
     Args:
         calls: of whole groups.

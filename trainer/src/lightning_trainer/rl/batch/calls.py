@@ -14,17 +14,17 @@ from lightning_trainer.rl.account import Account
 if TYPE_CHECKING:
     pass
 
-FINAL: Final = ""  # the source that stands for all that no automatic rule gave
+FINAL: Final = ""  # the source of everything that no automatic rule gave
 
 
 @dataclass(frozen=True, slots=True)
 class CreditedCall:
-    """A call that is compared, with one value for each comparison that its credit asks for."""
+    """A call that is compared, with one value for each comparison of its credit."""
 
     transition: Transition
     group_id: str
     values: tuple[CreditedValue, ...]
-    parts: Mapping[str, tuple[float, ...]]  # of each value, by source: that of an automatic rule; FINAL: all others'
+    parts: Mapping[str, tuple[float, ...]]  # of each value, by source: an automatic rule's; FINAL: all others'
 
     @property
     def credit(self) -> float:
@@ -34,13 +34,13 @@ class CreditedCall:
 
 @dataclass(frozen=True, slots=True)
 class CreditedValue:
-    """What one comparison looks at of a call.
+    """The input of one comparison for a call.
 
     Attributes:
         value: what is compared.
-        place: compared with calls of the same place alone.
+        place: it is compared only with calls of the same place.
         weight: of this comparison.
-        by_step: whether each call counts by itself; else each attempt counts once.
+        by_step: whether each call counts once; otherwise each attempt does.
     """
 
     value: float
@@ -51,14 +51,14 @@ class CreditedValue:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A call of an attempt that counts, and what was made of it.
+    """A call of an attempt that counts, and how it was used.
 
     Attributes:
         transition: the call.
         group_id: the group of its attempt.
-        credit: its share of the rewards; NaN where none concerns it.
-        advantage: how much better than what it was compared with; NaN where it was not compared.
-        left_out: why it was not compared; None where it was.
+        credit: its share of the rewards; NaN if no reward concerns it.
+        advantage: how much better than what it was compared with; NaN if it was not compared.
+        left_out: why it was not compared; None if it was.
     """
 
     transition: Transition
@@ -75,11 +75,11 @@ class Calls:
     Attributes:
         compared: (M,) those that are compared.
         left_out: the others, each with the reason.
-        account: what became of the calls that are not compared, of other attempts too.
+        account: the outcomes of the calls that are not compared, including other attempts'.
         agents: number of calls by agent.
-        automatic: what automatic rules gave to the attempts that count.
-        judged: whether anybody but automatic rules gave a reward.
-        given: all rewards of the attempts that count; those of failures, which nobody gave, among them.
+        automatic: the automatic rules' rewards for the attempts that count.
+        judged: whether anything except automatic rules gave a reward.
+        given: all rewards of the attempts that count, including those of failures, which nobody gave.
     """
 
     compared: tuple[CreditedCall, ...]

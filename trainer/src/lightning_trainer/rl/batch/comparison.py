@@ -1,4 +1,4 @@
-"""Calls compared within their groups: advantages, what each source gave by itself."""
+"""Compares calls within their groups: advantages, separately for each source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     pass
 
 Parts: TypeAlias = "dict[str, FloatArray]"  # by source: (M,) its part of the advantages
-# rows -> for each of them (K,), what is taken off the reward at each of its trained tokens
+# rows -> for each of them (K,), what is subtracted from the reward at each of its trained tokens
 Penalty: TypeAlias = "Callable[[Sequence[Row]], Sequence[NDArray[Any]]]"
 
 
@@ -33,7 +33,7 @@ def compared(
     eps: float,
     alone: Alone = "skip",
 ) -> Parts:
-    """Compare calls within their groups, what each source gave by itself.
+    """Compare calls within their groups, separately for each source.
 
     Each agent is compared with itself, over the attempts in which it spoke: what an answerer could reach depends on
     whether it was asked at all.
@@ -41,14 +41,14 @@ def compared(
     Args:
         calls: of whole groups.
         compare: turns values into advantages, with the arguments of `advantages.transition_advantages`.
-        penalties_M: (M,) what is taken off the values before, except those of automatic rules.
+        penalties_M: (M,) subtracted from the values first, except those of automatic rules.
         normalise: divide by the deviation of the group.
         eps: added to that deviation.
         alone: with `batch`, calls of an agent that spoke in only one attempt of its group are compared with the
             agent's calls in the whole batch; with `skip` they have an advantage of 0.
 
     Returns:
-        By source, (M,) the weighted sum of the comparisons that the credit asks for; `FINAL` is there always.
+        By source, (M,) the weighted sum of the comparisons that the credit requests; `FINAL` is always there.
     """
     rules = sorted({source for call in calls.compared for source in call.parts} - {FINAL})
     compare = functools.partial(compare, normalise=normalise, eps=eps)
@@ -89,11 +89,11 @@ def _is_alone(attempts: Sequence[str], groups: Sequence[str], agents: Sequence[s
 
 
 def penalties_of(calls: Calls, penalty: Penalty | None) -> FloatArray:
-    """(M,) the penalties of each call's tokens, added up; 0 for one that has no row, and where there is no penalty."""
+    """(M,) the summed penalties of each call's tokens; 0 for one without a row, and if there is no penalty."""
     found_M = np.zeros(len(calls.compared))
     if penalty is None:
         return found_M
-    # Rows whose advantages are the calls' numbers say which token belongs to which call.
+    # Rows whose advantages are the calls' numbers show which token belongs to which call.
     rows, _ = make_rows(calls.transitions, np.arange(1.0, len(found_M) + 1.0), calls.groups)
     for row, penalties in zip(rows, penalty(rows), strict=True):
         np.add.at(found_M, row.advantages[row.mask].astype(np.int64) - 1, penalties)
@@ -101,7 +101,7 @@ def penalties_of(calls: Calls, penalty: Penalty | None) -> FloatArray:
 
 
 def weighed(parts: Parts, weights: Mapping[str, float]) -> FloatArray:
-    """(M,) the parts of the advantages added up, those of automatic rules by their weights' sizes."""
+    """(M,) the sum of the advantages' parts, those of automatic rules scaled by their weights."""
     total_M = parts[FINAL]
     for rule in parts.keys() - {FINAL}:
         total_M = total_M + abs(weights[rule]) * parts[rule]
@@ -117,7 +117,7 @@ class NoContrast:
 
 
 def no_contrast(calls: Calls, parts: Parts, earned: Parts | None = None) -> NoContrast:
-    """Return the groups in which no call has an advantage: none at all, and none by what was earned alone.
+    """Return the groups in which no call has an advantage: none at all, and none from rewards alone.
 
     Args:
         calls: of whole groups.

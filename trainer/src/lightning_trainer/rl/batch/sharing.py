@@ -1,4 +1,4 @@
-"""The rewards of each attempt shared out over its calls, and the calls that are compared."""
+"""Assigns the rewards of each attempt to its calls, and chooses the calls that are compared."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def calls_of(
     known_agents: Iterable[str] = (),
     alone: Alone = "skip",
 ) -> Calls:
-    """Share the rewards of each attempt out over its calls, and choose the calls that are compared.
+    """Assign the rewards of each attempt to its calls, and choose the calls that are compared.
 
     Args:
         outcomes: all rollouts of whole groups.
         traces: reads the traces of attempts.
-        credit: shares the rewards of an attempt out. One that looks at all attempts is given forks too; any other is
-            not, for what they came to is no sample of what the policy does.
-        failed: the reward of a rollout that failed by the policy's doing; ``exclude`` leaves it out.
+        credit: assigns the rewards of an attempt. Only an assigner that compares all attempts gets forks too, because
+            their outcome is not a sample of the policy's behaviour.
+        failed: the reward of a rollout that failed because of the policy; ``exclude`` leaves it out.
         agents: names or globs of the agents to train; None: all that have a name.
         weights: of automatic rules, by their sources.
-        apart: whether each rule is compared by itself and weighed after, as where advantages are divided by a
-            deviation. What others give is added up as it is.
+        apart: whether each rule is compared separately and weighted afterwards, as when advantages are divided by a
+            deviation. Other rewards are added up unchanged.
         known_agents: names seen earlier in the run: an agent need not speak in every batch.
-        alone: with `batch`, the calls of a rollout that is alone in its group are compared, too.
+        alone: with `batch`, the calls of a rollout without others in its group are compared, too.
 
     Raises:
-        UnknownAgentError: an agent was selected by a name that was never seen, and is nearly one that was.
+        UnknownAgentError: an agent was selected by a name that was never seen, and is close to one that was.
     """
     read = list(traces([a.attempt_id for o in outcomes for a in o.attempts]))
     by_attempt = transitions_by_attempt(read, agents)
@@ -91,7 +91,7 @@ def calls_of(
 
 
 def _went_elsewhere(half: Unjoined, patterns: Sequence[str]) -> bool:
-    """Whether its own endpoint answered an agent that is not trained, as is meant: nothing is missed of that call."""
+    """Whether an untrained agent's own endpoint answered, as intended, so that nothing of the call is missing."""
     if half.node is None or half.node.path is None or selects(patterns, half.node.path):
         return False
     return half.node.span.status != "error"
@@ -105,7 +105,7 @@ def _that_count(
     failed: Failed,
     forks: bool,
 ) -> tuple[list[CountedAttempt], Account]:
-    """Return the attempts that count, forks among them where they are wanted, and the account with others' calls."""
+    """Return the attempts that count, including forks if requested, and the account with the calls of the others."""
     counted: list[CountedAttempt] = []
     crashed, teams = reward_of_failures(outcomes, failed), teams_of(outcomes)
     for outcome in outcomes:
@@ -148,10 +148,10 @@ class Episode:
     Attributes:
         group_id: its group.
         transitions: of every agent, selected or not.
-        levels: what is compared of them: a value for each, NaN where no reward concerns the call.
-        unclaimed: rewards that reach nobody, as those for agents that made no call.
-        shares: the values of each level, taken apart; None where automatic rules are not compared by themselves.
-        judged: whether anybody but automatic rules gave a reward.
+        levels: the values to compare: one for each transition, NaN if no reward concerns the call.
+        unclaimed: rewards that reach nobody, such as those for agents that made no call.
+        shares: the values of each level by source; None if automatic rules are not compared separately.
+        judged: whether anything except automatic rules gave a reward.
     """
 
     group_id: str
@@ -188,7 +188,7 @@ def _episode(
     weights: Mapping[str, float],
     apart: bool,
 ) -> Episode:
-    """Share out what an attempt earned; where credit looked at all attempts, `values` is what it said of this one."""
+    """Assign the rewards of an attempt. If credit compared all attempts, `values` is its result for this one."""
     shares, unheard = None, tuple(unclaimed(its.transitions, its.rewards))
     if not isinstance(credit, AcrossAttempts):
         values = credit(its.transitions, its.rewards)
@@ -201,9 +201,9 @@ def _episode(
 
 
 def _why_left_out(transition: Transition, value: float, patterns: Sequence[str], *, is_alone: bool) -> str | None:
-    """Say why a transition takes no part in the comparison of its group; None when it does.
+    """Return why a transition is not compared within its group; None if it is.
 
-    Nothing else is left out before advantages are made: a call without tokens is part of its group's baseline.
+    Nothing else is left out before advantages are computed: a call without tokens is part of its group's baseline.
     """
     if not selects(patterns, transition.path):
         return reasons.NOT_SELECTED

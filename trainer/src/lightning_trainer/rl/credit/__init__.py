@@ -1,1 +1,1 @@
-"""Credit: how the rewards of an attempt are shared out over its transitions."""
+"""Credit: how the rewards of an attempt are assigned to its transitions."""

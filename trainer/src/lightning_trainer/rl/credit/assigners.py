@@ -1,9 +1,9 @@
-"""Credit: how the rewards of an attempt are shared out over its transitions.
+"""Credit: how the rewards of an attempt are assigned to its transitions.
 
-A credit assigner takes all transitions of one attempt, those of agents that are not trained among them, and its
-rewards, and gives one value for each transition. Selection comes after, so that no reward is lost with the agents left
-out. How the values of several attempts are compared is said by the answer itself: a plain list is compared over all
-calls of an agent, a `values.Credited` by places.
+A credit assigner takes all transitions of one attempt, including those of agents that are not trained, and its rewards,
+and returns one value for each transition. Selection comes later, so that no reward is lost with the agents left out.
+The result also says how values of several attempts are compared: a plain list over all calls of an agent, a
+`values.Credited` by places.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from lightning_trainer import registry
 from lightning_trainer.rl.credit.played import AcrossAttempts
 from lightning_trainer.rl.credit.values import Credited, lost_in, places_of
 
-# (transitions of one attempt, its rewards, keyword options) -> one value each; NaN where no reward concerns the call
+# (transitions of one attempt, its rewards, keyword options) -> one value each; NaN if no reward concerns the call
 CreditAssigner: TypeAlias = Callable[..., list[float]]
 
 
 def identical(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
     """Credit every call with the attempt's rewards, those of its agent, and its own.
 
-    A reward that was given in the middle of the attempt is for the calls that had ended by then. Calls are compared
-    with calls that had seen as many of these.
+    A reward that was given during the attempt counts for the calls that had ended by then. Calls are compared with
+    calls that had seen as many of these.
 
     Args:
         transitions: all of one attempt.
-        rewards: of that attempt. One that names no agent and no call in `transitions` is everybody's.
+        rewards: of that attempt. One that names no agent and no call in `transitions` counts for all.
 
     Returns:
-        One value for each transition: the sum of the rewards that concern it. NaN, never 0, where there is none for
-        the attempt, its agent, or any call of its agent: nobody said how good the call was.
+        One value for each transition: the sum of the rewards that concern it. NaN, never 0, if there is none for the
+        attempt, its agent, or any call of its agent: nothing said how good the call was.
     """
     sources = _Sources.of(transitions, rewards)
     values = [
@@ -52,17 +52,17 @@ def identical(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> l
 
 
 def discounted(transitions: Sequence[Transition], rewards: Sequence[Reward], *, gamma: float = 0.9) -> list[float]:
-    """Credit every call with what came after it, worth `gamma` times less for each turn in between.
+    """Credit every call with the later rewards, discounted by `gamma` for each turn in between.
 
     The return of reinforcement learning, G_t = sum of gamma**(k - t) r_k over k >= t. The attempt's rewards come at its
-    last turn, or where they were given on the way at the last one that had ended; an agent's likewise at the agent's; a
-    call's own at the call, and they count for the earlier calls of the same agent too. With `gamma` 1 and no rewards of
-    single calls this is `identical`.
+    last turn, or if they were given during the attempt, at the last turn that had ended; an agent's likewise at the
+    agent's turn; a call's own at the call, and they count for the earlier calls of the same agent too. With `gamma` 1
+    and no rewards of single calls this equals `identical`.
 
     Args:
         transitions: all of one attempt.
         rewards: of that attempt, as in `identical`.
-        gamma: from 0 to 1; 0 gives each reward to the call at which it came alone.
+        gamma: from 0 to 1; 0 gives each reward only to the call at which it came.
 
     Returns:
         One value for each transition; NaN as in `identical`.
@@ -83,11 +83,12 @@ def discounted(transitions: Sequence[Transition], rewards: Sequence[Reward], *, 
 
 
 def last(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
-    """Credit every reward to one call: the attempt's to its last one, an agent's to the agent's last, a call's to it.
+    """Credit every reward to one call: the attempt's to its last, an agent's to the agent's last, a call's to itself.
 
     Credit is conserved: the values of the calls, each call counted once however many choices it has, sum to the rewards
-    that reach anybody. The attempt's last calls are compared with each other, the last ones of agents that did not end
-    it likewise, and earlier ones: a call that gets nothing learns nothing, rather than that it was worse than the end.
+    that reach any call. The attempts' last calls are compared with each other, as are the last calls of agents that did
+    not end the attempt, and earlier calls: a call that gets no credit learns nothing, instead of learning that it was
+    worse than the end.
 
     Args:
         transitions: all of one attempt.
@@ -108,12 +109,12 @@ def last(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[f
 
 
 def per_agent(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
-    """Judge every agent by its own rewards, where it has any: the attempt's reward is for those that none names.
+    """Credit every agent with its own rewards, if it has any; the attempt's reward counts for the others.
 
-    A free rider in a team that did well gets what it was given, not what the team was. Where rewards name all agents,
-    one of the attempt reaches nobody, and the account says so. Rewards of single calls (AIR) are the caller's own, and
-    no verdict on the agent: they are added to either. Where every reward names an agent, credit is conserved over
-    agents: what one call of each got sums to the rewards.
+    A free rider in a successful team gets its own reward, not the team's. If rewards name all agents, the attempt's own
+    reaches nobody, and the account says so. Rewards of single calls (AIR) belong to the call and do not judge the
+    agent: they are added in both cases. If every reward names an agent, credit is conserved over agents: the credit of
+    one call of each sums to the rewards.
 
     Args:
         transitions: all of one attempt.
@@ -143,11 +144,11 @@ def _last_turns(transitions: Sequence[Transition]) -> tuple[int, dict[str | None
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A reward of no single call, and where it came.
+    """A reward that is not for a single call, and when it came.
 
     Attributes:
         reward: the reward.
-        calls: places of the calls that it is for: of its agent or of all, those that had ended when it was given.
+        calls: positions of the calls that it is for: its agent's or all, that had ended when it was given.
         turn: the last turn of these.
     """
 
@@ -166,22 +167,22 @@ class _Arrival:
 
 
 def _had_ended(transition: Transition, reward: Reward) -> bool:
-    """Whether a call had ended when a reward was given; one for the whole attempt comes after all of them."""
+    """Whether a call had ended when a reward was given. A reward for the whole attempt comes after all of them."""
     return reward.given_ns is None or transition.ended_ns is None or transition.ended_ns <= reward.given_ns
 
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """The rewards of one attempt by whom they concern: all, an agent, or a single call."""
+    """The rewards of one attempt by target: all, an agent, or a single call."""
 
     arrivals: list[_Arrival]  # those of the attempt first, then those of agents
     own: list[dict[str, float]]  # by reward id, for each transition
     silent: frozenset[str | None]  # paths of agents that no reward concerns
-    judged: frozenset[int]  # places of the calls whose agent is named by a reward of no single span
+    judged: frozenset[int]  # positions of the calls whose agent is named by a reward without a span
 
     @classmethod
     def of(cls, transitions: Sequence[Transition], rewards: Sequence[Reward]) -> _Sources:
-        """Sort rewards out. A reward that a transition already carries is not counted again."""
+        """Sort rewards by target. A reward that a transition already carries is not counted again."""
         calls: defaultdict[str, list[int]] = defaultdict(list)
         for m, transition in enumerate(transitions):
             calls[transition.span_id].append(m)
@@ -206,7 +207,7 @@ class _Sources:
         return cls(arrivals, own, frozenset(silent), frozenset(judged))
 
     def of_call(self, m: int) -> Iterator[_Arrival]:
-        """Return the rewards of no single call that are for this one among others."""
+        """Return the rewards that are for this call among others."""
         return (arrival for arrival in self.arrivals if m in arrival.calls)
 
     def credited(
@@ -214,8 +215,8 @@ class _Sources:
     ) -> Credited:
         """Return values with what they are compared with, and the rewards that came before any call they could be for.
 
-        A call is compared with calls that had seen as many rewards given: what is still to come is less for all of
-        them. The empty sum of calls that no reward concerns is replaced by NaN.
+        A call is compared with calls that had seen as many rewards, because the same amount is still to come for all of
+        them. For calls that no reward concerns, the empty sum is replaced by NaN.
         """
         known = [
             math.nan if transition.path in self.silent else value
@@ -226,7 +227,7 @@ class _Sources:
         return Credited(known, places=self._places(transitions), lost=[*early, *lost])
 
     def _places(self, transitions: Sequence[Transition]) -> list[str] | None:
-        """(M,) how many rewards had been given, of those that could be for a call, before it had ended."""
+        """(M,) how many rewards that could be for a call had been given before it ended."""
         timed = [arrival for arrival in self.arrivals if arrival.reward.given_ns is not None]
         before = [
             sum(earns(arrival.reward.agent, transition.path) and m not in arrival.calls for arrival in timed)
@@ -238,14 +239,14 @@ class _Sources:
 def _own_to_go(transitions: Sequence[Transition], own: Sequence[Mapping[str, float]], gamma: float) -> list[float]:
     """Add up, for each call, its own rewards and the discounted ones of its agent's later turns."""
     values = [sum(mine.values()) for mine in own]
-    ahead: dict[str | None, tuple[int, float]] = {}  # by agent: the next turn, and what it and the later ones earned
+    ahead: dict[str | None, tuple[int, float]] = {}  # by agent: the next turn, and the reward of it and the later ones
     order = sorted(range(len(transitions)), key=lambda m: transitions[m].turn, reverse=True)
     for turn, choices in itertools.groupby(order, key=lambda m: transitions[m].turn):
         here = list(choices)
         agent = transitions[here[0]].agent
         next_turn, worth = ahead.get(agent, (turn, 0.0))
         later = worth * gamma ** (next_turn - turn)
-        # A reward of the whole call lies with each of its choices, but came once.
+        # A reward of the whole call is attached to each of its choices, but was given once.
         earned = dict(item for m in here for item in own[m].items())
         for m in here:
             values[m] += later
@@ -270,7 +271,7 @@ def credit_by_name(name: str, **options: Any) -> CreditAssigner | AcrossAttempts
     """Find a registered credit assigner and set its options.
 
     Raises:
-        ConfigError: nothing has the name, or the assigner does not have the option; the message lists what there is.
+        ConfigError: nothing has the name, or the assigner does not have the option; the message lists the known ones.
     """
     found = registry.by_name("credit", name)
     function = found.assign if isinstance(found, AcrossAttempts) else found

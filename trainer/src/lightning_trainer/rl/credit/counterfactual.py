@@ -1,14 +1,14 @@
-"""Counterfactual credit: what would have come of an attempt if one of its calls had answered differently.
+"""Counterfactual credit: the outcome of an attempt if one of its calls had answered differently.
 
-An attempt is frozen up to one call, the call is drawn again, several times, and the program goes on from each of these
-alternatives (C3, arXiv 2603.06859). All of them saw the same, so whatever differs between their rewards came of what
-the call said, of what was drawn after it, and of the noise of the reward. Coupling takes the second away as far as it
-can: after the fork a request that was made in the record too gets the recorded answer, which is a draw of the same
-policy for the same request. So the distribution of each alternative's reward is what it was, and only their difference
-has less noise in it.
+An attempt is frozen up to one call, the call is sampled again several times, and the program continues from each of
+these alternatives (C3, arXiv 2603.06859). All of them saw the same, so differences between their rewards come from what
+the call said, from what was sampled after it, and from the noise of the reward. Coupling removes the second as far as
+possible: after the fork, a request that was also made in the record gets the recorded answer, which is a sample of the
+same policy for the same request. So the distribution of each alternative's reward is unchanged, and only their
+difference has less noise.
 
-Such a call is compared with the alternatives of the same call alone, `lightning_trainer.rl.advantages.leave_one_out`.
-The other calls of the attempts that were forked are compared as in any group: with the other attempts of their task.
+Such a call is compared only with its own alternatives, `lightning_trainer.rl.advantages.leave_one_out`. The other calls
+of the forked attempts are compared as in any group: with the other attempts of their task.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from lightning_trainer.rl.credit.values import Credited, Level
 
 
 def counterfactual(attempts: Sequence[Played], *, average: bool = True, group: bool = True) -> list[Credited]:
-    """Credit the calls of which there are alternatives, each with what came of it; the others with their attempt's.
+    """Credit calls that have alternatives with their outcomes, and the others with their attempt's.
 
     Args:
-        attempts: of a step; a fork whose record is not among them counts for nothing.
-        average: give equal answers to one call the mean of what came of them. The update is the same, but for its
-            size, since they are the same tokens; what a call is said to be worth has less noise in it.
-        group: let an attempt's calls without an alternative learn as in any group, from what the attempt earned.
+        attempts: of a step; a fork whose record is not among them is ignored.
+        average: give equal answers to one call the mean of their outcomes. The update is the same except for its size,
+            because they are the same tokens, and a call's value has less noise.
+        group: let an attempt's calls without an alternative learn as in any group, from the attempt's reward.
 
     Returns:
-        For each attempt (M,) what the attempt earned, to be compared with the other alternatives of the call: the place
-        is the record and the call. NaN for a call that is compared with nothing, and for one answered from a record.
+        For each attempt (M,) its reward, to be compared with the call's other alternatives: the place is the record and
+        the call. NaN for a call that is compared with nothing, and for one answered from a record.
     """
     cells = Cells.of(attempts)
     values = [[math.nan] * len(attempt.transitions) for attempt in attempts]
@@ -50,7 +50,7 @@ def counterfactual(attempts: Sequence[Played], *, average: bool = True, group: b
     if not group:
         parts = zip(values, places, weights, strict=True)
         return [Credited(its, places=where, weight=weight) for its, where, weight in parts]
-    # Calls with an alternative learn from it alone. Where answers decide which calls have one, that would be a bias.
+    # Calls with an alternative learn only from it. If answers decide which calls have one, that would be a bias.
     both = any(weight != 1.0 for weight in cells.weights.values())
     sizes = Counter(attempt.group for attempt in attempts if attempt.fork is None)
     return [
@@ -68,7 +68,7 @@ def _also_in_group(
     compared: bool,
     both: bool,
 ) -> Credited:
-    """Add the comparison of attempts: none for forks, whose calls all stay alone in it, and one for their records.
+    """Add the comparison of attempts: none for forks, whose calls have no others in it, and one for their records.
 
     Args:
         attempt: a record or a fork.
@@ -76,7 +76,7 @@ def _also_in_group(
         places: likewise.
         weights: likewise.
         compared: whether there are attempts to compare a record with.
-        both: whether calls with an alternative learn from their group as well.
+        both: whether calls with an alternative also learn from their group.
     """
     own = [f"{attempt.attempt_id}/{transition.turn}" for transition in attempt.transitions]
     alone = [math.isnan(value) for value in values]
@@ -96,11 +96,11 @@ class Cells:
     """Calls with their alternatives, by place: the record and the number of the call. The record comes first.
 
     Attributes:
-        members: the attempts that are compared, by their number in what was given, and the turn of the call in each.
-        values: what came of each.
-        actions: what each answered; equal answers are equal.
-        agents: who called.
-        weights: of the comparison, where calls are not equally likely to be drawn again.
+        members: the compared attempts, by their number in the input, and the turn of the call in each.
+        values: the outcome of each.
+        actions: the answer of each; equal answers are equal.
+        agents: the calling agent.
+        weights: of the comparison, if calls are not equally likely to be sampled again.
     """
 
     members: Mapping[str, Sequence[tuple[int, int]]]
@@ -111,7 +111,7 @@ class Cells:
 
     @classmethod
     def of(cls, attempts: Sequence[Played]) -> Cells:
-        """Put every fork beside its record."""
+        """Put every fork next to its record."""
         cells = _cells(attempts)
         return cls(
             cells,
@@ -123,11 +123,11 @@ class Cells:
 
     @property
     def spread(self) -> dict[str, float]:
-        """Return, by agent, the deviation between what came of the alternatives of one call, less what is noise.
+        """Return, by agent, the deviation between the outcomes of one call's alternatives, without noise.
 
-        What came of equal answers to one call differs by noise alone: the reward's, and what was drawn after them. Its
-        variance, pooled over all places, is taken off that of all alternatives, pooled over the agent's. Where nothing
-        was answered twice nobody can know, and nothing is taken off.
+        Outcomes of equal answers to one call differ only by noise: the reward's, and what was sampled later. Their
+        variance, pooled over all places, is subtracted from that of all alternatives, pooled over the agent's. If
+        nothing was answered twice, the noise is unknown and nothing is subtracted.
         """
         alike = [_alike(self.actions[place], self.values[place]) for place in self.members]
         noise, degrees = _pool_squares([same for its in alike for same in its.values()])
@@ -163,7 +163,7 @@ def _agent(attempt: Played, turn: int) -> str | None:
 
 
 def _action_of(attempt: Played, turn: int) -> Hashable:
-    """Return what a call answered, all its choices: the tokens, or the text where there are none."""
+    """Return a call's answer, all its choices: the tokens, or the text if there are none."""
     calls = sorted((t for t in attempt.transitions if t.turn == turn), key=lambda t: t.choice)
     return tuple(t.tokens.response if t.tokens is not None else repr(dict(t.message)) for t in calls)
 
@@ -174,7 +174,7 @@ def _average_by_action(values: Sequence[float], actions: Sequence[Hashable]) -> 
 
 
 def _alike(actions: Sequence[Hashable], values: Sequence[float]) -> dict[Hashable, list[float]]:
-    """Return what came of each answer."""
+    """Return the outcomes of each answer."""
     alike: defaultdict[Hashable, list[float]] = defaultdict(list)
     for action, value in zip(actions, values, strict=True):
         alike[action].append(value)
@@ -182,6 +182,6 @@ def _alike(actions: Sequence[Hashable], values: Sequence[float]) -> dict[Hashabl
 
 
 def _pool_squares(samples: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Return the squared distances from the means of some samples, added up, and their degrees of freedom."""
+    """Return the sum of squared distances from the means of some samples, and their degrees of freedom."""
     squares = sum(float(np.sum((np.asarray(its) - np.mean(its)) ** 2)) for its in samples)
     return squares, sum(len(its) - 1 for its in samples)

@@ -1,7 +1,7 @@
-"""Credit that says what its values are compared with: the same turn, the same state, or several of these at once.
+"""Credit that defines what its values are compared with: the same turn, the same state, or several of these.
 
-Two attempts at a task rarely make the same number of calls, and what a call could still reach depends on where it
-stands. So a value is compared with those of the same place: the same turn, or the same state of the task.
+Two attempts at a task rarely make the same number of calls, and what a call can still reach depends on its position. So
+a value is compared with those of the same place: the same turn, or the same state of the task.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def turn(transitions: Sequence[Transition], rewards: Sequence[Reward], *, gamma:
     """Compare every call with the calls at the same turn of the group's other attempts.
 
     The value of a call is its return to go, as in `discounted`; its place is its number among the calls of its agent.
-    So the third call of an agent is judged by what third calls came to, whatever the first and second had earned.
+    So the third call of an agent is compared with third calls, whatever the first and second had earned.
 
     Args:
         transitions: all of one attempt.
@@ -48,12 +48,12 @@ def gigpo(
     omega: float = 1.0,
     anchor: Anchor = "observation",
 ) -> list[float]:
-    """Compare whole attempts, and besides them the calls that were made in the same state (GiGPO, arXiv 2505.10978).
+    """Compare whole attempts, and in addition the calls that were made in the same state (GiGPO, arXiv 2505.10978).
 
     A = A_E + omega * A_S. A_E compares the return of the attempt with its group's (equation 3 of the paper). A_S
     compares the call's return to go, R_t = sum of gamma**(k - t) r_k over k >= t, with those of all calls of the group
-    in the same state, each counted once (equations 6 to 8): what one action was worth where others were taken instead.
-    A state that was met once adds nothing.
+    in the same state, each counted once (equations 6 to 8): the value of one action where others took another. A state
+    that occurred once adds nothing.
 
     Args:
         transitions: all of one attempt.
@@ -64,7 +64,7 @@ def gigpo(
             the environment's state; ``prompt``, all that the model saw.
 
     Returns:
-        One value for each transition: its agent's return in the attempt, the rewards of single calls among it.
+        One value for each transition: its agent's return in the attempt, including the rewards of single calls.
 
     Raises:
         ConfigError: an option is out of range.
@@ -86,8 +86,8 @@ def gigpo(
 def state_of(transition: Transition, anchor: Anchor = "observation") -> str:
     """Name the state in which a call was made: the same text for the same state.
 
-    Ids that differ from attempt to attempt, as those of tool calls, are no part of it. A call whose request was not
-    kept is in the state that its prompt's tokens make; with neither it is in a state of its own.
+    Ids that differ between attempts, such as those of tool calls, are not part of it. A call whose request was not
+    recorded is in the state of its prompt's tokens; without those it is in a state of its own.
     """
     items = _items(transition.request)
     if anchor == "observation":
@@ -101,7 +101,7 @@ def state_of(transition: Transition, anchor: Anchor = "observation") -> str:
 
 
 def _returns(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
-    """(M,) all that came to the agent of each call: its return to go at its first one, without discount."""
+    """(M,) the whole return of each call's agent: its return to go at its first call, without discount."""
     to_go = discounted(transitions, rewards, gamma=1.0)
     order = sorted(range(len(transitions)), key=lambda m: (transitions[m].turn, transitions[m].choice), reverse=True)
     first = {transitions[m].agent: to_go[m] for m in order}
@@ -118,7 +118,7 @@ def _numbers(transitions: Sequence[Transition]) -> list[int]:
 
 
 def _items(request: Mapping[str, Json]) -> list[Json]:
-    """Return the messages of a request, or the items of a `/responses` input; a prompt of text is one message."""
+    """Return the messages of a request, or the items of a `/responses` input; a text prompt is one message."""
     given = request.get("messages", request.get("input", request.get("prompt")))
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -133,7 +133,7 @@ def _is_answer(item: Json) -> bool:
 
 
 def _without_ids(item: Json) -> Json:
-    """Leave out of a message what names it and does not say anything."""
+    """Remove from a message what identifies it without being content."""
     if not isinstance(item, Mapping):
         return item
     calls = item.get("tool_calls")

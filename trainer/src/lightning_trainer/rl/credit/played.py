@@ -1,4 +1,4 @@
-"""Attempts as credit sees them that looks at several at once: a record, and the forks that left it."""
+"""Attempts for credit assigners that compare several at once: a record, and the forks that left it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Fork:
 
     Attributes:
         record: the earlier attempt.
-        call: number of the call that was drawn again, from 0: its `Transition.turn` in the record. None: none was.
-        without: agents for which another model answered throughout, where `call` is None.
-        team: agents for which one did in any of the record's forks, also in those that are lost.
-        weight: of what came of it in an update, where calls are not equally likely to be forked.
+        call: number of the call that was sampled again, from 0: its `Transition.turn` in the record. None: none was.
+        without: agents for which another model answered throughout, if `call` is None.
+        team: agents for which one did in any of the record's forks, including lost ones.
+        weight: of its outcome in an update, if calls are not equally likely to be forked.
     """
 
     record: str
@@ -32,12 +32,12 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """An attempt of a step, begun anew or forked, and what it came to.
+    """An attempt of a step, new or forked, and its outcome.
 
     Attributes:
         attempt_id: its id.
         transitions: (M,) all of it.
-        earned: all its rewards as one number: what the team got, not the agent that called.
+        earned: all its rewards as one number: the team's, not the calling agent's.
         group: the rollouts of its task.
         fork: where it left the record; None for one that began anew.
     """
@@ -50,21 +50,21 @@ class Played:
 
     @property
     def alternative(self) -> int | None:
-        """Return the turn of the call that was drawn again; None where there is none."""
+        """Return the turn of the call that was sampled again; None if there is none."""
         return next((t.turn for t in self.transitions if FORKED in t.sampling), None)
 
 
 @dataclass(frozen=True, slots=True)
 class AcrossAttempts:
-    """A credit assigner that looks at all attempts of a step, forks among them.
+    """A credit assigner that compares all attempts of a step, including forks.
 
     Attributes:
-        assign: attempts and keyword options -> for each attempt its values; NaN where a call is not compared.
+        assign: attempts and keyword options -> for each attempt its values; NaN if a call is not compared.
     """
 
     assign: Callable[..., list[Credited]]
 
-    across: ClassVar[bool] = True  # for the configuration, a floor below
+    across: ClassVar[bool] = True  # for the configuration, one layer below
 
     def __call__(self, attempts: Sequence[Played], **options: Any) -> list[Credited]:
         """Credit the calls of all attempts."""

@@ -1,17 +1,18 @@
-"""What each agent adds to its team: Shapley values over agents, with the frozen base in place of those left out.
+"""The contribution of each agent to its team: Shapley values over agents, with the frozen base replacing the others.
 
-A coalition is the agents that answer as they learned to; for the others the frozen base answers. Agents join one after
-the other, in a random order, and each adds what the team's reward changes by when it joins (Castro, Gomez and Tejada,
-2009). So what all agents add is what the team gained over the base, in every order.
+A coalition is the agents that answer with their trained weights; for the others the frozen base answers. Agents join
+one after the other, in a random order, and each adds the change of the team's reward when it joins (Castro, Gomez and
+Tejada, 2009). So the sum over agents is the team's gain over the base, in every order.
 
-It is a measure. As training credit it can point away from the gradient: what an agent adds over the base says nothing
-of which of its actions were better than its usual ones (docs/decisions/credit-methods.md).
+It is a measure. As training credit it can point away from the gradient: what an agent adds over the base does not say
+which of its actions were better than its usual ones (docs/decisions/credit-methods.md).
 
-For a rollout of a run, the coalition of all is the rollout itself. In the others its program runs again: an agent of
-the coalition that is asked what it was asked in the rollout says what it said there, and the base says the same to the
-same request in all coalitions of a rollout. So these differ by who takes part, and as little as can be by chance.
+For a rollout of a run, the coalition of all agents is the rollout itself. In the others its program runs again: an
+agent of the coalition that gets the same request as in the rollout gives the same answer, and the base gives the same
+answer to the same request in all coalitions of a rollout. So these differ by who takes part, and as little as possible
+by chance.
 
-`orders` draws orders, `coalitions` says what is to be run for one, `added` what came of it.
+`orders` samples orders, `coalitions` returns what to run for one, `added` the outcomes.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ Coalition = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What an agent adds to the reward of its team.
+    """An agent's contribution to the reward of its team.
 
     Attributes:
         value: the mean of what it added.
-        error: standard error of that mean; NaN for a single sample, of which nothing is known.
+        error: standard error of that mean; NaN for a single sample.
     """
 
     value: float
@@ -43,12 +44,12 @@ class Share:
 
 
 def orders(agents: Sequence[str], count: int, numbers: random.Random) -> list[tuple[str, ...]]:
-    """Draw orders in which agents join, each followed by its reverse: what comes early in one comes late in the other.
+    """Sample orders in which agents join, each followed by its reverse: what is early in one is late in the other.
 
     Args:
         agents: of the team.
         count: how many, even.
-        numbers: the draw; the same numbers give the same orders.
+        numbers: random numbers; the same ones give the same orders.
 
     Raises:
         ValueError: the count is odd or below 2, or an agent is named twice.
@@ -65,24 +66,24 @@ def orders(agents: Sequence[str], count: int, numbers: random.Random) -> list[tu
 
 
 def coalitions(order: Sequence[str]) -> list[Coalition]:
-    """Return what is to be run for an order: nobody, then one agent more each time, to all of them."""
+    """Return what to run for an order: no agent, then one more each time, up to all of them."""
     return [frozenset(order[:n]) for n in range(len(order) + 1)]
 
 
 def values_of(worth: Mapping[Coalition, float]) -> dict[str, float]:
-    """Return what each agent adds, in the mean over all orders whose every coalition is known.
+    """Return what each agent adds, averaged over all orders whose every coalition is known.
 
-    With the coalitions of random orders the mean over draws is the Shapley value: no agent is more likely to join
-    early than another. With all 2**n coalitions it is the Shapley value itself.
+    With the coalitions of random orders the expected value is the Shapley value: no agent is more likely to join early
+    than another. With all 2**n coalitions it is the Shapley value itself.
 
     Args:
-        worth: the reward of each coalition that is known; the largest is the whole team.
+        worth: the reward of each known coalition; the largest is the whole team.
 
     Returns:
-        By agent. The values add up to what the team gained over the base. Empty where no order is known whole.
+        By agent. The values add up to the team's gain over the base. Empty if no order is completely known.
     """
     team = max(worth, key=len, default=frozenset())
-    # Orders are counted, not listed: those that lead to a coalition, times those that go on from it to the team.
+    # Orders are counted, not listed: those that lead to a coalition, times those that continue from it to the team.
     ways_to: dict[Coalition, int] = {}
     for some in sorted(worth, key=len):
         ways_to[some] = sum(ways_to.get(some - {agent}, 0) for agent in some) if some else 1
@@ -106,7 +107,7 @@ def added(attempts: Sequence[Played]) -> dict[str, dict[str, float]]:
     """Return what each agent added in each rollout whose coalitions were run, by attempt and agent.
 
     Args:
-        attempts: of a step; a fork whose record is not among them counts for nothing.
+        attempts: of a step; a fork whose record is not among them is ignored.
     """
     without: defaultdict[str, defaultdict[Coalition, list[float]]] = defaultdict(lambda: defaultdict(list))
     teams: defaultdict[str, Coalition] = defaultdict(frozenset)
@@ -125,10 +126,10 @@ def added(attempts: Sequence[Played]) -> dict[str, dict[str, float]]:
 
 
 def shares(samples: Sequence[Mapping[str, float]]) -> dict[str, Share]:
-    """Return the mean of what each agent added over samples that are independent of each other, with its error.
+    """Return the mean of what each agent added over independent samples, with its error.
 
     Args:
-        samples: by agent, of a rollout each; an agent need not be in all of them.
+        samples: by agent, one per rollout; an agent need not be in all of them.
     """
     by_agent: defaultdict[str, list[float]] = defaultdict(list)
     for sample in samples:

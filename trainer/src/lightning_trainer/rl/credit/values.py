@@ -1,4 +1,4 @@
-"""What a credit assigner answers: values, and what each of them is compared with."""
+"""The result of a credit assigner: values, and what each of them is compared with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_spans.schema.rewards import Reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One comparison that goes into the advantage of a call.
+    """One comparison that contributes to the advantage of a call.
 
     Attributes:
-        values: (M,) what is compared, one for each transition; NaN where no reward concerns the call.
+        values: (M,) what is compared, one for each transition; NaN if no reward concerns the call.
         places: (M,) only calls of one place, and of one agent, are compared; None: all calls of the agent.
         weight: of this comparison in the sum; or (M,) one for each transition.
-        by_step: every call counts once; else every attempt does, and its calls of one place share that.
+        by_step: whether every call counts once; otherwise every attempt does, shared by its calls of one place.
     """
 
     values: Sequence[float]
@@ -26,10 +26,10 @@ class Level:
 
 
 class Credited(list[float]):
-    """One value for each transition, as any assigner gives, with what they are compared with.
+    """One value for each transition, as any assigner returns, with what they are compared with.
 
     Attributes:
-        levels: the comparisons whose weighted sum is the advantage; the first one holds the values themselves.
+        levels: the comparisons whose weighted sum is the advantage; the first contains the values themselves.
         lost: rewards that the assigner gave to nobody.
     """
 
@@ -48,15 +48,15 @@ class Credited(list[float]):
 
 
 def levels_of(values: Sequence[float]) -> tuple[Level, ...]:
-    """Return the comparisons of an assigner's answer; a plain list is one, over all calls of an agent."""
+    """Return the comparisons of an assigner's result; a plain list is one, over all calls of an agent."""
     return values.levels if isinstance(values, Credited) else (Level(values=values),)
 
 
 def places_of(values: Sequence[float]) -> Sequence[str] | None:
-    """Return what the values themselves are compared by; None: by nothing but the agent."""
+    """Return the places by which the values themselves are compared; None: only by agent."""
     return levels_of(values)[0].places
 
 
 def lost_in(values: Sequence[float]) -> tuple[Reward, ...]:
-    """Return the rewards that an assigner says it gave to nobody."""
+    """Return the rewards that an assigner reports as given to nobody."""
     return values.lost if isinstance(values, Credited) else ()

@@ -1,4 +1,4 @@
-"""Automatic intermediate rewards (AIR): rules that judge the spans of an attempt. Off until configured."""
+"""Automatic intermediate rewards (AIR): rules that judge the spans of an attempt. Off unless configured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Finding", "Judge", "installed", "read_rules", "source_weights", "wei
 
 
 def source_weights(config: TrainConfig) -> dict[str, float]:
-    """Return the weight of each source that is compared by itself: of rules, and of a judge next to other rewards."""
+    """Return the weight of each source that is compared separately: rules, and a judge next to other rewards."""
     weights = weights_of(config.rewards)
     if config.judge and config.reward != JUDGE:
         weights[JUDGE] = float(config.judge.get("weight", 1.0))

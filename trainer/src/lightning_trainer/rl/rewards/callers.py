@@ -1,4 +1,4 @@
-"""Which model call called a tool, and what a model call was asked."""
+"""Which model call called a tool, and the request of a model call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_spans.schema.spans import REQUEST, TOOL_CALL_ID, Json
 
 
 class ToolCaller(NamedTuple):
-    """A model call, and the index of its answer that called; None where that is not known."""
+    """A model call, and the index of its answer that called; None if it is unknown."""
 
     node: Node
     choice: int | None = None
@@ -25,7 +25,7 @@ def tools_called(node: Node) -> list[tuple[int, ToolCall]]:
 
 
 def request_of(node: Node) -> Mapping[str, Json]:
-    """Return the body of the request: as the gateway had it, else as the span has it."""
+    """Return the body of the request: the gateway's, otherwise the span's."""
     if node.call is not None and node.call.request:
         return node.call.request
     text = node.span.attributes.get(REQUEST)
@@ -37,10 +37,11 @@ def request_of(node: Node) -> Mapping[str, Json]:
 
 
 def callers(trace: Trace) -> dict[Node, ToolCaller]:
-    """Return for each tool that ran the model call that called it; a tool that none called is left out.
+    """Return for each tool that ran the model call that called it; tools that no model called are left out.
 
-    By the id of the tool call where both have it, else the last call of the same agent (by its path, where namesakes
-    are told apart by that), or of any where the tool has no agent, that had ended when the tool began.
+    It is found by the id of the tool call if both have it, otherwise it is the last call that had ended when the tool
+    began: of the same agent (by its path, if that distinguishes agents of one name), or of any if the tool has no
+    agent.
     """
     by_id = {
         call.call_id: ToolCaller(node, choice)
@@ -62,12 +63,12 @@ def callers(trace: Trace) -> dict[Node, ToolCaller]:
 def _before(trace: Trace, tool: Node) -> Node | None:
     ended = [n for n in trace.chats if n.span.end_ns <= tool.span.start_ns]
     path = tool.path
-    if path is not None:  # of namesakes the one that stands where the tool does, as far as both places are known
+    if path is not None:  # of agents with one name, the one at the tool's path, as far as both paths are known
         same = [n for n in ended if n.path == path]
         ended = same or [n for n in ended if n.path is not None and _may_be(n.path, path)]
     return max(ended, key=lambda node: node.span.end_ns, default=None)
 
 
 def _may_be(one: str, other: str) -> bool:
-    """Whether two paths may be of one agent, of which one was told more: ``extract`` and ``billing/extract``."""
+    """Whether two paths may be one agent's, of which one is more detailed: ``extract`` and ``billing/extract``."""
     return all(left == right for left, right in zip(reversed(parts_of(one)), reversed(parts_of(other)), strict=False))

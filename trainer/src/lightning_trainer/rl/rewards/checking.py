@@ -1,7 +1,7 @@
-"""Programs in disguise, run in a process of their own: JSON schemas and regular expressions that others wrote.
+"""JSON schemas and regular expressions of others, which are programs in disguise, checked in a separate process.
 
-A schema may refer to itself without end, and a pattern may try ways without number, so each check has an amount of
-processor time and memory. The process fetches nothing. This file is run as a script there.
+A schema may refer to itself endlessly, and a pattern may try endlessly many ways, so each check has a limit of
+processor time and memory. The process fetches nothing. This file runs there as a script.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_trainer.bounded import BoundedProcess, TooLongError, answer_lines
 
 CPU_S: Final = 2.0  # of one check
 _MEMORY: Final = 2 << 30
-_MOST_ENDED: Final = 3  # checks of one attempt that may take too long; after that nothing of it is checked
+_MOST_ENDED: Final = 3  # checks of one attempt that may take too long; after that no more are made
 _CHECKER: Final = BoundedProcess(Path(__file__), str(CPU_S))
 
 
@@ -29,11 +29,14 @@ class Checks:
         self._ended = 0
 
     def fits(self, value: Any, schema: Any) -> bool:
-        """Whether a value fits a JSON schema. Nothing fits what is no schema, can't be resolved or takes too long."""
+        """Whether a value fits a JSON schema.
+
+        Nothing fits an invalid schema, or one that cannot be resolved or takes too long.
+        """
         return self._holds({"schema": schema, "value": value})
 
     def found(self, pattern: str, text: str) -> bool:
-        """Whether a regular expression is found in a text. A search that takes too long finds nothing."""
+        """Whether a regular expression matches in a text. A search that takes too long matches nothing."""
         return self._holds({"pattern": pattern, "text": text})
 
     def _holds(self, question: dict[str, Any]) -> bool:
@@ -44,7 +47,7 @@ class Checks:
         except TooLongError:
             self._ended += 1
             return False
-        except (RecursionError, ValueError):  # nested too deep, or too long a number, to be written as JSON
+        except (RecursionError, ValueError):  # nested too deeply, or too long a number, to be written as JSON
             return False
 
 
@@ -54,12 +57,12 @@ def _ask(question: dict[str, Any]) -> bool:
 
 def _main() -> None:
     answers = _answers_with()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a library in Rust prints what it panics at
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a library in Rust prints its panics
     answer_lines(lambda line: b"1" if any(answers(line)) else b"0", lambda _: float(sys.argv[1]), _MEMORY)
 
 
 def _answers_with() -> Callable[[bytes], Iterator[bool]]:
-    """Import what checks, which is no part of a check's time."""
+    """Import the checking libraries first, which is not part of a check's time."""
     import re
 
     from jsonschema import Draft202012Validator
@@ -67,7 +70,7 @@ def _answers_with() -> Callable[[bytes], Iterator[bool]]:
     from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
     def answers(line: bytes) -> Iterator[bool]:
-        # Whatever they raise at a schema that is none must not end the rule: a panic in Rust is no Exception.
+        # Their exceptions for an invalid schema must not end the rule; a panic in Rust is not an Exception.
         with suppress(BaseException):
             question = json.loads(line)
             if "pattern" in question:

@@ -1,4 +1,4 @@
-"""From a configuration's table of rules to rewards with their sources, through the hook `lightning_rewards`."""
+"""Creates the configured rules' rewards with their sources, through the hook `lightning_rewards`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_trainer.rl.rewards.rules import RULES, Finding, Rule
 logger = logging.getLogger("lightning_trainer")
 
 PLUGIN: Final = "lightning-air"
-# Credit whose values are returns to go, under which differences of a potential leave the best policy where it is.
+# Credit with returns to go, under which differences of a potential do not change the best policy.
 RETURNS_TO_GO: Final = ("discounted", "turn")
 NO_STATE: Final = ("latency", "cost", "answer_format")
 OF_ATTEMPTS: Final = ("latency", "cost")
