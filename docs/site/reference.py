@@ -148,12 +148,13 @@ def _type(annotation: object) -> str:
 
 
 def attributes(path: str) -> str:
-    """Describe the fields of a class by the Attributes of its docstring, which every field must be in."""
+    """Describe the fields of a class by the Attributes of its docstring, or by the record that declares them."""
     module, _, name = path.rpartition(".")
     cls = getattr(import_module(module), name)
     section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     items = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", section, flags=re.MULTILINE)
-    told = {each.strip(): text for names, text in items for each in names.split(",")}
+    told = {name: field.description for name, field in getattr(cls, "model_fields", {}).items() if field.description}
+    told |= {each.strip(): text for names, text in items for each in names.split(",")}
     defaults = {each.name: each for each in inspect.signature(cls).parameters.values()}
     missing = [name for name in defaults if name not in told]
     if missing:

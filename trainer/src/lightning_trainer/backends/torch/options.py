@@ -50,6 +50,9 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
         weight_decay: AdamW's decoupled decay.
         max_grad_norm: gradients are scaled down to this norm.
         clip_dual: of `losses.policy_loss`.
+        old_logprobs: log-probabilities in the denominator of the ratio: the engine's, or recomputed before the update.
+        gae_lambda: decay of generalised advantage estimation, with ``algorithm`` = ppo.
+        value_learning_rate: step size of the value head.
         divergence: from a teacher's targets, where rows have some: `losses.candidate_divergence`.
         teacher_weights: weights of the policy as its own teacher: the newest, those that it started from (``base``, of
             which all weights need a frozen copy), or an average over the steps (``ema``, a second copy of the masters).
