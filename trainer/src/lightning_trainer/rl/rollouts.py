@@ -1,4 +1,4 @@
-"""Rollouts of a batch of tasks: queued in groups, waited for with a bound, and what became of each."""
+"""Rollouts of a batch of tasks: queued in groups, awaited with a limit, and their outcomes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_trainer.rl.account import ATTEMPT_FAILED, OTHER_ATTEMPT
 from lightning_trainer.rl.endings import Ending, ending_of, needs_trace
 
 POLL_S: Final = 0.25
-SLACK_S: Final = 60.0  # a runner notices a time-out, ends the attempt and tells the store well within this
+SLACK_S: Final = 60.0  # within this time, a runner notices a time-out, ends the attempt and reports it to the store
 Failed: TypeAlias = Literal["exclude", "lowest"] | float
 """What a failure of the policy's counts as: left out, the lowest reward of the batch or 0 if that is less, a reward."""
-REWARD_ERROR: Final = "RewardError: "  # how the worker begins the error of an attempt without a usable reward
+REWARD_ERROR: Final = "RewardError: "  # how the worker's error for an attempt without a usable reward begins
 
 
 class StalledError(LightningError):
@@ -31,17 +31,18 @@ class StalledError(LightningError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one rollout.
+    """The outcome of one rollout.
 
     Attributes:
         rollout: as it ended.
-        attempt: its successful attempt, the last one if there are several; None when none succeeded.
+        attempt: its successful attempt, the last one if there are several; None if none succeeded.
         attempts: all of its attempts in order.
         rewards: of `attempt`; empty without one.
-        crash: its first attempt that failed by the policy's own doing, see `endings`; None where none did. Where
-            failures count, it counts, and no retry makes it good: else a policy that crashes would draw until it wins.
+        crash: its first attempt that failed because of the policy, see `endings`; None if none did. If failures count,
+            it
+            counts, and no retry replaces it: otherwise a policy that crashes would sample until it wins.
         endings: how each of its attempts ended, by its id.
-        unjudged: why the judge gave it no reward; None where it did, or there is no judge. It is left out then.
+        unjudged: why the judge gave it no reward; None if it did, or there is no judge. It is left out then.
     """
 
     rollout: Rollout
@@ -53,21 +54,24 @@ class Outcome:
     unjudged: str | None = None
 
     def counts(self, failed: Failed) -> AttemptRecord | None:
-        """Return the attempt that counts: the crash, where failures count; None where the rollout is left out."""
+        """Return the attempt that counts: the crash, if failures count; None if the rollout is left out."""
         if self.unjudged is not None:
             return None
         return self.attempt if failed == "exclude" or self.crash is None else self.crash
 
     @property
     def ending(self) -> Ending | None:
-        """How it ended: as the attempt did that failed by the policy's doing, else as its success, else as its last."""
+        """How it ended.
+
+        As its attempt that failed because of the policy, otherwise as its success, otherwise as its last.
+        """
         if self.unjudged is not None:
             return Ending.UNJUDGED
         attempt = self.crash or self.attempt or (self.attempts[-1] if self.attempts else None)
         return None if attempt is None else self.endings.get(attempt.attempt_id)
 
     def why_left_out(self, attempt_id: str) -> str:
-        """Say why an attempt does not count, as the account does."""
+        """Return why an attempt does not count, as the account shows it."""
         ending = self.endings.get(attempt_id)
         if self.unjudged is not None and self.attempt is not None and attempt_id == self.attempt.attempt_id:
             return Ending.UNJUDGED.text
@@ -77,7 +81,7 @@ class Outcome:
 
     @property
     def error(self) -> str | None:
-        """Why it failed; None where it succeeded at once."""
+        """Why it failed; None if it succeeded at once."""
         if self.unjudged is not None:
             return self.unjudged
         if self.crash is not None:
@@ -98,17 +102,17 @@ def plan(
     timeout_s: float | None,
     first: int = 0,
 ) -> list[Rollout]:
-    """Make the rollouts of a batch: `size` of each task, in groups.
+    """Create the rollouts of a batch: `size` of each task, in groups.
 
     Args:
-        tasks: a task may stand in a batch twice; each place is a group.
-        name: of the batch, unique in the store. Ids follow from it, and sampling seeds follow from the part of an id
-            after the colon.
+        tasks: a task may be in a batch twice; each position is a group.
+        name: of the batch, unique in the store. Ids follow from it, and sampling seeds from the part of an id after the
+            colon.
         size: rollouts in a group.
         mode: ``train`` or ``val``.
         max_attempts: tries of each.
         timeout_s: time limit of each try.
-        first: place of the first of these tasks in the batch.
+        first: position of the first of these tasks in the batch.
     """
     return [
         Rollout(
@@ -139,12 +143,12 @@ def wait(
         store: where they were queued.
         rollouts: all of a batch.
         check: raises when nothing will run them any more.
-        describe: says what the workers do.
-        on_progress: told how many have ended, whenever that has changed.
-        poll_s: seconds between looks.
+        describe: describes what the workers do.
+        on_progress: called with the number of ended rollouts, whenever it has changed.
+        poll_s: seconds between checks.
 
     Raises:
-        RewardError: an attempt gave no usable reward: no retry will.
+        RewardError: an attempt gave no usable reward, and no retry will.
         StalledError: nothing has begun or ended for longer than an attempt may take.
     """
     ids = [rollout.rollout_id for rollout in rollouts]
@@ -172,12 +176,12 @@ def wait(
 
 
 def outcomes(store: Store, rollouts: Sequence[Rollout], timeouts: Timeouts = "count") -> list[Outcome]:
-    """Say what became of rollouts that have ended, in their order.
+    """Return the outcomes of rollouts that have ended, in order.
 
     Args:
         store: where they were run.
         rollouts: they have ended.
-        timeouts: ``exclude``: an attempt that was too slow is no failure of the policy's.
+        timeouts: ``exclude``: an attempt that was too slow is not the policy's failure.
     """
     ids = [rollout.rollout_id for rollout in rollouts]
     ended = {rollout.rollout_id: rollout for rollout in store.rollouts(rollout_ids=ids)}
@@ -192,11 +196,11 @@ def outcomes(store: Store, rollouts: Sequence[Rollout], timeouts: Timeouts = "co
 
 
 def is_counted(store: Store, end: End, *, timeouts: Timeouts, failed: Failed) -> bool:
-    """Whether an attempt that is about to end so is a failure of the policy's that counts, whatever a retry does.
+    """Whether the given end of an attempt is a failure of the policy that counts, whatever a retry does.
 
     Args:
         store: with its calls.
-        end: how it is to end.
+        end: how it is about to end.
         timeouts: how rollouts that were too slow count.
         failed: what failures count as.
     """
@@ -207,7 +211,7 @@ def is_counted(store: Store, end: End, *, timeouts: Timeouts, failed: Failed) ->
 
 
 def _endings(store: Store, attempts: Sequence[AttemptRecord]) -> dict[str, Ending]:
-    """Say how attempts ended, by id; of those that failed with what their calls tell."""
+    """Classify how attempts ended, by id; failed ones with the information in their calls."""
     looked = sorted(attempt.attempt_id for attempt in attempts if needs_trace(attempt))
     traces = {trace.attempt_id: trace for trace in traces_of(store, attempt_ids=looked)} if looked else {}
     ended = (attempt for attempt in attempts if attempt.status != "running")
@@ -251,7 +255,10 @@ def _stall_message(
 
 
 class _Stalls:
-    """Names what a batch waits for while nothing moves: a claim, a runner that has gone, the last of its groups."""
+    """Names what a batch waits for while nothing moves.
+
+    A claim, a runner that has gone, the last rollouts of its groups.
+    """
 
     def __init__(self, describe: Callable[[], str]) -> None:
         self._describe = describe
@@ -266,7 +273,7 @@ class _Stalls:
             wait.end()
 
     def look(self, rollouts: Sequence[Rollout], attempts: Sequence[AttemptRecord], moved: object) -> None:
-        """Note how the batch stands now."""
+        """Note the current state of the batch."""
         if moved != self._seen:
             self._seen = moved
             for wait in self._waits.values():
@@ -293,7 +300,7 @@ def _attempts_text(gone: Sequence[AttemptRecord]) -> str:
 
 
 def _last_of_groups(rollouts: Sequence[Rollout]) -> list[str]:
-    """Name the rollouts that have not ended, where they are a quarter of each group or fewer."""
+    """Name the rollouts that have not ended, if they are a quarter of each group or fewer."""
     groups: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)

@@ -37,19 +37,19 @@ class Row:
     Attributes:
         tokens: (T,) token ids.
         mask: (T,) True at the tokens that the policy sampled, the only ones that are trained; tokens that a grammar or
-            the like steered are context.
+            similar steered are context.
         logprobs: (T,) their natural log-probabilities as recorded when sampled; 0 elsewhere.
         advantages: (T,) their advantages; 0 elsewhere.
         lengths: number of trained tokens of each call in the row, in order.
-        agent: who made the calls.
+        agent: the agent that made the calls.
         attempt_id: the attempt they belong to.
         rollout_id: the rollout.
         group_id: the group whose returns were compared.
         policy: the policy that answered.
-        policy_version: the number of its weights; `UNKNOWN_VERSION` where the engine did not say.
-        temperature: what logits were divided by; above 0.
-        calls: span and choice of each call in the row, in order; empty where the row is of no trace.
-        target: what a teacher finds of other tokens at its trained places; None where none was asked.
+        policy_version: the number of its weights; `UNKNOWN_VERSION` if the engine did not say.
+        temperature: the divisor of logits; above 0.
+        calls: span and choice of each call in the row, in order; empty if the row comes from no trace.
+        target: a teacher's distribution at its trained tokens; None if none was requested.
     """
 
     tokens: NDArray[np.int32]
@@ -135,7 +135,7 @@ def make_rows(
 
 
 def why_untrainable(transition: Transition, *, max_length: int | None = None) -> str | None:
-    """Say why this transition can't be a training row; None when it can. The reasons stand in `account`."""
+    """Return why this transition cannot be a training row; None if it can. The reasons are in `account`."""
     if transition.error is not None and not transition.sampling.get(CUT):
         return reasons.CALL_FAILED
     if transition.tokens is None:
@@ -148,7 +148,8 @@ def why_untrainable(transition: Transition, *, max_length: int | None = None) ->
         (reasons.NO_RESPONSE, not response),
         (reasons.BAD_LOGPROBS, len(logprobs) != len(response) or not all(map(math.isfinite, logprobs))),
         (reasons.GREEDY, at <= 0.0),
-        # The ratio to another temperature's is a sum over the vocabulary, of which one term is known: no correction.
+        # The ratio to another temperature's is a sum over the vocabulary, of which one term is known: it cannot be
+        # corrected.
         (reasons.OTHER_TEMPERATURE, transition.sampling.get("logprobs_temperature", at) != at),
         (reasons.STEERED, steered is None),
         (reasons.ALL_STEERED, steered is not None and len(steered) >= len(response)),
@@ -158,22 +159,22 @@ def why_untrainable(transition: Transition, *, max_length: int | None = None) ->
 
 
 def why_no_tokens(transition: Transition) -> str:
-    """Say why a transition has no tokens."""
+    """Return why a transition has no tokens."""
     return reasons.PARTIAL_TOKENS if PARTIAL in transition.sampling else reasons.NO_TOKENS
 
 
 def token_weights(rows: Sequence[Row], aggregation: Aggregation) -> list[NDArray[np.float32]]:
     """Return the weight of each trained token in the loss, so that the loss is the sum of weight times term.
 
-    Made from all rows of a batch before it is split: however it is split into micro-batches, and whichever rows
-    without gradient are left out, the gradients add up to the same. A sequence here is the response of one call, not
-    a row, so that merging changes nothing.
+    Computed from all rows of a batch before it is split: however it is split into micro-batches, and whichever rows
+    without gradient are left out, the gradients add up to the same. A sequence here is the response of one call, not a
+    row, so that merging changes nothing.
 
-    ``token-mean`` is DAPO's (arXiv 2503.14476): every token weighs the same. ``sequence-mean`` is GRPO's
-    (arXiv 2402.03300): every response weighs the same, and its tokens share that. ``sequence-sum``: a token weighs
-    1 / number of responses, so a long response weighs more, as in Dr. GRPO (arXiv 2503.20783) up to a constant.
-    ``rollout-mean``: every rollout weighs the same, however much was said in it, and its tokens share that.
-    ``row-mean``: likewise every row; the only one that depends on what was merged.
+    ``token-mean`` is DAPO's (arXiv 2503.14476): every token has the same weight. ``sequence-mean`` is GRPO's (arXiv
+    2402.03300): every response has the same weight, shared by its tokens. ``sequence-sum``: a token weighs 1 / number
+    of responses, so a long response weighs more, as in Dr. GRPO (arXiv 2503.20783) up to a constant. ``rollout-mean``:
+    every rollout has the same weight, however long, shared by its tokens. ``row-mean``: likewise every row; the only
+    one that depends on merging.
 
     Returns:
         For each row (K,) float32, one weight for each True of its mask, in order.
@@ -213,7 +214,7 @@ class _Action:
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """(K,) places in `ids` of the tokens that are trained: the response, but for what was steered."""
+        """(K,) positions in `ids` of the trained tokens: the response, except what was steered."""
         own = np.delete(np.arange(len(self.tokens.response)), list(self.steered))
         return len(self.tokens.prompt) + own
 

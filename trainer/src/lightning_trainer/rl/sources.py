@@ -20,18 +20,18 @@ from lightning_trainer.rl.advantages import FloatArray
 from lightning_trainer.rl.credit.assigners import CreditAssigner
 from lightning_trainer.rl.credit.values import levels_of
 
-_ROUNDING: Final = 1e-9  # of sums of a few rewards, in shares of the largest
+_ROUNDING: Final = 1e-9  # of sums of a few rewards, as shares of the largest
 
 Parts: TypeAlias = tuple[tuple[float, ...], ...]  # for each comparison of the credit, (M,) a part of the values
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The credit of an attempt, taken apart.
+    """The credit of an attempt, split by source.
 
     Attributes:
-        rest: what all others gave: the final reward, and what programs and evaluators emit.
-        by_source: what each automatic rule gave.
+        rest: all other sources: the final reward, and what programs and evaluators emit.
+        by_source: each automatic rule's part.
     """
 
     rest: Parts
@@ -41,19 +41,19 @@ class Shares:
 def take_apart(
     credit: CreditAssigner, transitions: Sequence[Transition], rewards: Sequence[Reward], sources: Collection[str]
 ) -> Shares:
-    """Say what each of these sources adds to the credit of an attempt.
+    """Return what each of these sources adds to the credit of an attempt.
 
-    A source's part is the credit of its rewards alone. An assigner for which these parts do not add up, such as
-    `per_agent`, which asks who has rewards of his own, is asked with and without the source instead.
+    A source's part is the credit of its rewards alone. If the parts of an assigner do not add up, as with `per_agent`,
+    which depends on which agents have rewards, credit is computed with and without the source instead.
 
     Args:
-        credit: shares rewards out.
+        credit: assigns rewards.
         transitions: (M,) all of one attempt.
         rewards: of that attempt.
         sources: names of the automatic rules.
 
     Returns:
-        Parts that add up to the credit; 0, and not NaN, where a source says nothing of a call.
+        Parts that add up to the credit; 0, not NaN, if a source has no reward for a call.
     """
 
     def of(wanted: Callable[[str], bool]) -> Parts:

@@ -1,4 +1,4 @@
-"""What a teacher finds of the tokens that might have stood where a policy sampled others.
+"""A teacher's distribution over the tokens that the policy could have sampled instead.
 
 Axes: `_K` trained tokens of a row, `_C` candidates at each.
 """
@@ -16,9 +16,9 @@ class Target:
     """A teacher's next-token distribution at each trained token of a row, over some candidates; it has no gradient.
 
     Attributes:
-        tokens_KC: (K, C) the candidates, each once in its line.
+        tokens_KC: (K, C) the candidates, distinct in each row.
         logprobs_KC: (K, C) the teacher's natural log-probabilities of them.
-        weights_K: (K,) how much the divergence counts; 0 where nothing is taught.
+        weights_K: (K,) weight of the divergence; 0 if nothing is taught.
 
     Raises:
         ValueError: the shapes differ.

@@ -1,4 +1,4 @@
-"""What a message of any surface says, for those that read it: judges, reflecting models, people."""
+"""The text of a message on any surface, for its readers: judges, reflecting models, people."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lightning_spans.schema.spans import Json
 
 
 def chat_messages(message: Json) -> Iterator[Json]:
-    """Return a message as chat completions have it: several, where it is an answer of Responses, which has items.
+    """Return a message as in chat completions: several, if it is an answer of Responses, which has items.
 
-    Calls of tools and their results are told alike then; reasoning is left out. Other messages stay as they are.
+    Calls of tools and their results have the same form then; reasoning is left out. Other messages stay as they are.
     """
     items = message.get("output") if isinstance(message, Mapping) and "type" not in message else None
     for item in items if isinstance(items, list) else [message]:
@@ -29,7 +29,7 @@ def chat_messages(message: Json) -> Iterator[Json]:
 
 
 def text_of(content: Json) -> str:
-    """Return the content of a message as text: of parts that are all text these, a line each, of others their JSON."""
+    """Return the content of a message as text: the texts of its parts, one per line, and other parts as JSON."""
     if content is None:
         return ""
     read = texts_of(content)
@@ -45,7 +45,7 @@ def texts_of(content: Json) -> list[str]:
 
 
 def answer_text(message: Mapping[str, Json]) -> str:
-    """Return an answer as people read it: its text, and the tools that it asks for."""
+    """Return an answer for people: its text, and the tools that it asks for."""
     parts = [part for part in chat_messages(message) if isinstance(part, Mapping)]
     texts = filter(None, (text for part in parts for text in texts_of(part.get("content"))))
     return "\n".join([*texts, *(f"{call.name}({_arguments(call.arguments)})" for p in parts for call in tool_calls(p))])

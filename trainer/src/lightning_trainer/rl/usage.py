@@ -1,4 +1,4 @@
-"""How many tokens a model call had, and whether an engine was asked for them."""
+"""Token counts of a model call, and whether an engine was called for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def tokens_of(node: Node) -> tuple[int, int]:
-    """Count the tokens of a model call's prompt and answers: the engine's own, else as the model server said."""
+    """Count the tokens of a model call's prompt and answers.
+
+    The engine's own, otherwise as reported by the model server.
+    """
     answer, attributes = node.answer, node.span.attributes
     exact = [len(choice.token_ids) for choice in answer.choices if choice.token_ids is not None]
     prompt = len(answer.prompt_token_ids or ()) or _number(attributes.get(INPUT_TOKENS))

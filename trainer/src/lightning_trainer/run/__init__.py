@@ -1,1 +1,1 @@
-"""A training run: what it needs is opened, its loop is run, its state is saved."""
+"""A training run: opens what it needs, runs its loop, saves its state."""

@@ -1,4 +1,4 @@
-"""The best weights of each policy, and the way back to them: `--rollback-on-cliff`."""
+"""The best weights of each policy, and the return to them: `--rollback-on-cliff`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_trainer.run.state import State
 
 BEST_WEIGHTS: Final = "best"  # in a run's folder: the best weights of each policy
-SLOWER: Final = 0.1  # what the learning rate of a policy that fell is multiplied by
+SLOWER: Final = 0.1  # factor of the learning rate of a policy that fell
 ROLLBACK: Final = "rollback"  # kind of a line in the log
 
 
@@ -34,16 +34,16 @@ class PolicyKeeper(Protocol):
         """Return a policy to what `save_policy` wrote, with moments of 0, and publish it."""
 
     def slow_policy(self, policy: str, factor: float) -> None:
-        """Multiply the learning rate that the schedule gives by this factor, from now on."""
+        """Multiply the scheduled learning rate by this factor, from now on."""
 
 
 class CliffGuard:
-    """Keeps the best weights of each policy, and returns one that fell to them.
+    """Keeps the best weights of each policy, and returns a policy that fell to them.
 
     Args:
-        run: whose log and folder.
+        run: provides log and folder.
         learner: has the policies.
-        state: of the run that goes on; policies that were slowed stay slow.
+        state: of the continued run; slowed policies stay slow.
     """
 
     def __init__(self, run: OpenRun, learner: Learner, state: State) -> None:
@@ -55,13 +55,13 @@ class CliffGuard:
                 self._keeper.slow_policy(policy, factor)
 
     def watch(self, state: State) -> State:
-        """Look at the newest validation: keep what is best, and return what fell.
+        """Check the newest validation: keep what is best, and return what fell.
 
         Returns:
-            The state, with the policies that learn more slowly now.
+            The state, with the policies that now learn more slowly.
 
         Raises:
-            ConfigError: the weights can't be written.
+            ConfigError: the weights cannot be written.
         """
         config, keeper = self._run.config, self._keeper
         if keeper is None or not (config.rollback_on_cliff or config.policies):
@@ -99,10 +99,10 @@ class CliffGuard:
 
 
 def _replace_weights(keeper: PolicyKeeper, policy: str, folder: Path) -> None:
-    """Write the weights of a policy to a folder, whole or not at all.
+    """Write the weights of a policy to a folder, completely or not at all.
 
     Raises:
-        ConfigError: they can't be written.
+        ConfigError: they cannot be written.
     """
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)

@@ -1,4 +1,7 @@
-"""Task files: JSON Lines, a JSON list, CSV, Parquet, a Hugging Face data set's folder; and a run's order of them."""
+"""Task files: JSON Lines, a JSON list, CSV, Parquet, a Hugging Face data set's folder.
+
+And the order of a run's tasks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from lightning_trainer.run.datafiles.rows import DataRow, FaultyRows, csv_rows, 
 
 Task: TypeAlias = dict[str, Any]
 
-_STATE: Final = "state.json"  # of `save_to_disk`
+_STATE: Final = "state.json"  # written by `save_to_disk`
 _CACHE: Final = re.compile(r"cache-.*\.arrow")
 _SHARD: Final = re.compile(r"-\d+-of-\d+.*")
 _NUMBER: Final = re.compile(r"\d+")
@@ -84,7 +87,7 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[DataRow]:
 
 
 def check_storable(task: Task) -> None:
-    """Refuse a task that not every store holds.
+    """Reject a task that some stores cannot hold.
 
     Raises:
         ValueError: it has dates, NaN, integers beyond 64 bits, or halves of surrogate pairs.
@@ -97,12 +100,12 @@ def check_storable(task: Task) -> None:
 
 
 def digest(tasks: Sequence[Task]) -> str:
-    """Return 16 hex digits that change when any task does: a resumed run must go on with the same data."""
+    """Return 16 hex digits that change if any task does: a resumed run must continue with the same data."""
     return hashlib.sha256(json.dumps(tasks, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def shared(tasks: Sequence[Task], val: Sequence[Task]) -> int:
-    """Return how many held-out tasks are training tasks, too."""
+    """Return how many held-out tasks are also training tasks."""
     known = {json.dumps(task, sort_keys=True) for task in tasks} if val else set[str]()
     return sum(json.dumps(task, sort_keys=True) in known for task in val)
 
@@ -110,7 +113,7 @@ def shared(tasks: Sequence[Task], val: Sequence[Task]) -> int:
 def batch_at(step: int, task_count: int, batch_size: int, seed: int) -> list[int]:
     """Return the tasks of one step: a pure function of the step, so that a resumed run takes the same next batch.
 
-    Every epoch goes through all tasks once, in an order of its own; a batch may span two epochs.
+    Every epoch goes through all tasks once, in its own order; a batch may span two epochs.
 
     Args:
         step: from 0.
@@ -130,7 +133,7 @@ def batch_at(step: int, task_count: int, batch_size: int, seed: int) -> list[int
 
 
 def _folder(path: Path) -> list[Path]:
-    """Return a data set's files: those that `save_to_disk` wrote, else what files of tasks there are, by name."""
+    """Return a data set's files: those that `save_to_disk` wrote, otherwise its task files, by name."""
     if (path / "dataset_dict.json").is_file():
         raise _several(path, [str(path / one.name) for one in sorted(path.iterdir()) if one.is_dir()])
     if (path / _STATE).is_file():
@@ -143,7 +146,7 @@ def _folder(path: Path) -> list[Path]:
 
 
 def _saved_files(path: Path) -> list[Path]:
-    """Name the files that `save_to_disk` wrote: `map` and `shuffle` leave caches of theirs beside them."""
+    """Name the files that `save_to_disk` wrote, without the caches of `map` and `shuffle` next to them."""
     try:
         return [path / file["filename"] for file in read_json((path / _STATE).read_bytes())["_data_files"]]
     except (KeyError, TypeError, ValueError):
@@ -153,7 +156,7 @@ def _saved_files(path: Path) -> list[Path]:
 
 
 def _check_one_split(path: Path, files: Sequence[Path]) -> None:
-    """Refuse files of several splits or configurations: those of one are in one folder and differ in a number."""
+    """Reject files of several splits or configurations. Files of one are in one folder and differ in a number."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         name = _NUMBER.sub("[0-9]*", _SHARD.sub("-*-of-*", glob.escape(file.stem)))

@@ -28,7 +28,7 @@ from lightning_trainer.session.answers import AnswerSource
 from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import serve
 
-TRIED: Final = 8  # tasks that a dry run tries at most
+TRIED: Final = 8  # most tasks that a dry run tries
 TRIAL_S: Final = 10.0  # seconds for a dry run's rollouts; on two cores the update then takes about three times as long
 
 
@@ -63,13 +63,13 @@ class Embedded:
         self._priced = priced
 
     def learner(self, model: str, options: Mapping[str, Any]) -> Learner:
-        """Load a model to learn from data: `Backend.learner`."""
+        """Load a model to learn from data; see `Backend.learner`."""
         if self._loaded is None:
             raise ConfigError("this backend learns from rollouts alone, not from data. Use --backend torch.")
         return self._loaded(model, options)
 
     def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
-        """Refuse what can't work, and find what to go on from: `Backend.start`."""
+        """Reject what cannot work, and find the state to continue from; see `Backend.start`."""
         self._check(config)
         check_staleness(config)
         for kind in wanted_callbacks(config):
@@ -83,7 +83,7 @@ class Embedded:
         return Start(step=state.step, folder=folder, checkpoint=checkpoint, seconds=state.seconds)
 
     def train(self, run: OpenRun) -> int:
-        """Take the steps: `Backend.train`."""
+        """Take the steps; see `Backend.train`."""
         state = State(step=0, identity=dict(run.identity))
         with ExitStack() as stack:
             stack.enter_context(installed(run.rules))
@@ -114,7 +114,7 @@ class Embedded:
             return loop.state.step
 
     def describe(self, config: TrainConfig, progress: Progress) -> Described:
-        """Run one step's rollouts and one update that nobody keeps, and say what the run, or its rest, would take."""
+        """Run one step's rollouts and one update that is not kept, and forecast the run, or its rest."""
         tasks = load_tasks(config.data, config.columns)
         val = load_tasks(config.val, config.columns) if config.val else []
         start = self.start(config, identity_of(config, tasks))
@@ -137,7 +137,7 @@ class Embedded:
         return Described("\n".join([*lines(facts), *facts["engine"], *told]), {**facts, **billed})
 
     def _load_start(self, start: Start, config: TrainConfig) -> Learner:
-        """Load the policy as it is where a run begins."""
+        """Load the policy in its state at the beginning of the run."""
         learner = self._opened(config)
         if start.checkpoint is not None:
             learner.load(start.checkpoint)
@@ -153,7 +153,7 @@ class Embedded:
         update: bool,
         limit_s: float = math.inf,
     ) -> Probe:
-        """Try some tasks with the policy that a run would start from: `probe.probe`.
+        """Try some tasks with the policy that a run would start from; see `probe.probe`.
 
         Raises:
             LightningError: an option or a file is wrong, or the agent failed.
@@ -163,6 +163,6 @@ class Embedded:
 
 
 def _check_all(check: Callable[[], None], engines: Sequence[Engine]) -> None:
-    """Raise where somebody asked the program to stop, or what samples has ended."""
+    """Raise if somebody asked the program to stop, or if the engine has ended."""
     check()
     check_engines(engines)

@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, when there is something in it to keep, and the options that it keeps."""
+"""The folder of a run: its location, whether it contains anything to keep, and the options in it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_trainer.report.runs import is_run
 from lightning_trainer.run.state import FOLDER, find
 from lightning_trainer.session.folder import in_use, is_held, open_folder
 
-RUNS: Final = Path("runs")  # where runs without a folder of their own go
+RUNS: Final = Path("runs")  # where runs without a named folder go
 
 
 @contextmanager
 def run_folder(out: Path | None, resume: Path | None = None) -> Iterator[Path]:
-    """Lock the folder of a run that is resumed, or make a new one: see `session.folder.open_folder`.
+    """Lock the folder of a resumed run, or create a new one; see `session.folder.open_folder`.
 
     Raises:
-        ConfigError: the folder can't be made, is another process's, lies in another run's, or holds anything but a run
-            that came to nothing.
+        ConfigError: the folder cannot be created, is in use by another process, is within another run's, or contains
+            anything except a run that did not begin.
     """
     if out is not None and resume is None:
         _check_outside(out)
@@ -41,10 +41,10 @@ def run_folder(out: Path | None, resume: Path | None = None) -> Iterator[Path]:
 
 
 def _check_outside(out: Path) -> None:
-    """Refuse a folder in another run's: `runs` would not list it, and that run clears its own when it begins anew.
+    """Reject a folder within another run's: `runs` would not list it, and that run clears its own when it restarts.
 
     Raises:
-        ConfigError: it lies in one.
+        ConfigError: it is within one.
     """
     for parent in out.resolve().parents:
         if is_run(parent):
@@ -58,11 +58,11 @@ def _came_to_nothing(folder: Path) -> bool:
 
 
 def read_config(resume: Path) -> dict[str, Any]:
-    """Read the options of a run that goes on, from its folder; those that were not set are left out.
+    """Read the options of a continued run from its folder; those that were not set are left out.
 
     Raises:
-        ConfigError: there is no run to go on from, another process trains in it and has written no checkpoint yet, or
-            its options can't be read.
+        ConfigError: there is no run to continue, another process trains in it and has written no checkpoint yet, or its
+            options cannot be read.
     """
     if not (resume / NEWEST).exists() and is_held(resume):
         raise ConfigError(in_use(resume))

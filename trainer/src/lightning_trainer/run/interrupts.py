@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, heard at moments of our own choosing: never in the middle of an update."""
+"""Ctrl-C and SIGTERM, handled at chosen moments: never in the middle of an update."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from types import FrameType
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody asked the program to stop, and it has put away what it had."""
+    """Somebody asked the program to stop, and it has saved its work."""
 
 
 @contextmanager
 def deferred(tell: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C and SIGTERM back inside the block; a second one ends the program at once.
+    """Defer Ctrl-C and SIGTERM within the block; a second one ends the program at once.
 
-    Outside the main thread nothing is held back: Python tells signals to the main thread alone.
+    Outside the main thread nothing is deferred, because Python delivers signals only to the main thread.
 
     Args:
-        tell: called at once when the first one comes, to say what is waited for.
+        tell: called at once for the first signal, to say what is awaited.
 
     Yields:
         A function that raises `Interrupted` once there was a signal.

@@ -1,4 +1,4 @@
-"""Traces of production as rows of a data set: what the agent was asked, and what it answered."""
+"""Traces of production as rows of a data set: the agent's input and its answer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ASKED = ("messages", "input", "prompt", "contents")
 
 
 def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]:
-    """Return a task for each trace whose first model call says what it was asked.
+    """Return a task for each trace whose first model call contains its input.
 
     Args:
         traces: each becomes one task.
-        field: key that gets the text of the last message of the first call's user; what the agent's function reads.
+        field: key for the text of the last user message of the first call; what the agent's function reads.
 
     Yields:
         ``{field: text, "messages": [...], "answer": text, "agents": [...], "origin": ..., "trace_id": ...}``.
@@ -43,13 +43,13 @@ def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]
 
 
 def asked(node: Node) -> str:
-    """Return the last message that a model call sent, as text; empty where it is not recorded."""
+    """Return the last message that a model call sent, as text; empty if it is not recorded."""
     messages = _readable_messages(_messages(node) or [])
     return _text(messages[-1]) if messages else ""
 
 
 def answered(node: Node) -> str:
-    """Return what a model call answered, its tool calls as JSON; empty where it is not recorded."""
+    """Return a model call's answer, its tool calls as JSON; empty if it is not recorded."""
     said = _answer(node)
     calls = [call for message in said for call in message.get("tool_calls") or ()]
     return " ".join(filter(None, (*map(_text, said), json.dumps(calls) if calls else "")))
@@ -72,7 +72,7 @@ def _messages(node: Node) -> list[dict[str, Any]] | None:
 
 
 def _request(node: Node) -> Mapping[str, Any]:
-    """Return what was asked as the program sent it; where it is not attached, as the gateway kept it."""
+    """Return the request as the program sent it; if it is not attached, as the gateway kept it."""
     text = node.span.attributes.get(REQUEST)
     if text is None:
         return node.call.request if node.call is not None else {}
@@ -84,4 +84,4 @@ def _request(node: Node) -> Mapping[str, Any]:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    return "".join(texts_of(message.get("content", message.get("parts"))))  # parts are Gemini's
+    return "".join(texts_of(message.get("content", message.get("parts"))))  # Gemini's parts

@@ -1,4 +1,4 @@
-"""The training loop: validate, roll out, learn, save; each step a function of the seed and what came before."""
+"""The training loop: validate, run rollouts, learn, save; each step a function of the seed and what came before."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.state import LONGEST_UNSAVED_S, State, mark_best, save, unmark_best
 from lightning_trainer.session.session import Session
 
-PATIENCE: Final = 3  # first steps that may all teach nothing before the run is given up
+PATIENCE: Final = 3  # first steps that may all teach nothing before the run is ended
 
 
 class Loop:
@@ -76,14 +76,14 @@ class Loop:
         self._saved = state.step if state.step else None
         self._saved_at = time.monotonic()
         self._told: set[str] = set()  # reasons for which calls were left out
-        self._fresh: set[str] = set()  # groups of this step that are ours
-        self._whole = True  # whether weights and state belong together
+        self._fresh: set[str] = set()  # our groups of this step
+        self._whole = True  # whether weights and state match
         self._began = time.monotonic()
         self._seconds_before = state.seconds
         self._first = state.step
 
     def run(self) -> None:
-        """Take all steps, with validation and checkpoints; steps taken are saved when it is stopped or fails, too."""
+        """Take all steps, with validation and checkpoints. Steps taken are also saved if it is stopped or fails."""
         try:
             self._run_all()
         except (LightningError, Interrupted):
@@ -150,7 +150,7 @@ class Loop:
         result = score(outcomes, config.failed, config.agents, config.declared)
         traces = self._collection.traces([a.attempt_id for o in outcomes for a in o.attempts])
         alike, frequent = of_answers(traces, config.agents)
-        # a judge compares the rollouts of one task and one time: two validations of its say nothing of each other
+        # a judge compares the rollouts of one task at one time: two validations by it cannot be compared
         by_task = {} if self._run.judge is not None else result.by_task
         earlier, prompts = self._run.log.validations(), cliffs.digest_prompts(traces, config.agents)
         change = cliffs.from_best([*earlier, {"step": step, BY_TASK: by_task}])
@@ -164,7 +164,7 @@ class Loop:
         self._return_fallen()
 
     def _return_fallen(self) -> None:
-        """Keep the best weights of each policy; where one fell, save the run as it is after its return."""
+        """Keep the best weights of each policy; if one fell, save the run after its return."""
         before, self.state = self.state, self._guard.watch(self.state)
         if before.slowed != self.state.slowed:
             self._saved = None
@@ -240,7 +240,7 @@ class Loop:
             self._tell_unheard()
 
     def _before_batch(self, rollouts: StepRollouts) -> Extra:
-        """Let callbacks add rollouts of their own."""
+        """Let callbacks add their own rollouts."""
         added = [callback.before_batch(rollouts) for callback in self._callbacks]
         metrics = {name: value for extra in added for name, value in extra.metrics.items()}
         return Extra([outcome for extra in added for outcome in extra.outcomes], metrics)
@@ -260,7 +260,7 @@ class Loop:
         metrics: dict[str, float],
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Keep numbers, and show the alarms that stand after them."""
+        """Write metrics to the log, and show the resulting alarms."""
         self._run.log.add(kind, step, metrics, facts)
         self._run.progress.alarms([alarm.text for alarm in self._run.log.alarms])
 
@@ -272,11 +272,11 @@ class Loop:
             self._run.progress.note(text)
 
     def _hear(self) -> None:
-        """Remember which agents were heard of."""
+        """Add the agents that were seen."""
         self.state = replace(self.state, agents=tuple(sorted({*self.state.agents, *self._collection.agents})))
 
     def _tell(self, account: Account, outcomes: Sequence[Outcome]) -> None:
-        """Say what became of the batch's calls, the first time and whenever calls are left out for a new reason."""
+        """Report the outcomes of the batch's calls, the first time and whenever calls are left out for a new reason."""
         if not account.dropped.keys() <= self._told or not self._told:
             self._run.progress.note("; ".join(account.lines()))
             self._told |= {"", *account.dropped}
@@ -288,24 +288,24 @@ class Loop:
             self._run.progress.note(f"{text}\n{where_calls_go(errors[-1])}".rstrip())
 
     def _tell_unheard(self) -> None:
-        """Warn of agents that are to be trained and made no call so far: they may speak later, or be misspelt."""
+        """Warn of selected agents without a call so far: they may call later, or be misspelt."""
         text = not_heard(self._run.config.agents or (), self.state.agents, self.state.step)
         if text is not None:
             self._run.progress.note(text)
 
     def _judge(self, outcomes: Sequence[Outcome], traces: Traces) -> Batch:
-        """Make rows of groups that no other consumer has."""
+        """Create rows of groups that no other consumer has."""
         groups = {outcome.rollout.group_id for outcome in outcomes}
         consumer = f"{self._collection.name}/{self.state.step}"
         self._fresh |= {group for group in groups - self._fresh if self._local.store.consume_group(group, consumer)}
         whole = [outcome for outcome in outcomes if outcome.rollout.group_id in self._fresh]
         with waiting("rows", f"the rows of {len(whole)} rollouts"):
             batch = self._algorithm.batch(self._run.config, whole, traces, self.state.agents, penalty=self._penalty())
-        self._local.store.add_rewards(batch.automatic)  # to be seen beside the others; their source says whose
+        self._local.store.add_rewards(batch.automatic)  # to be shown next to the others; their source names the owner
         return batch
 
     def _refuse_barren(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
-        """Refuse what can't teach anything and never will."""
+        """Reject what can never teach anything."""
         if batch.account.seen == 0:
             raise self._collection.nothing_captured(len(outcomes))
         if batch.account.trained == 0:
@@ -316,7 +316,7 @@ class Loop:
         return self._learner.penalties if config.kl_in == "reward" and config.kl_coef > 0 else None
 
     def _learn(self, batch: Batch) -> dict[str, float]:
-        """Update the weights. Where no row has a gradient the optimiser is left alone: it would move by momentum."""
+        """Update the weights. Without a row with a gradient the optimiser is not used: it would move by momentum."""
         if not any(row.has_gradient for row in batch.rows) and not self._run.config.learns_from_flat_groups:
             return {"update_seconds": 0.0}
         began = time.monotonic()
@@ -363,7 +363,7 @@ class Loop:
 
 
 def _without(traces: Sequence[Trace], forks: Sequence[Outcome]) -> list[Trace]:
-    """Leave out the traces of forks: most of what is in them is their records'."""
+    """Leave out the traces of forks: most of their content is their records'."""
     forked = {attempt.attempt_id for outcome in forks for attempt in outcome.attempts}
     return [trace for trace in traces if trace.attempt_id not in forked]
 

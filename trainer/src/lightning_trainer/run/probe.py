@@ -1,7 +1,7 @@
-"""A few rollouts with the policy that a run would start from, and one update that nobody keeps: what a run would be.
+"""A few rollouts with the policy that a run would start from, and one update that is not kept, to forecast a run.
 
-One task comes first, and as many more as its duration lets fit into a limit: a slow program is not run for minutes
-before anybody sees a number.
+One task comes first, and as many more as fit into a time limit: a slow program does not run for minutes before anybody
+sees a number.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ran:
-    """Rollouts that were run, with the seconds that they and the judge took, and what they come to.
+    """Rollouts that were run, with the seconds that they and the judge took, and their batch.
 
     Attributes:
-        teaching: groups in which an agent to be trained did better in one rollout than in another.
+        teaching: groups in which a selected agent did better in one rollout than in another.
     """
 
     outcomes: Sequence[Outcome]
@@ -73,15 +73,15 @@ def probe(
     update: bool,
     limit_s: float = math.inf,
 ) -> Probe:
-    """Run some tasks, as a step would, in a folder that goes again.
+    """Run some tasks, as a step would, in a temporary folder.
 
     Args:
         config: of the run.
         tasks: all of them.
-        places: of those to try.
+        places: positions of those to try.
         make: loads the policy.
         progress: callback for progress events.
-        update: whether one update is measured, too.
+        update: whether one update is measured too.
         limit_s: seconds for rollouts; the first task is run in any case.
 
     Raises:
@@ -187,7 +187,7 @@ def _run(
 
 
 def _learn(learner: Learner, rows: Sequence[Row], progress: Progress) -> dict[str, float]:
-    """Return the metrics of an update, with its `update_seconds`; none where no row has a gradient."""
+    """Return the metrics of an update, with its `update_seconds`; empty if no row has a gradient."""
     if not any(row.has_gradient for row in rows):
         return {}
     progress.phase(f"learning from {len(rows)} rows, to be thrown away")

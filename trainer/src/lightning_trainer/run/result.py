@@ -1,4 +1,4 @@
-"""What a run came to, as its log tells it."""
+"""The result of a run, read from its log."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class Result:
         return self.before is not None or self.after is not None
 
     def by_agent(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the rewards by agent before and after, where rewards were given by agent: of what `scores` says."""
+        """Return the rewards by agent before and after, if rewards were given by agent."""
         before, after = self._sides()
         return dict(before.by_agent) if before else {}, dict(after.by_agent) if after else {}
 
     def differences(self) -> dict[str, tuple[Estimate, int]]:
         """Return how far held-out rewards rose, paired by task, and on how many tasks.
 
-        Of the reward under "", and of each agent with rewards of its own. {} without held-out tasks before and after.
+        Of the reward under "", and of each agent with its own rewards. {} without held-out tasks before and after.
         """
         if self.before is None or self.after is None:
             return {}
@@ -100,7 +100,7 @@ class Result:
         return self.first, self.last if self.steps > 1 else None
 
     def scores(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what the rewards before and after are: of what, of how many, and how sure they are."""
+        """Return what the rewards before and after are: of what, of how many, and their uncertainty."""
         if self._held_out:
             came = "nothing: these held-out tasks, or --val-samples, came when training had begun"
             said = "held-out tasks, before training" if self.before else came, "held-out tasks, after training"
@@ -123,9 +123,9 @@ def result_of(run: OpenRun, steps: int, seconds: float) -> Result:
     """Read a run's result from its log.
 
     Args:
-        run: whose steps have been taken.
-        steps: how many, in all.
-        seconds: that its last part took.
+        run: its steps have been taken.
+        steps: how many, in total.
+        seconds: duration of its last part.
     """
     declared = run.config.declared
     scores = {line["step"]: Score.from_metrics(line, declared) for line in run.log.validations()}

@@ -1,4 +1,4 @@
-"""A small project to begin with: a program in the framework of one's choice, tasks, a reward, a configuration."""
+"""A small starting project: a program in a chosen framework, tasks, a reward, a configuration."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _FILES: Final = ("prompts.py", "tools.py", "reward.py", "run.toml", "README.md")
 
 
 def write_project(folder: Path, framework: str) -> list[Path]:
-    """Write a project that trains at once.
+    """Write a project that can be trained at once.
 
     Args:
-        folder: where to; made if need be.
+        folder: its location; created if needed.
         framework: one of `FRAMEWORKS`.
 
     Returns:
         The files.
 
     Raises:
-        ConfigError: one of them is there already, or the folder can't be written.
+        ConfigError: one of them exists, or the folder cannot be written.
     """
     texts = {"agent.py": _read(f"{framework}.py"), **{name: _read(name) for name in _FILES}}
     packages = ", ".join(f"`{name}`" for name in (*FRAMEWORKS[framework], "lightning-trainer[torch]"))

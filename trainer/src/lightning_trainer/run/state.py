@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whole or not there, the newest ones kept, and checked before a run goes on from one."""
+"""Checkpoints of a run: complete or absent, the newest ones kept, and checked before a run continues from one."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from lightning_trainer.session.folder import check_unchanged
 
 STATE_NAME: Final = "state.json"
 FOLDER: Final = "checkpoints"
-LONGEST_UNSAVED_S: Final = 900.0  # of work that a kill may cost, where steps are long
+LONGEST_UNSAVED_S: Final = 900.0  # seconds of work that a kill may cost, if steps are long
 OPEN: Final[tuple[RolloutStatus, ...]] = ("queued", "running")  # rollouts that nobody waits for once a process is gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Where a run stands. With the backend's own files it is all that the next step depends on.
+    """The state of a run. With the backend's own files, it is all that the next step depends on.
 
     Attributes:
         step: steps taken.
         identity: options that must be the same for the next batch to be the same, by name.
         agents: names of the agents seen so far.
-        flat_steps: steps so far in which no reward differed within its group, if there was no other kind; else None.
+        flat_steps: steps so far in which no reward differed within its group, if all steps were like that; else None.
         kept: what callbacks keep for later steps, by name: `callbacks.Callback.kept`.
         rewards: mean training reward of each step taken.
         successes: estimates of each task's success by policy: `curriculum.Estimates`.
-        slowed: what the learning rate of policies that fell is multiplied by: `cliffs.CliffGuard`.
+        slowed: factors of the learning rates of policies that fell: `cliffs.CliffGuard`.
         seconds: time that the run has taken.
-        resumable: whether the backend's files are all there, so that the run can go on from here.
+        resumable: whether the backend's files are complete, so that the run can continue from here.
     """
 
     step: int
@@ -67,16 +67,16 @@ def save(
 
     Args:
         run: the run's folder.
-        state: where it stands.
+        state: the run's state.
         write: writes the backend's files into a folder.
-        keep: checkpoints that stay; older ones go.
-        strip: removes from older ones what only going on needs; None leaves them whole.
+        keep: checkpoints that stay; older ones are removed.
+        strip: removes from older ones what only resuming needs; None keeps them complete.
 
     Returns:
         The folder; ``run/checkpoint`` links to it.
 
     Raises:
-        ConfigError: the disk is full or not writable; checkpoints that were there before stay.
+        ConfigError: the disk is full or not writable; existing checkpoints stay.
     """
     final = run / FOLDER / f"step-{state.step:06d}"
     draft = final.with_name(f".{final.name}.{os.getpid()}")
@@ -104,7 +104,7 @@ def mark_best(run: Path, step: int) -> None:
     """Link ``run/checkpoint-best`` to the checkpoint of a step, which stays as long as it is the best.
 
     Raises:
-        ConfigError: the link can't be made.
+        ConfigError: the link cannot be created.
     """
     checkpoint = run / FOLDER / f"step-{step:06d}"
     if not checkpoint.is_dir():  # nothing was learned yet
@@ -116,13 +116,13 @@ def mark_best(run: Path, step: int) -> None:
 
 
 def unmark_best(run: Path, step: int | None) -> None:
-    """Remove the link, unless it is to the checkpoint of this step: a run that goes on may come from an earlier one."""
+    """Remove the link, unless it is to the checkpoint of this step: a resumed run may continue from an earlier one."""
     if (run / BEST).is_symlink() and (step is None or (run / BEST).resolve().name != f"step-{step:06d}"):
         (run / BEST).unlink()
 
 
 def find(resume: Path) -> tuple[Path, Path]:
-    """Find what to go on from.
+    """Find the state to continue from.
 
     Args:
         resume: a run's folder, or one of its checkpoints.
@@ -131,7 +131,7 @@ def find(resume: Path) -> tuple[Path, Path]:
         The run's folder and the checkpoint's.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither exists.
     """
     checkpoint = resume / NEWEST if (resume / NEWEST).exists() else resume
     checkpoint = checkpoint.resolve()
@@ -155,10 +155,10 @@ def find(resume: Path) -> tuple[Path, Path]:
 
 
 def read_state(checkpoint: Path) -> State:
-    """Read where a run stood.
+    """Read the state of a run.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: the file cannot be read.
     """
     try:
         values = json.loads((checkpoint / STATE_NAME).read_text(encoding="utf-8"))
@@ -170,7 +170,7 @@ def read_state(checkpoint: Path) -> State:
 
 
 def identity_of(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, Any]:
-    """Return what must stay the same for a run to go on: with it the next batch is the same."""
+    """Return what must stay the same for a run to continue: with it the next batch is the same."""
     return {
         "data": digest(tasks),
         "batch_size": config.batch_size,
@@ -182,10 +182,10 @@ def identity_of(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, Any]:
 
 
 def check_resumable(state: State, checkpoint: Path) -> None:
-    """Make sure that a checkpoint has what going on needs.
+    """Check that a checkpoint has what resuming needs.
 
     Raises:
-        ConfigError: it holds only weights.
+        ConfigError: it contains only weights.
     """
     if not state.resumable:
         run = checkpoint.parent.parent
@@ -201,7 +201,7 @@ def check_resumable(state: State, checkpoint: Path) -> None:
 
 
 def check_identity(state: State, identity: Mapping[str, Any], checkpoint: Path) -> None:
-    """Make sure that a run that goes on is the same run.
+    """Check that a resumed run is the same run.
 
     Raises:
         ConfigError: see `check_unchanged`.
@@ -216,7 +216,7 @@ def check_identity(state: State, identity: Mapping[str, Any], checkpoint: Path) 
 
 
 def _put(draft: Path, final: Path) -> None:
-    """Move a folder to its place, where an older one may be: a run that goes on may take the same step again."""
+    """Move a folder to its place, where an older one may be: a resumed run may take the same step again."""
     aside = draft.with_name(f"{draft.name}.old")
     if final.exists():
         final.rename(aside)
@@ -243,7 +243,7 @@ def _by_age(run: Path) -> list[Path]:
 
 
 def _strip(checkpoint: Path, strip: Callable[[Path], None]) -> None:
-    """Say that a run can't go on from a checkpoint, and only then make it so. Its place in time stays."""
+    """Note that a run cannot resume from a checkpoint, and only then remove the files. Its time stamp stays."""
     path = checkpoint / STATE_NAME
     times = path.stat()
     values = json.loads(path.read_text(encoding="utf-8"))
@@ -256,7 +256,7 @@ def _strip(checkpoint: Path, strip: Callable[[Path], None]) -> None:
 
 
 def _unwritten(run: Path, final: Path, error: OSError) -> str:
-    """Say that a checkpoint can't be written, and what is left to go on from."""
+    """Return the error for a checkpoint that cannot be written, with what is left to resume from."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     free = f" ({shutil.disk_usage(run).free / 1e9:.2f} GB are free)" if full and run.exists() else ""
     what = f"the checkpoint {final} can't be written: {error.strerror}{free}."

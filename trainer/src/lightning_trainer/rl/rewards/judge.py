@@ -34,15 +34,15 @@ _OF_ALL: Final = "is about the whole attempt, and no agent's. Leave agents out."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeRule:
-    """A rule as configured.
+    """A configured rule.
 
     Attributes:
         name: the source of its rewards.
-        rule: what judges.
-        weight: what its findings are multiplied by.
+        rule: the judging function.
+        weight: factor of its findings.
         options: of the rule.
         agents: names or globs of the agents that it judges; None: all.
-        average: whether a call's part is its share of all that was found of the agent; else what was found of the call.
+        average: whether a call's part is its share of all the agent's findings; otherwise its own findings.
         gamma: gives differences of a potential under this discount; None: plain rewards.
     """
 
@@ -59,28 +59,29 @@ def read_rules(table: Mapping[str, Any], *, credit: str | None = None, gamma: fl
     """Read the table `rewards` of a configuration.
 
     Args:
-        table: weights, or tables of weight, agents, potential and the rule's own options, by the name of a rule of ours
+        table: weights, or tables of weight, agents, potential and the rule's own options, by the name of a built-in
+            rule
             or ``module:function`` for one of the user's.
-        credit: the run's credit; None where nothing is learned and rewards are only shown.
+        credit: the run's credit; None if nothing is learned and rewards are only shown.
         gamma: the run's discount; None: the credit's own.
 
     Raises:
-        ConfigError: a rule is unknown, an option is missing, unknown or wrong.
+        ConfigError: a rule is unknown, or an option is missing, unknown or wrong.
     """
     return [_read(name, value, credit, gamma) for name, value in table.items()]
 
 
 def weights_of(table: Mapping[str, Any]) -> dict[str, float]:
-    """Return the weights of a table that `read_rules` takes, by the name of the rule.
+    """Return the weights of a table that `read_rules` accepts, by the name of the rule.
 
     Raises:
-        ConfigError: one is missing, or no finite number.
+        ConfigError: one is missing, or not a finite number.
     """
     return {name: _weight(name, value) for name, value in table.items()}
 
 
 class Judge:
-    """Answers the hook `lightning_rewards` with what the rules find."""
+    """Answers the hook `lightning_rewards` with the rules' findings."""
 
     def __init__(self, rules: Sequence[JudgeRule]) -> None:
         self._rules = tuple(rules)
@@ -88,9 +89,9 @@ class Judge:
 
     @hookimpl
     def lightning_rewards(self, trace: Trace, transitions: Sequence[Transition]) -> list[Reward]:
-        """Judge an attempt. Each reward is of the model call that led to it, where there is one.
+        """Judge an attempt. Each reward belongs to the model call that led to it, if there is one.
 
-        A rule that raises gives this attempt nothing, and is counted; what the others give stays.
+        A rule that raises gives this attempt nothing, and is counted; the rewards of other rules stay.
         """
         if not transitions:
             return []
@@ -104,20 +105,20 @@ class Judge:
         return rewards
 
     def take_failures(self) -> dict[str, float]:
-        """Return how many attempts each rule failed on since this was asked last, as numbers for logs."""
+        """Return how many attempts each rule failed on since the last time, as numbers for logs."""
         taken, self._failed = self._failed, Counter()
         return {f"rule_failures/{name}": float(count) for name, count in sorted(taken.items())}
 
 
 def take_failures() -> dict[str, float]:
-    """Return what `Judge.take_failures` gives for the rules that are installed."""
+    """Return `Judge.take_failures` of the installed rules."""
     found = hooks.manager().get_plugin(PLUGIN)
     return found.take_failures() if isinstance(found, Judge) else {}
 
 
 @contextmanager
 def installed(rules: Sequence[JudgeRule]) -> Iterator[None]:
-    """Judge all attempts that are adapted inside the block."""
+    """Judge all attempts that are adapted within the block."""
     if not rules:
         yield
         return
@@ -129,11 +130,11 @@ def installed(rules: Sequence[JudgeRule]) -> Iterator[None]:
 
 
 def judge(chosen: JudgeRule, trace: Trace, rollout_id: str, attempt_id: str) -> list[Reward]:
-    """Return the rewards of one rule for one attempt: one for each model call that it says something about.
+    """Return the rewards of one rule for one attempt: one for each model call with findings.
 
-    What it says of a tool is of the call that asked for it, of its answer that did where there are several; of a tool
-    that nothing asked for, the tool's agent's; of no span, the attempt's. They add up, for each agent, to the weight
-    times the mean of what was found of it.
+    A finding about a tool belongs to the call that asked for it, and to the answer that did if there are several; if
+    nothing asked for the tool, to the tool's agent; without a span, to the attempt. They add up, for each agent, to the
+    weight times the mean of its findings.
     """
     by_agent = _by_agent(chosen, trace)
     if chosen.gamma is not None:
@@ -161,9 +162,9 @@ def judge(chosen: JudgeRule, trace: Trace, rollout_id: str, attempt_id: str) -> 
     ]
 
 
-# the span of a call, and which of its answers, where it has several
+# the span of a call, and which of its answers, if it has several
 _Place: TypeAlias = tuple[str | None, int | None]
-# by agent, by place: what was found
+# by agent, by place: the findings
 _Found: TypeAlias = dict[str | None, dict[_Place, list[float]]]
 
 
@@ -181,7 +182,7 @@ def _by_agent(chosen: JudgeRule, trace: Trace) -> _Found:
 
 
 def _place_of(finding: Finding, asked: Mapping[Node, ToolCaller]) -> tuple[str | None, str | None, _Place]:
-    """Return whose a finding is, where that one stands, and of which of its calls."""
+    """Return the agent of a finding, its path, and which of its calls it is about."""
     if finding.node is None:
         return None, None, (None, None)
     node, choice = asked.get(finding.node, ToolCaller(finding.node, finding.choice))
@@ -190,16 +191,16 @@ def _place_of(finding: Finding, asked: Mapping[Node, ToolCaller]) -> tuple[str |
 
 
 def _count(values: Sequence[float], places: Mapping[_Place, Sequence[float]], *, average: bool) -> int:
-    """Return what a call's findings are divided by: those of all of its agent's calls, or its own."""
+    """Return the divisor of a call's findings: the number of all of its agent's findings, or its own."""
     return sum(map(len, places.values())) if average else len(values)
 
 
 def _differences(
     found: _Found, trace: Trace, chosen: JudgeRule
 ) -> dict[tuple[str | None, str | None, int | None], float]:
-    """Take the mean of what was found of an agent so far as the potential of the state in which it calls next.
+    """Use the mean of an agent's findings so far as the potential of the state in which it calls next.
 
-    So far, and not in all: what a state is worth must not depend on what is done in it.
+    Only so far: the value of a state must not depend on what is done in it.
     """
     calls: defaultdict[str | None, list[tuple[int, str]]] = defaultdict(list)
     for turn, node in enumerate(trace.chats):
@@ -264,7 +265,7 @@ def _rule(name: str) -> Rule:
 
 
 def _check_options(name: str, rule: Rule, options: Mapping[str, Any]) -> None:
-    """Refuse options that the rule does not have, lacks, or can't use, before anything runs."""
+    """Reject options that the rule does not have, lacks, or cannot use, before anything runs."""
     parameters = inspect.signature(rule).parameters.values()
     own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):

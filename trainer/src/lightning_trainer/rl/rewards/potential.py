@@ -1,8 +1,8 @@
-"""Rewards along the way that leave the best policy where it is (Ng, Harada and Russell, 1999).
+"""Intermediate rewards that do not change the best policy (Ng, Harada and Russell, 1999).
 
-A bonus for what looks good on the way can be earned again and again, and then the best policy is another. Differences
-of a potential can't: F(s, s') = gamma * phi(s') - phi(s), with phi = 0 where the attempt ends, adds up to -phi(s) from
-any state on, whatever is done there. Theorem 1 of the paper: this is the only form of which that holds for every task.
+A bonus for intermediate results can be earned again and again, and then another policy is best. Differences of a
+potential cannot: F(s, s') = gamma * phi(s') - phi(s), with phi = 0 at the end of the attempt, sums to -phi(s) from any
+state on, whatever is done there. Theorem 1 of the paper: only this form has the property for every task.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def shaping(potentials: Sequence[float], steps: Sequence[int], gamma: float) -> 
 
     Args:
         potentials: (T,) of the states in which decisions were made.
-        steps: (T,) when, in the units of the discount, increasing; decisions may lie several steps apart.
+        steps: (T,) when, in the units of the discount, increasing; decisions may be several steps apart.
         gamma: discount of one step, the same as the credit's.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The rules: each looks at one attempt and says what it found at which span, as numbers from -1 to 1.
+"""The rules. Each judges one attempt and returns its findings at spans, as numbers from -1 to 1.
 
-What a rule found of one agent in one attempt is averaged, so that an agent gets no more for doing more, and multiplied
-by the weight from the configuration.
+The findings of a rule about one agent in one attempt are averaged, so that an agent gets no more for doing more, and
+multiplied by the configured weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_trainer.rl.usage import tokens_of
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule found.
+    """A rule's finding.
 
     Attributes:
         value: from -1, bad, to 1, good, before the rule's weight.
@@ -46,18 +46,18 @@ def tool_status(trace: Trace) -> list[Finding]:
 
 
 def tool_arguments(trace: Trace) -> list[Finding]:
-    """1 for a tool call whose arguments fit the schema that the model was given, else -1.
+    """1 for a tool call whose arguments match the schema that the model was given, otherwise -1.
 
-    Arguments that are no JSON, tools that were not offered, and schemas that can't be used do not fit.
+    Arguments that are not JSON, tools that were not offered, and invalid schemas do not match.
     """
     checks = Checks()
     return [Finding(1.0 if _fits(node, call, checks) else -1.0, node, choice) for node, choice, call in _calls(trace)]
 
 
 def repeated_calls(trace: Trace) -> Iterator[Finding]:
-    """-1 for a tool call that its agent made before in this attempt with the same arguments, else 0.
+    """-1 for a tool call that its agent has already made in this attempt with the same arguments, otherwise 0.
 
-    Several answers of one call do not know of each other: what one of them asked for, another does not repeat.
+    Several answers of one call are independent: they do not repeat each other.
     """
     seen: set[tuple[str | None, str]] = set()
     for node in trace.chats:
@@ -73,19 +73,19 @@ def repeated_calls(trace: Trace) -> Iterator[Finding]:
 
 
 def empty_results(trace: Trace) -> list[Finding]:
-    """-1 for a tool that worked and gave nothing, as no text, null, or an empty list or object, else 0."""
+    """-1 for a tool that worked and returned nothing (empty text, null, or an empty list or object), otherwise 0."""
     return [Finding(-1.0 if _is_empty(node) else 0.0, node) for node in trace.tools]
 
 
 def answer_format(
     trace: Trace, *, pattern: str | None = None, schema: Mapping[str, Json] | None = None
 ) -> list[Finding]:
-    """1 for an agent whose last answer has the format, else -1; of several answers, each by itself.
+    """1 for an agent whose last answer has the format, otherwise -1; several answers are judged separately.
 
     Args:
         trace: the attempt.
-        pattern: a regular expression that must be found in the text; ``(?s)^...$`` for the whole of it.
-        schema: a JSON schema that the text, read as JSON, must fit; {} takes any JSON.
+        pattern: a regular expression that must match in the text; ``(?s)^...$`` for the whole text.
+        schema: a JSON schema that the text, parsed as JSON, must match; {} accepts any JSON.
     """
     if (pattern is None) == (schema is None):
         raise ConfigError("answer_format needs either a pattern or a schema.")
@@ -105,7 +105,7 @@ def answer_format(
 
 
 def latency(trace: Trace, *, budget_s: float) -> list[Finding]:
-    """How far an attempt went over its time, as a share of the budget: 0 within it, -1 at twice that or more.
+    """How far an attempt exceeded its time, as a share of the budget: 0 within it, -1 at twice that or more.
 
     Args:
         trace: the attempt.
@@ -120,7 +120,7 @@ def latency(trace: Trace, *, budget_s: float) -> list[Finding]:
 
 
 def cost(trace: Trace, *, budget: float, prompt: float = 1.0, response: float = 1.0) -> list[Finding]:
-    """How far an attempt went over its cost, as a share of the budget: 0 within it, -1 at twice that or more.
+    """How far an attempt exceeded its cost, as a share of the budget: 0 within it, -1 at twice that or more.
 
     Args:
         trace: the attempt.
@@ -137,14 +137,14 @@ def cost(trace: Trace, *, budget: float, prompt: float = 1.0, response: float = 
 
 
 def overlong(trace: Trace, *, max_tokens: int, buffer: int) -> list[Finding]:
-    """The soft punishment of answers that grow too long (DAPO, arXiv 2503.14476, equation 13).
+    """The soft overlong punishment (DAPO, arXiv 2503.14476, equation 13).
 
     0 up to max_tokens - buffer, falling to -1 at max_tokens, -1 beyond.
 
     Args:
         trace: the attempt.
         max_tokens: most tokens of an answer.
-        buffer: how long before that the punishment begins.
+        buffer: tokens before that at which the punishment begins.
     """
     if not 0 < buffer <= max_tokens:
         raise ConfigError(f"overlong: buffer = {buffer} must be above 0 and at most max_tokens = {max_tokens}.")
@@ -168,7 +168,7 @@ RULES: Final[Mapping[str, Rule]] = {
 
 
 def text_of(node: Node) -> str:
-    """Return the text of a model call's first answer; empty where it said nothing."""
+    """Return the text of a model call's first answer; empty if it has none."""
     return _texts(node)[0][1]
 
 
@@ -226,7 +226,7 @@ def _is_empty(node: Node) -> bool:
         return False
     result = node.span.attributes.get(TOOL_RESULT)
     if result is None:
-        return False  # the source does not record results: nothing is known
+        return False  # the source does not record results, so they are unknown
     return str(result).strip().lower() in ("", "null", "none", "[]", "{}", '""', "''")
 
 

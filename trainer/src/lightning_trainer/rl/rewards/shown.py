@@ -1,4 +1,4 @@
-"""What automatic rules would give to attempts that are there already: to see it before anything is trained."""
+"""The rewards that automatic rules would give to existing attempts, to see them before training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_trainer.rl.rewards.judge import JudgeRule, judge
 
 
 def with_automatic(traces: Iterable[Trace], rules: Sequence[JudgeRule]) -> list[Trace]:
-    """Return the same traces with the rewards of these rules; a reward that a run has kept is not given twice."""
+    """Return the same traces with the rewards of these rules. A reward that a run has stored is not added again."""
     return [_judge_trace(trace, rules) for trace in traces] if rules else list(traces)
 
 

@@ -1,1 +1,1 @@
-"""What several agents that learn together need: how much each one's calls weigh."""
+"""For several agents that learn together: the weight of each one's calls."""

@@ -1,4 +1,4 @@
-"""Weights of agents in the loss, so that one that speaks more does not move the weights more."""
+"""Weights of agents in the loss, so that an agent that speaks more does not move the weights more."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Floats = NDArray[np.float32]
 
 
 def weigh_agents(rows: Sequence[Row], weights: Sequence[Floats], agent_weight: AgentWeight) -> list[Floats]:
-    """Return the weights of the tokens of each row, with those of its agent in them.
+    """Return the weights of the tokens of each row, multiplied by those of its agent.
 
     Args:
         rows: of one optimiser step of one policy.
         weights: for each row (K,) weights of its trained tokens: `rows.token_weights`.
-        agent_weight: a factor by agent, 1 for agents that are not named; or ``equal``, with which the tokens of each
-            agent weigh the same together, and all tokens what they weighed before.
+        agent_weight: a factor by agent, 1 for agents that are not named; or ``equal``: the tokens of each agent have
+            the
+            same total weight, and the total of all tokens is unchanged.
     """
     if not agent_weight:
         return list(weights)

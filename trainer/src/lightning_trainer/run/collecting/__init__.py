@@ -1,1 +1,1 @@
-"""Rollouts of a step: planned, queued ahead, waited for."""
+"""Rollouts of a step: planned, queued ahead, awaited."""

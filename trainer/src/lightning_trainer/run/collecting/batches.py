@@ -1,9 +1,9 @@
-"""Rollouts for the loop: planned from the order of tasks, queued ahead of the step that learns from them, waited for.
+"""Rollouts for the loop: planned from the order of tasks, queued ahead of the step that learns from them, awaited.
 
 With ``staleness = S`` the batches of a step and of the S steps after it are queued when the step begins, so that agents
-work while the step learns. Each step learns from the batch that has its number, whole: nothing is dropped, however slow
-its task is, and no rollout is learned from more than S updates after it was queued. Since a batch follows from its
-number alone, a run that is resumed queues the same ones again.
+work while the step learns. Each step learns from the complete batch with its own number: nothing is dropped, however
+slow its task is, and no rollout is learned from more than S updates after it was queued. Because a batch follows from
+its number alone, a resumed run queues the same ones again.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def check_staleness(config: TrainConfig) -> None:
-    """Refuse what needs the weights that sampled a step's rollouts, or more rollouts within the step.
+    """Reject options that need the weights that sampled a step's rollouts, or more rollouts within the step.
 
     Raises:
-        ConfigError: says which option, and what to do.
+        ConfigError: names the option, and says what to do.
     """
     if not config.staleness:
         return
@@ -62,20 +62,20 @@ class Collection:
     """Runs the rollouts of a run.
 
     Args:
-        run: whose tasks they are of.
+        run: provides the tasks.
         local: runs them.
-        successes: estimates of the run that goes on.
+        successes: estimates of the continued run.
 
     Attributes:
         order: chooses the tasks of a step.
-        name: what the ids of this start's rollouts begin with.
-        agents: names of the agents that the first rollouts were heard of.
+        name: prefix of the ids of this start's rollouts.
+        agents: names of the agents seen in the first rollouts.
     """
 
     def __init__(self, run: OpenRun, local: Session, successes: Estimates) -> None:
         self._run = run
         self._local = local
-        self._ahead: dict[int, list[Rollout]] = {}  # by step: queued, and not waited for yet
+        self._ahead: dict[int, list[Rollout]] = {}  # by step: queued, and not awaited yet
         self.name = name_start(run.folder)
         self.agents: set[str] = set()
         self.order = TaskOrder(run.config, run.tasks, successes)
@@ -113,7 +113,7 @@ class Collection:
         config = self._run.config
         rollouts = plan(
             self._run.val,
-            name=f"{self.name}.{step}:v",  # the same seeds in each validation: fewer differences by chance
+            name=f"{self.name}.{step}:v",  # the same seeds in each validation, for smaller random differences
             size=config.val_samples,
             mode="val",
             max_attempts=config.max_attempts,
@@ -126,8 +126,8 @@ class Collection:
 
         Args:
             rollouts: to run.
-            what: what progress calls them.
-            step: steps taken before. Before the first, what can't come right is refused at once.
+            what: their name in progress messages.
+            step: steps taken before. Before the first, what cannot work is rejected at once.
 
         Raises:
             AgentFailedError: all failed, or no call of an agent was seen.
@@ -149,7 +149,7 @@ class Collection:
             self._local.store.cancel(left)
 
     def nothing_captured(self, rollouts: int) -> AgentFailedError:
-        """Return the error of rollouts without a call."""
+        """Return the error for rollouts without a call."""
         return AgentFailedError(nothing_captured(rollouts, self._local.runner.attached, self._run.config.command))
 
     def _wait(self, rollouts: Sequence[Rollout], what: str, step: int) -> list[Outcome]:
@@ -176,7 +176,7 @@ class Collection:
         return outcomes
 
     def _refuse_unknown(self, outcomes: Sequence[Outcome]) -> None:
-        """Refuse at once a selection that matches nothing: such agents' calls go to the user's own endpoint.
+        """Reject at once a selection that matches nothing: such agents' calls go to the user's own endpoint.
 
         Failed attempts count too: without an endpoint of their own they all fail, and this is why.
         """
@@ -193,7 +193,7 @@ class Collection:
             except UnknownAgentError as error:
                 if any(outcome.attempt is not None for outcome in outcomes):
                     raise
-                text = outcomes[-1].error or ""  # it may be why they never came to speak
+                text = outcomes[-1].error or ""  # this may be why they never called
                 raise UnknownAgentError(
                     f"{error}\nAll {len(outcomes)} rollouts failed, too. The last error:\n{last_error(text)}\n"
                     f"{where_calls_go(text)}"

@@ -1,4 +1,4 @@
-"""Whether anything of the agent is captured at all: found out after the first task, and not after the first batch."""
+"""Checks after the first task whether anything of the agent is captured, instead of after the first batch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LOOK_S: Final = 1.0
 
 
 class FirstTask:
-    """Called while a run's first batch goes on: once all rollouts of some task have ended, looks what they left.
+    """Called during a run's first batch: once all rollouts of some task have ended, checks what they recorded.
 
     Args:
-        store: where spans and calls are.
+        store: contains spans and calls.
         rollouts: of the batch.
-        refuse: gives what to raise when so many rollouts left no model call.
+        refuse: returns what to raise if so many rollouts recorded no model call.
     """
 
     def __init__(self, store: Store, rollouts: Sequence[Rollout], refuse: Callable[[int], Exception]) -> None:
@@ -33,10 +33,10 @@ class FirstTask:
         self._seen = False
 
     def __call__(self) -> None:
-        """Look, about once a second, until the first task has ended.
+        """Check, about once a second, until the first task has ended.
 
         Raises:
-            Exception: `refuse`'s, when rollouts of that task succeeded and nothing was captured of any.
+            Exception: `refuse`'s, if rollouts of that task succeeded and nothing was captured from any.
         """
         if self._seen or time.monotonic() < self._due_s:
             return

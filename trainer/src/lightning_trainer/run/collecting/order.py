@@ -1,4 +1,4 @@
-"""Which tasks a step has: in shuffled passes, or after the first pass by what the policies solve (`task_order`)."""
+"""The tasks of each step: in shuffled passes, or after the first pass by the policies' success (`task_order`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class TaskOrder:
         return first + sample(self._weights(set(first)), size - left, f"{seed}/{step}")
 
     def others(self, count: int, taken: Sequence[int], name: str) -> list[int]:
-        """Return tasks for groups that are replaced, where there are enough not in the step yet: `other_tasks`."""
+        """Return tasks for groups that are replaced, if there are enough that are not in the step yet.
+
+        `other_tasks`.
+        """
         if not self._curriculum:
             return other_tasks(count, taken, self._count, name)
         fresh = sample(self._weights(set(taken)), count, name)
@@ -55,7 +58,7 @@ class TaskOrder:
     def learn(self, result: Score, rows: Iterable[Row]) -> Estimates:
         """Count the rewards of a step, and return the estimates: each policy by the rewards of its own agents.
 
-        Rewards outside of 0 to 1 count as a share of what lies between the step's lowest and highest.
+        Rewards outside 0 to 1 count as a share of the range between the step's lowest and highest.
         """
         if self._curriculum:
             groups = rewarded_names([{BY_TASK: result.by_task}], {row.agent: row.policy for row in rows})
@@ -71,7 +74,7 @@ class TaskOrder:
 
 
 def _shares(by_task: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
-    """Return the mean reward of these names by task, as a share of what can be earned."""
+    """Return the mean reward of these names by task, as a share of the possible range."""
     given: defaultdict[str, list[float]] = defaultdict(list)
     for name in names:
         for task, value in by_task.get(name, {}).items():

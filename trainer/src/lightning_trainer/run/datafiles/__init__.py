@@ -1,1 +1,1 @@
-"""Reading data files row by row, for tasks and for conversations alike: docs/reference/json.md says how."""
+"""Reading data files row by row, for tasks and conversations alike; documented in docs/reference/json.md."""

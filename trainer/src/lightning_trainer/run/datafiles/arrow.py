@@ -1,4 +1,7 @@
-"""Rows of Parquet and Arrow files, as `datasets.load_dataset` gives them; what JSON can't hold is refused by name."""
+"""Rows of Parquet and Arrow files, as `datasets.load_dataset` returns them.
+
+What JSON cannot hold is rejected by name.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _PLAIN: Final = (
 )  # fmt: skip
 _LISTS: Final = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
 _JSON: Final = "arrow.json"
-# Features of `datasets` that are stored in one form and given in another: images, sounds and their like.
+# Features of `datasets` that are stored in one form and returned in another, such as images and sounds.
 _STORED_OTHERWISE: Final = frozenset({"Image", "Audio", "Video", "Pdf", "Nifti", "Mesh", "BioSequence", "BioStructure"})
 
 
@@ -36,12 +39,12 @@ def arrow_rows(
     Args:
         path: of the file.
         columns: those to read; empty: all.
-        needed: columns of which the type must be one that JSON can hold; of others it may be any, and these are left
-            out. None: all that are read.
-        sparse: leave out the fields of a record that are null, as they are in each record that lacks a field of others.
+        needed: columns whose type JSON must be able to hold; others may have any type, and are left out if necessary.
+            None: all that are read.
+        sparse: leave out the fields of a record that are null, as in records that lack a field of others.
 
     Raises:
-        DataError: the file can't be read, or a column holds what JSON can't.
+        DataError: the file cannot be read, or a column contains what JSON cannot hold.
     """
     try:
         import pyarrow as pa
@@ -90,16 +93,16 @@ def _decode_cell(decode: Decode | None, value: Any) -> Any:
 
 
 class _Columns:
-    """The columns of a file, and what makes plain data of their values."""
+    """The columns of a file, and the conversion of their values to plain data."""
 
     def __init__(self, path: Path, schema: pa.Schema, needed: Collection[str] | None, *, sparse: bool) -> None:
         self._path, self._schema, self._needed, self._sparse = path, schema, needed, sparse
 
     def decoders(self, columns: list[str]) -> dict[str, Decode | None]:
-        """Return what decodes each column that is read; None: its values are plain already.
+        """Return the decoder of each column that is read; None: its values are plain already.
 
         Raises:
-            DataError: a column is missing, or holds what JSON can't.
+            DataError: a column is missing, or contains what JSON cannot hold.
         """
         names = self._schema.names
         missing = [name for name in columns if name not in names]
@@ -122,10 +125,10 @@ class _Columns:
         return readable
 
     def _decoder(self, kind: pa.DataType, feature: Any) -> Decode | None:
-        """Return what makes plain data of a type's values; None: they are.
+        """Return the decoder of a type's values to plain data; None: they are plain.
 
         Raises:
-            _UnreadableTypeError: they are something that JSON can't hold.
+            _UnreadableTypeError: JSON cannot hold them.
         """
         from pyarrow import types
 

@@ -1,4 +1,4 @@
-"""Rows of JSON Lines, JSON lists and CSV, and what becomes of the rows that can't be read."""
+"""Rows of JSON Lines, JSON lists and CSV, and the handling of unreadable rows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class DataRow:
 
     Attributes:
         where: its line, item or row.
-        value: what it holds; None where it can't be read.
-        fault: why it can't be read.
+        value: its content; None if it cannot be read.
+        fault: why it cannot be read.
     """
 
     where: str
@@ -35,7 +35,7 @@ class DataRow:
 
 
 class FaultyRows:
-    """Counts the rows of a file that are left out. A file in which most rows are bad is not the kind it is taken for.
+    """Counts the rows of a file that are left out. If most rows are invalid, the file is of another kind.
 
     Args:
         path: of the file.
@@ -45,7 +45,7 @@ class FaultyRows:
         self._path, self._shown, self._bad, self._good = path, list[str](), 0, 0
 
     def readable(self, rows: Iterator[DataRow]) -> Iterator[DataRow]:
-        """Yield the rows that can be read. Call `finish` after the last."""
+        """Yield the readable rows. Call `finish` after the last."""
         for row in rows:
             if row.fault is None:
                 self._good += 1
@@ -65,10 +65,10 @@ class FaultyRows:
             self._shown.append(f"{where}: {why.rstrip('.')}.")
 
     def finish(self) -> None:
-        """Warn of the rows that were left out, once for each file.
+        """Warn about the rows that were left out, once per file.
 
         Raises:
-            DataError: more rows can't be read than can.
+            DataError: more rows are unreadable than readable.
         """
         if self._bad > self._good:
             count = f" {self._bad} of {self._bad + self._good} rows can't be read." if self._bad > 1 else ""
@@ -84,7 +84,7 @@ class FaultyRows:
 
 
 def finite(value: Any) -> Any:
-    """Return a value in which NaN and the infinities, which JSON has not, are None."""
+    """Return a value in which NaN and the infinities, which JSON lacks, are None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -93,7 +93,7 @@ def finite(value: Any) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[DataRow]:
-    """Read an object a line. Only a line feed ends a line: JSON strings may hold U+2028."""
+    """Read one object per line. Only a line feed ends a line: JSON strings may contain U+2028."""
     for number, line in enumerate(_bytes(path).split(b"\n"), 1):
         if line.strip(b" \t\r\n\xef\xbb\xbf"):
             try:
@@ -108,7 +108,7 @@ def json_list(path: Path) -> Iterator[DataRow]:
     """Read a list of objects.
 
     Raises:
-        DataError: the file holds something else.
+        DataError: the file contains something else.
     """
     content = _bytes(path)
     if not content.strip():
@@ -132,7 +132,7 @@ def csv_rows(path: Path) -> Iterator[DataRow]:
     """Read a table with a header; every value is text.
 
     Raises:
-        DataError: it is not CSV, or its header can't be used.
+        DataError: it is not CSV, or its header is unusable.
     """
     content = _bytes(path)
     try:
@@ -175,7 +175,7 @@ def _object(path: Path, value: Any, where: str) -> DataRow:
 
 
 def _check_header(path: Path, names: Sequence[str]) -> None:
-    """Refuse a header that would lose values, or that is separated by something else than commas."""
+    """Reject a header that would lose values, or that is not separated by commas."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"data file {path}, line 1: two columns are called {twice!r}. Rename one.")
