@@ -61,6 +61,14 @@ def test_only_the_share_of_a_canary_is_answered_by_the_candidate(here: Deployed)
     assert {call.policy for call in calls if call.sampling.get(MARK) == 2} == {"old", "new"}
 
 
+def test_each_candidate_and_each_agent_begins_with_conversations_of_its_own() -> None:
+    few = {
+        tuple(number for number in range(400) if draw(agent, candidate, f"conversation:c{number}") < 0.1)
+        for agent, candidate in (("writer", "new"), ("writer", "newer"), ("reader", "new"))
+    }
+    assert len(few) == 3
+
+
 def test_a_conversation_keeps_its_policy_when_the_share_grows_and_when_the_candidate_is_promoted(
     here: Deployed, tmp_path: Path
 ) -> None:

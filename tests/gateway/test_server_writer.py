@@ -34,10 +34,13 @@ def test_calls_that_are_answered_together_share_a_transaction(monkeypatch):
     monkeypatch.setattr(ingest, "_GATHER_S", 1e6)
     store = Counting()
     writer = RecordWriter(store)
-    writer.expected = lambda: 64
+    gathering = threading.Event()
+    writer.expected = lambda: gathering.set() or 64
 
     async def main():
-        await asyncio.gather(*(writer.call(number) for number in range(64)))
+        first = asyncio.ensure_future(writer.call(0))
+        assert await asyncio.to_thread(gathering.wait, 60)  # alone so far, it waits for the others
+        await asyncio.gather(first, *(writer.call(number) for number in range(1, 64)))
 
     asyncio.run(main())
     writer.close()
