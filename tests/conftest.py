@@ -20,6 +20,10 @@ from lightning_spans.record.tracing.tracers import make_tracer
 pytest.register_assert_rewrite("support")
 
 from support.fake_sink import ListSink
+from support.warm_workers import WarmWorkers
+
+# Whose tests run many programs, and say nothing of how a worker starts.
+FORKED = {"forks", "improve", "judging", "run", "sft"}
 
 settings.register_profile(  # a slow machine is no fault of the code
     "ours", deadline=None, derandomize=os.environ.get("DRAWS") == "fixed"
@@ -59,6 +63,22 @@ def _servers_start_at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         with suppress(ImportError):
             patch.setattr("lightning_trainer.gateway.http.serving._freeze_objects", gc.freeze)
+        yield
+
+
+@pytest.fixture(scope="session")
+def _warm_workers() -> Iterator[WarmWorkers]:
+    workers = WarmWorkers()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_workers(request: pytest.FixtureRequest, _warm_workers: WarmWorkers) -> Iterator[None]:
+    """Runners of some folders fork their workers from a process that has imported the openai client."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name in FORKED and hasattr(os, "fork"):
+            patch.setattr("lightning_trainer.runner.process._start_process", _warm_workers.start)
         yield
 
 
