@@ -1,1 +1,1 @@
-"""What is recorded: frozen records, and their one JSON form. Imports nothing else of ours."""
+"""The recorded data: frozen records, and their one JSON form. Imports nothing else of ours."""

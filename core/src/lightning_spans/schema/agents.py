@@ -1,6 +1,6 @@
 """An agent's name is a path, outermost first: `billing/extract`. Selection of agents by name or glob.
 
-The innermost name is what the agent is called; the path says where it stands. A slash inside a name is doubled.
+The innermost name is the agent's own name; the path is its position. A slash within a name is doubled.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 from lightning_spans.errors import UnknownAgentError
 
 _GLOB = frozenset("*?[")
-_ANY: Final = "**"  # in a pattern: any number of parts, none too
-_ALIKE: Final = 0.8  # of difflib's ratio: one letter of five wrong, or two of a longer name exchanged
+_ANY: Final = "**"  # in a pattern: any number of parts, including none
+_ALIKE: Final = 0.8  # of difflib's ratio: one wrong letter of five, or two swapped ones in a longer name
 
 
 def written(name: str) -> str:
@@ -31,30 +31,30 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 
 def name_of(path: str) -> str:
-    """Return the innermost name of a path: what the agent is called."""
+    """Return the innermost name of a path: the agent's own name."""
     return parts_of(path)[-1] if "/" in path else path
 
 
 def path_of(agent: str, path: object) -> str:
-    """Return where an agent stands: the path that is known for it, if it is one of it, else its name alone.
+    """Return an agent's path: the known path if it belongs to the agent, otherwise its name alone.
 
-    An agent that is counted by its path (`label`) is called that.
+    An agent that is counted by its path (`label`) is named by it.
     """
     return path if isinstance(path, str) and agent in {name_of(path), path} else written(agent)
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether a pattern may mean several agents, and is not an exact name."""
+    """Whether a pattern may match several agents, and is not an exact name."""
     return bool(_GLOB & set(pattern))
 
 
 def selects(patterns: Sequence[str], agent: str | None) -> bool:
-    """Whether one of the names or globs means an agent. None, an unknown agent, is never meant.
+    """Whether one of the names or globs matches an agent. None, an unknown agent, is never matched.
 
     A pattern without a slash is compared with the whole innermost name: `writer` never matches `rewriter`. One with
     slashes is compared with the end of the path, part by part, where ``**`` stands for any number of parts: both
-    `billing/extract` and `billing/**` match `app/billing/extract`. An exact name matches itself even when it holds glob
-    characters.
+    `billing/extract` and `billing/**` match `app/billing/extract`. An exact name matches itself even if it contains
+    glob characters.
 
     Args:
         patterns: names and globs.
@@ -88,8 +88,8 @@ def earns(named: str | None, path: str | None) -> bool:
 def label(path: str, patterns: Iterable[str] | None) -> str:
     """Return the name under which an agent's calls are counted and compared.
 
-    That is the innermost name, except where it is selected by a pattern of its path, which tells it from its namesakes:
-    then it is the path.
+    This is the innermost name, unless the agent is selected by a pattern of its path, which distinguishes it from
+    agents of the same name: then it is the path.
     """
     name = name_of(path)
     chosen = any("/" in pattern and pattern != name and selects((pattern,), path) for pattern in patterns or ())
@@ -97,7 +97,7 @@ def label(path: str, patterns: Iterable[str] | None) -> str:
 
 
 def labels(paths: Iterable[str]) -> Mapping[str, str]:
-    """Return by path what to call each agent of a list: its name, or its path where another has the same name."""
+    """Return by path the label of each agent in a list: its name, or its path if another has the same name."""
     by_name: defaultdict[str, set[str]] = defaultdict(set)
     for path in paths:
         by_name[name_of(path)].add(path)
@@ -111,7 +111,7 @@ def unheard(patterns: Sequence[str], seen: Iterable[str]) -> list[str]:
 
 
 def check_known(patterns: Sequence[str], seen: Iterable[str]) -> None:
-    """Refuse a selection that matches nothing.
+    """Reject a selection that matches nothing.
 
     Raises:
         UnknownAgentError: a name or glob matches no agent that was seen; the message lists those that were.
@@ -124,13 +124,12 @@ def check_known(patterns: Sequence[str], seen: Iterable[str]) -> None:
 
 
 def check_spelling(patterns: Sequence[str], seen: Iterable[str]) -> None:
-    """Refuse a name that was not seen, where an agent that nothing selects has nearly the same.
+    """Reject a name that was not seen, if an agent with a similar name is not selected.
 
-    An agent need not speak in every rollout: one that was not seen may still come. One that is meant and misspelt
-    never will.
+    An agent need not call in every rollout: one that was not seen may call later. A misspelt one never will.
 
     Raises:
-        UnknownAgentError: a name is misspelt; the message says what is meant.
+        UnknownAgentError: a name is misspelt; the message suggests the right one.
     """
     paths = set(seen)
     names = sorted(labels(paths).values())
@@ -145,7 +144,10 @@ def check_spelling(patterns: Sequence[str], seen: Iterable[str]) -> None:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether one name is the other, misspelt: not another number, and not a name within a name as in `rewriter`."""
+    """Whether one name is a misspelling of the other.
+
+    Not another number, and not a name within a name such as `rewriter`.
+    """
     left, right = one.casefold(), other.casefold()
     if [c for c in left if c.isdigit()] != [c for c in right if c.isdigit()]:
         return False

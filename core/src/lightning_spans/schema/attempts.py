@@ -1,4 +1,4 @@
-"""Rollouts and their attempts: what is asked for, each try at it, and how it ended."""
+"""Rollouts and their attempts: what was requested, each try, and how it ended."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import TRAINING, Json
 
 RolloutStatus: TypeAlias = Literal["queued", "running", "succeeded", "failed", "cancelled"]
-# ``released``: given back, nothing was wrong with it; ``disturbed``: its process ended while others ran there too.
+# ``released``: given back, without a fault; ``disturbed``: its process ended while other attempts ran in it too.
 AttemptStatus: TypeAlias = Literal[
     "running", "succeeded", "failed", "timeout", "lost", "cancelled", "released", "disturbed"
 ]
-FAILED: Final[tuple[AttemptStatus, ...]] = ("failed", "timeout")  # it may have been what the policy said
+FAILED: Final[tuple[AttemptStatus, ...]] = ("failed", "timeout")  # the policy's answer may have caused it
 UNCOUNTED: Final[tuple[AttemptStatus, ...]] = ("released", "disturbed")
 """Ends that are no fault of the agent's: they use up none of the rollout's tries."""
-UNCOUNTED_MOST: Final = 20  # of a rollout; more of them count, so that nothing is tried for ever
+UNCOUNTED_MOST: Final = 20  # of a rollout; further ones count, so that nothing is tried for ever
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What an agent's process knows of the attempt it works on.
+    """What an agent's process knows about its attempt.
 
     Attributes:
-        rollout_id: the rollout this is one try at.
+        rollout_id: the rollout that it tries.
         attempt_id: this try.
-        endpoint: base URL of the training side, without ``/v1``; None when there is none.
-        key: the attempt's own key, which can sample and send spans and nothing else.
+        endpoint: base URL of the training side, without ``/v1``; None if there is none.
+        key: the attempt's own key, which can only sample and send spans.
         agents: names or globs of the agents whose calls go to the gateway; empty: none are rerouted.
-        model: the model name that rerouted calls ask for.
-        prompts: other system prompts by agent, as ``before`` and ``after``; see `record.prompts`.
+        model: the model name of rerouted calls.
+        prompts: replacement system prompts by agent, as ``before`` and ``after``; see `record.prompts`.
         replay: the earlier attempt whose answers it gets; None: it is not a replay.
     """
 
@@ -49,11 +49,11 @@ class Attempt:
     replay: Replay | None = None
 
     def reroutes(self, agent: str | None) -> bool:
-        """Whether a call of the agent of this path goes to the gateway. One without a known agent never does."""
+        """Whether a call of the agent with this path goes to the gateway. A call of an unknown agent never does."""
         return self.endpoint is not None and selects(self.agents, agent)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables from which `from_environment` makes this attempt again."""
+        """Return the environment variables from which `from_environment` restores this attempt."""
         values = {
             "LIGHTNING_ROLLOUT_ID": self.rollout_id,
             "LIGHTNING_ATTEMPT_ID": self.attempt_id,
@@ -69,17 +69,17 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One execution of the agent on a task, as asked for.
+    """One execution of the agent on a task, as requested.
 
     Attributes:
         rollout_id: its id.
         group_id: the group whose returns are compared: rollouts of one task in one step.
         task: the row of the user's data.
         mode: ``train`` or ``val``.
-        origin: what it is run for: ``training``, ``live``, or a label of the user's own; its attempts have it too.
+        origin: its purpose: ``training``, ``live``, or a label of the user's own; its attempts have it too.
         max_attempts: tries before the rollout counts as failed.
         timeout_s: time limit of one attempt in seconds; None: none.
-        status: where it stands.
+        status: its current status.
         replay: the earlier attempt whose answers its attempts get; None: it is not a replay.
     """
 
@@ -94,7 +94,7 @@ class Rollout:
     replay: Replay | None = None
 
     def problem(self) -> str | None:
-        """Say why no attempt at it could ever run or end; None where nothing is wrong."""
+        """Return why no attempt at it could ever run or end; None if nothing is wrong."""
         if not self.rollout_id:
             return "its rollout_id is empty. Give it one."
         if self.max_attempts < 1:
@@ -112,19 +112,22 @@ class AttemptRecord:
         attempt_id: its id.
         rollout: the rollout, with its task.
         number: 1 for the first try.
-        fence: the fencing number; a result that carries an older one is refused.
-        worker: who claimed it.
-        status: where it stands.
-        lease_until_ns: when the lease ends unless renewed, in nanoseconds by the store's own clock. That one starts at
-            Unix time, counts only while the store is used, and is never set: compare it with others of the same store.
+        fence: the fencing number; a result with an older one is rejected.
+        worker: the worker that claimed it.
+        status: its current status.
+        lease_until_ns: when the lease ends unless renewed, in nanoseconds by the store's own clock. That clock starts
+            at
+            Unix time, counts only while the store is used, and is never set: compare it only within one store.
         started_ns: Unix time in nanoseconds.
         ended_ns: Unix time in nanoseconds; None while it runs.
         error: why it failed; None otherwise.
-        context: what the agent's process gets, its key among it; made by the server that a runner claims from.
-        disturbed: earlier attempts of the rollout that ended ``disturbed``: it may be what ends processes, so it is run
-            alone in one. Filled in by `claim`, 0 elsewhere.
-        failures: earlier attempts of the rollout that ended ``failed`` or ``timeout``: what they drew may have done
-            it, so it draws anew. Filled in by `claim`, 0 elsewhere.
+        context: what the agent's process gets, including its key; created by the server that a runner claims from.
+        disturbed: earlier attempts of the rollout that ended ``disturbed``: this rollout may be what ends processes, so
+            it
+            runs alone in one. Set by `claim`, 0 elsewhere.
+        failures: earlier attempts of the rollout that ended ``failed`` or ``timeout``: their samples may be the cause,
+            so it
+            samples anew. Set by `claim`, 0 elsewhere.
     """
 
     attempt_id: str
@@ -144,15 +147,15 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How an attempt ended, as its runner tells it.
+    """How an attempt ended, as its runner reports it.
 
     Attributes:
         attempt_id: the attempt.
         fence: the fencing number that came with the claim.
-        status: any but ``running``.
+        status: any except ``running``.
         rewards: of this attempt.
         error: why it failed; None otherwise.
-        final: the rollout is not tried again, even if it has tries left: this end is its result.
+        final: whether the rollout is not tried again, even if it has tries left, because this end is its result.
     """
 
     attempt_id: str

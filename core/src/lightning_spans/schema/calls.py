@@ -1,4 +1,4 @@
-"""The call: what the gateway recorded of one model call."""
+"""The call: the gateway's record of one model call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_spans.schema.spans import TRAINING, Json
 
-LEFT_OUT: Final = "left_out"  # in a call's sampling: what its request asked for and the model was not told, by name
+LEFT_OUT: Final = "left_out"  # in a call's sampling: what its request asked for and the model did not get, by name
 PARTIAL: Final = "partial_tokens"
 """In a call's sampling: how many tokens the server reported, and how many ids it returned. Fewer, so none are kept."""
 
@@ -18,10 +18,10 @@ class Choice:
     """One answer of a model call.
 
     Attributes:
-        index: its place among the n choices.
-        token_ids: (A,) ids as sampled; None where the engine did not send them.
-        logprobs: (A,) natural log-probabilities of `token_ids`; None where not sent.
-        finish_reason: ``stop``, ``length``, ``tool_calls``; None when the call was cut.
+        index: its position among the n choices.
+        token_ids: (A,) ids as sampled; None if the engine did not send them.
+        logprobs: (A,) natural log-probabilities of `token_ids`; None if not sent.
+        finish_reason: ``stop``, ``length``, ``tool_calls``; None if the call was cut off.
         message: the message as the agent got it.
     """
 
@@ -34,23 +34,23 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What the gateway recorded of one model call.
+    """The gateway's record of one model call.
 
     Attributes:
         call_id: makes delivery idempotent.
         response_id: the id that the agent's client saw.
-        trace_id: from the request's ``traceparent``; None when it had none.
-        span_id: the agent's chat span, from ``traceparent``; None when it had none.
+        trace_id: from the request's ``traceparent``; None if it had none.
+        span_id: the agent's chat span, from ``traceparent``; None if it had none.
         rollout_id: from the attempt's key.
         attempt_id: from the attempt's key.
-        agent: its path, from the ``x-lightning-agent`` header or the key; the span's name goes before it.
-        origin: what the call was made for: ``training``, ``live``, ``shadow``, or a label of the user's own.
+        agent: its path, from the ``x-lightning-agent`` header or the key; the span's name has priority.
+        origin: the call's purpose: ``training``, ``live``, ``shadow``, or a label of the user's own.
         policy: the model or policy that answered.
         policy_version: the number of its weights when the call began.
-        prompt_token_ids: (P,) ids given to the engine; None where it did not send them.
+        prompt_token_ids: (P,) ids given to the engine; None if it did not send them.
         choices: all n of them.
-        request: the request in the form of a chat completion, whatever surface it came by.
-        sampling: the sampling parameters in force, defaults filled in.
+        request: the request in the format of a chat completion, whatever API it used.
+        sampling: the sampling parameters in force, including defaults.
         start_ns: Unix time in nanoseconds.
         end_ns: Unix time in nanoseconds.
         error: what went wrong; None for a call that was answered.

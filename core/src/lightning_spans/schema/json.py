@@ -1,6 +1,6 @@
-"""The JSON form of every record, both ways, from the fields of its dataclass: spools, columns and HTTP have it.
+"""The JSON form of every record, both ways, from the fields of its dataclass: used by spools, columns and HTTP.
 
-A record's fields and their types are written once, in its class; docs/decisions/records.md says why by this codec.
+A record's fields and their types are declared once, in its class; docs/decisions/records.md explains the codec.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Convert: TypeAlias = Callable[[Any], Any]
 
 
 def dumps(value: Json) -> bytes:
-    """Write JSON; NaN and the infinities, which it has not, become null.
+    """Write JSON; NaN and the infinities, which JSON lacks, become null.
 
-    What orjson refuses (integers beyond 64 bits, lone surrogates, keys that are not text) is written by the standard
+    What orjson rejects (integers beyond 64 bits, lone surrogates, keys that are not text) is written by the standard
     library, after a leading space that tells `loads` to read it the same way: orjson would round such integers.
 
     Raises:
@@ -41,7 +41,7 @@ def dumps(value: Json) -> bytes:
 
 
 def loads(text: bytes | str) -> Json:
-    """Read JSON, also what `dumps` marked as beyond orjson.
+    """Read JSON, including what `dumps` marked as beyond orjson.
 
     Raises:
         ValueError: it is not JSON.
@@ -50,7 +50,8 @@ def loads(text: bytes | str) -> Json:
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError:
-            pass  # perhaps only a lone surrogate, which the standard library reads; else it raises the same complaint
+            # perhaps only a lone surrogate, which the standard library accepts; otherwise it raises the same error
+            pass
     return json.loads(text)
 
 
@@ -65,7 +66,7 @@ def _plain(value: object) -> Json:
 
 
 class JsonText(Mapping[str, Json]):
-    """A JSON object that stays text until someone looks into it: most request bodies are never read again."""
+    """A JSON object that stays text until it is used: most request bodies are never read again."""
 
     __slots__ = ("_text", "_value")
 
@@ -104,14 +105,14 @@ def to_json(record: Any) -> dict[str, Json]:
 
 
 def from_json(kind: type[R], data: Json) -> R:
-    """Read what `to_json` wrote. Unknown keys are ignored: an older reader takes a newer writer's records.
+    """Read what `to_json` wrote. Unknown keys are ignored, so that an older reader accepts a newer writer's records.
 
     Args:
         kind: the record's class.
         data: a JSON object, from anyone.
 
     Raises:
-        ValueError: it is no object, a required field is missing, or a field has the wrong type; names the field.
+        ValueError: it is not an object, a required field is missing, or a field has the wrong type; names the field.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"a {kind.__name__} must be a JSON object, not {type(data).__name__}")
@@ -146,7 +147,7 @@ def _readers(kind: Any) -> tuple[tuple[str, Convert], ...]:
 
 
 def _parts(hint: Any) -> tuple[Any, Any, bool]:
-    """Take a type apart: what it is, what is in it, and whether it may be None."""
+    """Split a type into its origin, its arguments, and whether it may be None."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType) and type(None) in inner:
         kind, held, _ = _parts(next(part for part in inner if part is not type(None)))
@@ -155,7 +156,7 @@ def _parts(hint: Any) -> tuple[Any, Any, bool]:
 
 
 def _writer(hint: Any) -> Convert | None:
-    """Return what makes plain JSON of a field's value; None: it is already."""
+    """Return what converts a field's value to plain JSON; None: it is plain already."""
     kind, held, optional = _parts(hint)
     write: Convert | None = None
     if kind in (tuple, Sequence):
@@ -169,7 +170,7 @@ def _writer(hint: Any) -> Convert | None:
 
 
 def _reader(hint: Any) -> Convert:
-    """Return what reads a field's value from JSON, and raises TypeError or ValueError where it is another type."""
+    """Return what reads a field's value from JSON, and raises TypeError or ValueError for another type."""
     kind, held, optional = _parts(hint)
     if kind in (tuple, Sequence):
         read: Convert = _ARRAYS.get(held) or partial(_items, _reader(held))
@@ -227,7 +228,7 @@ def _items(read: Convert, value: Json) -> tuple[Any, ...]:
 
 
 def _token_ids(value: Json) -> tuple[int, ...]:
-    return tuple(array("i", _list(value)))  # C speed, and refuses what is no 32-bit whole number
+    return tuple(array("i", _list(value)))  # fast C code that rejects anything but 32-bit whole numbers
 
 
 def _numbers(value: Json) -> tuple[float, ...]:

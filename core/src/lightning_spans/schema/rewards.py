@@ -21,12 +21,13 @@ class Reward:
         rollout_id: the rollout it belongs to.
         attempt_id: the attempt it belongs to.
         value: finite; higher is better.
-        agent: the agent that earned it; None when the whole attempt did.
-        span_id: the span that earned it; None when no single one did.
+        agent: the agent that earned it; None if the whole attempt did.
+        span_id: the span that earned it; None if no single one did.
         choice: index of the answer that earned it, of a call with several; None: all of them did.
-        source: who gave it: ``run``, ``score``, ``emit_reward``, or the name of an automatic rule.
-        given_ns: Unix time in nanoseconds at which it was given in the middle of the attempt: it is for the calls that
-            had ended by then. None: it is for the whole attempt.
+        source: its giver: ``run``, ``score``, ``emit_reward``, or the name of an automatic rule.
+        given_ns: Unix time in nanoseconds at which it was given during the attempt: it counts for the calls that had
+            ended
+            by then. None: it counts for the whole attempt.
         reward_id: makes delivery idempotent.
     """
 
@@ -42,14 +43,14 @@ class Reward:
 
 
 def as_reward(value: object, *, what: str = "reward") -> float:
-    """Take a number, also numpy's and torch's scalars, as a reward.
+    """Convert a number, including numpy's and torch's scalars, to a reward.
 
     Raises:
         RewardError: it is None, not a number, or not finite.
     """
     try:
         number = float(None if isinstance(value, (str, bytes)) else value)  # type: ignore[arg-type]
-    except Exception as error:  # an array of several, a number beyond floats: what is not one may raise anything
+    except Exception as error:  # an array of several, a number beyond floats: other objects may raise anything
         raise RewardError(f"{what} is {_short(value)} ({type(value).__name__}), not a number. {_ADVICE}") from error
     if not math.isfinite(number):
         raise RewardError(f"{what} is {number}. A reward must be finite: look at what the agent returned.")
@@ -65,7 +66,7 @@ def _short(value: object, most: int = 80) -> str:
 
 
 def as_rewards(value: object) -> dict[str | None, float]:
-    """Take what `run()` or a reward function returned: a number for the attempt, or numbers by agent name.
+    """Convert the result of `run()` or a reward function: a number for the attempt, or numbers by agent name.
 
     Returns:
         Rewards by agent name; the key None holds the reward of the whole attempt.

@@ -1,7 +1,7 @@
-"""The span: one timed operation of an agent. This module is the schema's one home.
+"""The span: one timed operation of an agent. This module defines the schema.
 
 Names follow the OpenTelemetry GenAI conventions (July 2026); what those lack is under ``lightning.*``. The strings are
-copied, not imported: the Python package marks every ``gen_ai.*`` constant as moved.
+copied, not imported, because the Python package marks every ``gen_ai.*`` constant as moved.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ SCHEMA_VERSION: Final = 1
 Status: TypeAlias = Literal["ok", "error", "unset"]
 Json: TypeAlias = Any  # what json.loads can give: str, int, float, bool, None, list, dict
 
-CHAT: Final = "chat"  # any call that a language model answers, a text completion too: `ENDPOINT` says which
+CHAT: Final = "chat"  # any call that a language model answers, including a text completion: `ENDPOINT` says which
 EXECUTE_TOOL: Final = "execute_tool"
 INVOKE_AGENT: Final = "invoke_agent"
-INVOKE_WORKFLOW: Final = "invoke_workflow"  # what is around several agents: a team, a graph, a run with handoffs
+INVOKE_WORKFLOW: Final = "invoke_workflow"  # what surrounds several agents: a team, a graph, a run with handoffs
 
 TRAINING: Final = "training"  # origin of what a runner or a plain script records
 LIVE: Final = "live"  # origin of what an agent in production records
@@ -41,29 +41,31 @@ OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 TOOL_NAME: Final = "gen_ai.tool.name"
 TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
 TOOL_ARGUMENTS: Final = "gen_ai.tool.call.arguments"  # JSON text
-TOOL_RESULT: Final = "gen_ai.tool.call.result"  # text, JSON where the tool gave data
-TOOL_RETURNED: Final = "lightning.tool.returned"  # what its own code gave, where the text is not it: `record.returned`
-TOOL_PURE: Final = "lightning.tool.pure"  # marked: it depends on its arguments alone and changes nothing
-TOOL_SIDE_EFFECTS: Final = "lightning.tool.side_effects"  # marked: never to be carried out twice
-REPLAYED: Final = "lightning.replayed"  # of a tool in a replay: its result was given from the record, or it was run
+TOOL_RESULT: Final = "gen_ai.tool.call.result"  # text, or JSON if the tool returned data
+# what its own code returned, if that is not the text: `record.returned`
+TOOL_RETURNED: Final = "lightning.tool.returned"
+TOOL_PURE: Final = "lightning.tool.pure"  # marked: it depends only on its arguments and changes nothing
+TOOL_SIDE_EFFECTS: Final = "lightning.tool.side_effects"  # marked: it must never run twice
+REPLAYED: Final = "lightning.replayed"  # of a tool in a replay: whether its recorded result was returned, or it ran
 ERROR_TYPE: Final = "error.type"
 SERVER_ADDRESS: Final = "server.address"
 
 FRAMEWORK: Final = "lightning.framework"
-REROUTABLE: Final = "lightning.reroutable"  # a framework reports the call, and it would go to a policy of its agent's
-UNASKABLE: Final = "lightning.unaskable"  # fields of a request in a vendor's form that no policy can be asked
+REROUTABLE: Final = "lightning.reroutable"  # a framework reports the call, and it would go to a policy of its agent
+UNASKABLE: Final = "lightning.unaskable"  # fields of a request in a vendor's format that no policy supports
 ROLLOUT_ID: Final = "lightning.rollout.id"
 ATTEMPT_ID: Final = "lightning.attempt.id"
-ORIGIN: Final = "lightning.origin"  # left out where it is "training"
+ORIGIN: Final = "lightning.origin"  # left out if it is "training"
 SCHEMA: Final = "lightning.schema.version"
 REQUEST: Final = "lightning.request"  # JSON text of the request body as sent
-RESPONSE: Final = "lightning.response"  # JSON text of the response body; for a stream, of the message put together
+RESPONSE: Final = "lightning.response"  # JSON text of the response body; for a stream, of the assembled message
 ENDPOINT: Final = "lightning.endpoint"  # "/chat/completions", "/completions" or "/responses"
 STREAMED: Final = "lightning.streamed"
 REROUTED: Final = "lightning.rerouted"
 ABANDONED: Final = "lightning.abandoned"  # the agent stopped reading a stream before its end
-HANDOFF: Final = "lightning.handoff"  # of a tool call by which an agent hands over: the name of the agent that goes on
-AGENT_PATH: Final = "lightning.agent.path"  # where the agent stands in nested graphs or teams, outermost first, "/"
+HANDOFF: Final = "lightning.handoff"  # of a handoff's tool call: the name of the agent that continues
+# the agent's position in nested graphs or teams, outermost first, separated by "/"
+AGENT_PATH: Final = "lightning.agent.path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +74,18 @@ class Span:
 
     Attributes:
         operation: ``chat``, ``execute_tool``, ``invoke_agent``, or another OTel GenAI operation.
-        name: what a viewer shows: the tool, the agent, the model.
+        name: shown by viewers: the tool, the agent, the model.
         trace_id: 32 hex digits.
         span_id: 16 hex digits, unique in its trace.
         parent_id: the parent's `span_id`; None for a root.
         start_ns: Unix time in nanoseconds.
         end_ns: Unix time in nanoseconds, never before `start_ns`.
-        status: ``ok``, ``error``, or ``unset`` where the source did not say.
-        status_message: the error's text; empty when there is none.
-        agent: the agent at work; None where nothing named one.
+        status: ``ok``, ``error``, or ``unset`` if the source did not say.
+        status_message: the error's text; empty if there is none.
+        agent: the agent at work; None if nothing named one.
         rollout_id: the rollout; None for traces made outside a runner.
         attempt_id: the attempt; None for traces made outside a runner.
-        origin: what it was recorded for: ``training``, ``live``, or a label of the user's own.
+        origin: its purpose: ``training``, ``live``, or a label of the user's own.
         attributes: JSON-like values by attribute name. Values are str, bool, int, float or lists of those.
     """
 

@@ -12,11 +12,11 @@ from lightning_spans.schema.spans import Json
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What was sampled, exactly as the engine recorded it; never made again from text.
+    """The sampled tokens, exactly as the engine recorded them; never made again from text.
 
     Attributes:
         prompt: (P,) token ids of the observation.
-        response: (A,) token ids of the action, the end-of-turn token included where one was sampled.
+        response: (A,) token ids of the action, including the end-of-turn token if one was sampled.
         logprobs: (A,) natural log-probability of each response token under the distribution it was sampled from.
     """
 
@@ -27,27 +27,27 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """Observation, action and reward of one model call (of one choice of it, when n > 1).
+    """Observation, action and reward of one model call (of one choice of it, if n > 1).
 
     Attributes:
         rollout_id: the rollout.
         attempt_id: the attempt.
-        agent: who called; None where nothing named one.
-        agent_path: where it stands, outermost first: ``billing/extract``; None where that is its name alone.
+        agent: the calling agent; None if nothing named one.
+        agent_path: its path, outermost first: ``billing/extract``; None if that is only its name.
         turn: position among the attempt's model calls in the order of their start, from 0.
         choice: index of the choice in the response.
         span_id: the chat span.
-        response_id: the model server's id of the response; None where there was none.
-        tokens: what was sampled; None where no engine recorded it. Such a transition never enters RL.
+        response_id: the model server's id of the response; None if there was none.
+        tokens: what was sampled; None if no engine recorded it. Such a transition never enters RL.
         policy: the model or policy that answered.
-        policy_version: the number of its weights; None where not recorded.
+        policy_version: the number of its weights; None if not recorded.
         request: the body of the request as sent.
         message: the message of this choice, as the agent got it.
-        ended_ns: Unix time in nanoseconds at which the agent had its answer; None where not recorded.
+        ended_ns: Unix time in nanoseconds at which the agent had its answer; None if not recorded.
         finish_reason: ``stop``, ``length``, ``tool_calls``, ...
-        sampling: the sampling parameters in force, where the gateway recorded them.
-        error: why the call failed; None for one that did not, also where the client refused a whole answer.
-        rewards: what this transition earned by itself (AIR, rewards tied to its span).
+        sampling: the sampling parameters in force, if the gateway recorded them.
+        error: why the call failed; None if it did not, and also if the client rejected a whole answer.
+        rewards: the transition's own rewards (AIR, rewards for its span).
     """
 
     rollout_id: str
@@ -71,12 +71,12 @@ class Transition:
 
     @property
     def path(self) -> str | None:
-        """Where its agent stands, as names and globs are compared with; None where nothing named one."""
+        """Its agent's path, which names and globs are compared with; None if nothing named one."""
         return None if self.agent is None else path_of(self.agent, self.agent_path)
 
 
 def select(transitions: Sequence[Transition], agents: Sequence[str] | None) -> list[Transition]:
-    """Keep the transitions of the agents named, by name, path or explicit glob.
+    """Keep the transitions of the selected agents, by name, path or explicit glob.
 
     Args:
         transitions: of one or more attempts.

@@ -1,4 +1,4 @@
-"""The store: what joins the halves. Opened by URL; in an SQL database, behind a server, or nowhere."""
+"""The store, which joins spans and calls. Opened by URL: an SQL database, a server, or a store that keeps nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def open_store(url: str, *, key: str | None = None, create: bool = True) -> Stor
     Args:
         url: ``sqlite:///path.db``, a plain path, ``postgresql://user@host/database``, or a server's ``http(s)://...``.
         key: for a server: the bearer key; by default `LIGHTNING_KEY` of the environment.
-        create: for a file: make it where there is none. Whoever only reads says False.
+        create: for a file: create it if it does not exist. Readers pass False.
 
     Raises:
         ConfigError: the URL's scheme is none of these, or the driver for its database is not installed.
-        StoreError: it can't be opened.
+        StoreError: it cannot be opened.
     """
     scheme = url.split("://", 1)[0] if "://" in url else "sqlite"
     if scheme in {"http", "https"}:

@@ -1,11 +1,10 @@
-"""How the store's methods are asked for over HTTP: the client sends by this table, the server makes its routes of it.
+"""The store's methods over HTTP: one table, from which the client sends requests and the server makes its routes.
 
-Every body is a JSON object. A method's arguments are its keys, its result is under one key of the answer; records have
-the form of `schema.json`. `page` is ``POST /api/query`` with ``{"what": "spans", "after": 0, "limit": 1000}`` and the
-filters of `Where`, and answers ``{"spans": [...], "next": 4711}``, without ``next`` where there are no more. With
-``"newest_first": true`` the order is the reverse.
-``GET /api/spans?limit=...&after=...`` is the same for short lists of filters. Errors are ``{"error": {"message",
-"type", "code"}}``; 409: the lease is lost.
+Every body is a JSON object. A method's arguments are its keys, its result is under one key of the response; records
+have the form of `schema.json`. `page` is ``POST /api/query`` with ``{"what": "spans", "after": 0, "limit": 1000}`` and
+the filters of `Where`, and returns ``{"spans": [...], "next": 4711}``, without ``next`` if there are no more. With
+``"newest_first": true`` the order is reversed. ``GET /api/spans?limit=...&after=...`` is the same for short lists of
+filters. Errors are ``{"error": {"message", "type", "code"}}``; 409: the lease is lost.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class ApiMethod:
-    """How a method of the store is asked for over HTTP: its arguments are the keys of the body, by name.
+    """A method of the store over HTTP: its arguments are the keys of the body, by name.
 
     Attributes:
-        path: that is posted to, after ``/api``.
-        answer: the key of the answer under which its result is.
+        path: of the POST request, after ``/api``.
+        answer: the key of the response under which its result is.
         batched: the argument whose records may be sent in several requests; None: there is one request.
     """
 

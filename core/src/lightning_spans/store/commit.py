@@ -1,8 +1,8 @@
-"""Group commit: whoever waits at the same time is served by one trip to the disk, or to the server. There is no other.
+"""Group commit: callers that wait at the same time share one write to the disk, or one request to the server.
 
-Threads wait with `do`, tasks of any event loop with `wait`. A caller alone is served at once; where others came along
-last time, or are known to be on their way, one that comes first waits a moment for them: their answers went out
-together, so they are likely to come again together, and without that wait every second trip would be near empty.
+Threads wait with `do`, tasks of any event loop with `wait`. A single caller is served at once. If several came together
+last time, or are known to be coming, the first waits a moment for the others: their answers were sent together, so they
+are likely to come together again, and without that wait every second write would be nearly empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GATHER_S: Final = 0.002
 
 
 class _Waiting:
-    """One who waits: a thread, a task of a loop, or nobody."""
+    """A waiting caller: a thread, a task of a loop, or none."""
 
     __slots__ = ("answer", "item", "loop", "size", "task")
 
@@ -39,17 +39,18 @@ class _Waiting:
 
 
 class GroupCommit(Generic[A, B]):
-    """Gathers items from threads and event loops, and has one thread of its own do them together.
+    """Collects items from threads and event loops, and processes them together on its own thread.
 
     Args:
-        do_all: does several items, and gives for each, in order, an answer or the error to raise for it. What it raises
-            is told to all of them.
+        do_all: processes several items, and returns for each, in order, a result or the error to raise for it. If it
+            raises,
+            all of them get the exception.
         name: of the thread.
-        closed: what those are told who come after `close`.
-        most: items, and size of items, in one go.
-        room: total size that may wait or be under way; None: any. For an item of size 0 there always is.
-        expected: how many are known to be on their way.
-        gather_s: how long the first waits for those who came last time or are expected.
+        closed: the error message for callers after `close`.
+        most: items, and size of items, in one batch.
+        room: total size that may wait or be in progress; None: unlimited. An item of size 0 is always accepted.
+        expected: how many more are known to be coming.
+        gather_s: how long the first waits for those that came last time or are expected.
         at_end: called by the thread when it ends.
     """
 
@@ -75,20 +76,20 @@ class GroupCommit(Generic[A, B]):
         self._at_end = at_end
         self._changed = threading.Condition()
         self._waiting: list[_Waiting] = []
-        self._size = 0  # of those that wait
-        self._taking = 0  # size that wait or are being done, and counted
+        self._size = 0  # of the waiting ones
+        self._taking = 0  # size that waits or is in progress, and counted
         self._company = 1  # how many came together last time
         self._idle = True  # the thread waits for the first
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def do(self, item: A, *, size: int = 1) -> B:
-        """Do one item, in company if there is some, and wait for it.
+        """Process one item, with others if there are some, and wait for it.
 
         Raises:
             StoreError: this is closed.
             QueueFullError: there is no room.
-            Exception: what `do_all` gave for this item, or raised.
+            Exception: returned for this item by `do_all`, or raised by it.
         """
         waiting = _Waiting(item, size)
         waiting.answer = Future()
@@ -97,12 +98,12 @@ class GroupCommit(Generic[A, B]):
         return answer
 
     async def wait(self, item: A, *, size: int = 1) -> B:
-        """Do one item, and wait for it in an event loop. One that is not waited for any more is done all the same.
+        """Process one item, and wait for it in an event loop. If the caller is cancelled, it is processed anyway.
 
         Raises:
             StoreError: this is closed.
             QueueFullError: there is no room.
-            Exception: what `do_all` gave for this item, or raised.
+            Exception: returned for this item by `do_all`, or raised by it.
         """
         waiting = _Waiting(item, size)
         waiting.loop = asyncio.get_running_loop()
@@ -112,7 +113,7 @@ class GroupCommit(Generic[A, B]):
         return answer
 
     def later(self, item: A) -> None:
-        """Do one item for which nobody waits; `close` waits for it.
+        """Process one item for which nobody waits; `close` waits for it.
 
         Raises:
             StoreError: this is closed.
@@ -120,7 +121,7 @@ class GroupCommit(Generic[A, B]):
         self._put(_Waiting(item, 0))
 
     def close(self) -> None:
-        """Do what waits, and stop. A second close changes nothing."""
+        """Process what is waiting, and stop. Calling it again changes nothing."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -130,7 +131,7 @@ class GroupCommit(Generic[A, B]):
 
     @property
     def gathered(self) -> int:
-        """How many wait to be taken."""
+        """How many are waiting to be processed."""
         return len(self._waiting)
 
     def _put(self, new: _Waiting) -> None:
@@ -164,7 +165,7 @@ class GroupCommit(Generic[A, B]):
             self._at_end()
 
     def _gather(self) -> list[_Waiting]:
-        """Take those who wait. Empty: it is time to stop."""
+        """Take the waiting items. Empty: it is time to stop."""
         with self._changed:
             self._idle = True
             self._changed.wait_for(lambda: self._waiting or self._closed)
@@ -213,5 +214,5 @@ def _tell(future: Any, answer: Any) -> None:
 
 def _tell_tasks(told: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     for task, answer in told:
-        if not task.done():  # done: whoever waited was cancelled
+        if not task.done():  # done: the waiting caller was cancelled
             _tell(task, answer)

@@ -1,4 +1,4 @@
-"""Deployments: which policy answers an agent in production, and which conversation was given to which."""
+"""Deployments: which policy answers an agent in production, and which policy each conversation got."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ class Deployment:
 
     Attributes:
         agent: its name.
-        number: of the transition, 1 for the agent's first. Two transitions can't have the same, so of two that are
-            made at once one is refused.
-        stage: where the candidate is. ``stable``: it was promoted, and there is none. ``rolled_back``: it was rejected.
+        number: of the transition, 1 for the agent's first. Numbers are unique, so that of two simultaneous transitions
+            one is
+            rejected.
+        stage: the candidate's stage. ``stable``: it was promoted, and there is none. ``rolled_back``: it was rejected.
         stable: the policy that answers all calls, or in a canary all others: a model's name on the server, or of an
-            adapter ``NAME@HASH``.
-        candidate: the policy that is tried or was rolled back; None where there is none.
+            adapter
+            ``NAME@HASH``.
+        candidate: the policy that is tested or was rolled back; None if there is none.
         previous: the stable policy before the last promotion, to which a rollback returns; None: there was none.
-        share: of the conversations that the candidate answers in a canary, or gets copies of in a shadow; 0 to 1,
-            0 outside of both.
+        share: of the conversations that the candidate answers in a canary, or gets copies of in a shadow; 0 to 1, 0
+            outside
+            both.
         checkpoint: folder of the candidate's adapter; None: the server has the candidate under its name.
         base: the model on whose servers that adapter is loaded; None likewise.
         reason: why it was made.
         actor: who made it.
         at_ns: Unix time in nanoseconds.
-        details: what it rests on, such as the result of a test or a person's approval.
+        details: its basis, such as the result of a test or a person's approval.
     """
 
     agent: str
@@ -51,12 +54,12 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The policy that answers an agent in one conversation. It is written once, so that no conversation changes policy.
+    """The policy that answers an agent in one conversation. Written once, so that no conversation changes its policy.
 
     Attributes:
         agent: its name.
-        attempt_id: the attempt, or outside of attempts the conversation.
-        policy: which one answers.
+        attempt_id: the attempt, or outside attempts the conversation.
+        policy: the policy that answers.
         number: of the deployment by which it was chosen.
         at_ns: Unix time in nanoseconds.
     """

@@ -1,4 +1,4 @@
-"""The store of a server, over HTTP: every method is one POST, as `store.api` says."""
+"""A server's store, over HTTP: every method is one POST, as defined in `store.api`."""
 
 from __future__ import annotations
 
@@ -38,18 +38,17 @@ _BATCH: Final = 1000  # records in one request
 _ANSWER_S: Final = 60.0
 _CONNECT_S: Final = 5.0
 _LONGEST_PAUSE_S: Final = 5.0
-_BUSY: Final = frozenset({408, 429, 503})  # of the server, or of what stands before it
+_BUSY: Final = frozenset({408, 429, 503})  # of the server, or of a proxy in front of it
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 
 class HttpStore(Store):
-    """A store kept by a server. What the server refuses is a `RefusedError`; threads share its connections.
+    """A store kept by a server. The server's rejection is a `RefusedError`; threads share its connections.
 
-    A call that can't reach the server, loses the connection, or is told to come back (408, 429 or 503), is repeated
-    with growing pauses for up to `patience_s`. That is safe because the store takes everything twice and counts it
-    once, but for `claim`: one whose answer was lost is not repeated, since its attempts would wait for their leases to
-    run out. The numbers of newly kept records are too small where an answer was lost and the records were there the
-    second time.
+    A call that cannot reach the server, loses the connection, or is told to retry (408, 429 or 503), is repeated with
+    growing pauses for up to `patience_s`. That is safe because the store counts repeated records once. The exception is
+    `claim`: it is not repeated if its response was lost, because its attempts would wait for their leases to expire.
+    The returned numbers of new records are too small if a response was lost and the records existed at the second time.
     """
 
     def __init__(
@@ -61,17 +60,17 @@ class HttpStore(Store):
         transport: httpx.BaseTransport | None = None,
         auth: httpx.Auth | None = None,
     ) -> None:
-        """Make a client; nothing is sent yet.
+        """Create a client; nothing is sent yet.
 
         Args:
             url: of the server, without ``/api``.
             key: bearer key; by default `LIGHTNING_KEY` of the environment.
             patience_s: how long to keep trying.
-            transport: what carries requests; by default HTTP.
+            transport: sends requests; by default HTTP.
             auth: gives each request its key, instead of `key`.
 
         Raises:
-            ConfigError: the key is none, or the certificates of `SSL_CERT_FILE` can't be read.
+            ConfigError: the key is invalid, or the certificates of `SSL_CERT_FILE` cannot be read.
         """
         base = httpx.URL(url.rstrip("/"))
         key = read_bearer(key, "key") or read_bearer(os.environ.get("LIGHTNING_KEY"), "LIGHTNING_KEY")
@@ -88,25 +87,25 @@ class HttpStore(Store):
             transport=transport,
             auth=auth,
             verify=trusted(),
-            trust_env=base.host not in _LOOPBACK,  # a proxy set for the internet does not reach our own machine
+            trust_env=base.host not in _LOOPBACK,  # a proxy configured for the internet does not reach our own machine
         )
 
     def close(self) -> None:
-        """Let go of the connections; a second close changes nothing."""
+        """Close the connections. Calling it again changes nothing."""
         self._closed = True
         self._client.close()
         self._ends.close()
 
     def add_spans(self, spans: Sequence[Span]) -> int:
-        """Keep spans; one already there is left as it is."""
+        """Keep spans. Existing ones are not changed."""
         return self._add("add_spans", spans)
 
     def add_calls(self, calls: Sequence[Call]) -> int:
-        """Keep calls; one already there is left as it is."""
+        """Keep calls. Existing ones are not changed."""
         return self._add("add_calls", calls)
 
     def add_rewards(self, rewards: Sequence[Reward]) -> int:
-        """Keep rewards; one already there is left as it is.
+        """Keep rewards. Existing ones are not changed.
 
         Raises:
             RewardError: a value is not a finite number; nothing is sent.
@@ -115,11 +114,11 @@ class HttpStore(Store):
         return self._add("add_rewards", rewards)
 
     def add_deployments(self, deployments: Sequence[Deployment]) -> int:
-        """Keep transitions; one already there is left as it is."""
+        """Keep transitions. Existing ones are not changed."""
         return self._add("add_deployments", deployments)
 
     def add_assignments(self, assignments: Sequence[Assignment]) -> int:
-        """Keep assignments; one already there is left as it is."""
+        """Keep assignments. Existing ones are not changed."""
         return self._add("add_assignments", assignments)
 
     def page(
@@ -131,7 +130,7 @@ class HttpStore(Store):
         limit: int | None = PAGE,
         newest_first: bool = False,
     ) -> Page[R]:
-        """Read some records; without a limit as many as the server gives at once."""
+        """Read some records; without a limit as many as the server returns at once."""
         what, _ = listing_of(kind, where)
         given = {name: value if isinstance(value, str) else list(value) for name, value in where.given().items()}
         asked = {"what": what, "after": after, "limit": limit, "newest_first": newest_first or None}
@@ -140,9 +139,9 @@ class HttpStore(Store):
         return Page(self._records(kind, answer[what]), answer.get("next"))
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
-        """Queue rollouts; one already there is left as it is."""
+        """Queue rollouts. Existing ones are not changed."""
         asked = list(rollouts)
-        check_rollouts(asked)  # here too: JSON has no number that is none, so the server would read no limit
+        check_rollouts(asked)  # checked here too: JSON has no NaN, so the server would read no limit
         return self._add("enqueue", asked)
 
     def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Ids = None) -> list[AttemptRecord]:
@@ -152,7 +151,7 @@ class HttpStore(Store):
         return self._records(AttemptRecord, self._ask("claim", body, list, repeatable=False))
 
     def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
-        """Renew leases; gives the attempt ids whose lease is lost."""
+        """Renew leases; return the attempt ids whose lease is lost."""
         return self._ask("heartbeat", {"leases": [list(lease) for lease in leases], "lease_s": lease_s}, list)
 
     def finish(
@@ -167,18 +166,18 @@ class HttpStore(Store):
         """End an attempt, with its rewards, in one transaction.
 
         Raises:
-            LeaseLostError: another has taken over, or the attempt ended otherwise.
+            LeaseLostError: another worker has taken over, or the attempt ended otherwise.
             RewardError: a reward is not a finite number; nothing is sent.
         """
         _check_finite(rewards)
         return self._ends.do(End(attempt_id, fence, status, tuple(rewards), error))
 
     def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
-        """End several attempts, a thousand in a request."""
+        """End several attempts, a thousand per request."""
         return [answer for first in range(0, len(ends), _BATCH) for answer in self._end(ends[first : first + _BATCH])]
 
     def _end(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
-        """End attempts in one request; each in its own where one of them can't even be sent with the others."""
+        """End attempts in one request; separately if one of them cannot even be sent with the others."""
         if len(ends) > 1 or any(end.final for end in ends):
             try:
                 told = self._ask("finish_all", {"ends": [to_json(end) for end in ends]}, list)
@@ -212,7 +211,7 @@ class HttpStore(Store):
         before_ns: int | None = None,
         compact: bool = False,
     ) -> int:
-        """Delete what has ended; the server takes as long as it takes, and is asked again where it took too long."""
+        """Delete what has ended. The request is repeated if the server takes too long."""
         body = {
             "rollout_ids": None if rollout_ids is None else list(rollout_ids),
             "trace_ids": None if trace_ids is None else list(trace_ids),
@@ -237,7 +236,7 @@ class HttpStore(Store):
             raise StoreError(f"the server at {self.name} answered something that is not a record: {error}") from error
 
     def _ask(self, method: str, body: Mapping[str, Json], kind: type[V], *, repeatable: bool = True, **ids: str) -> V:
-        """Ask for a method of the store and take its result; `ids` are parts of its path."""
+        """Call a method of the store and return its result; `ids` are parts of its path."""
         about = API[method]
         path = "/api" + about.path.format(**{name: quote(value, safe="") for name, value in ids.items()})
         result: V = self._post(path, body, about.answer, kind, repeatable=repeatable)[about.answer]
@@ -246,13 +245,13 @@ class HttpStore(Store):
     def _post(
         self, path: str, body: Mapping[str, Json], field: str, kind: type[Any], *, repeatable: bool = True
     ) -> dict[str, Any]:
-        """Send a request and return an answer that has a field of that kind.
+        """Send a request and return a response that has a field of that kind.
 
         Raises:
-            LeaseLostError: the server said 409.
-            UnauthorizedError: it said 401.
-            RefusedError: it said another 4xx, or the body is not JSON-like.
-            StoreError: the store is closed, the server can't be reached, failed, or answered something else.
+            LeaseLostError: the server returned 409.
+            UnauthorizedError: it returned 401.
+            RefusedError: it returned another 4xx, or the body is not JSON-like.
+            StoreError: the store is closed, the server cannot be reached, failed, or returned something else.
         """
         if self._closed:
             raise StoreError(self._closed_message())
@@ -290,7 +289,8 @@ class HttpStore(Store):
                     raise self._unreachable(path, error) from error
             if time.monotonic() + wait_s > until:
                 raise self._unreachable(path, failure) from (None if isinstance(failure, str) else failure)
-            time.sleep(wait_s * random.uniform(0.75, 1.0))  # apart from others who were cut off at the same moment
+            # at another time than others that were cut off at the same moment
+            time.sleep(wait_s * random.uniform(0.75, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _unreachable(self, path: str, failure: str | Exception) -> StoreError:

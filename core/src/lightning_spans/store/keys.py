@@ -1,4 +1,4 @@
-"""Bearer keys as they come from the environment or a file."""
+"""Bearer keys from the environment or a file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _KEY: Final = re.compile(r"[ -~]+")
 
 
 def read_bearer(text: str | None, source: str) -> str | None:
-    """Return the key in a text without the line break around it; None where there is none.
+    """Return the key in a text without surrounding line breaks; None if there is none.
 
     Args:
-        text: such as the value of `LIGHTNING_KEY`, or what a file holds.
-        source: where it stands, for the error.
+        text: such as the value of `LIGHTNING_KEY`, or the content of a file.
+        source: where it comes from, for the error.
 
     Raises:
-        ConfigError: it is no key; the message does not tell it.
+        ConfigError: it is not a key; the message does not contain it.
     """
     key = (text or "").strip()
     if key and not _KEY.fullmatch(key):

@@ -1,4 +1,4 @@
-"""A store that keeps nothing: for `lightning-rl serve`, whose calls nobody will train on."""
+"""A store that keeps nothing: for `lightning-rl serve`, whose calls are not used for training."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ R = TypeVar("R")
 
 
 class NullStore(Store):
-    """Takes spans, calls and rewards, and lets go of them. It has no queue."""
+    """Accepts spans, calls and rewards, and drops them. It has no queue."""
 
     def add_spans(self, spans: Sequence[Span]) -> int:
-        """Let go of spans."""
+        """Drop spans."""
         return len(spans)
 
     def add_calls(self, calls: Sequence[Call]) -> int:
-        """Let go of calls."""
+        """Drop calls."""
         return len(calls)
 
     def add_rewards(self, rewards: Sequence[Reward]) -> int:
-        """Let go of rewards."""
+        """Drop rewards."""
         return len(rewards)
 
     def add_deployments(self, deployments: Sequence[Deployment]) -> int:
-        """Refuse transitions: nobody would find them again."""
+        """Reject transitions: they could not be found again."""
         raise StoreError(f"this server keeps no records, so it can't deploy ({len(deployments)} transitions were sent)")
 
     def add_assignments(self, assignments: Sequence[Assignment]) -> int:
-        """Let go of assignments."""
+        """Drop assignments."""
         return len(assignments)
 
     def page(
@@ -52,7 +52,7 @@ class NullStore(Store):
         return Page([])
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
-        """Refuse rollouts: nobody would run them."""
+        """Reject rollouts: nothing would run them."""
         raise StoreError(f"this server serves a model and runs no rollouts ({len(rollouts)} were sent)")
 
     def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Ids = None) -> list[AttemptRecord]:
@@ -60,7 +60,7 @@ class NullStore(Store):
         return []
 
     def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
-        """Call every lease lost."""
+        """Report every lease as lost."""
         return [attempt_id for attempt_id, _ in leases]
 
     def finish(
@@ -72,11 +72,11 @@ class NullStore(Store):
         rewards: Sequence[Reward] = (),
         error: str | None = None,
     ) -> RolloutStatus:
-        """Know of no attempt."""
+        """Raise: there are no attempts."""
         raise self._no_attempt(attempt_id)
 
     def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
-        """Know of no attempt."""
+        """Return errors: there are no attempts."""
         return [self._no_attempt(end.attempt_id) for end in ends]
 
     def _no_attempt(self, attempt_id: str) -> StoreError:

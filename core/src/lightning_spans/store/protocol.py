@@ -1,4 +1,4 @@
-"""The protocol that every store keeps, what its lists can be filtered by, and how they are read."""
+"""The protocol of every store, the filters of its lists, and functions that read whole lists."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightning_spans.store.deployments import Assignment, Deployment
 R = TypeVar("R")
 Ids = Sequence[str] | None
 
-PAGE: Final = 1000  # records in a page, unless asked for another number
+PAGE: Final = 1000  # records in a page by default
 LARGEST_PAGE: Final = (
-    10_000  # that a server gives; a million spans of 1.5 KB are a gigabyte, many times that as objects
+    10_000  # largest page of a server; a million spans of 1.5 KB are a gigabyte, many times that as objects
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Which records to read. Filters combine with "and"; None filters nothing, an empty list lets nothing through.
+    """Which records to read. Filters combine with "and"; None filters nothing, an empty list matches nothing.
 
     Attributes:
         rollout_ids: of these rollouts.
         attempt_ids: of these attempts.
         trace_ids: of these traces.
         group_ids: of these groups.
-        status: of rollouts that stand so.
+        status: of rollouts with this status.
         origin: recorded under this label; that of an attempt is its rollout's.
     """
 
@@ -43,7 +43,7 @@ class Where:
     origin: str | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the filters that filter something, by name."""
+        """Return the filters that are not None, by name."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -57,7 +57,7 @@ class Page(Generic[R]):
 
     Attributes:
         records: in the order of arrival.
-        next: where to go on, as `after`; None: there are no more.
+        next: where to continue, as `after`; None: there are no more.
     """
 
     records: list[R]
@@ -95,7 +95,7 @@ _BY_KIND: Final = {listing.kind: (name, listing) for name, listing in LISTINGS.i
 
 
 def check_rollouts(new: Sequence[Rollout]) -> None:
-    """Refuse rollouts that can't be queued.
+    """Reject rollouts that cannot be queued.
 
     Raises:
         RefusedError: one has no id, allows no attempt, or no time for one.
@@ -109,7 +109,7 @@ def listing_of(kind: type[Any], where: Where) -> tuple[str, Listing]:
     """Return the name and description of the list of these records.
 
     Raises:
-        RefusedError: it can't be filtered so.
+        RefusedError: it cannot be filtered this way.
     """
     name, listing = _BY_KIND[kind]
     if wrong := where.given().keys() - listing.filters:
@@ -119,38 +119,38 @@ def listing_of(kind: type[Any], where: Where) -> tuple[str, Listing]:
 
 @runtime_checkable
 class Store(Protocol):
-    """Traces, calls, rewards and the queue of rollouts. Whatever returns is on disk.
+    """Traces, calls, rewards and the queue of rollouts. When a method returns, its records are on disk.
 
     A store subclasses it, and so gets the five whole lists from its `page`.
 
-    Every method may be called from any thread. It raises StoreError when the store is closed or fails, and RefusedError
-    when a record or request is wrong, so that a retry would not help. Reads return records in the order of their start
+    Every method may be called from any thread. It raises StoreError if the store is closed or fails, and RefusedError
+    if a record or request is invalid, so that a retry would not help. Reads return records in the order of their start
     (rewards: of arrival). Filters combine with "and"; None filters nothing.
     """
 
     def add_spans(self, spans: Sequence[Span]) -> int:
-        """Keep spans; one already there, by (attempt_id, trace_id, span_id), is left as it is.
+        """Keep spans. Existing ones, by (attempt_id, trace_id, span_id), are not changed.
 
-        Returns the number newly kept.
+        Returns the number of new ones.
         """
         ...
 
     def add_calls(self, calls: Sequence[Call]) -> int:
-        """Keep calls; one already there, by call_id, is left as it is. Returns the number newly kept."""
+        """Keep calls. Existing ones, by call_id, are not changed. Returns the number of new ones."""
         ...
 
     def add_rewards(self, rewards: Sequence[Reward]) -> int:
-        """Keep rewards; one already there, by reward_id, is left as it is. Returns the number newly kept."""
+        """Keep rewards. Existing ones, by reward_id, are not changed. Returns the number of new ones."""
         ...
 
     def add_deployments(self, deployments: Sequence[Deployment]) -> int:
-        """Keep transitions; one already there, by (agent, number), is left as it is. Returns the number newly kept."""
+        """Keep transitions. Existing ones, by (agent, number), are not changed. Returns the number of new ones."""
         ...
 
     def add_assignments(self, assignments: Sequence[Assignment]) -> int:
-        """Keep assignments; one already there, by (agent, attempt_id), is left as it is.
+        """Keep assignments. Existing ones, by (agent, attempt_id), are not changed.
 
-        Returns the number newly kept.
+        Returns the number of new ones.
         """
         ...
 
@@ -165,18 +165,18 @@ class Store(Protocol):
     ) -> Page[R]:
         """Read some records: `Span`, `Call`, `Reward`, `Rollout`, `AttemptRecord`, `Deployment` or `Assignment`.
 
-        Pages follow each other in the order of arrival, so that what is added meanwhile comes on a later page and none
-        comes twice.
+        Pages follow each other in the order of arrival, so that records added later are on a later page and none is
+        returned twice.
 
         Args:
             kind: the class of the records.
             where: which of them.
-            after: `Page.next` of the page before; 0: from the beginning.
-            limit: most records; a server gives `LARGEST_PAGE` at most. None: as many as it will give at once.
-            newest_first: in the reverse order, which never gives what is added after the first page.
+            after: `Page.next` of the previous page; 0: from the beginning.
+            limit: most records; a server returns at most `LARGEST_PAGE`. None: as many as it returns at once.
+            newest_first: in the reverse order, which never returns what is added after the first page.
 
         Raises:
-            RefusedError: such records can't be filtered so.
+            RefusedError: such records cannot be filtered this way.
         """
         ...
 
@@ -199,15 +199,15 @@ class Store(Protocol):
         return whole_list(self, Reward, Where(rollout_ids=rollout_ids, attempt_ids=attempt_ids))
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
-        """Queue rollouts; one already there, by rollout_id, is left as it is. Returns the number newly queued."""
+        """Queue rollouts. Existing ones, by rollout_id, are not changed. Returns the number of new ones."""
         ...
 
     def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Ids = None) -> list[AttemptRecord]:
-        """Start attempts for up to `limit` rollouts that wait or whose lease ran out, oldest first.
+        """Start attempts for up to `limit` rollouts that are waiting or whose lease has expired, oldest first.
 
-        An attempt whose lease ran out becomes ``lost``; its rollout is retried while it has attempts left, else fails.
-        With `within`, only rollouts whose id starts with one of these texts are claimed. The others in the same store
-        are for other runners.
+        An attempt whose lease has expired becomes ``lost``; its rollout is retried while it has attempts left,
+        otherwise it fails. With `within`, only rollouts whose id starts with one of these texts are claimed. The others
+        in the same store are for other runners.
         """
         ...
 
@@ -226,8 +226,8 @@ class Store(Protocol):
     ) -> RolloutStatus:
         """End an attempt, with its rewards, in one transaction. Returns the rollout's status.
 
-        The same end sent twice (same fence, same status) gets the same answer and is counted once. An end in
-        `UNCOUNTED` is tried again without using up one of the rollout's tries, up to `UNCOUNTED_MOST` times.
+        The same end sent twice (same fence, same status) gets the same response and is counted once. An end in
+        `UNCOUNTED` is retried without using up one of the rollout's tries, up to `UNCOUNTED_MOST` times.
 
         Raises:
             LeaseLostError: the fence is old, or the attempt already ended otherwise.
@@ -237,7 +237,7 @@ class Store(Protocol):
         ...
 
     def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
-        """End several attempts in one transaction: for each, what `finish` gives, or the error that it raises.
+        """End several attempts in one transaction: for each, the result of `finish`, or the error that it raises.
 
         A rollout whose attempt ends with `End.final` is not tried again.
         """
@@ -294,7 +294,7 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is pending and let go of the files."""
+        """Write what is pending and close the files."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Whom TLS connections to the training side trust."""
+"""The certificates that TLS connections to the training side trust."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def trusted() -> ssl.SSLContext | bool:
-    """Return what httpx takes as ``verify``: the certificates in the file that `SSL_CERT_FILE` names, else its own.
+    """Return httpx's ``verify``: the certificates in the file named by `SSL_CERT_FILE`, otherwise its own.
 
-    Our clients ignore the environment's proxies, and with them httpx ignores this variable too. So it is read here.
+    Our clients ignore the environment's proxies, and httpx then ignores this variable too, so it is read here.
 
     Raises:
-        ConfigError: the file can't be read, or holds no certificate.
+        ConfigError: the file cannot be read, or contains no certificate.
     """
     path = os.environ.get("SSL_CERT_FILE")
     if not path:

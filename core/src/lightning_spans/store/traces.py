@@ -1,4 +1,4 @@
-"""From a store to traces: what belongs to which attempt."""
+"""From a store to traces: which records belong to which attempt."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_spans.schema.spans import SHADOW, TRAINING, Span
 from lightning_spans.store.protocol import Ids, Store, Where, each, whole_list
 
 _AT_ONCE: Final = 64  # traces in memory
-_FIRST: Final = 8  # where only the newest may be asked for
+_FIRST: Final = 8  # if only the newest may be requested
 
 
 @dataclass(slots=True)
 class _Heap:
-    """What one trace is made of."""
+    """The records of one trace."""
 
     rollout_id: str | None = None
     attempt_id: str | None = None
@@ -38,18 +38,18 @@ class _Heap:
 def traces_of(
     store: Store, *, rollout_ids: Ids = None, attempt_ids: Ids = None, origin: str | None = None
 ) -> list[Trace]:
-    """Read traces: one for each attempt, also where nothing was recorded; see `each_trace`."""
+    """Read traces: one for each attempt, even if nothing was recorded; see `each_trace`."""
     return list(each_trace(store, rollout_ids=rollout_ids, attempt_ids=attempt_ids, origin=origin))
 
 
 def each_trace(
     store: Store, *, rollout_ids: Ids = None, attempt_ids: Ids = None, origin: str | None = None
 ) -> Iterator[Trace]:
-    """Read traces in the order of their start: one for each attempt, also where nothing was recorded.
+    """Read traces in the order of their start: one for each attempt, even if nothing was recorded.
 
-    Those of attempts that the queue does not know come after those that it knows. Spans that belong to no attempt give
-    one for each trace_id, last. Where no ids are given, a few traces at a time are in memory, and the ids of the rest.
-    A candidate's answers to copies of live calls are read only by their origin, ``shadow``: no user got them.
+    Those of attempts that are not in the queue come after those that are. Spans that belong to no attempt give one for
+    each trace_id, last. Without ids, a few traces at a time are in memory, and the ids of the rest. A candidate's
+    answers to copies of live calls are read only by their origin, ``shadow``, because no user got them.
 
     Args:
         store: to read from.
@@ -67,7 +67,7 @@ def each_trace(
         known.update(batch)
         yield from _build_traces(_of_attempts(store, replace(where, attempt_ids=batch)))
     unknown: dict[str, None] = {}
-    outside: dict[str, None] = {}  # traces in which something says no attempt
+    outside: dict[str, None] = {}  # traces with records that name no attempt
     records: Iterator[Span | Call] = chain(each(store, Span, where), each(store, Call, where))
     for record in records:
         if record.attempt_id is not None:
@@ -85,9 +85,9 @@ def each_trace(
 
 
 def newest_traces(store: Store, *, origin: str | None = None) -> Iterator[Trace]:
-    """Read traces, newest first, no more of them than are asked for; see `each_trace`.
+    """Read traces, newest first, only as many as requested; see `each_trace`.
 
-    A trace is as new as its newest record. Those of which there are only rewards come last.
+    A trace is as new as its newest record. Those with only rewards come last.
     """
     where = Where(origin=origin)
     lists: list[Iterator[AttemptRecord | Span | Call]] = [
@@ -107,7 +107,7 @@ def newest_traces(store: Store, *, origin: str | None = None) -> Iterator[Trace]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a record belongs: to an attempt, else to a trace, else it is a call that stands alone."""
+    """What a record belongs to: an attempt, otherwise a trace, otherwise it is a separate call."""
 
     key: str
     of_attempt: bool = False
@@ -172,10 +172,10 @@ def _of_attempts(store: Store, where: Where) -> dict[str, _Heap]:
     if where.origin is not None:
         rewards = [reward for reward in rewards if reward.attempt_id in heaps]
     heaps.update(_new_heaps(heaps, [*spans, *calls, *rewards]))
-    # Spans and calls that lie in the same traces but do not say to which attempt they belong: another
-    # instrumentation's, another gateway's.
+    # Spans and calls in the same traces that do not name their attempt: another instrumentation's, another
+    # gateway's.
     traces = sorted({span.trace_id for span in spans} | {call.trace_id for call in calls if call.trace_id is not None})
-    # What production sent is of no attempt, whatever trace it names.
+    # Records of production belong to no attempt, whatever trace they name.
     spans = [span for span in store.spans(trace_ids=traces) if span.attempt_id or span.origin == TRAINING]
     calls += [call for call in store.calls(trace_ids=traces) if call.attempt_id is None]
     owners = _Owners(spans)
@@ -207,16 +207,16 @@ def _outside(store: Store, where: Where) -> dict[str, _Heap]:
 
 
 def _new_heaps(heaps: dict[str, _Heap], records: Iterable[Span | Call | Reward]) -> Iterator[tuple[str, _Heap]]:
-    """Make heaps for attempts that the queue does not know: traces made without it."""
+    """Create heaps for attempts that are not in the queue: traces made without it."""
     for record in records:
         if record.attempt_id is not None and record.attempt_id not in heaps:
             yield record.attempt_id, _Heap(record.rollout_id, record.attempt_id)
 
 
 class _Owners:
-    """Finds the attempt that a span or call belongs to: its own word, else its nearest ancestor's, else its trace's.
+    """Finds the attempt of a span or call: named by itself, otherwise by its nearest ancestor, otherwise its trace's.
 
-    The last holds where a trace has one attempt only, as when the user's own outermost span is around it.
+    The last is used if a trace has only one attempt, for example if the user's own outermost span surrounds it.
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -230,11 +230,11 @@ class _Owners:
         self._only = {trace: next(iter(attempts)) for trace, attempts in in_trace.items() if len(attempts) == 1}
 
     def of_span(self, span: Span) -> str:
-        """Return the attempt, else the trace id."""
+        """Return the attempt, otherwise the trace id."""
         return span.attempt_id or self._of_key((span.trace_id, span.span_id))
 
     def of_call(self, call: Call) -> str:
-        """Return the attempt, else the trace id, else the call's own id."""
+        """Return the attempt, otherwise the trace id, otherwise the call's own id."""
         if call.attempt_id or call.trace_id is None:
             return call.attempt_id or call.call_id
         return self._of_key((call.trace_id, call.span_id or ""))

@@ -8,7 +8,7 @@ from typing import Final
 
 HIDDEN: Final = "***"
 _SECRETS: Final = (
-    # A user's password may hold a slash, but what begins with digits and a slash is a port and a path.
+    # A user's password may contain a slash, but digits followed by a slash are a port and a path.
     (re.compile(r"""(?<=://)(?:[^/\s"'<>]*|[^/@:\[\s"'<>]*:(?!\d*/)[^@\s"'<>]{0,200})@"""), f"{HIDDEN}@"),
     (
         re.compile(r"(?i)([?&](?:api[-_]?key|key|token|access[-_]token|secret|signature|sig|password)=)[^&\s\"'<>]+"),
@@ -18,7 +18,7 @@ _SECRETS: Final = (
 
 
 def absolute(store: str) -> str:
-    """Return a store's URL or path so that it names the same file in every folder; one of no file is left as it is."""
+    """Return a store's URL or path so that it names the same file in every folder. Others are returned unchanged."""
     scheme, slashes, path = store.rpartition(":///")
     is_file = scheme.partition("+")[0] in {"", "sqlite"} and "://" not in path
     if not (is_file and path) or path.startswith((":memory:", "file:")):
@@ -27,7 +27,7 @@ def absolute(store: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text with users, passwords and keys in the addresses that it names replaced by stars."""
+    """Return a text in which users, passwords and keys in URLs are replaced by stars."""
     for pattern, shown in _SECRETS:
         text = pattern.sub(shown, text)
     return text

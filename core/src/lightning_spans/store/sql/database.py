@@ -1,4 +1,4 @@
-"""What the SQL store needs to know about the database that it is kept in."""
+"""What the SQL store needs to know about its database."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ class Database:
     """An open database.
 
     Attributes:
-        engine: gives connections to read on, each in a transaction that sees one moment.
-        close: lets go of all connections and files.
+        engine: returns connections to read on, each in a transaction that sees one moment.
+        close: closes all connections and files.
         writer: opens a connection to write on. On SQLite its transactions exclude other writers from their beginning.
-        lock: keeps others from making or changing tables until the transaction ends.
-        elapsing_ns: gives the reading of a clock that all who use the database read alike, in nanoseconds. Only
+        lock: keeps others from creating or changing tables until the transaction ends.
+        elapsing_ns: returns the reading of a clock that all users of the database read identically, in nanoseconds.
+            Only
             differences over seconds are used; it may jump.
-        after_delete: called when rows were deleted, outside of transactions: removes what is left of them beside the
+        after_delete: called when rows were deleted, outside transactions: removes what remains of them next to the
             tables.
-        compact: writes the tables anew, without what was deleted.
-        error: what those two raise beside SQLAlchemy's errors.
-        transient: whether an error says that the same transaction may well succeed when it is run again.
+        compact: rewrites the tables without what was deleted.
+        error: what those two raise in addition to SQLAlchemy's errors.
+        transient: whether an error says that the same transaction may succeed when it is run again.
         name: of the database, for messages; without its password.
-        advice: what to look at when it can't be opened.
+        advice: what to check if it cannot be opened.
     """
 
     engine: Engine
@@ -52,7 +53,7 @@ class Database:
 
 
 def pauses_s() -> Iterator[float]:
-    """Return growing pauses between tries of what failed for a reason that may pass, such as a restart; ten seconds."""
+    """Return growing pauses between retries after a temporary failure, such as a restart; ten seconds in total."""
     until, pause_s = time.monotonic() + _PATIENCE_S, 0.02
     while time.monotonic() + pause_s < until:
         yield pause_s
@@ -64,12 +65,12 @@ INTO: Final = "lightning_into"
 
 
 def insert_new(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Insert rows with values for the same columns, leaving those that are there as they are.
+    """Insert rows with values for the same columns; existing ones are not changed.
 
-    The driver gets the values as they are: SQLAlchemy takes longer to look at each of them than SQLite to write them.
+    The driver gets the values directly: SQLAlchemy takes longer to process each of them than SQLite to write them.
 
     Returns:
-        The number of rows newly kept.
+        The number of new rows.
     """
     names = tuple(rows[0])
     into = (table, names)
@@ -87,10 +88,10 @@ def _insert_statement(dialect: str, table: Table, names: Sequence[str]) -> str:
 
 
 def insert_new_ids(connection: Connection, key: Column[str], rows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Insert rows, leaving those that are there as they are. Returns the keys of the rows newly kept."""
+    """Insert rows; existing ones are not changed. Returns the keys of the new rows."""
     if connection.dialect.name == POSTGRESQL:
         return set(connection.scalars(_insert_returning(key), rows))
-    # A transaction that writes to SQLite is alone: what is not there now is new.
+    # A transaction that writes to SQLite is exclusive: a row that does not exist now is new.
     ids = dumps([row[key.name] for row in rows]).decode()
     there = f"SELECT {key.name} FROM {key.table.name} WHERE {key.name} IN (SELECT value FROM json_each(?))"  # noqa: S608
     known = {found for (found,) in connection.exec_driver_sql(there, (ids,))}

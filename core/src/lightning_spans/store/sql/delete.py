@@ -1,4 +1,4 @@
-"""Deletion: rollouts that have ended with all that belongs to them, and traces that belong to none."""
+"""Deletion: ended rollouts with everything that belongs to them, and traces without a rollout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_spans.store.sql.queue import chunks
 from lightning_spans.store.sql.schema import assignments, attempts, calls, choices, rewards, rollouts, spans
 
 _ENDED: Final = ("succeeded", "failed", "cancelled")
-_SCANNED: Final = 5_000  # rows looked through in one transaction, so that others need not wait long
+_SCANNED: Final = 5_000  # rows searched in one transaction, so that others need not wait long
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def delete_rollouts(connection: Connection, doomed: Doomed, most: int) -> int:
 
 
 def delete_assignments(connection: Connection, before_ns: int) -> None:
-    """Delete the assignments of conversations outside of attempts that began before this Unix time in nanoseconds."""
+    """Delete the assignments of conversations outside attempts that began before this Unix time in nanoseconds."""
     of_attempt = exists().where(attempts.c.attempt_id == assignments.c.attempt_id)
     connection.execute(delete(assignments).where(assignments.c.at_ns < before_ns, ~of_attempt))
 

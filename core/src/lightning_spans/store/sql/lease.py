@@ -1,4 +1,4 @@
-"""The time by which leases run, agreed on by all who share a database and untouched by clocks that are set."""
+"""The time by which leases run, shared by all users of a database and not affected by clocks that are set."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from sqlalchemy import Connection, bindparam, select, text, update
 from lightning_spans.store.sql.database import SQLITE, Database
 from lightning_spans.store.sql.schema import lease_clock
 
-_TRUSTED_NS: Final = 10 * 10**9  # the most that is believed of a clock that may have been set
+_TRUSTED_NS: Final = 10 * 10**9  # the largest difference that is accepted from a clock that may have been set
 _WRITTEN_EVERY_NS: Final = 50 * 10**6
 _LOOK: Final = select(lease_clock.c.now_ns, lease_clock.c.wrote_ns)
-_NO_WAIT_FOR_DISK: Final = text("SET LOCAL synchronous_commit = off")  # lost in a crash, leases only last longer
+# if it is lost in a crash, leases only last longer
+_NO_WAIT_FOR_DISK: Final = text("SET LOCAL synchronous_commit = off")
 _WRITE: Final = update(lease_clock).values(now_ns=bindparam("now"), wrote_ns=bindparam("reading"))
 
 
 class LeaseClock:
-    """Counts the nanoseconds during which somebody used the store, from the time when the store was made.
+    """Counts the nanoseconds during which somebody used the store, starting when the store was created.
 
-    The database holds the count. Whoever used it last adds what passed on its own monotonic clock; that needs no trust
-    in clocks at all. Where another process wrote last, what passed since is the difference of two readings of a clock
+    The database holds the count. If this process used it last, it adds what passed on its own monotonic clock, which
+    needs no trust in other clocks. If another process wrote last, it adds the difference of two readings of a clock
     that both can read (on PostgreSQL the server's, on SQLite the machine's monotonic one), but never more than passed
-    here since the count was last looked at, nor more than ten seconds. So a clock that is set an hour ahead or back
-    ends no lease early by more than that, machines need not agree on the time, and a lease outlives the time in which
-    nobody used the store: after a restart, runners have what was left of their leases to report.
+    here since the count was last read, nor more than ten seconds. So a clock that is set an hour ahead or back ends no
+    lease early by more than that, machines need not agree on the time, and time in which nobody used the store does not
+    count: after a restart, runners have the rest of their leases to report.
     """
 
     def __init__(self, database: Database) -> None:
@@ -34,17 +35,18 @@ class LeaseClock:
         self._written = -_WRITTEN_EVERY_NS
 
     def now(self, connection: Connection) -> int:
-        """Return the time without writing it down."""
+        """Return the time without writing it."""
         here = time.monotonic_ns()
         seen = self._look(connection, here)
         return seen.held_ns + here - seen.at
 
     def tick(self, connection: Connection) -> int:
-        """Return the time and write it down, for the others.
+        """Return the time and write it, for the others.
 
         Args:
-            connection: inside the one write transaction of this process. On PostgreSQL the time is written in a
-                transaction of its own: one that holds the row until the work is done would make all others wait.
+            connection: within the one write transaction of this process. On PostgreSQL the time is written in a
+                separate
+                transaction: one that holds the row until the work is done would make all others wait.
         """
         if connection.dialect.name == SQLITE:
             return self._tick(connection)
@@ -66,7 +68,7 @@ class LeaseClock:
         return now
 
     def _look(self, connection: Connection, here: int) -> _Seen:
-        """Read the count. Whoever reads without writing leaves our state as it is: threads may do so."""
+        """Read the count. Readers that do not write leave our state unchanged, so threads may read."""
         found = connection.execute(_LOOK).one()
         last = self._state
         if last is None:
@@ -79,8 +81,8 @@ class LeaseClock:
 
 
 class _Seen(NamedTuple):
-    """What the database held when it was last looked at, by our monotonic clock."""
+    """The content of the database when it was last read, with our monotonic clock."""
 
     held_ns: int
-    at: int  # when it held that
+    at: int  # when it had that content
     looked: int

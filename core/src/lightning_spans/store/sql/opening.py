@@ -1,4 +1,4 @@
-"""Which database a URL names, and how it is opened."""
+"""Finds the database that a URL names, and opens it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def open_database(url: str, *, create: bool = True) -> Database:
 
     Args:
         url: ``sqlite:///path`` or ``postgresql://...``; of the drivers for PostgreSQL, psycopg.
-        create: for a file: make it where there is none.
+        create: for a file: create it if it does not exist.
 
     Raises:
-        ConfigError: it is no URL, of another database, or the driver is not installed.
+        ConfigError: it is not a URL, names another database, or the driver is not installed.
         StoreError: no file is named, it is missing, or its folder is.
     """
     parsed = _parse_url(url)
@@ -35,7 +35,7 @@ def open_database(url: str, *, create: bool = True) -> Database:
 def _parse_url(url: str) -> URL:
     try:
         parsed = make_url(url.replace("postgres://", "postgresql://", 1) if url.startswith("postgres:") else url)
-    except (ArgumentError, ValueError):  # the second where the port is not a number
+    except (ArgumentError, ValueError):  # the second if the port is not a number
         raise ConfigError(f"store {without_secrets(url)!r} is not a database URL. {_OPENS}") from None
     if parsed.get_backend_name() not in (SQLITE, POSTGRESQL):
         shown = parsed.render_as_string(hide_password=True)

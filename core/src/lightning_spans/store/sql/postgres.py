@@ -1,4 +1,4 @@
-"""All that is PostgreSQL's own: how it is reached, which waits are bounded, which errors pass."""
+"""PostgreSQL: how it is reached, which waits are bounded, which errors are temporary."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _MISSING: Final = (
     "a store in PostgreSQL needs the psycopg driver. Install it: pip install 'lightning-trainer[postgres]'"
     " (or 'lightning-spans[postgres]')"
 )
-# What libpq would wait for without end. What the URL says goes before these.
+# libpq would wait for these without limit. The URL's own values have priority.
 _BOUNDS: Final = {"connect_timeout": "10", "keepalives_idle": "30", "tcp_user_timeout": "30000"}
 _SESSION: Final = (
-    # Acknowledged means on disk, whatever the server's default is; stricter settings than "on" are left.
+    # Acknowledged means on disk, whatever the server's default is; stricter settings than "on" are kept.
     "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'",
     "SET lock_timeout = '30s'",
-    # A writer that was stopped in the middle of a transaction must not hold the others up for ever.
+    # A writer that was stopped in the middle of a transaction must not block the others for ever.
     "SET idle_in_transaction_session_timeout = '30s'",
 )
-_MANY: Final = 50  # rows from which a COPY costs less than an INSERT of each
+_MANY: Final = 50  # number of rows from which a COPY costs less than single INSERTs
 _MAY_COPY: Final = "SELECT has_database_privilege(current_database(), 'TEMPORARY')"
-_TABLES_KEY: Final = 0x6C69676874  # of the advisory lock under which tables are made and changed
-# serialization_failure, deadlock_detected, lock_not_available; what a server says that stops, starts or is full
+_TABLES_KEY: Final = 0x6C69676874  # of the advisory lock for creating and changing tables
+# serialization_failure, deadlock_detected, lock_not_available; errors of a server that stops, starts or is full
 _PASSING: Final = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03", "53300"})
 
 
 def open_database(url: URL) -> Database:
-    """Make ready to connect. Nothing is sent yet.
+    """Prepare to connect. Nothing is sent yet.
 
     Args:
         url: ``postgresql://...`` or ``postgresql+psycopg://...``.
@@ -54,7 +54,7 @@ def open_database(url: URL) -> Database:
         writer=lambda: engine.connect().execution_options(isolation_level="READ COMMITTED"),
         lock=_lock,
         elapsing_ns=_server_clock_ns,
-        after_delete=lambda: None,  # dead rows are the server's to clear: see docs/reference/store.md
+        after_delete=lambda: None,  # the server clears dead rows itself: see docs/reference/store.md
         compact=lambda: _rewrite(engine),
         error=DBAPIError,
         transient=_transient,
@@ -69,7 +69,7 @@ def _open_engine(url: URL) -> Engine:
             url.update_query_dict({name: value for name, value in _BOUNDS.items() if name not in url.query}),
             pool_size=8,
             max_overflow=8,
-            pool_pre_ping=True,  # a server that was restarted has closed the connections that wait in the pool
+            pool_pre_ping=True,  # a restarted server has closed the connections in the pool
             isolation_level="REPEATABLE READ",  # a read of several statements sees one moment
         )
     except (ModuleNotFoundError, NoSuchModuleError) as error:
@@ -88,13 +88,13 @@ def _on_connect(connection: Any, record: Any) -> None:
 
 
 def _copy(cursor: Any, _statement: str, rows: Sequence[Sequence[Any]], context: Any) -> bool:
-    """Insert many new rows by COPY, for about half of the CPU time of one INSERT each.
+    """Insert many new rows by COPY, for about half of the CPU time of single INSERTs.
 
-    COPY fails where a row is there already, so the rows go through a temporary table. It is emptied when the
-    transaction ends, and before: the transaction may hold the writes of several callers.
+    COPY fails if a row exists, so the rows go through a temporary table. It is emptied when the transaction ends, and
+    also at the start, because the transaction may contain the writes of several callers.
 
     Returns:
-        Whether it was done: few rows, and those of a user who may make no temporary tables, are left to SQLAlchemy.
+        Whether it was done: few rows, and those of a user who may not create temporary tables, are left to SQLAlchemy.
     """
     table, names = context.execution_options.get(INTO, (None, ()))
     if table is None or len(rows) < _MANY or not context.root_connection.info[_MAY_COPY]:
@@ -118,7 +118,7 @@ def _lock(connection: Connection) -> None:
 
 
 def _rewrite(engine: Engine) -> None:
-    """Write the tables into new files, without dead rows; each is locked meanwhile."""
+    """Rewrite the tables into new files, without dead rows; each is locked meanwhile."""
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         for table in metadata.sorted_tables:
             connection.execute(text(f"VACUUM (FULL, ANALYZE) {table.name}"))
@@ -135,4 +135,4 @@ def _transient(error: BaseException) -> bool:
     if error.connection_invalidated:
         return True
     state = getattr(error.orig, "sqlstate", None)
-    return state in _PASSING or (state is None and isinstance(error, OperationalError))  # None: can't be reached
+    return state in _PASSING or (state is None and isinstance(error, OperationalError))  # None: it cannot be reached

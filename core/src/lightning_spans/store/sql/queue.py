@@ -1,4 +1,4 @@
-"""The queue of rollouts: claims under leases, ends, retries. Functions on a connection inside a write transaction."""
+"""The queue of rollouts: claims with leases, ends, retries. Functions on a connection within a write transaction."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _END_STATUS: Final = frozenset(get_args(AttemptStatus)) - {"running"}
 
 
 def chunks(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
-    """Cut into lists of at most `size`."""
+    """Split into lists of at most `size`."""
     rest = iter(items)
     while chunk := list(islice(rest, size)):
         yield chunk
 
 
-# Statements are built once where an attempt meets them: building costs more than running.
+# Statements for each attempt are built once, because building costs more than running.
 _JOINED: Final = attempts.c.rollout_id == rollouts.c.rollout_id
 ATTEMPT_ROWS: Final = select(*ATTEMPTS.columns, *ROLLOUTS.columns).join_from(attempts, rollouts, _JOINED)
 _STANDING: Final = (
@@ -53,7 +53,7 @@ _STANDING: Final = (
     .where(attempts.c.attempt_id.in_(bindparam("ids", expanding=True)))
 )
 _END_ATTEMPT: Final = update(attempts).where(attempts.c.fence == bindparam("its_fence"))
-# Rollouts are locked before their attempts, by all: so nobody waits for one who waits for him.
+# Rollouts are always locked before their attempts, which avoids deadlocks.
 _LOCK_THEIR_ROLLOUTS: Final = (
     select(rollouts.c.seq)
     .where(
@@ -67,7 +67,7 @@ _LOCK_THEIR_ROLLOUTS: Final = (
 
 
 def enqueue(connection: Connection, new: Sequence[Rollout]) -> int:
-    """Queue rollouts that are not there yet.
+    """Queue new rollouts.
 
     Raises:
         RefusedError: a rollout allows no attempt, or no time for one.
@@ -94,7 +94,7 @@ def claim(
     lease_s: float,
     within: Collection[str] | None,
 ) -> list[AttemptRecord]:
-    """Begin attempts for the rollouts that have waited longest, of those whose id begins so; None: of all."""
+    """Begin attempts for the rollouts that have waited longest, among those whose id begins so; None: among all."""
     now = clock.tick(connection)
     expire(connection, now)
     waiting = connection.execute(
@@ -135,7 +135,7 @@ def claim(
 
 
 def _begins(beginnings: Collection[str]) -> Any:
-    """Return the condition that a rollout's id begins with one of these. LIKE takes letters of both cases for one."""
+    """Return the condition that a rollout's id begins with one of these. LIKE would ignore case."""
     by_length: dict[int, list[str]] = defaultdict(list)
     for each in beginnings:
         by_length[len(each)].append(each)
@@ -144,12 +144,12 @@ def _begins(beginnings: Collection[str]) -> Any:
 
 
 def attempt_record(row: Sequence[Any]) -> AttemptRecord:
-    """Read a row of `ATTEMPT_ROWS`: an attempt's columns, and after them its rollout's."""
+    """Read a row of `ATTEMPT_ROWS`: an attempt's columns, then its rollout's."""
     return ATTEMPTS.record(row, rollout=ROLLOUTS.record(row[len(ATTEMPTS.columns) :]))
 
 
 def _ends(connection: Connection, rollout_ids: Sequence[str], kinds: Sequence[AttemptStatus]) -> dict[str, int]:
-    """Count the attempts of each rollout that ended so."""
+    """Count the attempts of each rollout with this end."""
     counts: dict[str, int] = {}
     for chunk in chunks(rollout_ids):
         query = select(attempts.c.rollout_id, func.count()).where(
@@ -160,7 +160,7 @@ def _ends(connection: Connection, rollout_ids: Sequence[str], kinds: Sequence[At
 
 
 def _tries_left(connection: Connection, rows: Sequence[Any]) -> set[str]:
-    """Name the rollouts, given as rows with tries and max_attempts, that may be tried again."""
+    """Return the rollouts, given as rows with tries and max_attempts, that may be retried."""
     spent = [row.rollout_id for row in rows if row.tries >= row.max_attempts]
     free = _ends(connection, spent, UNCOUNTED)
     counted = {row.rollout_id: row.tries - min(free.get(row.rollout_id, 0), UNCOUNTED_MOST) for row in rows}
@@ -181,31 +181,34 @@ def _set_rollouts(connection: Connection, ids: Iterable[str], **values: Any) -> 
 
 
 def _lock_rollouts(connection: Connection, rollout_ids: Collection[str]) -> None:
-    """Wait for those who change these rollouts, and keep others out. SQLite has locked the file already."""
+    """Wait for others who change these rollouts, and keep them out. SQLite has locked the file already."""
     if connection.dialect.name == POSTGRESQL:
         query = select(rollouts.c.seq).where(rollouts.c.rollout_id.in_(rollout_ids)).order_by(rollouts.c.seq)
         connection.execute(query.with_for_update())
 
 
 def any_expired(connection: Connection, now: int) -> bool:
-    """Whether a running attempt's lease has ended."""
+    """Whether a running attempt's lease has expired."""
     query = select(attempts.c.fence).where(RUNNING, attempts.c.lease_until_ns < now).limit(1)
     return connection.scalar(query) is not None
 
 
 def expire(connection: Connection, now: int) -> None:
-    """Mark attempts whose lease ended as lost; retry their rollouts, or fail them when their attempts are used up."""
+    """Mark attempts whose lease has expired as lost.
+
+    Retry their rollouts, or fail them if their attempts are used up.
+    """
     late = connection.execute(
         select(attempts.c.attempt_id, rollouts.c.rollout_id, rollouts.c.tries, rollouts.c.max_attempts)
         .join_from(attempts, rollouts, _JOINED)
         .where(RUNNING, attempts.c.lease_until_ns < now)
-        .with_for_update(of=rollouts, skip_locked=True)  # who holds one is about to end it, or settles it as we do
+        .with_for_update(of=rollouts, skip_locked=True)  # a holder is about to end it, or settles it as we do
     ).all()
     if not late:
         return
     ended = {"status": "lost", "ended_ns": time.time_ns(), "error": LEASE_RAN_OUT}
     lost: set[str] = set()
-    for chunk in chunks(row.attempt_id for row in late):  # asked again: a heartbeat may have come before our lock
+    for chunk in chunks(row.attempt_id for row in late):  # checked again: a heartbeat may have come before our lock
         still = update(attempts).where(_attempts_in(chunk), RUNNING, attempts.c.lease_until_ns < now)
         lost.update(connection.scalars(still.values(**ended).returning(attempts.c.attempt_id)))
     late = [row for row in late if row.attempt_id in lost]
@@ -217,7 +220,7 @@ def expire(connection: Connection, now: int) -> None:
 def heartbeat(
     connection: Connection, clock: LeaseClock, leases: Sequence[tuple[str, int]], lease_s: float
 ) -> list[str]:
-    """Renew leases and name the lost ones. One that ran out unnoticed, nobody having asked since, is renewed."""
+    """Renew leases and return the lost ones. One that has expired unnoticed is renewed."""
     now = clock.tick(connection)
     held: set[tuple[str, int]] = set()
     for chunk in chunks(dict.fromkeys(attempt_id for attempt_id, _ in leases)):
@@ -236,9 +239,9 @@ Ends: TypeAlias = Sequence[tuple[End, Sequence[Values]]]
 
 
 def finish(connection: Connection, ends: Ends) -> list[RolloutStatus | LightningError]:
-    """End attempts and keep their rewards. Returns for each where its rollout stands, or why it is refused.
+    """End attempts and keep their rewards. Returns for each the status of its rollout, or why it is rejected.
 
-    What is refused changes nothing; the others are not harmed by it.
+    A rejected end changes nothing, and does not affect the others.
     """
     standing = _read_attempts(connection, list(dict.fromkeys(end.attempt_id for end, _ in ends)))
     refusals: dict[int, LightningError] = {}
@@ -275,7 +278,7 @@ def _read_attempts(connection: Connection, attempt_ids: Sequence[str]) -> dict[s
 def _end(
     connection: Connection, ends: Sequence[End], standing: dict[str, Any], earned: Sequence[Values]
 ) -> dict[str, RolloutStatus]:
-    """Write down ends that were accepted. Returns where their rollouts stand now."""
+    """Write accepted ends. Returns the current status of their rollouts."""
     if not ends:
         return {}
     now = time.time_ns()
@@ -297,12 +300,12 @@ def _end(
 
 
 def _check_end(end: End, row: Any, told: End | None) -> None:
-    """Refuse what can't be.
+    """Reject an impossible end.
 
     Args:
-        end: what is told.
-        row: how the attempt and its rollout stand; None: there is no such attempt.
-        told: what was told of it before in the same transaction.
+        end: the reported end.
+        row: the state of the attempt and its rollout; None: there is no such attempt.
+        told: the end reported for it earlier in the same transaction.
     """
     if row is None:
         raise RefusedError(f"there is no attempt {end.attempt_id}")
@@ -331,7 +334,7 @@ def _after(status: AttemptStatus, *, tries_left: bool) -> RolloutStatus:
 
 
 def cancel(connection: Connection, rollout_ids: Sequence[str]) -> int:
-    """Cancel what has not ended. Heartbeats of the running attempts then hear that their lease is lost."""
+    """Cancel what has not ended. Heartbeats of the running attempts then report a lost lease."""
     open_status = ("queued", "running")
     cancelled = 0
     for chunk in chunks(dict.fromkeys(rollout_ids)):
@@ -350,7 +353,7 @@ def cancel(connection: Connection, rollout_ids: Sequence[str]) -> int:
 
 
 def consume_group(connection: Connection, group_id: str, consumer: str) -> bool:
-    """Mark a group as trained on, unless another was first."""
+    """Mark a group as trained on, unless another consumer was first."""
     row = {"group_id": group_id, "consumer": consumer, "consumed_ns": time.time_ns()}
     insert_new(connection, consumed_groups, [row])
     first = connection.scalar(select(consumed_groups.c.consumer).where(consumed_groups.c.group_id == group_id))

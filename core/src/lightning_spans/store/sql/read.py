@@ -1,4 +1,4 @@
-"""Pages of records: what to select for each kind, in the order of arrival, from where the page before ended."""
+"""Pages of records: what to select for each kind, in the order of arrival, from where the previous page ended."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lightning_spans.store.sql.queue import ATTEMPT_ROWS, attempt_record
 from lightning_spans.store.sql.rows import ASSIGNMENTS, CALLS, CHOICES, DEPLOYMENTS, REWARDS, ROLLOUTS, SPANS, Rows
 
 R = TypeVar("R")
-_PAGE_BYTES: Final = 8 << 20  # of the texts in a page, about: records are of any size, pages are not
+_PAGE_BYTES: Final = 8 << 20  # approximate size of the texts in a page: records are of any size, pages are not
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where the records of a kind are.
+    """The source of the records of a kind.
 
     Attributes:
-        rows: what selects them; a column that counts up is added behind.
+        rows: selects them; a column that counts up is added at the end.
         seq: that column: the order of arrival.
-        tables: whose columns the filters mean, the first that has one of the name.
+        tables: whose columns the filters use, the first that has one of the name.
         records: reads the rows of a page.
     """
 
@@ -92,13 +92,13 @@ def read_page(
 
 
 def _large(query: Select[Any]) -> list[int]:
-    """Return the places of the columns whose values may be of any size."""
+    """Return the positions of the columns whose values may be of any size."""
     kinds = (schema.JsonObject, schema.TokenIds, schema.LogProbs)
     return [place for place, column in enumerate(query.selected_columns) if isinstance(column.type, kinds)]
 
 
 def _take_page(rows: Iterable[Any], limit: int, large: Sequence[int]) -> tuple[list[Any], bool]:
-    """Take as many rows as a page may have, and say whether there are more."""
+    """Take as many rows as fit into a page, and return whether there are more."""
     taken: list[Any] = []
     size = 0
     for row in rows:
@@ -127,17 +127,17 @@ def _conditions(connection: Connection, source: _Source, where: Where) -> list[C
 
 
 def among(connection: Connection, column: ColumnElement[Any], ids: Sequence[str]) -> ColumnElement[bool]:
-    """Return the condition that a column is one of any number of ids, which travel as one parameter.
+    """Return the condition that a column is one of any number of ids, which are sent as one parameter.
 
     Raises:
-        UnicodeEncodeError: an id has half a character, which no database holds.
+        UnicodeEncodeError: an id has half a character, which no database can store.
     """
     for one in ids:
         if not one.isascii():
             one.encode()
     wanted = list(dict.fromkeys(ids))
     if connection.dialect.name == POSTGRESQL:
-        # A tenth of what `attach()` imports, and SQLite needs none of it.
+        # Takes a tenth of `attach()`'s import time, and SQLite needs none of it.
         from sqlalchemy.dialects.postgresql import ARRAY
 
         return column == any_(bindparam(None, wanted, type_=ARRAY(String)))

@@ -1,4 +1,4 @@
-"""A store that is only read: nothing is written, no table is brought up to date, no lease is settled."""
+"""A read-only store: nothing is written, no table is migrated, no lease is settled."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _BUSY_S: Final = 10.0
 
 
 class SqlReader(NullStore):
-    """A store that is only read: what is given to it to keep is kept nowhere.
+    """A read-only store: records given to it are not kept.
 
-    Unlike the store itself it takes no writer's turn, so that a run whose store is looked at does not notice, and it
-    opens files that can't be written, such as those of a finished run on another's disk.
+    Unlike the store itself it does not take a writer's turn, so that a run whose store is read does not notice, and it
+    opens files that cannot be written, such as those of another user's finished run.
 
     Args:
         url: a path, ``sqlite:///path`` or ``postgresql://...``.
@@ -71,10 +71,10 @@ class SqlReader(NullStore):
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """Lend a connection in a transaction that sees one moment.
+        """Yield a connection in a transaction that sees one moment.
 
         Raises:
-            StoreError: what is asked for can't be read.
+            StoreError: it cannot be read.
         """
         try:
             with self._engine.connect() as connection:
@@ -83,19 +83,19 @@ class SqlReader(NullStore):
             raise StoreError(f"the store can't be read: {getattr(error, 'orig', None) or error}") from error
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._engine.dispose()
 
 
 def _parse_url(url: str) -> URL:
     try:
         return make_url(url if "://" in url else f"sqlite:///{url}")
-    except (ArgumentError, ValueError):  # the second where the port is not a number
+    except (ArgumentError, ValueError):  # the second if the port is not a number
         raise ConfigError(f"store {without_secrets(url)!r} is neither a path nor the URL of a database.") from None
 
 
 def _open_engine(url: URL) -> tuple[Engine, Callable[[Connection], int]]:
-    """Open a database, with the clock that all who use it read alike, in nanoseconds."""
+    """Open a database, with the clock that all its users read identically, in nanoseconds."""
     if url.get_backend_name() != "sqlite":
         database = open_database(url.render_as_string(hide_password=False), create=False)
         return database.engine.execution_options(postgresql_readonly=True), database.elapsing_ns
@@ -114,13 +114,13 @@ def _open_engine(url: URL) -> tuple[Engine, Callable[[Connection], int]]:
 
 
 def _on_connect(connection: Any, _record: object) -> None:
-    connection.isolation_level = None  # or the driver would begin no transaction for what only reads
+    connection.isolation_level = None  # otherwise the driver would begin no transaction for reads
     connection.execute("PRAGMA query_only=ON")
     connection.execute("PRAGMA mmap_size=268435456")
 
 
 def _mode(path: Path) -> str:
-    """Choose how a file is opened: one in a folder that can't be written is taken as it is, if no log lies beside."""
+    """Choose how a file is opened. One in a read-only folder is opened as it is, if there is no log next to it."""
     try:
         with closing(sqlite3.connect(_uri(path, "mode=ro"), uri=True)) as connection:
             connection.execute("SELECT 1 FROM sqlite_master").fetchone()

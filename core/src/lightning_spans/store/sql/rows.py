@@ -1,4 +1,4 @@
-"""Rows of the SQL store to records and back, from the records' fields and the types of the tables' columns."""
+"""Converts rows of the SQL store to records and back, from the records' fields and the types of the tables' columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 def _text(value: str | None) -> str | None:
-    """Make text that databases hold: a lone surrogate, as in half an emoji, and NUL become their escapes."""
+    """Return text that databases can store: a lone surrogate, as in half an emoji, and NUL become their escapes."""
     if value is None:
         return None
     if not value.isascii():
@@ -103,7 +103,7 @@ class Rows(Generic[R]):
 
         Args:
             kind: the record's class.
-            table: where they are kept.
+            table: their table.
         """
         self.table = table
         self._kind = kind

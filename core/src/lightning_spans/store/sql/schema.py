@@ -1,9 +1,9 @@
-"""Tables of the SQL store: each column is written here once. Numbered migrations bring older files to this shape.
+"""Tables of the SQL store: each column is declared once here. Numbered migrations bring older files to this schema.
 
 Times are Unix nanoseconds. A column has the name of its record's field, and its type says how `rows` writes and reads
-it. Token ids are int32 and log-probabilities float64, little-endian, in blobs. float64, though engines compute in
-float32: a number that came as JSON decimals then comes back as the same number, bit for bit, for four bytes a token
-beside kilobytes of request.
+it. Token ids are int32 and log-probabilities float64, little-endian, in blobs. float64, although engines compute in
+float32: a number that arrived as JSON decimals then reads back as the same number, bit for bit, for four more bytes per
+token next to kilobytes of request.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from lightning_spans.errors import StoreError
 VERSION: Final = 6
 
 metadata = MetaData()
-_TRAINING: Final = text("'training'")  # what rows are of that were written before there were origins
+_TRAINING: Final = text("'training'")  # the origin of rows that were written before origins existed
 _SERIAL = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only in a column typed INTEGER
 
 
 class FreeText(Text):
-    """Text that anybody wrote: what databases can't hold becomes its escape. An id is plain `Text`, and refused."""
+    """Text that anybody wrote: what databases cannot store becomes its escape. An id is plain `Text`, and rejected."""
 
 
 class JsonObject(Text):
@@ -49,7 +49,7 @@ class JsonObject(Text):
 
 
 class LazyJsonObject(JsonObject):
-    """One that is read when somebody looks into it."""
+    """A JSON object that is parsed when it is used."""
 
 
 class ReplayRecord(Text):
@@ -90,7 +90,7 @@ spans = Table(
     Column("attributes", JsonObject, nullable=False),
     Column("origin", FreeText, nullable=False, server_default=_TRAINING),
 )
-# Unique within the attempt: whoever knows or guesses a span's ids can't take its place in another's.
+# Unique within the attempt: knowing or guessing a span's ids does not allow replacing it in another attempt.
 Index("spans_by_id", spans.c.trace_id, spans.c.span_id, func.coalesce(spans.c.attempt_id, text("''")), unique=True)
 
 calls = Table(
@@ -119,7 +119,7 @@ choices = Table(
     "choices",
     metadata,
     Column("call_id", Text, primary_key=True),
-    Column("position", Integer, primary_key=True, autoincrement=False),  # place in Call.choices
+    Column("position", Integer, primary_key=True, autoincrement=False),  # position in Call.choices
     Column("choice_index", Integer, nullable=False, key="index"),
     Column("token_ids", TokenIds),  # (A,)
     Column("logprobs", LogProbs),  # (A,)
@@ -162,7 +162,7 @@ rollouts = Table(
 attempts = Table(
     "attempts",
     metadata,
-    # The fencing number is the row's own: AUTOINCREMENT and identity columns only ever count up, deletions or not.
+    # The fencing number is the row's own: AUTOINCREMENT and identity columns only count up, whatever is deleted.
     Column("fence", _SERIAL, primary_key=True),
     Column("attempt_id", Text, nullable=False, unique=True),
     Column("rollout_id", Text, nullable=False, index=True),
@@ -229,16 +229,16 @@ def _partial(name: str, column: Column[Any], condition: str) -> None:
     Index(name, column, sqlite_where=text(condition), postgresql_where=text(condition))
 
 
-for _table in (spans, calls, rewards):  # rows outside a runner stay out of these
+for _table in (spans, calls, rewards):  # rows outside a runner are not in these
     for _name in ("rollout_id", "attempt_id"):
         _partial(f"{_table.name}_by_{_name}", _table.c[_name], f"{_name} IS NOT NULL")
-# SQLite uses these two only for a query that writes the condition out: a bound parameter proves nothing to its planner.
+# SQLite uses these two only if a query spells the condition out: a bound parameter proves nothing to its planner.
 QUEUED: Final = text("rollouts.status = 'queued'")
 RUNNING: Final = text("attempts.status = 'running'")
 _partial("rollouts_queued", rollouts.c.seq, "status = 'queued'")
 _partial("attempts_running", attempts.c.lease_until_ns, "status = 'running'")
 
-# Other origins than training's have an index; training, whose records are found by rollout and attempt, pays nothing.
+# Origins other than training's have an index; training, whose records are found by rollout and attempt, needs none.
 NOT_TRAINING: Final = {table.name: text(f"{table.name}.origin <> 'training'") for table in (spans, calls)}
 for _table in (spans, calls):
     _condition = text("origin <> 'training'")
@@ -254,9 +254,9 @@ Migration: TypeAlias = Callable[[Connection], None]
 
 
 def _add_origins(connection: Connection) -> None:
-    """Version 2: origins; what the lease clock needs to bear clocks that jump.
+    """Version 2: origins, and what the lease clock needs to cope with clocks that jump.
 
-    A migration says what it does in its own words, not in those of the tables above, which go on changing.
+    A migration spells out its statements, independent of the tables above, which continue to change.
     """
     for table in ("spans", "calls", "rollouts"):
         connection.execute(text(f"ALTER TABLE {table} ADD COLUMN origin TEXT NOT NULL DEFAULT 'training'"))
@@ -274,7 +274,10 @@ def _tell_attempts_apart(connection: Connection) -> None:
 
 
 def _add_times_of_rewards(connection: Connection) -> None:
-    """Version 4: a reward given in the middle of its attempt says when, and one for an answer of several for which."""
+    """Version 4.
+
+    A reward given during its attempt has a time, and one for one of several answers has the answer's index.
+    """
     connection.execute(text("ALTER TABLE rewards ADD COLUMN given_ns BIGINT"))
     connection.execute(text("ALTER TABLE rewards ADD COLUMN choice INTEGER"))
 
@@ -285,7 +288,7 @@ def _add_replays(connection: Connection) -> None:
 
 
 def _add_deployments(connection: Connection) -> None:
-    """Version 6: which policy answers an agent in production, and which conversation was given to which."""
+    """Version 6: which policy answers an agent in production, and which policy each conversation got."""
     sqlite = connection.dialect.name == "sqlite"
     seq = "INTEGER" if sqlite else "BIGSERIAL"
     share = "DOUBLE" if sqlite else "DOUBLE PRECISION"
@@ -319,7 +322,7 @@ MIGRATIONS: Final[Mapping[int, Migration]] = {
 def prepare(
     connection: Connection, *, version: int = VERSION, migrations: Mapping[int, Migration] = MIGRATIONS
 ) -> None:
-    """Make the tables in an empty database, or bring an older one up to date, inside the caller's transaction.
+    """Create the tables in an empty database, or migrate an older one, within the caller's transaction.
 
     Args:
         connection: in a transaction that excludes other writers.
@@ -327,7 +330,7 @@ def prepare(
         migrations: by the version they lead to.
 
     Raises:
-        StoreError: the database is newer than `version`, or is not a store of ours.
+        StoreError: the database is newer than `version`, or is not one of our stores.
     """
     there = inspect(connection).get_table_names()
     if not there:

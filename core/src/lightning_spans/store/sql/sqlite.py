@@ -1,4 +1,4 @@
-"""All that is SQLite's own: how a file is opened, and how its writers take turns."""
+"""SQLite: how a file is opened, and how its writers take turns."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ logger = logging.getLogger("lightning_spans")
 
 _WRITER = "lightning_writer"
 _BUSY_S = 30.0  # how long a writer waits for another process's transaction
-_TURN_S = 1.0  # most that a writer waits for its turn; turns are milliseconds
+_TURN_S = 1.0  # longest wait of a writer for its turn; turns take milliseconds
 _PATIENT = f"PRAGMA busy_timeout={int(_BUSY_S * 1000)}"
 _PRAGMAS = (
     _PATIENT,
-    "PRAGMA synchronous=FULL",  # in WAL mode, NORMAL would lose acknowledged transactions when the power fails
+    "PRAGMA synchronous=FULL",  # in WAL mode, NORMAL would lose acknowledged transactions in a power failure
     "PRAGMA wal_autocheckpoint=4000",
     "PRAGMA cache_size=-16000",
-    "PRAGMA secure_delete=ON",  # what is deleted is overwritten, not only unlinked
+    "PRAGMA secure_delete=ON",  # deleted data is overwritten, not only unlinked
 )
 _CHECKPOINT_MS = 100
-_EMPTIED_S = 10.0  # how long readers are waited for that still need what a deletion left in the log
+_EMPTIED_S = 10.0  # how long to wait for readers that still need what a deletion left in the log
 
 
 def open_database(url: URL, *, create: bool) -> Database:
-    """Open a file so that a transaction once committed is on disk.
+    """Open a file so that a committed transaction is on disk.
 
     Args:
         url: ``sqlite:///path``.
-        create: make the file where there is none.
+        create: create the file if it does not exist.
 
     Raises:
         StoreError: no file is named, it is missing, or its folder is.
@@ -66,11 +66,11 @@ def open_database(url: URL, *, create: bool) -> Database:
         close=close,
         writer=lambda: engine.connect().execution_options(**{_WRITER: True}),
         lock=lambda _: None,  # a writer's transaction excludes all others
-        elapsing_ns=lambda _: time.monotonic_ns(),  # the machine's own, alike in all its processes; it never jumps
+        elapsing_ns=lambda _: time.monotonic_ns(),  # the machine's own, the same in all its processes; it never jumps
         after_delete=lambda: _empty_log(engine, path),
         compact=lambda: _rewrite(engine, path),
         error=sqlite3.Error,
-        transient=lambda _: False,  # others are waited for while a transaction begins
+        transient=lambda _: False,  # others are awaited while a transaction begins
         name=path.name,
         advice="Is it the file of a store? Are the file and its folder writable? Its disk may also be full.",
     )
@@ -89,16 +89,16 @@ def _path(url: URL, *, create: bool) -> Path:
 
 
 def _make(path: Path) -> None:
-    """Make a new file for its owner alone: it holds what agents saw. One that is there keeps its mode.
+    """Create a new file accessible only to its owner, because it holds what agents saw. An existing one keeps its mode.
 
-    SQLite gives the files that it puts beside it the same mode.
+    SQLite gives the files that it creates next to it the same mode.
     """
-    with suppress(OSError):  # it is there, or can't be made, which SQLite says better
+    with suppress(OSError):  # it exists, or cannot be created, which SQLite reports better
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _on_connect(connection: Any, _record: object) -> None:
-    connection.isolation_level = None  # the driver's own idea of when to BEGIN breaks savepoints and DDL; we say it
+    connection.isolation_level = None  # the driver's own timing of BEGIN breaks savepoints and DDL; we send it
     for pragma in _PRAGMAS:
         connection.execute(pragma)
     until = time.monotonic() + _BUSY_S
@@ -107,14 +107,15 @@ def _on_connect(connection: Any, _record: object) -> None:
             connection.execute("PRAGMA journal_mode=WAL")
             return
         except sqlite3.OperationalError as error:
-            # The change of mode is refused at once, not after the timeout, while another process opens or closes it.
+            # The change of mode is rejected at once, not after the timeout, while another process opens or closes the
+            # file.
             if "locked" not in str(error) or time.monotonic() > until:
                 raise
             time.sleep(0.01)
 
 
 def _empty_log(engine: Engine, path: Path) -> None:
-    """Write what the write-ahead log holds into the file, and cut the log to nothing: deleted rows are still there."""
+    """Write the content of the write-ahead log into the file, and truncate the log, which still holds deleted rows."""
     until, busy = time.monotonic() + _EMPTIED_S, 1
     with _outside_transactions(engine) as connection:
         connection.execute(f"PRAGMA busy_timeout={_CHECKPOINT_MS}")  # writers wait while this one waits for readers
@@ -136,7 +137,7 @@ def _rewrite(engine: Engine, path: Path) -> None:
 
 @contextmanager
 def _outside_transactions(engine: Engine) -> Iterator[Any]:
-    """Lend a connection of the driver's: SQLAlchemy's are in a transaction as soon as they do anything."""
+    """Yield a connection of the driver: SQLAlchemy's are in a transaction as soon as they are used."""
     lent = engine.raw_connection()
     try:
         yield lent.driver_connection
@@ -153,7 +154,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _check(path: Path, opened: tuple[int, int] | None) -> None:
-    """See that a write goes to the file that is there: SQLite would go on writing to one that was deleted."""
+    """Check that a write goes to the existing file: SQLite would keep writing to a deleted one."""
     if _identity(path) != opened:
         raise StoreGoneError(
             f"store {path}: the file was deleted or replaced while it was in use, and what it held is gone. "
@@ -166,7 +167,7 @@ def _begin(turnstile: Turnstile, check: Callable[[], None]) -> Callable[[Connect
         if not connection.get_execution_options().get(_WRITER):
             connection.exec_driver_sql("BEGIN")
             return
-        # A writer takes the lock at once: a transaction that reads first and then writes would fail, not wait, when
+        # A writer takes the lock at once: a transaction that reads first and then writes would fail, not wait, if
         # another process wrote in between.
         check()
         with turnstile:
@@ -176,20 +177,20 @@ def _begin(turnstile: Turnstile, check: Callable[[], None]) -> Callable[[Connect
 
 
 class Turnstile:
-    """What writers of several processes pass, one by one, before they wait for the database's lock.
+    """A lock that writers of several processes take one by one, before they wait for the database's lock.
 
-    SQLite's lock goes to whoever asks at the right moment: a process that writes without a pause asks again right after
-    its commit, while the others sleep; of three that wrote all the time, one waited for more than a second. Here it
-    meets the turnstile, held by the one whose turn it is. That only makes turns fair: after `_TURN_S`, and where files
-    can't be opened or locked, writers go on without it. Who holds it for longer may never let go: then nobody waits
-    for it until it is free again.
+    SQLite's lock goes to whichever process asks at the right moment: one that writes continuously asks again right
+    after its commit, while the others sleep; of three continuous writers, one waited for more than a second. The
+    turnstile makes turns fair, and nothing else depends on it: after `_TURN_S`, and if files cannot be opened or
+    locked, writers continue without it. A process that holds it for longer may never release it: then nobody waits for
+    it until it is free again.
     """
 
     def __init__(self, path: Path) -> None:
         self._store = path
         self._path = path.with_name(f"{path.name}-turn")
         self._file: int | None = None
-        self._stuck = False  # whether it was held for too long, and was not free since
+        self._stuck = False  # whether it was held for too long, and has not been free since
 
     def __enter__(self) -> None:
         if sys.platform == "win32":
@@ -214,7 +215,7 @@ class Turnstile:
             time.sleep(random.uniform(0.0005, 0.002))
 
     def _open_file(self) -> int | None:
-        """Open the file, made with the store's own mode, so that who may write the store may take turns."""
+        """Open the file, created with the store's own mode, so that all writers of the store can take turns."""
         try:
             return os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -223,7 +224,7 @@ class Turnstile:
             return None
         mode = stat.S_IMODE(self._store.stat().st_mode)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
-        with suppress(OSError):  # another made it first, and it is theirs
+        with suppress(OSError):  # another user created it first
             os.fchmod(file, mode)
         return file
 
@@ -233,7 +234,7 @@ class Turnstile:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let go of the file, which stays for the others."""
+        """Close the file, which stays for the others."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

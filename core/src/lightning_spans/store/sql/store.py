@@ -35,9 +35,9 @@ T = TypeVar("T")
 class SqlStore(Store):
     """A store in a SQLite file or in PostgreSQL, shared by any number of threads and processes.
 
-    Writes go through one thread with group commit and return when they are on disk; reads use connections of their own
-    and see everything that was acknowledged before them. Leases run by `LeaseClock`; whoever claims or asks
-    for rollouts or attempts first settles the leases that have run out.
+    Writes go through one thread with group commit and return when they are on disk; reads use separate connections and
+    see everything that was acknowledged before them. Leases run by `LeaseClock`; claiming, and reading rollouts or
+    attempts, settles expired leases first.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class SqlStore(Store):
         version: int = schema.VERSION,
         migrations: Mapping[int, schema.Migration] = schema.MIGRATIONS,
     ) -> None:
-        """Open a file, make its tables or bring them up to date.
+        """Open a file, create its tables or migrate them.
 
         Args:
             url: ``sqlite:///path.db``.
-            create: make the file where there is none.
+            create: create the file if it does not exist.
             version: schema version to reach; another than the default only in tests of migrations.
             migrations: by the version they lead to.
 
         Raises:
-            ConfigError: the URL is of a database that this version does not speak.
-            StoreError: the file is missing, not a store, of a newer schema, or can't be read or written.
+            ConfigError: the URL names a database that this version does not support.
+            StoreError: the file is missing, not a store, of a newer schema, or cannot be read or written.
         """
         self._database = open_database(url, create=create)
         self._engine = self._database.engine
@@ -78,17 +78,17 @@ class SqlStore(Store):
         self._writer = Writer(self._database)
 
     def close(self) -> None:
-        """Write what is pending and let go of the file; a second close changes nothing."""
+        """Write what is pending and close the file. Calling it again changes nothing."""
         self._closed = True
         self._writer.close()
         self._database.close()
 
     def add_spans(self, spans: Sequence[Span]) -> int:
-        """Keep spans; one already there is left as it is."""
+        """Keep spans. Existing ones are not changed."""
         return self._insert(schema.spans, rows.SPANS.values, spans)
 
     def add_calls(self, calls: Sequence[Call]) -> int:
-        """Keep calls with their choices; one already there is left as it is, its choices too."""
+        """Keep calls with their choices. Existing ones, and their choices, are not changed."""
         values = self._values(_call_values, calls)
         by_id: dict[str, tuple[rows.Values, list[rows.Values]]] = {}
         for call, choices in values:
@@ -96,7 +96,7 @@ class SqlStore(Store):
         return self._writer.do(lambda connection: _insert_calls(connection, by_id)) if by_id else 0
 
     def add_rewards(self, rewards: Sequence[Reward]) -> int:
-        """Keep rewards; one already there is left as it is.
+        """Keep rewards. Existing ones are not changed.
 
         Raises:
             RewardError: a value is not a finite number; none of them is kept.
@@ -104,11 +104,11 @@ class SqlStore(Store):
         return self._insert(schema.rewards, _reward_values, rewards)
 
     def add_deployments(self, deployments: Sequence[Deployment]) -> int:
-        """Keep transitions; one already there is left as it is."""
+        """Keep transitions. Existing ones are not changed."""
         return self._insert(schema.deployments, rows.DEPLOYMENTS.values, deployments)
 
     def add_assignments(self, assignments: Sequence[Assignment]) -> int:
-        """Keep assignments; one already there is left as it is."""
+        """Keep assignments. Existing ones are not changed."""
         return self._insert(schema.assignments, rows.ASSIGNMENTS.values, assignments)
 
     def page(
@@ -129,8 +129,8 @@ class SqlStore(Store):
         )
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
-        """Queue rollouts; one already there is left as it is."""
-        asked = list(rollouts)  # read twice, and again where the write is
+        """Queue rollouts. Existing ones are not changed."""
+        asked = list(rollouts)  # read twice, and again by the write
         return self._writer.do(lambda connection: q.enqueue(connection, asked))
 
     def backlog(self) -> tuple[int, float]:
@@ -140,13 +140,13 @@ class SqlStore(Store):
 
     def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Ids = None) -> list[AttemptRecord]:
         """Start attempts for up to `limit` rollouts, oldest first."""
-        asked = None if within is None else list(within)  # it may be a generator, and the write may be done again
+        asked = None if within is None else list(within)  # it may be a generator, and the write may be repeated
         return self._writer.do(
             lambda connection: q.claim(connection, self._clock, worker, limit=limit, lease_s=lease_s, within=asked)
         )
 
     def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
-        """Renew leases; gives the attempt ids whose lease is lost."""
+        """Renew leases; return the attempt ids whose lease is lost."""
         return self._writer.do(lambda connection: q.heartbeat(connection, self._clock, leases, lease_s))
 
     def finish(
@@ -236,12 +236,12 @@ class SqlStore(Store):
             after = until
 
     def _settle(self) -> None:
-        """Mark attempts as lost whose lease ran out, though nobody claims: their rollouts must not seem to run."""
+        """Mark attempts with expired leases as lost even if nobody claims: their rollouts must not seem to run."""
         if self._read(lambda connection: q.any_expired(connection, self._clock.now(connection))):
             self._writer.do(lambda connection: q.expire(connection, self._clock.tick(connection)))
 
     def _values(self, values: Callable[[Any], T], records: Sequence[Any]) -> list[T]:
-        """Turn records into rows in the caller's thread, so that a bad one fails its caller alone."""
+        """Convert records to rows in the caller's thread, so that an invalid one fails only its caller."""
         try:
             return [values(record) for record in records]
         except LightningError:

@@ -1,4 +1,4 @@
-"""The writer of an SQL store: what waits at the same time shares one transaction and one trip to the disk."""
+"""The writer of an SQL store: waiting writes share one transaction and one trip to the disk."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _BAD_RECORD: Final = (DataError, IntegrityError, InterfaceError, ProgrammingErro
 
 
 class _Write:
-    """What one caller wants written: run inside a transaction, perhaps again in a later one."""
+    """One caller's write: run within a transaction, perhaps again in a later one."""
 
     __slots__ = ("answer", "item", "run_all")
 
     def __init__(self, run_all: RunAll[Any, Any], item: Any) -> None:
         self.run_all = run_all
         self.item = item
-        self.answer: Any = None  # what the caller gets once it is on disk, or the error to raise
+        self.answer: Any = None  # the caller's result once it is on disk, or the error to raise
 
 
 class _Failure(NamedTuple):
-    """Why a transaction was not committed. One that did not even begin will not begin for each write alone either."""
+    """Why a transaction was not committed. If it could not even begin, single writes cannot either."""
 
     error: Exception
     begun: bool
 
 
 class Writer:
-    """Runs writes one transaction at a time on a thread of its own. A write that fails does not fail its neighbours."""
+    """Runs writes, one transaction at a time, on its own thread. A failing write does not fail the others."""
 
     def __init__(self, database: Database) -> None:
-        """Make a writer; its thread, with a connection of its own, starts with the first write."""
+        """Create a writer; its thread, with its own connection, starts with the first write."""
         self._database = database
         self._name = database.name
         self._connection: Connection | None = None
@@ -54,10 +54,10 @@ class Writer:
         )
 
     def do(self, run: Callable[[Connection], T]) -> T:
-        """Run a write and wait until it is on disk. It may be run twice: it must not change anything but the database.
+        """Run a write and wait until it is on disk. It may run twice, so it must change nothing but the database.
 
         Raises:
-            StoreError: the store is closed, or the database refused.
+            StoreError: the store is closed, or the database rejected it.
         """
 
         def run_all(connection: Connection, _: Sequence[None]) -> list[T | Exception]:
@@ -69,24 +69,25 @@ class Writer:
         """Run a write together with others by the same function, and wait until it is on disk.
 
         Args:
-            run_all: gives an answer for each of the items that it gets, or the error to raise for it; like all writes,
-                it may be run twice.
+            run_all: returns a result for each of the items that it gets, or the error to raise for it; like all writes,
+                it may
+                run twice.
             item: this caller's.
 
         Raises:
-            StoreError: the store is closed, or the database refused.
-            Exception: what `run_all` gave for this item.
+            StoreError: the store is closed, or the database rejected it.
+            Exception: returned by `run_all` for this item.
         """
         answer: T = self._commits.do(_Write(run_all, item))
         return answer
 
     @property
     def waiting(self) -> int:
-        """How many wait for the next transaction."""
+        """How many are waiting for the next transaction."""
         return self._commits.gathered
 
     def close(self) -> None:
-        """Finish what was asked for before, then stop. A second close changes nothing."""
+        """Finish earlier requests, then stop. Calling it again changes nothing."""
         self._commits.close()
 
     def _disconnect(self) -> None:
@@ -103,13 +104,13 @@ class Writer:
         return [write.answer for write in writes]
 
     def _commit(self, connection: Connection, writes: Sequence[_Write]) -> None:
-        """Run writes in one transaction, again while that may help, and note their answers."""
+        """Run writes in one transaction, again if that may help, and store their results."""
         pauses = pauses_s()
         while (failure := self._run(connection, writes)) is not None:
             if self._database.transient(failure.error) and (pause_s := next(pauses, None)) is not None:
                 time.sleep(pause_s)
             elif failure.begun and len(writes) > 1:
-                for write in writes:  # whose fault it was shows when each has a transaction of its own
+                for write in writes:  # separate transactions show which one failed
                     self._commit(connection, [write])
                 return
             else:
@@ -119,7 +120,7 @@ class Writer:
                 return
 
     def _run(self, connection: Connection, writes: Sequence[_Write]) -> _Failure | None:
-        """Run writes in one transaction. Returns why nothing of it is kept; None when it is."""
+        """Run writes in one transaction. Returns why none of it is kept; None if it is."""
         begun = False
         together: dict[int, list[_Write]] = {}
         for write in writes:
@@ -134,7 +135,7 @@ class Writer:
         return None
 
     def _attempt(self, connection: Connection, writes: Sequence[_Write], *, alone: bool) -> None:
-        """Run the writes of one function; behind a savepoint where they have neighbours."""
+        """Run the writes of one function; behind a savepoint if there are others."""
         items = [write.item for write in writes]
         if alone:
             _note(writes, writes[0].run_all(connection, items))
