@@ -6,6 +6,7 @@ import gc
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,10 @@ from hypothesis import settings
 from lightning_spans.record import unrecorded
 from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.tracing.tracers import make_tracer
+
+# Tests start many processes. Where containers turn bytecode off, each would compile all that it imports again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 pytest.register_assert_rewrite("support")
 
