@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lightning_spans.adapter.trace import Trace
+    from lightning_spans.schema.attempts import Rollout
     from lightning_trainer.backend_protocol import Learner, OpenRun
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch.attempts import Traces
@@ -34,12 +35,14 @@ class CallbackContext:
         session: runs rollouts.
         learner: the policy.
         load: loads another model, of a name and the learner's options.
+        kept: `Callback.kept` of all callbacks in the checkpoint that the run goes on from.
     """
 
     run: OpenRun
     session: Session
     learner: Learner
     load: Callable[[str, Mapping[str, Any]], Learner]
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,9 @@ class Callback:
         Raises:
             LightningError: the run can't continue.
         """
+
+    def before_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Run before training rollouts are queued, groups as a whole: those of a step, and those that replace some."""
 
     def before_batch(self, rollouts: StepRollouts) -> Extra:  # noqa: ARG002 - for those that override it
         """Run once the rollouts of a step have ended.

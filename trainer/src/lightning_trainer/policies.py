@@ -141,6 +141,23 @@ def read_weights(text: str) -> dict[str, float]:
     return found
 
 
+def read_counts(text: str) -> dict[str, int]:
+    """Read `writer=5,checker=3`.
+
+    Raises:
+        ConfigError: a part is not AGENT=K.
+    """
+    found = {}
+    for part in text.split(","):
+        agent, _, count = part.rpartition("=")
+        if not (agent.strip() and count.strip().isdecimal()):
+            raise ConfigError(
+                f"opponents = {text!r}: {part!r} is not AGENT=K, such as checker=5 for 5 of its past weights."
+            )
+        found[agent.strip()] = int(count)
+    return found
+
+
 def read_text(texts: str | Iterable[str]) -> dict[str, str]:
     """Read `a=lora,b=lora:team`, in one text or several.
 

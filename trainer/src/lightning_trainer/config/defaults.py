@@ -85,6 +85,8 @@ def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[st
             filled[name] = split_names(filled[name])
     if isinstance(filled.get("agent_weight"), str) and filled["agent_weight"] != "equal":
         filled["agent_weight"] = policies.read_weights(filled["agent_weight"])
+    if isinstance(filled.get("opponents"), str):
+        filled["opponents"] = policies.read_counts(filled["opponents"])
     if isinstance(filled.get("name_by"), str):  # an expression may have commas
         filled["name_by"] = (filled["name_by"],)
     chosen = filled.get("policies")

@@ -124,6 +124,11 @@ class MethodFields(OptionRecord):
     schedule: str | None = None
     """Which policies learn in a step. `alternate:K` trains one policy at a time, for K steps, while the others have
     their best weights so far and learn nothing (torch). Default: all learn in every step."""
+    opponents: dict[str, int] = Field(default_factory=dict)
+    """Populations of past weights for agents that play against others: AGENT=K, separated by commas. In each group of
+    rollouts, one of these agents has the newest or one of K past weights, which learn nothing from it (torch)."""
+    opponents_every: int | None = Field(default=None, ge=1)
+    """Steps after which weights are frozen for a population. Default: those of a turn with schedule, otherwise 5."""
     with_prompts: bool = False
     """Learn from tasks that no rollout solves: a model proposes an instruction for an agent, the task is sampled under
     it, and the policy learns the answers that solved it as answers to the agent's own prompt (torch and tinker)."""

@@ -34,6 +34,7 @@ class EngineRequest:
     Attributes:
         model: folder of the model.
         policies: names of the LoRA adapters over it; empty: one policy.
+        copies: those of them that are frozen copies of others, whose weights change only between steps.
         lora_rank: rank of the adapters; 0: all weights learn.
         staleness: steps by which the weights of a rollout may be older than the newest.
         slots: most answers that are sampled at once.
@@ -51,6 +52,7 @@ class EngineRequest:
 
     model: Path
     policies: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
     lora_rank: int = 0
     staleness: int = 0
     slots: int = 64

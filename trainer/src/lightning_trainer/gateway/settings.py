@@ -32,6 +32,7 @@ class Routing:
         name_by: rules that name the agents of calls without a header; they have priority over `unnamed`.
         versions: number of the weights by model, for upstreams that do not report it.
         prompts: replacement system prompts of agents, by rollout: they go into its attempts' contexts.
+        opponents: policies in place of `policies`, by rollout: with frozen weights of an agent.
     """
 
     agents: tuple[str, ...] = ()
@@ -46,6 +47,11 @@ class Routing:
     name_by: tuple[NameRule, ...] = ()
     versions: Mapping[str, int] = field(default_factory=dict)
     prompts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    opponents: Mapping[str, Policies] = field(default_factory=dict)
+
+    def policies_of(self, rollout_id: str | None) -> Policies:
+        """Return the policies of a rollout's agents."""
+        return self.opponents.get(rollout_id or "", self.policies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ class CliffGuard:
         for policy, names in self._names(validations[-1].get(BY_TASK, {})).items():
             folder = self._run.folder / BEST_WEIGHTS / policy
             if best_step_of(validations, names) == state.step and (state.step or returns):
-                _replace_weights(keeper, policy, folder)
+                replace_weights(keeper, policy, folder)
             fall = fall_of(validations, policy, names) if config.rollback_on_cliff else None
             if fall is not None and folder.is_dir():
                 slowed[policy] = slowed.get(policy, 1.0) * SLOWER
@@ -98,7 +98,7 @@ class CliffGuard:
         )
 
 
-def _replace_weights(keeper: PolicyKeeper, policy: str, folder: Path) -> None:
+def replace_weights(keeper: PolicyKeeper, policy: str, folder: Path) -> None:
     """Write the weights of a policy to a folder, completely or not at all.
 
     Raises:
@@ -112,6 +112,6 @@ def _replace_weights(keeper: PolicyKeeper, policy: str, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
     except OSError as error:
-        raise ConfigError(f"the best weights of {policy} can't be written to {folder}: {error.strerror}.") from error
+        raise ConfigError(f"weights of {policy} can't be written to {folder}: {error.strerror}.") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

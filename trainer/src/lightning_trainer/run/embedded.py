@@ -106,7 +106,7 @@ class Embedded:
                     failed=run.config.failed,
                 )
             )
-            context = CallbackContext(run=run, session=session, learner=learner, load=self.learner)
+            context = CallbackContext(run=run, session=session, learner=learner, load=self.learner, kept=state.kept)
             callbacks = stack.enter_context(open_callbacks(context))
             run.begin()
             loop = Loop(run, session, learner, state, callbacks)

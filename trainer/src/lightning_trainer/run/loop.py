@@ -12,6 +12,7 @@ from typing import Any, Final
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import LightningError, NothingToLearnError
 from lightning_spans.record.stalls import waiting
+from lightning_spans.schema.attempts import Rollout
 from lightning_trainer.backend_protocol import Learner, OpenRun, UpdateRefusedError
 from lightning_trainer.callbacks import Callback, Extra, StepRollouts
 from lightning_trainer.choices import SELF
@@ -70,7 +71,7 @@ class Loop:
         self._callbacks = callbacks
         self._patience = max([PATIENCE, *(callback.patience for callback in callbacks)])
         self._algorithm = algorithm_by_name(run.config.algorithm)
-        self._collection = Collection(run, local, state.successes)
+        self._collection = Collection(run, local, state.successes, self._before_rollouts)
         self._guard = CliffGuard(run, learner, state)
         self.state = state
         self._saved = state.step if state.step else None
@@ -238,6 +239,10 @@ class Loop:
         self._advance(batch, result)
         if step == 0:
             self._tell_unheard()
+
+    def _before_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        for callback in self._callbacks:
+            callback.before_rollouts(rollouts)
 
     def _before_batch(self, rollouts: StepRollouts) -> Extra:
         """Let callbacks add their own rollouts."""

@@ -89,7 +89,7 @@ def save(
         if resumable:
             state = _state_to_keep(model, policies, engine, base)
             (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
-        if adapters := [adapter.model for adapter in engine.engines[1:]]:
+        if adapters := [adapter.model for adapter in engine.engines[1:] if adapter.model in policies]:
             index = {"base": str(model.source.absolute()), "adapters": adapters}
             (unfinished / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for path in unfinished.rglob("*"):
@@ -112,7 +112,7 @@ def _state_to_keep(
         "base": base,
         "source": str(model.source.absolute()),
         "version": engine.engines[0].version,
-        "versions": {adapter.model: adapter.version for adapter in engine.engines[1:]},
+        "versions": {adapter.model: adapter.version for adapter in engine.engines[1:] if adapter.model in policies},
         "trained": sorted(name for policy in policies.values() for name in policy.working),
         "random": engine.random.getstate(),
     }

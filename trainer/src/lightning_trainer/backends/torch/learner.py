@@ -14,7 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from lightning_trainer.backends.torch import checkpoint
 from lightning_trainer.backends.torch.generate.engine import TorchEngine, served_name
-from lightning_trainer.backends.torch.learn.adapters import add_adapters, has_adapters, saved_shape, select
+from lightning_trainer.backends.torch.learn.adapters import (
+    add_adapters,
+    fill_copy,
+    has_adapters,
+    saved_shape,
+    select,
+)
 from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, engine_gaps, without_older
 from lightning_trainer.backends.torch.learn.candidates import likeliest
 from lightning_trainer.backends.torch.learn.policy import TrainedWeights, reference
@@ -85,7 +91,7 @@ class TorchLearner:
             options=self.options,
         )
         dtype = str(self._model.shape.dtype).removeprefix("torch.")
-        own = replace(request, model=self._model.source.resolve(), dtype=dtype, policies=self.options.adapters)
+        own = replace(request, model=self._model.source.resolve(), dtype=dtype, policies=self.options.served)
         engine = kind.open(own, held)
         try:
             engine.publish({each.model: each.version for each in self._trained_engines(engine)}, self._write)
@@ -105,8 +111,9 @@ class TorchLearner:
         return tuple(self._engine.engines)
 
     def _trained_engines(self, engine: PolicyEngines) -> Sequence[Engine]:
-        """Return those whose weights are no longer the model's: its adapters, or its only policy."""
-        return engine.engines[1:] if self.options.adapters else engine.engines
+        """Return those whose weights are no longer the model's: its adapters without copies, or its only policy."""
+        count = len(self.options.adapters)
+        return engine.engines[1 : 1 + count] if count else engine.engines
 
     def _write(self, policy: str, folder: Path) -> None:
         """Write the newest adapter of a policy as peft does."""
@@ -298,6 +305,12 @@ class TorchLearner:
             self._weights_of(self._adapter(policy)).return_to(load_file(folder / checkpoint.TENSORS))
             self._engine.publish({policy: known[policy] + 1}, self._write)
 
+    def load_copy(self, copy: str, policy: str, folder: Path, version: int) -> None:
+        """Let a copy have the weights of a policy that `save_policy` wrote, bit for bit: `CopyKeeper`."""
+        with self._engine.still():
+            fill_copy(self._model, copy, policy, load_file(folder / checkpoint.TENSORS))
+            self._engine.publish({copy: version}, self._write)
+
     def slow_policy(self, policy: str, factor: float) -> None:
         """Multiply the learning rate of one policy: `PolicyKeeper`."""
         self._weights_of(self._adapter(policy)).factor = factor
@@ -318,10 +331,8 @@ class TorchLearner:
             return {None: list(range(len(rows)))}
         found: dict[str | None, list[int]] = {}
         for place, row in enumerate(rows):
-            if row.policy not in self.options.adapters:
-                raise ValueError(
-                    f"a row of {row.agent} is of {row.policy!r}, not of {', '.join(self.options.adapters)}"
-                )
+            if row.policy not in self.options.served:
+                raise ValueError(f"a row of {row.agent} is of {row.policy!r}, not of {', '.join(self.options.served)}")
             found.setdefault(row.policy, []).append(place)
         return found
 

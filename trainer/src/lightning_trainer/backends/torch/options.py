@@ -43,6 +43,7 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
         adapters: names of LoRA adapters that are trained side by side over the frozen model, each a policy of its own;
             empty: one policy.
         fixed: those of them that the model's folder must hold, and that are served but not trained.
+        copies: names of further adapters that are served: frozen copies of earlier weights, in no checkpoint.
         lora_targets: names of the modules that get adapters; None: all linear ones but the head.
         algorithm: whose loss it is, by name.
         learning_rate: step size of AdamW.
@@ -77,6 +78,7 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
     generate_threads: SkipValidation[int | None] = None
     adapters: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] | None = None
     algorithm: str = "grpo"
     learning_rate: float = Field(default=1e-5, gt=0)
@@ -110,6 +112,8 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
             "lora_alpha needs lora_rank, and must be above 0": self.lora_alpha is None or self.lora_rank > 0,
             "adapters need lora_rank": not self.adapters or self.lora_rank > 0,
             "fixed adapters must be among the adapters": set(self.fixed) <= set(self.adapters),
+            "copies need adapters, and names of their own": not self.copies
+            or (bool(self.adapters) and not set(self.copies) & set(self.adapters)),
             "adapters have names of their own: leave name out": not self.adapters or self.name is None,
             "lora_targets needs lora_rank": self.lora_targets is None or self.lora_rank > 0,
             "betas must lie in [0, 1)": all(0 <= beta < 1 for beta in self.betas),
@@ -146,6 +150,11 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
             "ema_decay must be above 0 and below 1": 0 < self.ema_decay < 1,
             f"divergence must be one of {', '.join(get_args(Divergence))}": self.divergence in get_args(Divergence),
         }
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Names of all adapters that are served."""
+        return (*self.adapters, *self.copies)
 
     @property
     def critic(self) -> bool:

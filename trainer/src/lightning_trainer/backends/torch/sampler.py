@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_spans.errors import ConfigError
 from lightning_trainer import models, registry
 from lightning_trainer.backends.torch.needs import weights_of
+from lightning_trainer.callbacks import wanted_callbacks
 from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldModel
 from lightning_trainer.engines.vllm.kind import is_installed
 from lightning_trainer.engines.vllm.memory import learner_memory
@@ -64,9 +65,11 @@ def engine_of(config: TrainConfig) -> tuple[EngineKind, EngineRequest]:
     """
     kind: EngineKind = registry.by_name("engine", engine_name(config))
     folder = models.look(config.model).folder
+    copies = copies_of(config)
     request = EngineRequest(
         model=folder or models.resolve(config.model),
-        policies=parse(config.policies).adapters if config.policies else (),
+        policies=(*parse(config.policies).adapters, *copies) if config.policies else (),
+        copies=copies,
         lora_rank=config.lora_rank,
         staleness=config.staleness,
         slots=int(config.backend_options.get("slots", 64)),
@@ -82,6 +85,11 @@ def engine_of(config: TrainConfig) -> tuple[EngineKind, EngineRequest]:
         options=config.engine_options,
     )
     return kind, request
+
+
+def copies_of(config: TrainConfig) -> tuple[str, ...]:
+    """Return the names of the frozen copies of policies that callbacks of a run ask for."""
+    return tuple(copy for kind in wanted_callbacks(config) for copy in kind.learner_options(config).get("copies", ()))
 
 
 def _learner_bytes(config: TrainConfig) -> int:

@@ -230,8 +230,12 @@ def is_installed() -> bool:
 
 
 def _places(request: EngineRequest) -> int:
-    """Return how many adapters may answer at once: of each policy the newest, older ones, and the one to come."""
-    return max(1, len(request.policies)) * (request.staleness + 2)
+    """Return how many adapters may answer at once: of each policy the newest, older ones, and the one to come.
+
+    A copy needs one place, and each policy one more for the copy to come.
+    """
+    policies = max(1, len(request.policies) - len(request.copies))
+    return policies * (request.staleness + 2) + (len(request.copies) + policies if request.copies else 0)
 
 
 def _options(request: EngineRequest, held: HeldModel, memory: MemoryPlan | None) -> Mapping[str, Any]:

@@ -130,7 +130,7 @@ class ServedModels:
         if instead is not None:
             policy_name = instead
         elif pending.requested.grant.attempt_id is not None:
-            own = routing.policies.of(pending.requested.agent)
+            own = routing.policies_of(pending.requested.grant.rollout_id).of(pending.requested.agent)
             untrained = (
                 own is None
                 and pending.requested.agent is not None

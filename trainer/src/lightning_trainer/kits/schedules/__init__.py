@@ -1,1 +1,1 @@
-"""Which policy learns when, and what its rewards are compared with, in teams and in self-play."""
+"""Which policy learns when, against which weights, and what its rewards are compared with."""

@@ -119,8 +119,8 @@ class AlternateCallback(Callback):
         return replace(batch, rows=kept, account=without_rows(batch, left_out)), metrics
 
 
-def without_rows(batch: Batch, rows: Sequence[Row]) -> Account:
-    """Return the account of a batch from which rows of frozen policies are left out."""
+def without_rows(batch: Batch, rows: Sequence[Row], reason: str = FROZEN) -> Account:
+    """Return the account of a batch from which rows of frozen policies are left out for this reason."""
     account, calls = batch.account, sum(row.transitions for row in rows)
     tokens_of = {
         (call.transition.attempt_id, call.transition.span_id, call.transition.choice): call.transition.tokens
@@ -129,7 +129,7 @@ def without_rows(batch: Batch, rows: Sequence[Row]) -> Account:
     read = [tokens_of[row.attempt_id, *call] for row in rows for call in row.calls]
     return replace(
         account,
-        dropped={**account.dropped, FROZEN: calls} if calls else account.dropped,
+        dropped={**account.dropped, reason: calls} if calls else account.dropped,
         trained=account.trained - calls,
         rows=account.rows - len(rows),
         rows_without_gradient=account.rows_without_gradient - sum(not row.has_gradient for row in rows),

@@ -8,7 +8,7 @@ its number alone, a resumed run queues the same ones again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_spans.errors import AgentFailedError, UnknownAgentError
@@ -65,6 +65,7 @@ class Collection:
         run: provides the tasks.
         local: runs them.
         successes: estimates of the continued run.
+        before: called with training rollouts before they are queued.
 
     Attributes:
         order: chooses the tasks of a step.
@@ -72,9 +73,12 @@ class Collection:
         agents: names of the agents seen in the first rollouts.
     """
 
-    def __init__(self, run: OpenRun, local: Session, successes: Estimates) -> None:
+    def __init__(
+        self, run: OpenRun, local: Session, successes: Estimates, before: Callable[[Sequence[Rollout]], None]
+    ) -> None:
         self._run = run
         self._local = local
+        self._before = before
         self._ahead: dict[int, list[Rollout]] = {}  # by step: queued, and not awaited yet
         self.name = name_start(run.folder)
         self.agents: set[str] = set()
@@ -95,7 +99,7 @@ class Collection:
     def plan(self, places: Sequence[int], name: str) -> list[Rollout]:
         """Plan a group of rollouts for each of these tasks."""
         config = self._run.config
-        return plan(
+        rollouts = plan(
             [self._run.tasks[place] for place in places],
             name=f"{self.name}:{name}",
             size=config.group_size,
@@ -103,6 +107,8 @@ class Collection:
             max_attempts=config.max_attempts,
             timeout_s=config.timeout_s,
         )
+        self._before(rollouts)
+        return rollouts
 
     def held_out(self, step: int) -> list[Outcome]:
         """Run the held-out tasks with the weights after so many steps.

@@ -49,7 +49,7 @@ class TorchEngine:
         self.tool_format = options.tool_format
         self._version = version
         packable = can_pack(model.shape.dtype, model.shape.device)
-        names = options.adapters
+        names = options.served
         mixed = MixedLinears(model.causal, names, pack=packable) if names else None
         self._grammars = Grammars(model.tokenizer, _vocabulary(model), model.end_tokens)
         self._linears = mixed or (PackedLinears(model.causal) if packable else None)

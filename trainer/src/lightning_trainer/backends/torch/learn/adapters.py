@@ -84,8 +84,8 @@ def add_adapters(model: LoadedModel, options: TorchOptions, saved: Path | None =
                 f"{model.source} has LoRA adapters, so kl_coef would compare with its base model. Leave it out."
             )
         return
-    names = options.adapters or ((ADAPTER,) if options.lora_rank else ())
-    there = [name for name in names if saved is not None and (saved / name).is_dir()]
+    names = options.served or ((ADAPTER,) if options.lora_rank else ())
+    there = [name for name in options.adapters if saved is not None and (saved / name).is_dir()]
     for name in there:
         _load(model, saved / name, options)  # type: ignore[operator]  # one is there
         check_same(shape_of(model, there[0]), shape_of(model, name), saved / name)  # type: ignore[operator]
@@ -221,3 +221,15 @@ def select(model: LoadedModel, adapter: str | None) -> None:
     """Let the model go through one of its adapters, in training and in what peft computes; None: there is only one."""
     if adapter is not None:
         model.causal.set_adapter(adapter)
+
+
+@torch.no_grad()
+def fill_copy(model: LoadedModel, copy: str, policy: str, masters: Mapping[str, torch.Tensor]) -> None:
+    """Round the masters of a policy into the adapter that is its copy, as a policy's own are rounded.
+
+    Raises:
+        KeyError: a master is missing.
+    """
+    for name, parameter in model.causal.named_parameters():
+        if f".{copy}." in name:
+            parameter.copy_(masters[f"master.{name.replace(f'.{copy}.', f'.{policy}.')}"])

@@ -105,7 +105,9 @@ def _of_learner(config: TrainConfig) -> dict[str, bool]:
             config.task_order != "shuffled"
         ),
         "rollback_on_cliff is for backend = torch. Leave it out.": (config.rollback_on_cliff),
-        "schedule is for backend = torch: verl trains one policy. Leave it out.": config.schedule is not None,
+        "schedule and opponents are for backend = torch: verl trains one policy. Leave them out.": (
+            config.schedule is not None or bool(config.opponents)
+        ),
         "with_prompts is for backend = torch or tinker: verl samples a batch once, and makes its rows itself. Leave it"
         " out.": config.with_prompts,
         "verl knows no lr_schedule = linear. Use cosine or constant.": config.lr_schedule == "linear",
