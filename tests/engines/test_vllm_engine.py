@@ -25,6 +25,7 @@ from lightning_trainer.engines.vllm.guard import KeyGuard
 from lightning_trainer.engines.vllm.process import VllmProcess, environment_of, last_error
 from support.models.tiny import make_tiny_model
 from support.training.engines import answer_under_grammar
+from support.training.opponents import AGAINST, frozen_calls, largest_gap
 from support.training.policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
 
 SCRIPTED = Path(__file__).with_name("scripted")
@@ -65,6 +66,19 @@ def test_two_adapters_learn_from_what_vllm_samples_and_none_is_left_loaded(tiny_
         "base",
         *(f"{name}@{step}" for name in ("writer", "rewriter") for step in range(4)),
     }
+
+
+def test_vllm_answers_with_the_frozen_weights_of_opponents(tiny_model, folder, scripted):  # noqa: F811
+    train(config(tiny_model, **AGAINST, engine="vllm", steps=4))
+    events, out = scripted(), folder / "out"
+    begun = next(event["start"] for event in events if "start" in event)
+    assert begun[begun.index("--max-loras") + 1] == "8", "as without opponents, two copies and one to come of each"
+    assert most_loaded(events) <= 8
+    answered = {(call.policy, call.policy_version) for call in frozen_calls(out)}
+    assert len(answered) > 1
+    served = {event["answer"].partition(".")[0] for event in events if "answer" in event}
+    assert {name for name in served if "past" in name} == {f"{policy}@{version}" for policy, version in answered}
+    assert largest_gap(tiny_model, out) < 1e-3
 
 
 def test_a_vllm_that_crashes_is_started_again_with_the_newest_adapters(tiny_model, folder, scripted, monkeypatch):  # noqa: F811

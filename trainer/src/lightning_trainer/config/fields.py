@@ -124,7 +124,7 @@ class MethodFields(OptionRecord):
     schedule: str | None = None
     """Which policies learn in a step. `alternate:K` trains one policy at a time, for K steps, while the others have
     their best weights so far and learn nothing (torch). Default: all learn in every step."""
-    opponents: dict[str, int] = Field(default_factory=dict)
+    opponents: dict[str, int] | None = None
     """Populations of past weights for agents that play against others: AGENT=K, separated by commas. In each group of
     rollouts, one of these agents has the newest or one of K past weights, which learn nothing from it (torch)."""
     opponents_every: int | None = Field(default=None, ge=1)

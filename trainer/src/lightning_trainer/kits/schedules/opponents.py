@@ -47,7 +47,7 @@ def policy_sizes(config: TrainConfig) -> dict[str, int]:
     """Return how many frozen weights are kept of each policy: agents that share one share its population."""
     own = parse(config.policies)
     sizes: dict[str, int] = {}
-    for agent, size in config.opponents.items():
+    for agent, size in (config.opponents or {}).items():
         policy = str(own.of(agent))
         sizes[policy] = max(size, sizes.get(policy, 0))
     return sizes
@@ -62,19 +62,19 @@ class OpponentsKind(CallbackKind):
 
     def check(self, config: TrainConfig) -> None:
         """Refuse what can't have a population."""
-        trained, own = trained_policies(config), parse(config.policies)
-        named = ", ".join(f"{agent}={size}" for agent, size in config.opponents.items())
-        strangers = [agent for agent in config.opponents if config.policies.get(agent) is None]
-        untrained = [agent for agent in config.opponents if own.of(agent) not in trained]
+        trained, own, opponents = trained_policies(config), parse(config.policies), config.opponents or {}
+        named = ", ".join(f"{agent}={size}" for agent, size in opponents.items())
+        strangers = [agent for agent in opponents if config.policies.get(agent) is None]
+        untrained = [agent for agent in opponents if own.of(agent) not in trained]
         refuse(
             {
-                f"opponents = {named}: keep at least 1.": min(config.opponents.values()) < 1,
+                f"opponents = {named}: keep at least 1.": min(opponents.values()) < 1,
                 f"opponents names {', '.join(strangers)}, which policies does not. Give each such agent a policy, such"
                 f" as --policy {(strangers or [''])[0]}=lora.": bool(strangers),
                 f"opponents names {', '.join(untrained)}, whose policy is not trained, so that it has no past weights."
                 " Leave it out.": bool(untrained),
                 f"opponents = {named} leaves no other agent that learns. Train at least two agents.": (
-                    len(config.opponents) == 1 and set(own.trained) <= set(config.opponents)
+                    len(opponents) == 1 and set(own.trained) <= set(opponents)
                 ),
                 "opponents change between steps, and staleness samples ahead. Set staleness = 0.": config.staleness > 0,
                 "opponents are not known to forks, which would continue a rollout against other weights. Leave"
@@ -143,7 +143,7 @@ class OpponentsCallback(Callback):
     def before_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Choose the opponent of each group, and let it answer in these rollouts."""
         versions, turn = self._versions(), self._policy_of_turn()
-        policies = {agent: str(self._own.of(agent)) for agent in self._config.opponents}
+        policies = {agent: str(self._own.of(agent)) for agent in self._config.opponents or ()}
         past = {
             agent: self._populations[policy].past(versions[policy])
             for agent, policy in policies.items()
