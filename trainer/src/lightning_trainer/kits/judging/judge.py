@@ -82,22 +82,39 @@ class GroupJudge(RolloutJudge):
 
     def _group(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         ids = [o.attempt.attempt_id for o in outcomes if o.attempt is not None]
+        judged = self._passes(outcomes, ids)
+        if isinstance(judged, str):
+            return [replace(outcome, unjudged=f"{NO_VERDICT}: {judged}") for outcome in outcomes]
+        given, asked = judged
+        rewarded = [
+            (outcome, self._reward(outcome, attempt_id, scores), scores)
+            for outcome, attempt_id, scores in zip(outcomes, ids, given, strict=True)
+        ]
+        self._store.add_spans([self._span(reward, scores, asked) for _, reward, scores in rewarded])
+        self._store.add_rewards([reward for _, reward, _ in rewarded])
+        return [replace(outcome, rewards=(*outcome.rewards, reward)) for outcome, reward, _ in rewarded]
+
+    def scores(self, outcomes: Sequence[Outcome]) -> list[float] | str:
+        """Return the mean score of each rollout of a group that succeeded, or why there is none. It is no reward."""
+        judged = self._passes(outcomes, [o.attempt.attempt_id for o in outcomes if o.attempt is not None])
+        if isinstance(judged, str):
+            return judged
+        return [statistics.fmean(score.score for score in scores) for scores in judged[0]]
+
+    def _passes(
+        self, outcomes: Sequence[Outcome], ids: Sequence[str]
+    ) -> tuple[list[list[JudgeScore]], list[str]] | str:
+        """Return each rollout's score of every pass, and the traces in which they were asked for; or why not."""
         traces = {trace.attempt_id: trace for trace in traces_of(self._store, attempt_ids=ids)}
         told = [entries_of(traces[attempt_id]) for attempt_id in ids]
         different = list(dict.fromkeys(told))
         group = outcomes[0].rollout.group_id.rpartition(":")[2]
         passes = [self._verdict(different, group, number, ids) for number in range(self._options.passes)]
         if problem := next((found for found in passes if isinstance(found, str)), None):
-            return [replace(outcome, unjudged=f"{NO_VERDICT}: {problem}") for outcome in outcomes]
+            return problem
         verdicts = [found for found, _ in (each for each in passes if not isinstance(each, str))]
         asked = [trace_id for _, trace_id in (each for each in passes if not isinstance(each, str)) if trace_id]
-        rewarded = []
-        for outcome, attempt_id, entries in zip(outcomes, ids, told, strict=True):
-            scores = [verdict[entries] for verdict in verdicts]
-            rewarded.append((outcome, self._reward(outcome, attempt_id, scores), scores))
-        self._store.add_spans([self._span(reward, scores, asked) for _, reward, scores in rewarded])
-        self._store.add_rewards([reward for _, reward, _ in rewarded])
-        return [replace(outcome, rewards=(*outcome.rewards, reward)) for outcome, reward, _ in rewarded]
+        return [[verdict[entries] for verdict in verdicts] for entries in told], asked
 
     def _verdict(
         self, told: Sequence[Entries], group: str, number: int, attempt_ids: Sequence[str]

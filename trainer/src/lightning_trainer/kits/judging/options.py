@@ -36,6 +36,10 @@ class JudgeOptions:
         concurrency: groups at once.
         max_chars: characters of a rollout that it reads; of longer ones the middle is left out.
         schema: send a JSON schema of the answer, for servers that take one.
+        second_model: another judge, which is not learned from and judges some groups again; None: there is none.
+        second_endpoint: base URL of its server; None: that of the first.
+        second_key_file: file with its key; None: that of the first.
+        second_groups: most groups of a step that it judges.
     """
 
     endpoint: str
@@ -51,6 +55,10 @@ class JudgeOptions:
     concurrency: int = 8
     max_chars: int = 20_000
     schema: bool = True
+    second_model: str | None = None
+    second_endpoint: str | None = None
+    second_key_file: Path | None = None
+    second_groups: int = 2
 
     @property
     def longest_s(self) -> float:
@@ -75,14 +83,18 @@ def read_options(table: Mapping[str, Any]) -> JudgeOptions:
             raise ConfigError(
                 f"the judge's {name} is missing. Give --judge {name}=..., or {name} in the table [judge]."
             )
-    given = {**table, "key_file": Path(table["key_file"]) if table.get("key_file") else None}
+    seconds = [name for name in table if name.startswith("second_")]
+    if seconds and "second_model" not in table:
+        raise ConfigError(f"judge: {seconds[0]} is of a second judge. Name that judge with second_model.")
+    paths = {name: Path(table[name]) for name in ("key_file", "second_key_file") if table.get(name)}
+    given = {**{name: value for name, value in table.items() if not name.endswith("key_file")}, **paths}
     options = JudgeOptions(**{**given, "rubric": _rubric(str(table.get("rubric", RUBRIC)))})
     _check(options)
     return options
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
-    text = kind in {str, Path | None}
+    text = kind in {str, str | None, Path | None}
     fine = isinstance(value, bool) if kind is bool else isinstance(value, str) if text else _is_number(value, kind)
     if not fine:
         raise ConfigError(f"judge: {name} = {value!r} can't be used. It is {JudgeOptions.__annotations__[name]}.")
@@ -98,7 +110,17 @@ def _check(options: JudgeOptions) -> None:
         raise ConfigError(
             f"judge: endpoint {options.endpoint!r} is not a URL. Give one, such as http://127.0.0.1:8000/v1."
         )
-    for name, least in (("max_tokens", 1), ("passes", 1), ("retries", 0), ("concurrency", 1), ("max_chars", 200)):
+    if options.second_endpoint is not None and not is_url(options.second_endpoint):
+        raise ConfigError(f"judge: second_endpoint {options.second_endpoint!r} is not a URL. Give one.")
+    least_of = (
+        ("second_groups", 1),
+        ("max_tokens", 1),
+        ("passes", 1),
+        ("retries", 0),
+        ("concurrency", 1),
+        ("max_chars", 200),
+    )
+    for name, least in least_of:
         if getattr(options, name) < least:
             raise ConfigError(f"judge: {name} must be at least {least}.")
     if options.timeout_s <= 0 or options.weight == 0:

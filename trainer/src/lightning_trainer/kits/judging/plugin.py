@@ -1,4 +1,4 @@
-"""The judge, registered through the hook that anybody would use."""
+"""The judge, and the second one, registered through the hooks that anybody would use."""
 
 from __future__ import annotations
 
@@ -14,3 +14,11 @@ def lightning_register_judges(register: Callable[[str, Any], None]) -> None:
     from lightning_trainer.kits.judging.plan import plan_model_judge
 
     register("model", plan_model_judge)
+
+
+@hookimpl
+def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
+    """Register the second judge."""
+    from lightning_trainer.kits.judging.second import SecondJudgeKind
+
+    register("second_judge", SecondJudgeKind())

@@ -104,6 +104,7 @@ def _of_learner(config: TrainConfig) -> dict[str, bool]:
         "task_order = curriculum is for backend = torch or tinker: verl shuffles the tasks. Leave it out.": (
             config.task_order != "shuffled"
         ),
+        "judge: second_model is for backend = torch or tinker. Leave it out.": "second_model" in config.judge,
         "rollback_on_cliff is for backend = torch. Leave it out.": (config.rollback_on_cliff),
         "schedule and opponents are for backend = torch: verl trains one policy. Leave them out.": (
             config.schedule is not None or bool(config.opponents)
