@@ -28,7 +28,7 @@ from support.fake_sink import ListSink
 from support.warm_workers import WarmWorkers
 
 # Whose tests run many programs, and say nothing of how a worker starts.
-FORKED = {"forks", "improve", "judging", "run", "sft"}
+FORKED = {"evaluation", "forks", "improve", "judging", "lineage", "loop", "prompts", "run", "sft", "tinker_backend"}
 
 settings.register_profile(  # a slow machine is no fault of the code
     "ours", deadline=None, derandomize=os.environ.get("DRAWS") == "fixed"

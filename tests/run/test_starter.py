@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from click.testing import CliRunner
 
 from lightning_trainer.cli import cli
 from lightning_trainer.run.starter import write_project
+from support.cli import call
 
 
 def test_a_project_is_made_whole_and_never_over_another(tmp_path: Path) -> None:
@@ -64,7 +63,9 @@ def test_a_projects_run_can_be_gone_on_with(tmp_path: Path) -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("framework", ["langgraph", "openai"])
-def test_a_project_trains_at_once(framework: str, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_project_trains_at_once(
+    framework: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "mine"
     write_project(folder, framework)
     model = shutil.copytree(tiny_model, tmp_path / "model")  # the program's prompts are longer than its context
@@ -72,12 +73,10 @@ def test_a_project_trains_at_once(framework: str, tmp_path: Path, tiny_model: Pa
     (model / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 2048}))
     small = ["--steps", "1", "--batch-size", "2", "--group-size", "2", "--max-tokens", "5", "--workers", "1"]
     (folder / "val.jsonl").write_text((folder / "val.jsonl").read_text().splitlines()[0] + "\n")
-    command = [sys.executable, "-m", "lightning_trainer", "train", "--config", "run.toml", "--out", "out"]
-    done = subprocess.run(  # random letters all earn 0, and an entropy bonus is something to learn from all the same
-        [*command, "--model", str(model), "--entropy-coef", "0.01", *small],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode in (0, 4), done.stderr[-3000:]
+    monkeypatch.chdir(folder)
+    # Random letters all earn 0, and an entropy bonus is something to learn from all the same.
+    done = call("train", "--config", "run.toml", "--out", "out", "--model", model, "--entropy-coef", "0.01", *small)
+    assert done.exit_code in (0, 4), done.output
     trained = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     # The answerer's calls: a letter is a token here, so the caller's required tool call ends in its fixed beginning.
     assert [line["calls_trained"] for line in trained if line["kind"] == "train"] == [4]
