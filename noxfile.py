@@ -76,7 +76,7 @@ def install(session: nox.Session, *requirements: str, trainer: bool = False) -> 
             "-e",
             str(langchain),
             "-e",
-            f"{ROOT / 'trainer'}[torch,parquet]",
+            f"{ROOT / 'trainer'}[torch,quantised,parquet]",
             TORCH,
             *versions(langchain)["latest"],
         ]
@@ -452,9 +452,9 @@ def full(session: nox.Session) -> None:
 def table(session: nox.Session) -> None:
     """Write what the docs take from the project: versions, programs that pages show, signatures, sizes of packages."""
     session.env.update(PINNED)
-    session.install(*SITE, "click")
+    install(session, *SITE, "click", "-e", str(ROOT / "trainer"))
     session.run("python", "templates/versions_table.py")
-    for script in ("snippets", "signatures", "sizes"):
+    for script in ("snippets", "signatures", "sizes", "fits"):
         session.run("python", f"docs/site/{script}.py")
 
 
@@ -463,7 +463,7 @@ def pins(session: nox.Session) -> None:
     """Write constraints.txt: exact versions with hashes for the sessions that use PINNED."""
     wanted = session.cache_dir.resolve() / "pins.in"
     own = [f"-e {ROOT / 'core'}", f"-e {ROOT / 'plugins/openai'}", f"-e {ROOT / 'plugins/langchain'}"]
-    own.append(f"-e {ROOT / 'trainer'}[torch,parquet,ray,mlflow,wandb,postgres]")
+    own.append(f"-e {ROOT / 'trainer'}[torch,quantised,parquet,ray,mlflow,wandb,postgres]")
     tools = [
         *TEST,
         *POSTGRES,

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "docs" / "site"))
 
 import check
 import finish
+import fits
 import llms
 import reference
 import signatures
@@ -113,6 +114,14 @@ def test_the_sizes_of_packages_are_those_of_the_code() -> None:
     found = sizes.rows(sizes.PAGE.read_text(encoding="utf-8"))
     assert len(found) > 12
     assert [row for row in found if abs(row[1] - row[2]) > 0.1 * row[2] + 100] == []
+
+
+def test_the_table_of_what_fits_is_what_a_dry_run_computes() -> None:
+    """Write it anew with `nox -s table`."""
+    text = fits.PAGE.read_text(encoding="utf-8")
+    assert len(fits.TABLE.findall(text)) == 1
+    assert fits.fill(text) == text
+    assert "| 7B | adapter, `--base-bits 4` |" in text
 
 
 def test_every_command_and_option_is_in_the_reference():

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch.footprint import learner_memory
 from lightning_trainer.engines.vllm.constrained import mark_steered, marks
-from lightning_trainer.engines.vllm.memory import OVERHEAD, learner_memory, plan_memory
+from lightning_trainer.engines.vllm.memory import ASLEEP, OVERHEAD, plan_memory
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.models.shape import Shape
@@ -19,12 +20,20 @@ from lightning_trainer.rl.delivery import correlation, delivery
 
 GIB = 2**30
 QWEN_7B = Shape(
-    parameters=7_615_616_512, layers=28, hidden=3584, kv_width=512, vocabulary=152_064, context=32_768, tied=False
+    parameters=7_615_616_512,
+    layers=28,
+    hidden=3584,
+    kv_width=512,
+    inner=18_944,
+    heads_width=3584,
+    vocabulary=152_064,
+    context=32_768,
+    tied=False,
 )
 
 
 def test_a_plan_adds_up_and_leaves_the_learner_what_it_needs():
-    learner = learner_memory(QWEN_7B, width=2, trained=40_000_000, tokens=2048)
+    learner = learner_memory(QWEN_7B, width=2, adapters=40_000_000, tokens=2048).peak
     plan = plan_memory(QWEN_7B, total=80 * GIB, width=2, slots=64, context=4096, adapters=160_000_000, learner=learner)
     assert plan.weights == 2 * (QWEN_7B.parameters + 160_000_000)
     assert plan.cache == plan.tokens * 2 * 28 * 512 * 2
@@ -39,19 +48,38 @@ def test_the_cache_is_no_larger_than_all_answers_at_once():
 
 
 def test_too_small_a_gpu_is_refused_with_what_is_missing():
-    learner = learner_memory(QWEN_7B, width=2, trained=40_000_000, tokens=2048)
-    with pytest.raises(ConfigError, match=r"GiB are missing .*--engine-gpus 1\), or use --engine embedded"):
+    learner = learner_memory(QWEN_7B, width=2, adapters=40_000_000, tokens=2048).peak
+    with pytest.raises(ConfigError, match=r"does not hold both vLLM and the learner: [\d.]+ GiB are missing"):
         plan_memory(QWEN_7B, total=24 * GIB, width=2, slots=64, context=4096, learner=learner)
 
 
-@given(total=st.integers(20, 200), slots=st.integers(1, 512), context=st.integers(128, 32_768))
-def test_no_plan_promises_more_than_there_is(total, slots, context):
+@given(
+    total=st.integers(20, 200),
+    slots=st.integers(1, 512),
+    context=st.integers(128, 32_768),
+    idle=st.sampled_from([None, 2, 18]),
+)
+def test_no_plan_promises_more_than_there_is(total, slots, context, idle):
+    """Of two sums, if vLLM sleeps: one while it samples, one while the learner learns."""
+    most = 20 * GIB
+    idle = None if idle is None else idle * GIB
     try:
-        plan = plan_memory(QWEN_7B, total=total * GIB, width=2, slots=slots, context=context, learner=4 * GIB)
+        plan = plan_memory(QWEN_7B, total=total * GIB, width=2, slots=slots, context=context, learner=most, idle=idle)
     except ConfigError:
         return
     assert plan.tokens >= context
-    assert plan.learner + plan.share * plan.total <= plan.total
+    assert plan.idle + plan.share * plan.total <= plan.total
+    assert plan.learner + (ASLEEP if plan.sleeps else plan.served) <= plan.total
+    assert ("sleeps" in plan.line) == plan.sleeps
+    assert not (plan.sleeps and idle is None)
+
+
+def test_vllm_sleeps_only_if_both_do_not_fit_side_by_side():
+    known = {"total": 40 * GIB, "width": 2, "slots": 64, "context": 4096, "idle": 16 * GIB}
+    assert plan_memory(QWEN_7B, learner=17 * GIB, **known).sleeps is False
+    assert plan_memory(QWEN_7B, learner=30 * GIB, **known).sleeps is True
+    with pytest.raises(ConfigError, match="GiB are missing"):
+        plan_memory(QWEN_7B, learner=38 * GIB, **known)
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-5, 0.01])

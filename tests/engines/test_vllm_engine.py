@@ -21,6 +21,7 @@ pytestmark = pytest.mark.torch
 from lightning_trainer import train
 from lightning_trainer.backends.torch.sampler import engine_name, engine_of
 from lightning_trainer.engines.vllm import process
+from lightning_trainer.engines.vllm.folders import ram_folder
 from lightning_trainer.engines.vllm.guard import KeyGuard
 from lightning_trainer.engines.vllm.process import VllmProcess, environment_of, last_error
 from support.models.tiny import make_tiny_model
@@ -97,6 +98,17 @@ def test_a_vllm_that_crashes_is_started_again_with_the_newest_adapters(tiny_mode
     assert trained == [12, 12, 12], "each call is trained once"
 
 
+def test_vllm_samples_from_the_quantised_weights_that_the_learner_computes_with(tiny_model, folder, scripted):  # noqa: F811
+    pytest.importorskip("bitsandbytes")
+    before = set(ram_folder().glob(f"lightning-engine-{os.getpid()}-*"))
+    train(config(tiny_model, engine="vllm", base_bits=4, steps=2))
+    for line in lines(folder / "out"):
+        for name in ("writer", "rewriter"):
+            assert line[f"engine_gap/{name}"] < 1e-3
+            assert line[f"engine_correlation/{name}"] > 0.999
+    assert set(ram_folder().glob(f"lightning-engine-{os.getpid()}-*")) == before, "the copy of the model is removed"
+
+
 @pytest.mark.parametrize("fault", ["", "crash"])
 def test_all_weights_learn_and_vllm_forgets_what_earlier_ones_computed(folder, scripted, monkeypatch, fault):  # noqa: F811
     monkeypatch.setenv("SCRIPTED_FAULT", fault)
@@ -111,6 +123,51 @@ def test_all_weights_learn_and_vllm_forgets_what_earlier_ones_computed(folder, s
     assert {call.policy_version for call in calls(folder / "out")} == {0, 1, 2}
     kinds = [kind for event in events for kind in event if kind in ("replace", "forget")]
     assert kinds == ["replace", "forget"] * (4 + (fault == "crash")), "at first, after each step, after a crash"
+
+
+@pytest.fixture
+def small_gpu(tmp_path, monkeypatch):
+    """A GPU of so much memory that vLLM and the learner of the tiny model fit one after the other, not side by side."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 3788\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return {"device": "auto", "backend_options": {"micro_batch_tokens": 65_536, "activation_checkpointing": "off"}}
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+@pytest.mark.parametrize("fault", ["", "asleep"])
+def test_vllm_sleeps_while_the_learner_learns_if_memory_is_short(
+    folder,  # noqa: F811
+    scripted,
+    monkeypatch,
+    small_gpu,
+    fault,
+    rank,
+):
+    monkeypatch.setenv("SCRIPTED_FAULT", fault)
+    policies = {} if rank else {"policies": {}, "lora_rank": 0}
+    model = make_tiny_model(folder / "untied", tie_word_embeddings=False)
+    train(config(model, engine="vllm", steps=3, **small_gpu, **policies))
+    events, metrics = scripted(), lines(folder / "out")
+    assert not [event for event in events if "while_asleep" in event]
+    first = next(event["start"] for event in events if "start" in event)
+    assert "--enable-sleep-mode" in first
+    lives = len({event["pid"] for event in events})
+    assert lives == 1 + (fault == "asleep"), "one that crashed asleep is started again"
+    slept = [kind for event in events for kind in event if kind in ("sleep", "wake")]
+    expected = ["sleep", "wake"] * 3
+    assert slept in (expected, expected[:1] + expected[2:]), "a server that was started again was awake"
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    for line in metrics:
+        assert line["failed"] == 0
+        assert all(value < 1e-3 for name, value in line.items() if name.startswith("engine_gap/"))
+
+
+def test_vllm_does_not_sleep_while_other_rollouts_run(tiny_model, folder, scripted, small_gpu):  # noqa: F811
+    with pytest.raises(LightningError, match=r"does not hold both vLLM and the learner: [\d.]+ GiB are missing"):
+        train(config(tiny_model, engine="vllm", staleness=1, **small_gpu))
 
 
 async def test_without_its_key_vllm_does_nothing(monkeypatch):
@@ -184,7 +241,7 @@ def test_options_that_contradict_each_other_are_refused(tiny_model, folder, tmp_
 
 def test_vllm_is_the_default_for_adapters_on_cuda_alone(tiny_model, monkeypatch):
     monkeypatch.setattr("lightning_trainer.backends.torch.sampler.is_installed", lambda: True)
-    cuda = "lightning_trainer.backends.torch.sampler._has_cuda"
+    cuda = "lightning_trainer.backends.torch.sampler.has_cuda"
     monkeypatch.setattr(cuda, lambda device: True)
     assert engine_name(config(tiny_model)) == "vllm"
     assert engine_name(config(tiny_model, policies={}, lora_rank=0)) == "embedded"

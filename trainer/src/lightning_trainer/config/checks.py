@@ -34,6 +34,13 @@ def cross_check(config: TrainFields) -> None:
         "lora_alpha needs lora_rank. Give a rank, or leave alpha out.": (
             config.lora_alpha is not None and not config.lora_rank
         ),
+        "base_bits must be 4 or 8, or left out.": config.base_bits not in (None, 4, 8),
+        "base_bits quantises the frozen model under adapters. Set lora_rank or policies, or leave it out.": (
+            config.base_bits is not None and not config.lora_rank
+        ),
+        f"base_bits is an option of backend = torch, not {config.backend}. Leave it out.": (
+            config.base_bits is not None and config.backend != "torch"
+        ),
         **_of_agent_weight(config),
         "gamma has no effect with credit = identical. Set credit to discounted, or leave gamma out.": (
             config.gamma is not None and config.credit == "identical"

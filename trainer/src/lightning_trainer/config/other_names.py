@@ -1,6 +1,6 @@
 """What other trainers call our options, so that who comes from one of them is told the name that it has here.
 
-The names are those of TRL, verl, transformers' `TrainingArguments`, OpenRLHF and PEFT.
+The names are those of TRL, verl, transformers' `TrainingArguments`, OpenRLHF, PEFT, Axolotl and Unsloth.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _OURS: Final = {
     "eval_file": ("val",),
     "eval_steps": ("val_every", "eval_every"),
     "init_kl_coef": ("kl_coef",),
+    "load_in_4bit": ("base_bits",),
+    "load_in_8bit": ("base_bits",),
     "kl_loss_coef": ("kl_coef",),
     "lora_r": ("lora_rank",),
     "loss_agg_mode": ("loss_aggregation",),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from lightning_spans.errors import LightningError
 from lightning_trainer.gateway.engine import Engine
@@ -36,6 +36,7 @@ class EngineRequest:
         policies: names of the LoRA adapters over it; empty: one policy.
         copies: those of them that are frozen copies of others, whose weights change only between steps.
         lora_rank: rank of the adapters; 0: all weights learn.
+        base_bits: bits of the learner's frozen weights under the adapters; None: `dtype`.
         staleness: steps by which the weights of a rollout may be older than the newest.
         slots: most answers that are sampled at once.
         max_model_len: most tokens of prompt and answer; None: the model's own limit.
@@ -46,7 +47,8 @@ class EngineRequest:
         python: interpreter of the environment that the engine is installed in; None: this one's.
         urls: base URLs of servers that run already; empty: the engine starts its own.
         gpus: GPUs of the engine, as CUDA_VISIBLE_DEVICES has them; None: the learner's.
-        learner_bytes: memory that the learner needs on its device.
+        learner_bytes: memory that the learner needs on its device in an update.
+        learner_idle_bytes: and between updates.
         options: further ones of the engine by name.
     """
 
@@ -54,6 +56,7 @@ class EngineRequest:
     policies: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     lora_rank: int = 0
+    base_bits: int | None = None
     staleness: int = 0
     slots: int = 64
     max_model_len: int | None = None
@@ -65,7 +68,13 @@ class EngineRequest:
     urls: tuple[str, ...] = ()
     gpus: str | None = None
     learner_bytes: int = 0
+    learner_idle_bytes: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the engine has other GPUs than the learner."""
+        return self.gpus is not None and (self.device.partition(":")[2] or "0") not in self.gpus.split(",")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +86,8 @@ class HeldModel:
         tokenizer: with its chat template.
         max_model_len: most tokens of prompt and answer.
         loaded: the learner's own object, for an engine that generates with the same weights.
+        write: writes the model into a folder with the weights that the learner computes with; None: they are those of
+            the request's model.
         options: the learner's own.
     """
 
@@ -84,6 +95,7 @@ class HeldModel:
     tokenizer: Any
     max_model_len: int
     loaded: Any = None
+    write: Callable[[Path], None] | None = None
     options: Any = None
 
 
@@ -130,6 +142,21 @@ class PolicyEngines(Protocol):
 
     def close(self) -> None:
         """End everything that was started."""
+        ...
+
+
+@runtime_checkable
+class RestingEngines(Protocol):
+    """An open engine that can give its memory to the learner."""
+
+    def rest(self) -> AbstractContextManager[None]:
+        """Give the engine's memory to the learner inside the block, an update, if there is not enough for both.
+
+        Answers wait meanwhile.
+
+        Raises:
+            EngineError: it does not, or does not take it back.
+        """
         ...
 
 

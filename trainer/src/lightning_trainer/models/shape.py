@@ -20,6 +20,8 @@ class Shape:
         layers: number of decoder layers.
         hidden: width of the residual stream.
         kv_width: key and value heads times their width: a token keeps twice this for each layer.
+        inner: width between the two products of its feed-forward layers.
+        heads_width: query heads times their width.
         vocabulary: number of token ids.
         context: most tokens of prompt and answer together, unless they are stretched.
         stretched: whether the model scales its positions, so that vLLM may take more than `context`.
@@ -30,10 +32,38 @@ class Shape:
     layers: int
     hidden: int
     kv_width: int
+    inner: int
+    heads_width: int
     vocabulary: int
     context: int
     tied: bool
     stretched: bool = False
+
+    @property
+    def linear(self) -> int:
+        """Weights in the linear layers of the decoder, without the output layer."""
+        ends = (1 if self.tied else 2) * self.vocabulary * self.hidden + self.hidden
+        return self.parameters - ends - 2 * self.hidden * self.layers
+
+    def count_adapter(self, rank: int) -> int:
+        """Return the weights of one adapter over all linear layers but the head: rank times (in + out) of each."""
+        attention = 2 * (self.hidden + self.heads_width) + 2 * (self.hidden + self.kv_width)
+        return self.layers * rank * (attention + 3 * (self.hidden + self.inner))
+
+
+def quantised_bytes(shape: Shape, bits: int | None, *, width: int) -> int:
+    """Return the bytes of a frozen model's weights.
+
+    Args:
+        shape: of the model.
+        bits: of the weights in linear layers; None: as the others. A scale for each 64 weights comes on top: of 4
+            bits one byte, and 4 more for each 256 of them; of 8 bits 4 bytes.
+        width: bytes of each other weight.
+    """
+    if bits is None:
+        return width * shape.parameters
+    scale = (1 + 4 / 256) / 64 if bits == 4 else 4 / 64
+    return width * (shape.parameters - shape.linear) + int(shape.linear * (bits / 8 + scale))
 
 
 def read_shape(model: str) -> Shape | None:
@@ -72,6 +102,8 @@ def shape_of(values: Mapping[str, Any]) -> Shape | None:
         layers=layers,
         hidden=hidden,
         kv_width=kv_width,
+        inner=inner,
+        heads_width=heads * head,
         vocabulary=vocabulary,
         context=int(values.get("max_position_embeddings") or 4096),
         tied=tied,
@@ -80,7 +112,7 @@ def shape_of(values: Mapping[str, Any]) -> Shape | None:
 
 
 def lora_parameters(folder: Path, rank: int) -> int | None:
-    """Count the weights of one adapter over all linear layers but the head: rank times (in + out) of each.
+    """Count the weights of one adapter of the model in a folder.
 
     Returns:
         None where the model is of a kind not known here.
@@ -88,22 +120,18 @@ def lora_parameters(folder: Path, rank: int) -> int | None:
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     values = values.get("text_config") or values
     shape = shape_of(values)
-    if shape is None:
-        return None
-    heads = int(values["num_attention_heads"])
-    queries = heads * int(values.get("head_dim") or shape.hidden // heads)
-    inner = int(values["intermediate_size"])
-    sides = 2 * (shape.hidden + queries) + 2 * (shape.hidden + shape.kv_width) + 3 * (shape.hidden + inner)
-    return shape.layers * rank * sides
+    return None if shape is None else shape.count_adapter(rank)
 
 
-def activation_bytes(layers: int, hidden: int, *, width: int, tokens: int) -> int:
-    """Estimate the bytes that a forward pass keeps for its backward pass: 34 numbers a token, layer and width.
+def activation_bytes(hidden: int, inner: int, *, width: int, tokens: int, attention: int | None = None) -> int:
+    """Return the bytes that a layer keeps for its backward pass, counted for Llama's layers in bfloat16.
 
     Args:
-        layers: of the model.
         hidden: its width.
+        inner: width between the two products of its feed-forward part.
         width: bytes of each number.
         tokens: of the forward pass.
+        attention: of queries, keys and values together; None: as of three times `hidden`.
     """
-    return 34 * layers * hidden * width * tokens
+    queries_keys_values = 3 * hidden if attention is None else attention
+    return tokens * width * (8 * hidden + 2 * queries_keys_values + 4 * inner)

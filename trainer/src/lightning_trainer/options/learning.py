@@ -17,6 +17,8 @@ class AdapterOptions(OptionRecord):
     """Rank of LoRA adapters; 0 trains all weights. With policies, the default is 16."""
     lora_alpha: float | None = Field(default=None, gt=0)
     """LoRA scale. Default: twice the rank."""
+    base_bits: int | None = None
+    """Quantise the frozen model under LoRA adapters to 4 or 8 bits, as QLoRA does. Needs bitsandbytes (torch)."""
 
 
 class LossOptions(OptionRecord):

@@ -41,7 +41,7 @@ class Embedded:
         sized: counts the bytes of a checkpoint, and of all that a run of so many steps keeps at once; None where they
             are not known.
         loaded: makes a learner of a model and options, without a run; None: it learns in runs alone.
-        plan: says in lines what samples, and how memory is divided.
+        plan: says in lines what samples and how memory is divided, and whether it suffices. Nothing is loaded.
         priced: forecasts a bill from the other facts of a dry run, as facts and as lines; None: nothing is billed.
     """
 
@@ -52,7 +52,7 @@ class Embedded:
         sized: Callable[[TrainConfig, int], tuple[int, int] | None] = lambda _config, _steps: None,
         loaded: Callable[[str, Mapping[str, Any]], Learner] | None = None,
         *,
-        plan: Callable[[TrainConfig], Sequence[str]] = lambda _config: (),
+        plan: Callable[[TrainConfig], tuple[Sequence[str], bool]] = lambda _config: ((), True),
         priced: Callable[[TrainConfig, Mapping[str, Any]], tuple[Mapping[str, Any], Sequence[str]]] | None = None,
     ) -> None:
         self._opened = opened
@@ -118,6 +118,9 @@ class Embedded:
         tasks = load_tasks(config.data, config.columns)
         val = load_tasks(config.val, config.columns) if config.val else []
         start = self.start(config, identity_of(config, tasks))
+        planned, fits = self._plan(config)
+        if not fits:
+            return Described("\n".join(planned), {"engine": list(planned), "fits": False})
         count = min(TRIED, config.batch_size, len(tasks))
         places = batch_at(start.step, len(tasks), config.batch_size, config.seed)[:count]
         whole = config.step_count(len(tasks))
@@ -132,7 +135,7 @@ class Embedded:
             disk=sizes[1] if sizes else None,
         )
         found = probe(config, tasks, places, partial(self._load_start, start), progress, update=True, limit_s=TRIAL_S)
-        facts = {**forecast(found, asked), "engine": list(self._plan(config))}
+        facts = {**forecast(found, asked), "engine": list(planned), "fits": True}
         billed, told = self._priced(config, facts) if self._priced is not None else ({}, ())
         return Described("\n".join([*lines(facts), *facts["engine"], *told]), {**facts, **billed})
 

@@ -178,6 +178,7 @@ def identity_of(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, Any]:
         "seed": config.seed,
         "lora_rank": config.lora_rank,
         "lora_alpha": config.lora_alpha or 2.0 * config.lora_rank,
+        "base_bits": config.base_bits,
     }
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import models
+from lightning_trainer.backends.torch.fit import plan_run
 from lightning_trainer.backends.torch.needs import check_disk, room, weights_of
 from lightning_trainer.backends.torch.options import check_device, make_options
-from lightning_trainer.backends.torch.sampler import EMBEDDED, engine_name, engine_of
+from lightning_trainer.backends.torch.sampler import EMBEDDED, engine_name, engine_of, has_cuda
 from lightning_trainer.callbacks import wanted_callbacks
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import look
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 # Options of a run that are the learner's by the same name.
 _SHARED: Final = (
-    "agent_weight", "chat_template", "clip_high", "clip_low", "device", "dtype", "kl_coef", "learning_rate",
-    "lora_alpha", "lora_rank", "loss_aggregation", "max_grad_norm", "max_model_len", "seed", "system_messages",
-    "tool_format",
+    "agent_weight", "base_bits", "chat_template", "clip_high", "clip_low", "device", "dtype", "kl_coef",
+    "learning_rate", "lora_alpha", "lora_rank", "loss_aggregation", "max_grad_norm", "max_model_len", "seed",
+    "system_messages", "tool_format",
 )  # fmt: skip
 
 _LEARNING: Final = (
@@ -40,20 +41,17 @@ _TOKENS_GPU: Final = 8192
 
 def backend() -> Embedded:
     """Make the backend."""
-    return Embedded(_open, check, sized, _learner, plan=_plan)
+    return Embedded(_open, check, sized, _learner, plan=plan_run)
 
 
 def _open(config: TrainConfig) -> TorchLearner:
     """Load the model of a run, with the engine that samples for it."""
+    planned = plan_run(config)
+    if not planned.fits and (engine_name(config) != EMBEDDED or has_cuda(config.device)):
+        raise ConfigError("\n".join(planned.lines))
     name = engine_name(config)
     sampler = None if name == EMBEDDED else engine_of(config)
     return open_torch(config.model, sampler=sampler, **learner_options(config))
-
-
-def _plan(config: TrainConfig) -> Sequence[str]:
-    """Say which engine samples, and how memory is divided."""
-    kind, request = engine_of(config)
-    return kind.plan(request)
 
 
 def _learner(model: str, options: Mapping[str, Any]) -> TorchLearner:

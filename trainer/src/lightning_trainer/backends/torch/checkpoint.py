@@ -34,6 +34,7 @@ from lightning_trainer.policies import ADAPTERS_NAME
 
 STATE = "trainer.json"
 TENSORS = "trainer.safetensors"
+BASE_FILE = "base.json"  # of adapters over a quantised model: with how many bits
 _FORMAT = 1
 _ADAPTER = re.compile(r"\.lora_\w+\.([^.]+)\.")
 
@@ -92,6 +93,8 @@ def save(
         if adapters := [adapter.model for adapter in engine.engines[1:] if adapter.model in policies]:
             index = {"base": str(model.source.absolute()), "adapters": adapters}
             (unfinished / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        if model.base_bits is not None:
+            (unfinished / BASE_FILE).write_text(json.dumps({"bits": model.base_bits}) + "\n", encoding="utf-8")
         for path in unfinished.rglob("*"):
             _sync(path)
         _sync(unfinished)
@@ -122,6 +125,24 @@ def strip(folder: Path) -> None:
     """Remove what only `restore` needs; weights, tokenizer and the names of adapters stay."""
     for path in (folder / STATE, *folder.rglob(TENSORS)):
         path.unlink(missing_ok=True)
+
+
+def base_bits_of(folder: Path, asked: int | None) -> int | None:
+    """Return the bits of the model under the adapters of a checkpoint: those asked for, or those of its training.
+
+    Raises:
+        ConfigError: it was trained over a model of other bits than those asked for, or the file can't be read.
+    """
+    path = folder / BASE_FILE
+    if not path.is_file():
+        return asked
+    try:
+        bits = int(json.loads(path.read_text(encoding="utf-8"))["bits"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
+    if asked not in (None, bits):
+        raise ConfigError(f"{folder} was trained over a model of {bits} bits, not {asked}. Set base_bits to {bits}.")
+    return bits
 
 
 def saved_adapters(folder: Path) -> tuple[Path, tuple[str, ...]] | None:

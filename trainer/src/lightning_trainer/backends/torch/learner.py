@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -12,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import checkpoint
 from lightning_trainer.backends.torch.generate.engine import TorchEngine, served_name
 from lightning_trainer.backends.torch.learn.adapters import (
@@ -27,12 +30,13 @@ from lightning_trainer.backends.torch.learn.policy import TrainedWeights, refere
 from lightning_trainer.backends.torch.learn.reading import penalties, row_logprobs
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
 from lightning_trainer.backends.torch.learn.shares import gradient_shares
-from lightning_trainer.backends.torch.learn.speed import flops_utilisation, peak_memory
+from lightning_trainer.backends.torch.learn.speed import flops_utilisation, peak_memory, release_memory
 from lightning_trainer.backends.torch.learn.update import update
 from lightning_trainer.backends.torch.model.load import LoadedModel, load
+from lightning_trainer.backends.torch.model.quantised import write_dequantised
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.torch.threads import use_threads
-from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldModel, PolicyEngines
+from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldModel, PolicyEngines, RestingEngines
 from lightning_trainer.gateway.engine import Engine
 from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.rows import Row
@@ -69,10 +73,13 @@ class TorchLearner:
                 "adapters": names,
                 "lora_rank": saved_shape(Path(model) / names[0]).lora_rank,
             } | _without_defaults(options)
-        self.options = make_options(model if saved is None else source, options)
+        bits = checkpoint.base_bits_of(Path(model), options.get("base_bits"))
+        self.options = make_options(model if saved is None else source, options | {"base_bits": bits})
         self._model = load(self.options, None if saved is None else Path(model))
         self._fingerprint = checkpoint.fingerprint(self._model)
         add_adapters(self._model, self.options, None if saved is None else Path(model))
+        if bits is not None and not has_adapters(self._model):
+            raise ConfigError("base_bits quantises the frozen model under adapters. Set lora_rank, or leave it out.")
         self._policies: dict[str | None, TrainedWeights] = {}
         self._seen: dict[Row, SeenTokens] = {}
         self._frozen: LoadedModel | None = None
@@ -83,15 +90,17 @@ class TorchLearner:
 
     def _open(self, kind: EngineKind, request: EngineRequest) -> PolicyEngines:
         """Open an engine and publish the policies to it as they are."""
+        source = self._model.source.resolve()
         held = HeldModel(
             name=served_name(self._model, self.options),
             tokenizer=self._model.tokenizer,
             max_model_len=self._model.max_model_len,
             loaded=self._model,
+            write=partial(write_dequantised, self._model.causal, source) if self._model.base_bits else None,
             options=self.options,
         )
         dtype = str(self._model.shape.dtype).removeprefix("torch.")
-        own = replace(request, model=self._model.source.resolve(), dtype=dtype, policies=self.options.served)
+        own = replace(request, model=source, dtype=dtype, policies=self.options.served)
         engine = kind.open(own, held)
         try:
             engine.publish({each.model: each.version for each in self._trained_engines(engine)}, self._write)
@@ -138,7 +147,8 @@ class TorchLearner:
             checks = [self._check_of(policy, own) for policy, own in parts.items()]
             departures = self._departures(parts)
             squares: dict[str, float] = {}
-            found = {policy: self._step(self._adapter(policy), own, squares) for policy, own in parts.items()}
+            with self._rest():
+                found = {policy: self._step(self._adapter(policy), own, squares) for policy, own in parts.items()}
             began = time.perf_counter()
             self._engine.publish({policy: known[policy] + 1 for policy in found}, self._write)
         for check in filter(None, checks):
@@ -154,6 +164,16 @@ class TorchLearner:
             | threads
             | self._speed(metrics, weights_s)
         )
+
+    @contextmanager
+    def _rest(self) -> Iterator[None]:
+        """Let the engine rest in the block, and leave it the memory that the block no longer uses."""
+        if not isinstance(self._engine, RestingEngines):
+            yield
+            return
+        with self._engine.rest():
+            yield
+            release_memory(self._model.shape.device)
 
     def _speed(self, metrics: Mapping[str, float], weights_s: float) -> dict[str, float]:
         """Return seconds of sending weights, memory and, where it is known, utilisation of an update."""

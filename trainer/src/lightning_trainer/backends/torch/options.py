@@ -116,6 +116,7 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
             or (bool(self.adapters) and not set(self.copies) & set(self.adapters)),
             "adapters have names of their own: leave name out": not self.adapters or self.name is None,
             "lora_targets needs lora_rank": self.lora_targets is None or self.lora_rank > 0,
+            "base_bits must be 4 or 8": self.base_bits in (None, 4, 8),
             "betas must lie in [0, 1)": all(0 <= beta < 1 for beta in self.betas),
             "weight_decay must be 0 or more": 0 <= self.weight_decay < math.inf,
             "activation_checkpointing must be auto, on or off": self.activation_checkpointing in ("auto", "on", "off"),

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import models, registry
+from lightning_trainer.backends.torch.footprint import LearnerMemory, learner_memory
 from lightning_trainer.backends.torch.needs import weights_of
 from lightning_trainer.callbacks import wanted_callbacks
 from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldModel
+from lightning_trainer.engines.devices import gpu_total
 from lightning_trainer.engines.vllm.kind import is_installed
-from lightning_trainer.engines.vllm.memory import learner_memory
+from lightning_trainer.engines.vllm.memory import least_memory
 from lightning_trainer.policies import parse
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
 
 EMBEDDED = "embedded"
+ASSUMED_TOKENS = 2048  # of an answer with its prompt, where the model's limit is higher
 
 
 class EmbeddedKind:
@@ -52,7 +55,7 @@ def engine_name(config: TrainConfig) -> str:
     if config.engine is not None:
         return config.engine
     elsewhere = config.engine_python or config.engine_url
-    if elsewhere or (config.lora_rank and config.device != "cpu" and is_installed() and _has_cuda(config.device)):
+    if elsewhere or (config.lora_rank and config.device != "cpu" and is_installed() and has_cuda(config.device)):
         return "vllm"
     return EMBEDDED
 
@@ -66,22 +69,26 @@ def engine_of(config: TrainConfig) -> tuple[EngineKind, EngineRequest]:
     kind: EngineKind = registry.by_name("engine", engine_name(config))
     folder = models.look(config.model).folder
     copies = copies_of(config)
+    total = gpu_total(config.device)
+    learner = learner_memory_of(config, total)
     request = EngineRequest(
         model=folder or models.resolve(config.model),
         policies=(*parse(config.policies).adapters, *copies) if config.policies else (),
         copies=copies,
         lora_rank=config.lora_rank,
+        base_bits=config.base_bits,
         staleness=config.staleness,
         slots=int(config.backend_options.get("slots", 64)),
         max_model_len=config.max_model_len,
-        dtype=config.dtype,
+        dtype=_dtype_of(config) if total else config.dtype,
         device=config.device,
         seed=config.seed,
         tool_format=config.tool_format,
         python=config.engine_python,
         urls=tuple(url.strip().rstrip("/") for url in (config.engine_url or "").split(",") if url.strip()),
         gpus=config.engine_gpus,
-        learner_bytes=_learner_bytes(config),
+        learner_bytes=learner.peak if learner else 0,
+        learner_idle_bytes=learner.idle if learner else 0,
         options=config.engine_options,
     )
     return kind, request
@@ -92,15 +99,47 @@ def copies_of(config: TrainConfig) -> tuple[str, ...]:
     return tuple(copy for kind in wanted_callbacks(config) for copy in kind.learner_options(config).get("copies", ()))
 
 
-def _learner_bytes(config: TrainConfig) -> int:
+def _dtype_of(config: TrainConfig) -> str:
+    """Return the number format of the weights on a GPU, where ``auto`` takes the model's own."""
+    weights = weights_of(config)
+    return config.dtype if weights is None else {4: "float32", 2: "bfloat16"}[weights.width]
+
+
+def learner_memory_of(config: TrainConfig, total: int | None = None) -> LearnerMemory | None:
+    """Count what the learner of a run takes on its device; None for a model whose shape is not known.
+
+    Args:
+        config: of the run.
+        total: bytes of the GPU, which vLLM shares unless it has its own; None: unknown.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
     weights = weights_of(config)
     if weights is None or weights.shape is None:
-        return 0
-    tokens = int(config.backend_options.get("micro_batch_tokens", 2048))
-    return learner_memory(weights.shape, width=weights.width, trained=weights.trained, tokens=tokens)
+        return None
+    options = config.backend_options
+    embedded = engine_name(config) == EMBEDDED
+    slots = int(options.get("slots", 64)) if embedded else 0
+    context = config.max_model_len or weights.shape.context
+    if total is not None and not (embedded or config.engine_gpus or config.engine_url):
+        total -= least_memory(weights.shape, width=weights.width, context=context)
+    return learner_memory(
+        weights.shape,
+        width=weights.width,
+        tokens=int(options.get("micro_batch_tokens", 2048)),
+        adapters=weights.trained if config.lora_rank else 0,
+        bits=config.base_bits,
+        copies=int(config.kl_coef > 0),
+        averaged=options.get("teacher_weights") == "ema",
+        cached=slots * min(context, ASSUMED_TOKENS),
+        checkpointing=str(options.get("activation_checkpointing", "auto")),
+        total=total,
+    )
 
 
-def _has_cuda(device: str) -> bool:
+def has_cuda(device: str) -> bool:
+    """Return whether torch finds the GPU that a device names."""
     import torch
 
-    return device in ("auto", "cuda") and torch.cuda.is_available()
+    return device.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()

@@ -9,10 +9,9 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -20,20 +19,23 @@ from urllib.parse import urlsplit
 import httpx
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.record.stalls import waiting
 from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldModel
+from lightning_trainer.engines.devices import gpu_totals
+from lightning_trainer.engines.vllm.folders import make_folder
 from lightning_trainer.engines.vllm.memory import MemoryPlan, plan_memory
 from lightning_trainer.engines.vllm.policies import BASE_NAME, VllmPolicies
 from lightning_trainer.engines.vllm.process import Environment, VllmProcess, command_of, environment_of, look
+from lightning_trainer.engines.vllm.sleep import fall_asleep, wake_up
 from lightning_trainer.engines.vllm.weights import development_mode
 from lightning_trainer.gateway.upstream.adapters import vllm_rank
 from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
 
 _OURS: Final = {  # options of the server that the run itself sets, or reads
     "model", "served_model_name", "host", "port", "api_key", "enable_lora", "max_loras", "max_lora_rank",
-    "logprobs_mode",
+    "logprobs_mode", "enable_sleep_mode",
 }  # fmt: skip
-_DEVICES: Final = "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
 _INSTALL: Final = "pip install vllm, or name an interpreter that has it with --engine-python"
 _LOCAL_S: Final = 0.5
 
@@ -54,6 +56,11 @@ class VllmKind:
         if ours := sorted(_OURS & request.options.keys()):
             raise ConfigError(f"engine_options: the run sets {', '.join(ours)} itself. Leave it out.")
         if request.urls:
+            if request.base_bits is not None:
+                raise ConfigError(
+                    "engine_url: servers that are already running do not have the learner's quantised weights. Leave"
+                    " base_bits or engine_url out."
+                )
             if request.python or request.gpus or request.options.keys() - {"folder", "key"}:
                 raise ConfigError(
                     "engine_url names servers that are running, for which engine_python and engine_gpus have no effect,"
@@ -110,12 +117,15 @@ class OwnServer:
 
     def __init__(self, request: EngineRequest, held: HeldModel, found: Environment) -> None:
         log = Path(tempfile.mkdtemp(prefix="lightning-vllm-")) / "vllm.log"
+        self._copy = None if held.write is None else _write_model(request, held.write)
         env = environment_of(os.environ, found, gpus=request.gpus, cpu_cache=_cpu_cache(request))
-        more: Mapping[str, Any] = _adapter_options(request)
-        if not request.lora_rank:
-            mode, more = development_mode(log.parent, env.get("PYTHONPATH"))
-            env |= mode
-        command = command_of(request.python, request.model, {**more, **_options(request, held, _gpu_plan(request))})
+        memory = _gpu_plan(request)
+        self.sleeps = memory is not None and memory.sleeps
+        more: Mapping[str, Any] = _adapter_options(request) if request.lora_rank else {}
+        if self.sleeps or not request.lora_rank:
+            mode, guarded = development_mode(log.parent, env.get("PYTHONPATH"))
+            env, more = {**env, **mode}, {**more, **guarded}
+        command = command_of(request.python, self._copy or request.model, {**more, **_options(request, held, memory)})
         self._process = VllmProcess(command, env, log, self._again)
         self._policies: VllmPolicies | None = None
         self._started = False
@@ -163,6 +173,20 @@ class OwnServer:
         """Forget earlier crashes."""
         self._process.crashes = 0
 
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Let it sleep inside the block, if memory is short."""
+        if not self.sleeps:
+            yield
+            return
+        with waiting("engine", "vLLM to fall asleep"):
+            fall_asleep(self._process)
+        try:
+            yield
+        finally:
+            with waiting("engine", "vLLM to wake up"):
+                wake_up(self._process)
+
     def check(self) -> None:
         """Raise what has ended it for good.
 
@@ -175,6 +199,8 @@ class OwnServer:
     def close(self) -> None:
         """End it; its output stays only where it failed."""
         self._process.stop()
+        if self._copy is not None:
+            shutil.rmtree(self._copy, ignore_errors=True)
         if self._started and self._process.failure is None:
             shutil.rmtree(self._process.log.parent, ignore_errors=True)
 
@@ -213,6 +239,12 @@ class Elsewhere:
     def settled(self) -> None:
         """Do nothing: others look after them."""
 
+    sleeps = False
+
+    def asleep(self) -> AbstractContextManager[None]:
+        """Do nothing: they are not ours."""
+        return nullcontext()
+
     def check(self) -> None:
         """Do nothing: they may come back."""
 
@@ -227,6 +259,17 @@ def is_installed() -> bool:
             importlib.metadata.version(name)
             return True
     return False
+
+
+def _write_model(request: EngineRequest, write: Callable[[Path], None]) -> Path:
+    """Write the learner's model for the server to read, into memory if it has room."""
+    folder = make_folder(need=sum(path.stat().st_size for path in request.model.glob("*.safetensors")))
+    try:
+        write(folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
 
 
 def _places(request: EngineRequest) -> int:
@@ -251,6 +294,7 @@ def _options(request: EngineRequest, held: HeldModel, memory: MemoryPlan | None)
         "seed": request.seed,
         "enforce_eager": on_cpu,
         "gpu_memory_utilization": None if memory is None else memory.share,
+        "enable_sleep_mode": memory is not None and memory.sleeps,
         **request.options,
     }
 
@@ -262,7 +306,7 @@ def _adapter_options(request: EngineRequest) -> dict[str, Any]:
 
 def _check_all_weights(request: EngineRequest) -> None:
     shape = read_shape(str(request.model))
-    tied_on_cpu = shape is not None and shape.tied and (request.device == "cpu" or not _gpus())
+    tied_on_cpu = shape is not None and shape.tied and (request.device == "cpu" or not gpu_totals())
     refuse(
         {
             "engine_url: servers that are already running take LoRA adapters only. Set lora_rank or policies, or leave"
@@ -275,7 +319,7 @@ def _check_all_weights(request: EngineRequest) -> None:
 
 def _gpu_plan(request: EngineRequest) -> MemoryPlan | None:
     """Divide the GPU that vLLM gets; None where it runs on a processor, or the model is of a kind not known here."""
-    totals = _gpus()
+    totals = gpu_totals()
     shape = read_shape(str(request.model))
     if not totals or request.device == "cpu" or shape is None:
         return None
@@ -289,18 +333,9 @@ def _gpu_plan(request: EngineRequest) -> MemoryPlan | None:
         slots=request.slots,
         context=request.max_model_len or shape.context,
         adapters=adapters,
-        learner=0 if request.gpus is not None else request.learner_bytes,
+        learner=0 if request.apart else request.learner_bytes,
+        idle=None if request.apart or request.staleness else request.learner_idle_bytes,
     )
-
-
-def _gpus() -> list[int]:
-    """Return the bytes of each NVIDIA GPU, without importing torch."""
-    try:
-        command = _DEVICES.split()
-        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603 - ours
-        return [int(line) * 2**20 for line in told.split()]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
 
 
 def _cpu_cache(request: EngineRequest) -> int:

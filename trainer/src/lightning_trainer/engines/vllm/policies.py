@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import random
-import re
 import secrets
 import shutil
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import httpx
 
@@ -27,6 +24,8 @@ from lightning_spans.record.stalls import waiting
 from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldModel, WriteWeights
 from lightning_trainer.engines.gate import Gate
 from lightning_trainer.engines.vllm.constrained import mark_steered, marks, read_scores, scoring_request
+from lightning_trainer.engines.vllm.folders import make_folder
+from lightning_trainer.engines.vllm.servers import Servers
 from lightning_trainer.engines.vllm.weights import replace_weights
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
@@ -42,50 +41,6 @@ BASE_NAME: Final = "base"  # of the frozen model on the servers
 _WIRE: Final = CompletionsProtocol(grammars=True)
 _CALLS_S: Final = 3600.0  # that old calls are waited for before the next version is loaded
 _TRIES: Final = 3  # of a request of which nothing was sampled
-_FOLDER: Final = re.compile(r"lightning-engine-(\d+)-")
-
-
-class Servers(Protocol):
-    """Where vLLM answers: a process of ours, or servers of somebody else's."""
-
-    key: str | None
-
-    @property
-    def urls(self) -> Sequence[str]:
-        """Base URLs, each with its ``/v1``."""
-        ...
-
-    async def ready(self) -> None:
-        """Wait until they answer.
-
-        Raises:
-            EngineError: they never will.
-        """
-        ...
-
-    def wait(self) -> None:
-        """Wait until they answer, as `ready` does."""
-        ...
-
-    def suspect(self) -> None:
-        """Say that a request to them failed."""
-        ...
-
-    def settled(self) -> None:
-        """Say that they took new weights, so that earlier crashes no longer count."""
-        ...
-
-    def check(self) -> None:
-        """Raise what has ended them for good.
-
-        Raises:
-            EngineError: they have ended.
-        """
-        ...
-
-    def close(self) -> None:
-        """End what was started."""
-        ...
 
 
 class ServedPolicy:
@@ -167,8 +122,7 @@ class VllmPolicies:
     def __init__(self, request: EngineRequest, held: HeldModel, servers: Servers, folder: Path | None = None) -> None:
         self.request, self.held, self.servers = request, held, servers
         self.random = random.Random(request.seed)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"lightning-engine-{os.getpid()}-", dir=folder or ram_folder()))
-        self._folder.chmod(0o755)  # servers may run as another user
+        self._folder = make_folder(folder)
         self._tag = secrets.token_hex(3)  # servers of somebody else's may serve other runs, too
         self.gate = Gate()  # shut while all weights are replaced; adapters get a name of their own instead
         self._weights: Path | None = None  # the newest of a policy whose weights all learn
@@ -194,6 +148,20 @@ class VllmPolicies:
     def still(self) -> AbstractContextManager[None]:
         """Hold nothing back: the servers have weights of their own."""
         return nullcontext()
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """Let the server sleep inside the block if memory is short: `RestingEngines.rest`.
+
+        Adapters are neither loaded nor unloaded meanwhile.
+
+        Raises:
+            EngineError: it does not fall asleep, or does not wake up.
+        """
+        with self.gate.shut() if self.servers.sleeps else nullcontext():
+            with self._lock, self.servers.asleep():
+                yield
+            self.servers.wait()  # one that crashed is started again, and loads what is in use
 
     def publish(self, versions: Mapping[str, int], write: WriteWeights) -> None:
         """Load new adapters and let the next answers be theirs: `PolicyEngines.publish`.
@@ -372,19 +340,6 @@ class VllmPolicies:
         except ConfigError as error:  # a server that is started again does not have it
             logger.debug("%s was not unloaded: %s", served, error)
         shutil.rmtree(self._folder / served, ignore_errors=True)
-
-
-def ram_folder() -> Path:
-    """Return a folder in memory, or the temporary folder where there is none; what dead processes left in it goes."""
-    folder = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
-    if not os.access(folder, os.W_OK):
-        return Path(tempfile.gettempdir())
-    for left in folder.glob("lightning-engine-*"):
-        match = _FOLDER.match(left.name)
-        if match and not Path("/proc", match[1]).exists():
-            with suppress(OSError):
-                shutil.rmtree(left)
-    return folder
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from lightning_trainer.engines.contract import EngineError
 _START_S: Final = 1800.0  # on a busy machine imports alone take minutes
 _STOP_S: Final = 30.0
 _LOOK_S: Final = 0.5
+_ENDING_S: Final = 10.0
 _CRASHES: Final = 3  # in a row, without new weights between them
 _SUPERVISED: Final = str(Path(__file__).with_name("supervised.py"))
 _TAIL: Final = 64 * 1024  # bytes of the log's end in which its last error is looked for
@@ -112,6 +113,8 @@ class VllmProcess:
         self._command, self._again = list(command), again
         self._env = {**env, "VLLM_API_KEY": self.key}
         self._closing = threading.Event()
+        self._may_start = threading.Event()
+        self._may_start.set()
         self._up = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
@@ -155,9 +158,27 @@ class VllmProcess:
         if self._process is not None and self._process.poll() is not None:
             self._up.clear()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended, or has ended and is not up again."""
+        if self._process is None:
+            return True
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a connection may break before the process is gone
+            self._process.wait(_ENDING_S)
+        return self._process.poll() is not None
+
+    def hold(self) -> None:
+        """Do not start the server again before `release`."""
+        self._may_start.clear()
+
+    def release(self) -> None:
+        """Start the server again if it ended since `hold`."""
+        self._may_start.set()
+
     def stop(self) -> None:
         """End the server and its workers."""
         self._closing.set()
+        self._may_start.set()
         self._end()
         if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
             self._watcher.join(_STOP_S)
@@ -201,6 +222,7 @@ class VllmProcess:
             if process is not None:
                 process.wait()
             self._up.clear()
+            self._may_start.wait()
             if self._closing.is_set():
                 return
             self.crashes += 1

@@ -33,4 +33,8 @@ def rounds_options(config: ImproveConfig, own: Mapping[str, Any]) -> RoundsConfi
 
 def _loading_options(train: TrainConfig) -> dict[str, Any]:
     """Return the options of loading that rounds know only as the backend's."""
-    return {name: value for name in ("max_model_len", "tool_format") if (value := getattr(train, name)) is not None}
+    return {
+        name: value
+        for name in ("max_model_len", "tool_format", "base_bits")
+        if (value := getattr(train, name)) is not None
+    }

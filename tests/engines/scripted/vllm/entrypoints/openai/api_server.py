@@ -1,7 +1,8 @@
 """A server with the interface of vLLM's: token ids in and out, adapters and weights that change while it runs.
 
 It notes what it is asked in the file SCRIPTED_LOG. SCRIPTED_FAULT makes it fail: `frozen` accepts adapters and does not
-use them after each one's first version, `crash` ends it once, while it answers, and `start` ends it before it answers.
+use them after each one's first version, `crash` ends it once, while it answers, `start` ends it before it answers, and
+`asleep` ends it once, while it sleeps. Asleep, it answers /wake_up and /health only: vLLM's memory is gone then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import uvicorn
 from peft import PeftModel
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,6 +40,7 @@ class Server:
         self.grammars = Grammars(self.tokenizer, len(self.tokenizer), [self.tokenizer.eos_token_id])
         self.model, self.adapters, self.answers = None, {}, 0
         self.lock = threading.Lock()
+        self.sleeping = False
 
     def note(self, **event):
         with LOG.open("a") as file:
@@ -81,6 +84,26 @@ class Server:
         LOG.with_suffix(".crashed").touch()
         print("RuntimeError: CUDA error: an illegal memory access", file=sys.stderr, flush=True)
         os._exit(1)
+
+    async def sleep(self, request):
+        self.sleeping = True
+        self.note(sleep=request.query_params["level"])
+        crashes = FAULT == "asleep" and not LOG.with_suffix(".crashed").exists()
+        return PlainTextResponse("", background=BackgroundTask(self.crash) if crashes else None)
+
+    async def wake(self, request):
+        self.sleeping = False
+        self.note(wake=True)
+        return PlainTextResponse("")
+
+    def awake(self, called):
+        async def answer(request):
+            if self.sleeping:
+                self.note(while_asleep=request.url.path)
+                return JSONResponse({"error": {"message": "CUDA error: an illegal memory access"}}, 500)
+            return await called(request)
+
+        return answer
 
     async def unload(self, request):
         name = (await request.json())["lora_name"]
@@ -163,9 +186,15 @@ def main():
     server = Server(options)
     server.note(start=[*others, "--max-loras", str(options.max_loras), "--max-lora-rank", str(options.max_lora_rank)])
     paths = {"load_lora_adapter": server.load, "unload_lora_adapter": server.unload, "completions": server.complete}
-    routes = [Route(f"/v1/{path}", called, methods=["POST"]) for path, called in paths.items()]
-    routes += [Route("/collective_rpc", server.replace, methods=["POST"])]
-    routes += [Route("/reset_prefix_cache", server.forget, methods=["POST"])]
+    routes = [Route(f"/v1/{path}", server.awake(called), methods=["POST"]) for path, called in paths.items()]
+    if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
+        routes += [Route("/collective_rpc", server.awake(server.replace), methods=["POST"])]
+        routes += [Route("/reset_prefix_cache", server.awake(server.forget), methods=["POST"])]
+        if "--enable-sleep-mode" in others:
+            routes += [
+                Route("/sleep", server.sleep, methods=["POST"]),
+                Route("/wake_up", server.wake, methods=["POST"]),
+            ]
     routes += [Route("/v1/models", server.models), Route("/health", lambda request: PlainTextResponse("ok"))]
     app = Starlette(routes=routes)
     if options.middleware:

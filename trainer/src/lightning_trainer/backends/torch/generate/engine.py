@@ -48,7 +48,8 @@ class TorchEngine:
         self.random = random.Random(options.seed)
         self.tool_format = options.tool_format
         self._version = version
-        packable = can_pack(model.shape.dtype, model.shape.device)
+        # packed weights would be a second copy, which a quantised model is there to avoid
+        packable = model.base_bits is None and can_pack(model.shape.dtype, model.shape.device)
         names = options.served
         mixed = MixedLinears(model.causal, names, pack=packable) if names else None
         self._grammars = Grammars(model.tokenizer, _vocabulary(model), model.end_tokens)

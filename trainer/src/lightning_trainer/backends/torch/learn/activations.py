@@ -43,8 +43,9 @@ def _saves_memory(model: LoadedModel, options: TorchOptions, tokens: int) -> boo
     if options.activation_checkpointing == "on":
         return True
     width = model.shape.dtype.itemsize
-    needed = activation_bytes(config.num_hidden_layers, config.hidden_size, width=width, tokens=tokens)
-    return exceeds(needed, free_memory(model.shape.device))
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    layer = activation_bytes(config.hidden_size, inner, width=width, tokens=tokens)
+    return exceeds(config.num_hidden_layers * layer, free_memory(model.shape.device))
 
 
 def exceeds(needed: int, free: int | None) -> bool:

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from lightning_trainer.backends.torch.model.load import LoadedModel
+from lightning_trainer.backends.torch.model.quantised import count_weights
 from lightning_trainer.report.speed.memory import process_peak
 
 
@@ -31,7 +32,7 @@ def flops_utilisation(model: LoadedModel, tokens: float, seconds: float, *, froz
     sparse = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if sparse or not tokens or not seconds:
         return None
-    weights = sum(parameter.numel() for parameter in model.causal.parameters())
+    weights = count_weights(model.causal)
     inputs, outputs = model.causal.get_input_embeddings(), model.causal.get_output_embeddings()
     if outputs is not None and outputs.weight is not inputs.weight:
         weights -= inputs.weight.numel()
@@ -50,6 +51,12 @@ def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
         float((left @ right)[0, 0])  # reading a number waits for the product
         best = max(best, 2 * size**3 / (time.perf_counter() - began))
     return best
+
+
+def release_memory(device: torch.device) -> None:
+    """Return memory that no tensor uses to the GPU, for other processes: torch keeps it otherwise."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.model import attention, recurrent
 from lightning_trainer.backends.torch.model.cache import CacheShape, SlotCache
+from lightning_trainer.backends.torch.model.quantised import check_source, quantise
 from lightning_trainer.backends.torch.model.step import SHORT, Chunk, StepPlan
 from lightning_trainer.backends.torch.options import TorchOptions, no_cuda, unknown_device
 from lightning_trainer.models import check_folder
@@ -45,6 +46,7 @@ class LoadedModel:
         max_model_len: most tokens of prompt and answer.
         end_tokens: tokens that end an answer.
         source: the folder that it was loaded from.
+        base_bits: bits of the weights of its frozen linear layers; None: `shape.dtype`.
     """
 
     causal: Any
@@ -53,6 +55,7 @@ class LoadedModel:
     max_model_len: int
     end_tokens: frozenset[int]
     source: Path
+    base_bits: int | None = None
 
     def hidden(self, tokens_N: Tensor, positions_N: Tensor, plan: ForwardPlan) -> Tensor:
         """(N, width) last hidden states of packed tokens."""
@@ -91,6 +94,8 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     check_folder(options.model)
+    if options.base_bits is not None:
+        check_source(options.model)
     attention.register()
     device = _device(options.device)
     tokenizer = _read(tokenizer_folder or options.model, AutoTokenizer)
@@ -104,8 +109,10 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
     )
     if options.dtype == "auto" and causal.dtype not in _DTYPES.values():
         causal = causal.to(dtype=torch.bfloat16)
-    causal = causal.to(device=device).eval()
     causal.requires_grad_(requires_grad=False)
+    if options.base_bits is not None:
+        quantise(causal, options.base_bits, device, options.model)  # before the rest moves: the device may have no room
+    causal = causal.to(device=device).eval()
     recurrent.follow_plans(causal)
     loaded = LoadedModel(
         causal=causal,
@@ -114,6 +121,7 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
         max_model_len=_max_len(causal.config, options),
         end_tokens=_end_tokens(causal, tokenizer, options.model),
         source=options.model,
+        base_bits=options.base_bits,
     )
     _prove(loaded)
     return loaded
@@ -223,7 +231,7 @@ def _cache_shape(causal: Any, model: Path, device: torch.device) -> CacheShape:
 def _head_shape(config: Any, attending: Sequence[Any]) -> tuple[int, int]:
     """Return how many key heads a layer has, and how wide; of layers that differ (Gemma 4), the most and the widest."""
     shapes = {
-        (len(layer.k_proj.weight) // layer.head_dim, layer.head_dim)
+        (layer.k_proj.out_features // layer.head_dim, layer.head_dim)
         for layer in attending
         if hasattr(layer, "head_dim")
     }

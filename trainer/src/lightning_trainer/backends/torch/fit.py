@@ -1,0 +1,189 @@
+"""Whether a run fits on its GPU, and which options make it fit. Nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch.footprint import OVERHEAD, LearnerMemory
+from lightning_trainer.backends.torch.sampler import ASSUMED_TOKENS, EMBEDDED, engine_name, engine_of, learner_memory_of
+from lightning_trainer.engines.devices import gpu_total, gpu_totals
+from lightning_trainer.engines.vllm.memory import SPARE, gib
+
+if TYPE_CHECKING:
+    from lightning_trainer.config.train import TrainConfig
+
+_RANK: Final = 16
+_SMALL: Final = 512  # tokens of a forward pass
+_SLOTS: Final = 16  # answers at once
+_MOST: Final = 4  # changes that are named
+_MEANING: Final = {
+    f"--lora-rank {_RANK}": ", which trains an adapter instead of all weights",
+    f"--engine {EMBEDDED}": ", which samples more slowly",
+}
+_EMBEDDED: Final[Mapping[str, Any]] = {
+    "engine": EMBEDDED,
+    "engine_gpus": None,
+    "engine_python": None,
+    "engine_options": {},
+}
+
+
+class Fit(NamedTuple):
+    """How memory is divided, in lines, and whether it can suffice."""
+
+    lines: tuple[str, ...]
+    fits: bool
+
+
+def plan_run(config: TrainConfig) -> Fit:
+    """Say how the memory of a run's GPU is divided, and what to change if it does not suffice.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    total = gpu_total(config.device)
+    try:
+        lines = _divide(config, total)
+    except _TooSmallError as error:
+        return Fit((*error.lines, *_advice(config, total)), fits=not error.certain)
+    return Fit(tuple(lines), fits=True)
+
+
+class _TooSmallError(Exception):
+    """The GPU is too small: in any case, or if answers are as long as is assumed."""
+
+    def __init__(self, *lines: str, certain: bool = True) -> None:
+        super().__init__(*lines)
+        self.lines, self.certain = lines, certain
+
+
+def _divide(config: TrainConfig, total: int | None) -> list[str]:
+    """Return the plan in lines.
+
+    Raises:
+        _TooSmallError: memory does not suffice; has the lines so far.
+    """
+    learner = learner_memory_of(config, total)
+    kind, request = engine_of(config)
+    if total is None or learner is None:
+        return list(kind.plan(request))
+    lines = [_learner_line(config, learner)]
+    if engine_name(config) == EMBEDDED or bool(request.urls) or request.apart:
+        missing = learner.peak - int(total * (1 - SPARE))
+        if missing > 0:
+            raise (
+                _TooSmallError(
+                    f"one GPU of {gib(total)} does not hold the learner: {gib(missing)} are missing.", *lines
+                )
+                if missing >= learner.cache
+                else _TooSmallError(
+                    f"one GPU of {gib(total)} holds the learner only if its answers are shorter than assumed: otherwise"
+                    f" {gib(missing)} are missing.",
+                    *lines,
+                    certain=False,
+                )
+            )
+        lines.append(f"GPU memory: {gib(total)}, of which {gib(-missing)} stay free (4 % are never planned with)")
+    try:
+        return [*lines, *kind.plan(request)]
+    except ConfigError as error:
+        raise _TooSmallError(str(error), *lines) from None
+
+
+def _learner_line(config: TrainConfig, learner: LearnerMemory) -> str:
+    """Return what the learner takes, in one line."""
+    tokens = int(config.backend_options.get("micro_batch_tokens", 2048))
+    how = "layers run again" if learner.again else "all kept"
+    cache = ""
+    if learner.cache:
+        slots = int(config.backend_options.get("slots", 64))
+        length = min(config.max_model_len or ASSUMED_TOKENS, ASSUMED_TOKENS)
+        cache = f" + {gib(learner.cache)} keys and values of {slots} answers with {length:,} tokens"
+    return (
+        f"learner: {gib(learner.peak)} = {gib(learner.weights)} weights + {gib(learner.training)} masters, gradients"
+        f" and moments + {gib(learner.activations)} activations of {tokens:,} tokens ({how}) + {gib(learner.logits)}"
+        f" logits{cache} + {gib(OVERHEAD)} more (computed, not measured)"
+    )
+
+
+def _advice(config: TrainConfig, total: int | None) -> Iterator[str]:
+    """Name changes that fit, first those that change least."""
+    found: list[_Change] = []
+    for change in _changes(config):
+        if len(found) == _MOST or any(known.within(change) for known in found):
+            continue
+        changed = config.model_copy(update=change.options)
+        try:
+            _divide(changed, total)
+        except (_TooSmallError, ConfigError):
+            continue
+        if not found:
+            yield "Any of these fits:"
+        found.append(change)
+        learner = learner_memory_of(changed, total)
+        yield f"  {change.words}: the learner takes {gib(learner.peak if learner else 0)}"
+    if not found:
+        yield "No option of this backend makes it fit: use a larger GPU, a smaller model, or --backend verl on several."
+
+
+class _Change(NamedTuple):
+    """Options to change, as flags and by name."""
+
+    flags: tuple[str, ...]
+    options: Mapping[str, Any]
+
+    @property
+    def words(self) -> str:
+        """The flags, with what one of them means where it is alone."""
+        alone = _MEANING.get(self.flags[0], "") if len(self.flags) == 1 else ""
+        return " ".join(self.flags) + alone
+
+    def within(self, other: _Change) -> bool:
+        """Whether another change does all of this, and more."""
+        return set(self.flags) <= set(other.flags)
+
+    def __or__(self, other: _Change) -> _Change:
+        """Both."""
+        given = (self.options, other.options)
+        inner = {name: value for each in given for name, value in each.get("backend_options", {}).items()}
+        more = {"backend_options": inner} if inner else {}
+        return _Change((*self.flags, *other.flags), {**self.options, **other.options, **more})
+
+
+def _changes(config: TrainConfig) -> Iterator[_Change]:
+    """Return what may be changed: first what keeps the weights that are trained, then fewer of them and fewer bits."""
+    yield from _smaller(config)
+    unchanged = _Change((), {})
+    adapters = unchanged if config.lora_rank else _Change((f"--lora-rank {_RANK}",), {"lora_rank": _RANK})
+    bits = [unchanged, *(_Change((f"--base-bits {n}",), {"base_bits": n}) for n in (8, 4) if not config.base_bits)]
+    engines = [unchanged]
+    if engine_name(config) != EMBEDDED:
+        engines.append(_Change((f"--engine {EMBEDDED}",), _EMBEDDED))
+    for engine in engines:
+        less = list(_smaller(config.model_copy(update=engine.options)))
+        for each in bits:
+            change = engine | adapters | each
+            if change.flags:
+                yield change
+            for more in less:
+                yield change | more
+            if len(less) > 1:
+                yield change | less[0] | less[1]
+
+
+def _smaller(config: TrainConfig) -> Iterator[_Change]:
+    """Return changes that need less memory at once, and train the same weights."""
+    options, embedded = config.backend_options, engine_name(config) == EMBEDDED
+    if int(options.get("micro_batch_tokens", 2048)) > _SMALL:
+        small = {"backend_options": {**options, "micro_batch_tokens": _SMALL}}
+        yield _Change((f"--backend-options micro_batch_tokens={_SMALL}",), small)
+    if embedded and int(options.get("slots", 64)) > _SLOTS:
+        yield _Change((f"--backend-options slots={_SLOTS}",), {"backend_options": {**options, "slots": _SLOTS}})
+    if not embedded and (config.max_model_len or ASSUMED_TOKENS + 1) > ASSUMED_TOKENS:
+        yield _Change((f"--max-model-len {ASSUMED_TOKENS}",), {"max_model_len": ASSUMED_TOKENS})
+    if config.lora_rank > _RANK:
+        yield _Change((f"--lora-rank {_RANK}",), {"lora_rank": _RANK})
+    if not embedded and config.engine_gpus is None and len(gpu_totals()) > 1:
+        yield _Change(("--engine-gpus 1",), {"engine_gpus": "1"})

@@ -1,0 +1,119 @@
+"""What the learner takes on its GPU. Pure: numbers in, numbers out.
+
+For n weights of W bytes, t of them trained (all, or those of adapters), and T tokens of a forward pass:
+
+    weights        W n; with `base_bits` those of the linear layers less (`models.shape.quantised_bytes`)
+    training       16 t bytes: a float32 master, its gradient and AdamW's two moments; 12 t where the weights are
+                   float32 themselves; adapters have W t more of working weights
+    activations    what a forward pass keeps for its backward pass: T layers W (8 hidden + 2 queries + 2 keys and values
+                   + 4 inner) bytes; or T layers W hidden, if each layer runs again, and one layer's
+    logits         of 256 positions at a time in float32 with their gradient, and up to 256 MiB that are kept
+    cache          the embedded engine's keys and values: 2 layers kv_width W bytes for each token
+
+The 1 GiB of CUDA context, kernels and gaps between tensors is an assumption.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_trainer.models.shape import Shape, activation_bytes, quantised_bytes
+
+OVERHEAD: Final = 2**30
+_KEPT_LOGITS: Final = 2**28
+_POSITIONS: Final = 256
+_SHARE: Final = 0.8  # of the free memory, which kept activations may take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerMemory:
+    """Bytes on the learner's GPU.
+
+    Attributes:
+        weights: that go forward, adapters and a frozen reference included.
+        training: masters, gradients and moments.
+        gradients: of these, what is there during an update only.
+        activations: of one forward pass.
+        again: whether layers run again in the backward pass, so that only their inputs are kept.
+        logits: of one forward pass.
+        layer: activations of one layer, which a forward pass without gradient has.
+        cache: of the embedded engine.
+    """
+
+    weights: int
+    training: int
+    gradients: int
+    activations: int
+    again: bool
+    logits: int
+    layer: int
+    cache: int = 0
+
+    @property
+    def peak(self) -> int:
+        """During an update."""
+        return self.weights + self.training + self.activations + self.logits + self.cache + OVERHEAD
+
+    @property
+    def idle(self) -> int:
+        """While another process samples."""
+        return self.weights + self.training - self.gradients + self.logits + self.layer + OVERHEAD
+
+
+def learner_memory(
+    shape: Shape,
+    *,
+    width: int,
+    tokens: int,
+    adapters: int = 0,
+    bits: int | None = None,
+    copies: int = 0,
+    averaged: bool = False,
+    cached: int = 0,
+    checkpointing: str = "auto",
+    total: int | None = None,
+) -> LearnerMemory:
+    """Count what a learner takes.
+
+    Args:
+        shape: of the model.
+        width: bytes of each weight that goes forward.
+        tokens: of a forward pass.
+        adapters: weights of all adapters; 0: all weights are trained.
+        bits: of the frozen linear layers under adapters; None: `width`.
+        copies: frozen copies of the model, as a reference.
+        averaged: whether a teacher's average of the trained weights is kept.
+        cached: tokens in the embedded engine's cache at once.
+        checkpointing: whether layers run again in the backward pass: on, off, or auto, if they would not fit.
+        total: bytes of the GPU; None: not known, so auto keeps all.
+    """
+    trained = adapters or shape.parameters
+    weights = (1 + copies) * width * shape.parameters
+    if adapters:
+        weights = quantised_bytes(shape, bits, width=width) + width * adapters
+    own_master = width != 4  # float32 weights are their own masters
+    training = (8 + 4 + 4 * own_master + 4 * averaged) * trained
+    logits = min(tokens * shape.vocabulary * width, _KEPT_LOGITS)
+    logits += _POSITIONS * shape.vocabulary * (12 + 2 * width)
+    cache = 2 * shape.layers * shape.kv_width * width * cached
+    kept, inputs = kept_bytes(shape, width=width, tokens=tokens)
+    free = None if total is None else total - weights - training - cache - OVERHEAD
+    again = checkpointing == "on" or (checkpointing == "auto" and free is not None and kept > _SHARE * free)
+    return LearnerMemory(
+        weights=weights,
+        training=training,
+        gradients=4 * trained,
+        activations=inputs if again else kept,
+        again=again,
+        logits=logits,
+        layer=kept // shape.layers,
+        cache=cache,
+    )
+
+
+def kept_bytes(shape: Shape, *, width: int, tokens: int) -> tuple[int, int]:
+    """Return the bytes that a forward pass keeps, and those that it keeps if each layer runs again."""
+    attention = shape.heads_width + shape.kv_width
+    layer = activation_bytes(shape.hidden, shape.inner, width=width, tokens=tokens, attention=attention)
+    return shape.layers * layer, shape.layers * tokens * width * shape.hidden + layer

@@ -1,0 +1,51 @@
+"""vLLM's sleep mode: the server gives its GPU memory to the learner for an update, and takes it back.
+
+Level 1 is used: vLLM copies its weights and adapters to the machine's memory and forgets its keys and values. Level 2
+would drop both. It restores the model's own buffers only, not those of adapters, which its tables still list as loaded
+(vLLM 0.27.1, `v1/worker/gpu_worker.py`); and all weights would have to be read twice in each step.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import httpx
+
+from lightning_trainer.engines.contract import EngineError
+from lightning_trainer.engines.vllm.process import VllmProcess
+
+_SLEEP_S: Final = 600.0  # copies of all weights, on a machine that may be busy
+
+
+def fall_asleep(process: VllmProcess) -> None:
+    """Let a server sleep. If it crashes, it is not started again before `wake_up`: it would find no memory.
+
+    Raises:
+        EngineError: it does not fall asleep.
+    """
+    process.wait()
+    process.hold()
+    _post(process, "sleep?level=1")
+
+
+def wake_up(process: VllmProcess) -> None:
+    """Wake a server, or start it again if it crashed while it slept.
+
+    Raises:
+        EngineError: it does not wake up.
+    """
+    try:
+        _post(process, "wake_up")
+    finally:
+        process.release()
+
+
+def _post(process: VllmProcess, path: str) -> None:
+    headers = {"authorization": f"Bearer {process.key}"}
+    try:
+        httpx.post(f"{process.url}/../{path}", headers=headers, timeout=_SLEEP_S).raise_for_status()
+    except httpx.HTTPStatusError as error:
+        raise EngineError(f"vLLM does not answer to /{path}: {error.response.text[:300]}") from None
+    except httpx.HTTPError as error:
+        if not process.ended:
+            raise EngineError(f"vLLM does not answer to /{path}: {type(error).__name__}: {error}") from None
