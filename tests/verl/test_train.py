@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,10 @@ pytest.importorskip("verl.protocol")
 
 from transformers import AutoModelForCausalLM
 
+from lightning_spans.store import open_store
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.backends.verl.options.needs import checkpoint_bytes
+from lightning_trainer.lineage.reading import read_lineage
 from lightning_trainer.models.shape import lora_parameters, read_shape
 from lightning_trainer.report.progress import Silent
 from support.training.readings import differs, lines, tokens_seen, weights
@@ -35,6 +39,10 @@ def test_a_program_learns_is_saved_and_goes_on_exactly(options):
     assert whole.before is not None
     assert whole.after is not None
     assert whole.before.rollouts == 12
+    assert all(sum(waited_for(step).values()) == pytest.approx(step["seconds"], rel=0.02) for step in steps)
+    assert all(waited_for(step)["sampling"] > 0 and waited_for(step)["learner"] > 0 for step in steps)
+    assert all(step["tokens_per_second"] > 0 and step["memory_bytes"] > 1e8 for step in steps)
+    assert [len(step["calls"]) for step in read_lineage(whole.folder).steps] == [s["calls_trained"] for s in steps]
     for row, seen in tokens_seen(whole.folder):
         assert seen is not None, "each row's tokens are there to look at"
         assert len(seen.gap) == row.mask.sum()
@@ -54,6 +62,20 @@ def test_a_program_learns_is_saved_and_goes_on_exactly(options):
     assert redone[2]["reward"] == steps[2]["reward"]
     assert redone[2]["grad_norm"] == pytest.approx(steps[2]["grad_norm"], rel=1e-3)
     assert differs(learned, weights(last)) < 1e-5
+    assert_calls_learned_once(whole.folder)
+
+
+def assert_calls_learned_once(folder: Path) -> None:
+    """What each step of the newest checkpoint learned from is in the store, and in no other step."""
+    learned = [call for step in read_lineage(folder).steps for call in step["calls"]]
+    assert len(learned) == len(set(learned)) == sum(step["calls_trained"] for step in lines(folder))
+    with closing(open_store(f"sqlite:///{folder / 'lightning.db'}")) as store:
+        assert set(learned) <= {call.call_id for call in store.calls()}
+
+
+def waited_for(step: dict[str, Any]) -> dict[str, float]:
+    names = ("sampling", "program", "learner", "weights", "other")
+    return {name: step[f"waited_for/{name}"] for name in names}
 
 
 class ScriptedJudge(BaseHTTPRequestHandler):
@@ -123,6 +145,7 @@ def test_collecting_while_learning_is_bounded_and_corrected(options):
     assert all("verl/rollout_corr/rollout_is_mean" in step for step in steps)
     assert all(step["logprob_correlation"] > 0.99 for step in steps)
     assert any(seen is not None for _, seen in tokens_seen(result.folder)), "found though learned a step later"
+    assert_calls_learned_once(result.folder)
 
 
 class Noting(Silent):

@@ -6,18 +6,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_NAME, Span
 from lightning_spans.schema.transitions import Transition
 from lightning_trainer.backend_protocol import Start
 from lightning_trainer.backends.verl import backend
 from lightning_trainer.backends.verl.report import Reporter
-from lightning_trainer.backends.verl.steps.gathered import Gathered
+from lightning_trainer.backends.verl.steps.gathered import Gathered, waits_of_step
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Silent
@@ -25,6 +27,12 @@ from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rollouts import Outcome
+
+
+def options(folder: Path, **more: Any) -> TrainConfig:
+    (folder / "tasks.jsonl").write_text("{}\n")
+    given = {"target": "a:b", "data": folder / "tasks.jsonl", "model": str(folder), "backend": "verl", "steps": 10}
+    return TrainConfig(**{**given, **more})
 
 
 def gathered(groups: int, *, flat: int) -> Gathered:
@@ -76,7 +84,7 @@ class Told(Silent):
 
 def test_numbers_are_those_of_the_torch_backend_and_are_taken_once() -> None:
     found = gathered(4, flat=3)
-    numbers = found.take()
+    numbers, _ = found.take([])
     wanted = {
         "reward": 0.5,
         "rollouts": 4.0,
@@ -89,17 +97,17 @@ def test_numbers_are_those_of_the_torch_backend_and_are_taken_once() -> None:
         "tool_error_rate/search": 1.0,
     }
     assert {name: numbers[name] for name in wanted} == wanted
-    again = found.take()
+    again, _ = found.take([])
     assert (again["rollouts"], again["groups"], "reward" in again) == (0.0, 0.0, False)
 
 
 def test_dead_groups_raise_an_alarm_and_a_silent_agent_a_warning(tmp_path: Path) -> None:
     progress = Told()
     with closing(MetricLog(tmp_path)) as log:
-        reporter = Reporter(log, progress, ("solver", "answerer"))
+        reporter = Reporter(log, progress, options(tmp_path, agents="solver,answerer"))
         for step in (1, 2, 3):
             assert not progress.standing
-            numbers = gathered(4, flat=4).take()
+            numbers, _ = gathered(4, flat=4).take([])
             reporter.told("train", step, {f"lightning/{name}": value for name, value in numbers.items()})
         reporter.warn_of_unheard(3)
         assert [alarm.name for alarm in log.raised()] == ["groups_dead"]
@@ -110,9 +118,49 @@ def test_dead_groups_raise_an_alarm_and_a_silent_agent_a_warning(tmp_path: Path)
     ]
 
 
+S = 10**9
+
+
+def test_step_says_what_it_waited_for_and_after_five_what_to_change(tmp_path: Path) -> None:
+    """verl's phases: of 20 s the program takes 12, its one call 4, log-probabilities and update 2, weights 0.5."""
+    found = Gathered("exclude")
+    ids = {"rollout_id": "r", "attempt_id": "r.1"}
+    rollout = Rollout(rollout_id="r", group_id="g", task={})
+    attempt = AttemptRecord(
+        attempt_id="r.1", rollout=rollout, number=1, fence=1, worker="w", status="succeeded", started_ns=0,
+        ended_ns=16 * S,
+    )  # fmt: skip
+    call = Call(call_id="c", response_id="c", start_ns=0, end_ns=4 * S, policy="p", policy_version=0, **ids)
+    trace = Trace.build([], [call], **ids)
+    batch = Batch(rows=[], account=Account(), agents={})
+    found.add([Outcome(rollout=rollout, attempt=attempt, attempts=(attempt,))], batch, [trace])
+    _, rollouts = found.take([(0, 17 * S)])
+    timing = {"step": 20.0, "gen": 17.5, "old_log_prob": 0.5, "update_actor": 1.5, "update_weights": 0.5}
+    parts = waits_of_step(rollouts, timing, 100.0)
+    progress = Told()
+    with closing(MetricLog(tmp_path)) as log:
+        reporter = Reporter(log, progress, options(tmp_path, concurrency=8))
+        told = {
+            "timing_s/step": 20.0, "actor/perf/max_memory_allocated_gb": 2.0,
+            **{f"lightning/{name}": value for name, value in parts.items()},
+        }  # fmt: skip
+        for step in range(1, 7):
+            reporter.told("train", step, told)
+        line = dict(log.lines("train")[0])
+    assert {name: line[f"waited_for/{name}"] for name in ("sampling", "program", "learner", "weights", "other")} == {
+        "sampling": 4.0, "program": 12.0, "learner": 2.0, "weights": 0.5, "other": 1.5,
+    }  # fmt: skip
+    assert (line["waited_for"], line["tokens_per_second"], line["gpu_memory_bytes"]) == ("program", 25.0, 2 * 1024**3)
+    assert progress.notes == [
+        (
+            "Bottleneck: the program outside of model calls takes 60% of a step of 20.0 s. Start the next step's"
+            " rollouts early with --staleness 1, or raise --concurrency (8)."
+        )
+    ]
+
+
 def test_progress_knows_how_many_steps_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tasks.jsonl").write_text("{}\n")
-    config = TrainConfig(target="a:b", data=tmp_path / "tasks.jsonl", model=str(tmp_path), backend="verl", steps=10)
+    config = options(tmp_path)
     told = Begun()
     run = SimpleNamespace(config=config, folder=tmp_path, log=None, progress=told, steps=10, start=Start(step=3))
     run.identity, run.begin, run.check, run.runner = {}, lambda: None, lambda: None, SimpleNamespace(check=None)

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,6 +61,17 @@ class StepSources:
     prompts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     lines: Sequence[str] = ()
     tenants: Sequence[str] = ()
+
+
+_LISTS: Final = [each for each in fields(StepSources) if each.name != "prompts"]
+
+
+def merge_sources(parts: Sequence[StepSources]) -> StepSources:
+    """Return the sources of a step that is made of these parts."""
+    named = {each.name: sorted_once(one for part in parts for one in getattr(part, each.name)) for each in _LISTS}
+    agents = sorted({agent for part in parts for agent in part.prompts})
+    prompts = {agent: sorted_once(one for part in parts for one in part.prompts.get(agent, ())) for agent in agents}
+    return StepSources(**named, prompts=prompts)
 
 
 class Manifest:

@@ -47,7 +47,7 @@ class VerlBackend:
     def train(self, run: OpenRun) -> int:
         """Let verl take the steps: `Backend.train`. It can't be stopped between two steps: an interrupt ends it."""
         run = replace(run, config=placed(run.config, fetch=True))
-        reporter = Reporter(run.log, run.progress, run.config.agents)
+        reporter = Reporter(run.log, run.progress, run.config)
 
         def check() -> None:
             run.check()

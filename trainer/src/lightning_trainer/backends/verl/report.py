@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import not_heard
 from lightning_trainer.report.metrics import Kind, MetricLog
 from lightning_trainer.report.progress import Progress
+from lightning_trainer.report.speed.waits import WAITED_FOR, longest_wait, name_bottleneck
 from lightning_trainer.report.step_notes import score_line
 from lightning_trainer.rl.scores import BY_TASK, Score
 
@@ -20,6 +22,8 @@ _NAMES: Final = {
     "actor/kl_loss": "kl",
     "actor/entropy": "entropy",
     "perf/mfu/actor": "mfu",
+    "actor/perf/max_memory_allocated_gb": "gpu_memory_bytes",
+    "actor/perf/cpu_memory_used_gb": "memory_bytes",
     "timing_s/step": "seconds",
     "timing_s/gen": "rollout_seconds",
     "timing_s/old_log_prob": "logprob_seconds",
@@ -27,6 +31,7 @@ _NAMES: Final = {
     "timing_s/update_weights": "weights_seconds",
     "timing_s/save_checkpoint": "save_seconds",
 }
+_GIB: Final = ("gpu_memory_bytes", "memory_bytes")  # what verl gives in GiB
 _OURS: Final = "lightning/"
 _SPOKE: Final = "calls_per_rollout/"
 
@@ -37,13 +42,14 @@ class Reporter:
     Args:
         log: of the run.
         progress: shown to people.
-        agents: names and globs of the agents to train; None: all.
+        config: of the run.
     """
 
-    def __init__(self, log: MetricLog, progress: Progress, agents: Sequence[str] | None = None) -> None:
+    def __init__(self, log: MetricLog, progress: Progress, config: TrainConfig) -> None:
         self._log = log
         self._progress = progress
-        self._agents = agents or ()
+        self._config = config
+        self._steps: list[Mapping[str, float]] = []  # since the run started or was resumed
 
     def told(
         self,
@@ -65,24 +71,42 @@ class Reporter:
             self._progress.alarms([alarm.text for alarm in self._log.alarms])
             self._progress.note(f"held out after {amount(step, 'step')}: {score_line(Score.from_metrics(values))}")
             return
-        numbers = ours(values)
-        self._log.add("train", step - 1, numbers)
+        numbers = ours(values, cpu=self._config.device == "cpu")
+        longest = longest_wait(numbers)
+        self._log.add("train", step - 1, numbers, {WAITED_FOR: longest[0]} if longest is not None else {})
         self._progress.step(step - 1, numbers)
         self._progress.alarms([alarm.text for alarm in self._log.alarms])
+        self._steps.append(numbers)
+        bottleneck = name_bottleneck(self._steps, self._config, samples_apart=False)  # vLLM sleeps during an update
+        if bottleneck is not None:
+            self._progress.note(bottleneck)
         if step == 1:
             self.warn_of_unheard(1)
 
     def warn_of_unheard(self, steps: int) -> None:
         """Warn of agents that are to be trained and made no call so far."""
         names = [name for line in self._log.lines("train") for name in line]
-        text = not_heard(self._agents, (n.removeprefix(_SPOKE) for n in names if n.startswith(_SPOKE)), steps)
+        text = not_heard(
+            self._config.agents or (), (n.removeprefix(_SPOKE) for n in names if n.startswith(_SPOKE)), steps
+        )
         if text is not None:
             self._progress.note(text)
 
 
-def ours(values: Mapping[str, float]) -> dict[str, float]:
-    """Return numbers by our names: those that both backends have, our own, and verl's others under ``verl/``."""
-    return {
+def ours(values: Mapping[str, float], *, cpu: bool = False) -> dict[str, float]:
+    """Return numbers by our names: those that both backends have, our own, and verl's others under ``verl/``.
+
+    Args:
+        values: by verl's names.
+        cpu: whether the learner is on a CPU, where what verl takes for a GPU's memory is that of its process.
+    """
+    named = {
         _NAMES.get(name, name.removeprefix(_OURS) if name.startswith(_OURS) else f"verl/{name}"): value
         for name, value in values.items()
     }
+    named |= {name: named[name] * 1024**3 for name in _GIB if name in named}
+    if cpu and "gpu_memory_bytes" in named:
+        named["memory_bytes"] = named.pop("gpu_memory_bytes")
+    if not named.get("mfu"):  # verl does not know how fast the device is
+        named.pop("mfu", None)
+    return named

@@ -138,7 +138,8 @@ def name_bottleneck(steps: Sequence[Mapping[str, Any]], config: TrainConfig, *, 
 def _advice(part: str, config: TrainConfig, *, samples_apart: bool) -> str:
     ours, at_once, adapters = config.backend == "torch", config.concurrency, config.lora_rank > 0
     newest = config.forked or config.by_coalitions or config.teacher is not None or config.resample > 0
-    early = config.backend in ("torch", "tinker") and not newest  # the others are refused with staleness
+    early = config.backend in ("torch", "tinker", "verl") and not newest  # the others are refused with staleness
+    cluster = config.backend == "verl" and config.device != "cpu"
     overlap = f"--staleness {config.staleness + 1}"
     overlaps = early and samples_apart and not config.staleness  # that much would be gained
     vllm = ours and samples_apart and config.engine_url is None
@@ -147,12 +148,14 @@ def _advice(part: str, config: TrainConfig, *, samples_apart: bool) -> str:
         ("sampling", overlaps, f"Sample during the update with {overlap}."),
         ("sampling", vllm, "Give vLLM a GPU with --engine-gpus, or lower --max-tokens or --group-size."),
         ("sampling", ours and not samples_apart, "On a GPU, use --engine vllm; otherwise lower --max-tokens."),
+        ("sampling", cluster, f"Use more GPUs than --gpus {config.gpus}, or lower --max-tokens or --group-size."),
         ("sampling", True, "Lower --max-tokens or --group-size."),
         ("program", early, f"Start the next step's rollouts early with {overlap}, or raise --concurrency ({at_once})."),
         ("program", True, f"Raise --concurrency ({at_once})."),
         ("learner", overlaps, f"Sample during the update with {overlap}."),
         ("learner", ours and not adapters, "Train adapters with --lora-rank 16, or use a GPU."),
         ("learner", ours, "Use a GPU, or lower --group-size."),
+        ("learner", cluster, f"Use more GPUs than --gpus {config.gpus}, or lower --group-size."),
         ("learner", True, "Lower --group-size."),
         ("weights", not adapters, "Train adapters with --lora-rank 16: they are a few megabytes."),
         ("weights", True, "Lower --lora-rank."),

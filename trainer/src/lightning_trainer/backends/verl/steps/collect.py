@@ -29,11 +29,12 @@ from lightning_trainer.backends.verl.control import RunServerClient
 from lightning_trainer.backends.verl.options.algorithms import on_verl
 from lightning_trainer.backends.verl.steps.gathered import Gathered
 from lightning_trainer.backends.verl.steps.groups import Groups
-from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, trajectories
+from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, prompt_of, trajectories
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judges import read_judge
-from lightning_trainer.lineage.manifest import Manifest
+from lightning_trainer.lineage.manifest import Manifest, StepSources, merge_sources
 from lightning_trainer.report import step_metrics
+from lightning_trainer.report.speed.waits import RolloutTime, Window
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.attempts import Traces
 from lightning_trainer.rl.batch.batch import Batch
@@ -79,6 +80,7 @@ class RolloutCollector:
         self._times: Counter[int] = Counter()
         self._barren = 0  # groups without a row, since the last one with
         self._manifest = Manifest(Path(lightning.config).parent)
+        self._sources: dict[str, StepSources] = {}  # of groups that no step has learned from yet, by prompt
         self._first_step: int | None = None  # that this start asked for, from 0
 
     @classmethod
@@ -110,6 +112,16 @@ class RolloutCollector:
             tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
             self._groups.add(rollouts, functools.partial(self._write_group, prompt))
 
+    def note_step(self, step: int, keys: Iterable[str]) -> None:
+        """Write into the run's manifest what a step learns from.
+
+        Args:
+            step: its number, from 0.
+            keys: of its rows.
+        """
+        prompts = sorted({prompt_of(key) for key in keys})
+        self._manifest.add_step(step, merge_sources([self._sources.pop(uid) for uid in prompts]))
+
     def validate(self, tasks: Sequence[Mapping[str, Any]], step: int) -> Score:
         """Run held-out tasks, sampled as in training, and wait for all of them.
 
@@ -133,9 +145,9 @@ class RolloutCollector:
             raise LightningError(f"held out after {step} steps: {ended[-1].unjudged}")
         return score(ended, self._run.failed, self._run.agents, self._run.declared)
 
-    def taken(self) -> dict[str, float]:
-        """Return the numbers of the training rollouts that ended since the last time, by their names in logs."""
-        return self._gathered.take()
+    def take_ended(self, windows: Sequence[Window]) -> tuple[dict[str, float], RolloutTime]:
+        """Return the numbers of the training rollouts that ended since the last time, and how these were waited for."""
+        return self._gathered.take(windows)
 
     def _judge(self, ended: list[Outcome]) -> list[Outcome]:
         """Have a group judged where the judge is, in the run's own process, and read what it came to."""
@@ -165,7 +177,7 @@ class RolloutCollector:
         self._store.add_rewards(batch.automatic)
         self._agents |= {name for name in batch.agents if name is not None}
         self._refuse_barren(batch, ended)
-        self._manifest.add_step(prompt.step - 1, sources_of(batch, traces.found))
+        self._sources[prompt.uid] = sources_of(batch, traces.found)
         rows: dict[str, list[Row]] = defaultdict(list)
         for row in batch.rows:
             rows[row.rollout_id].append(row)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.rewards import Reward
 from lightning_trainer.intervals import Declared
 from lightning_trainer.report import step_metrics
 from lightning_trainer.report.answers import of_answers
+from lightning_trainer.report.speed.waits import RolloutTime, Window, divide_step, time_rollouts
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Failed, Outcome
 from lightning_trainer.rl.scores import by_source, given_to, score
+
+_LEARNER: Final = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # verl's names of phases
 
 
 class Gathered:
@@ -44,9 +48,14 @@ class Gathered:
             self._compared += compared
             self._flat += flat
 
-    def take(self) -> dict[str, float]:
-        """Return the numbers of what came since the last time."""
+    def take(self, windows: Sequence[Window]) -> tuple[dict[str, float], RolloutTime]:
+        """Return the numbers of what came since the last time, and how these rollouts were waited for.
+
+        Args:
+            windows: in which the step waited.
+        """
         with self._lock:
+            waited = time_rollouts(self._outcomes, self._traces, windows)
             result = score(self._outcomes, self._failed, self._agents, self._declared)
             given = given_to(self._outcomes, self._automatic, self._failed)
             numbers = {
@@ -59,7 +68,7 @@ class Gathered:
                 **of_answers(self._traces, self._agents)[0],
             }
             self._clear()
-        return numbers
+        return numbers, waited
 
     def _clear(self) -> None:
         self._outcomes: list[Outcome] = []
@@ -68,3 +77,23 @@ class Gathered:
         self._traces: list[Trace] = []
         self._compared: int = 0
         self._flat: int = 0
+
+
+def waits_of_step(rollouts: RolloutTime, timing: Mapping[str, float], generated: float) -> dict[str, float]:
+    """Divide a step of verl's trainer by what it waited for: `divide_step`.
+
+    Args:
+        rollouts: how the step waited for its rollouts.
+        timing: seconds of its phases by verl's names.
+        generated: tokens that were sampled in these rollouts.
+    """
+    weights = timing.get("update_weights", 0.0)
+    return divide_step(
+        rollouts,
+        {
+            "seconds": timing["step"],
+            "update_seconds": weights + sum(timing.get(phase, 0.0) for phase in _LEARNER),
+            "weights_seconds": weights,
+            "tokens_generated": generated,
+        },
+    )

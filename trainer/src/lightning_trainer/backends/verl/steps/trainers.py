@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -25,8 +26,10 @@ from lightning_trainer.backends.verl.control import RunServerClient
 from lightning_trainer.backends.verl.critic_worker import CriticWorker
 from lightning_trainer.backends.verl.steps import micro_batches
 from lightning_trainer.backends.verl.steps.agreement import Agreement, WeightsError, agreement
+from lightning_trainer.backends.verl.steps.gathered import waits_of_step
 from lightning_trainer.report import learned_tokens
 from lightning_trainer.report.learned_tokens import SeenTokens
+from lightning_trainer.report.speed.waits import RolloutTime, Window
 from lightning_trainer.report.step_metrics import of_ages
 from lightning_trainer.rl.rows import UNKNOWN_VERSION
 
@@ -47,6 +50,8 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._transfer_s = float(config.lightning.transfer_s)
         self._agreement: Agreement | None = None
         self._ages: dict[str, float] = {}
+        self._waiting_ns: Window = (0, 0)  # from when to when the step waited for rollouts
+        self._rollouts = RolloutTime(sampling=0.0, program=0.0, sampled=0.0)
         self._at_once: dict[str, Any] = {}  # how many rows or tokens workers take, of this batch
         self._folder = Path(config.lightning.config).parent
 
@@ -72,15 +77,22 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._within(super().on_step_end)
         self._serve()
 
+    def on_sample_begin(self) -> None:
+        """Note since when the step waits for rollouts."""
+        super().on_sample_begin()
+        self._waiting_ns = (time.time_ns(), 0)
+
     def on_sample_end(self) -> None:
         """Hold calls before vLLM goes to sleep; answers that are cut go on with the next weights."""
+        self._waiting_ns = (self._waiting_ns[0], time.time_ns())
         self._control.pause()
         super().on_sample_end()
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         """Take one step, and stop where vLLM did not sample from the weights that learn."""
         batch = super().step(metrics, timing_raw)
-        numbers = self.agent_loop_manager.taken() | self._ages
+        numbers, self._rollouts = self.agent_loop_manager.take_ended([self._waiting_ns])
+        numbers |= self._ages
         if self._agreement is not None:
             numbers |= self._agreement.metrics()
         metrics.update({f"lightning/{name}": value for name, value in numbers.items()})
@@ -99,10 +111,15 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._agreement.check()
         self._ages = of_ages(ages(batch.tags, self.global_steps - 1))
         learned_tokens.write(self._folder, self.global_steps - 1, seen(batch))
+        self.agent_loop_manager.note_step(self.global_steps - 1, [key for key, _ in _rows(batch)])
         return batch
 
-    def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        super()._compute_metrics(batch, metrics, *args, **kwargs)
+    def _compute_metrics(
+        self, batch: Any, metrics: dict[str, Any], timing_raw: dict[str, float], *args: Any, **kwargs: Any
+    ) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, *args, **kwargs)
+        parts = waits_of_step(self._rollouts, timing_raw, metrics.get("lightning/tokens_generated", 0.0))
+        metrics.update({f"lightning/{name}": value for name, value in parts.items()})
         # verl puts the numbers of a validation in this step among its own; they were told when they came.
         own = {name: value for name, value in metrics.items() if not name.startswith(_HELD_OUT)}
         self._control.step("train", self.global_steps, own)

@@ -61,6 +61,11 @@ def trajectories(
     ]
 
 
+def prompt_of(key: str) -> str:
+    """Return verl's name of the prompt that a row is of."""
+    return key.rsplit("_", 2)[0]
+
+
 def _trajectory(prompt: VerlPrompt, key: str, row: Row, reward: float) -> Trajectory:
     first, spans = prompt_length(row), spans_of(row)
     tokens = torch.from_numpy(row.tokens).to(torch.int64)
