@@ -200,6 +200,20 @@ async def test_what_a_command_leaves_running_ends_with_its_sandbox(attempt, proj
     os.close(reading)
 
 
+@bubblewrap
+async def test_a_command_that_is_stopped_in_a_sandbox_may_still_save_its_work(attempt, project, tmp_path):
+    pipe, script = tmp_path / "told", project / "save.sh"
+    os.mkfifo(pipe)
+    script.write_text(f"exec 9>{pipe}\ntrap 'echo saved >&9; exit 0' TERM\necho started >&9\nsleep 1000 & wait\n")
+    work = {"workdir": f"{project}@HEAD", "sandbox": "bwrap", "sandbox_read": (str(script), str(pipe))}
+    running = asyncio.ensure_future(run(attempt, f"sh {script}", reward_command="true", **work))
+    with await asyncio.to_thread(pipe.open) as told:
+        assert await asyncio.to_thread(told.readline) == "started\n"
+        running.cancel()
+        await asyncio.wait({running})
+        assert await asyncio.to_thread(told.read) == "saved\n"  # to the end: nothing holds the pipe any more
+
+
 @pytest.mark.parametrize(
     ("work", "message"),
     [
@@ -297,7 +311,6 @@ def test_a_container_ends_when_its_runner_has_been_killed(tmp_path):
             assert line.recv(1) == b"-"
             line.close()
             assert process.wait() != 0
-            os.killpg(process.pid, 9)  # in a container, all ends with its first process
 
 
 def test_the_door_is_of_its_owner_alone_and_takes_one_starter(tmp_path):

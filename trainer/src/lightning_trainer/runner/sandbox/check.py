@@ -76,9 +76,9 @@ def _check_program(name: str, work: Work) -> None:
 
 async def _try(work: Work, folder: Path) -> str:
     """Start `true` in a sandbox; return what went wrong, empty if nothing did."""
-    async with Sandbox(work, folder, _TRY_BYTES).started(["true"], {}, (), None) as (words, environment):
+    async with Sandbox(work, folder, _TRY_BYTES).started(["true"], {}, (), None) as command:
         process = await asyncio.create_subprocess_exec(
-            *words, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT
+            *command.words, env=command.environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT
         )
         try:
             output, _ = await asyncio.wait_for(process.communicate(), _TRY_S)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 PORT: Final = 18480  # on the sandbox's own loopback; below those that the system hands out
 SOCKET: Final = "door"  # name of the socket in the folder
+TERMINATE: Final = b"t"  # what the starter is sent when its command is to end
 _MOST_CONNECTIONS: Final = 128  # of one command at a time: they take descriptors of the worker that others need, too
 _PIECE: Final = 1 << 16
 
@@ -38,6 +39,7 @@ class Door:
         self._endpoint, self._descriptors, self._place = endpoint, descriptors, place
         self._serving: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._line: socket.socket | None = None
 
     @property
     def arguments(self) -> list[str]:
@@ -64,6 +66,14 @@ class Door:
         self._listener.close()
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
+    def ask_to_end(self) -> bool:
+        """Ask what runs in the sandbox to end (SIGTERM); return False where nothing was started there yet."""
+        if self._line is None:
+            return False
+        with contextlib.suppress(OSError):  # it has ended
+            self._line.send(TERMINATE, socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0))
+        return True
+
     async def _open(self) -> None:
         """Meet the starter, then keep the line to it: its end is the sandbox's."""
         line, _ = await asyncio.get_running_loop().sock_accept(self._listener)
@@ -71,9 +81,14 @@ class Door:
             (self.folder / SOCKET).unlink()
             self._listener.close()  # nobody else is met
             socket.send_fds(line, [b"+"], list(self._descriptors))
-            if (offered := await _receive(line)) is not None:
+            offered = await _receive(line)
+            self._line = line
+            if offered is not None:
                 self._serving = await asyncio.start_server(self._relay, sock=offered)
-            await asyncio.get_running_loop().create_future()
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self._line = None
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Join a connection of the sandbox to a new one to the endpoint, until both ways are closed."""

@@ -6,13 +6,13 @@ import asyncio
 import os
 import secrets
 import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from lightning_spans.schema.attempts import Attempt
 from lightning_trainer.runner.environment import without_keys
@@ -27,6 +27,20 @@ _PASSED: Final = (
     "OTEL_SDK_DISABLED", "LIGHTNING_BOUNDS", "LIGHTNING_REDACT",
 )  # fmt: skip
 _END_S: Final = 20.0
+
+
+class StartedCommand(NamedTuple):
+    """How a command is started in a sandbox, and asked to end.
+
+    Attributes:
+        words: program and arguments.
+        environment: all its variables.
+        ask_to_end: asks all that runs in the sandbox to end; False where nothing runs there yet.
+    """
+
+    words: list[str]
+    environment: dict[str, str]
+    ask_to_end: Callable[[], bool]
 
 
 class Sandbox:
@@ -50,8 +64,8 @@ class Sandbox:
     @asynccontextmanager
     async def started(
         self, words: Sequence[str], given: Mapping[str, str], descriptors: Sequence[int], endpoint: str | None
-    ) -> AsyncIterator[tuple[list[str], dict[str, str]]]:
-        """Open the way out; yield the words and the environment that start the command in the sandbox.
+    ) -> AsyncIterator[StartedCommand]:
+        """Open the way out; yield what starts the command in the sandbox.
 
         Args:
             words: program and arguments.
@@ -62,7 +76,7 @@ class Sandbox:
         name = f"lightning-{os.getpid()}-{secrets.token_hex(8)}"
         async with Door(endpoint, descriptors, self._folder.parent) as door:
             try:
-                yield self._launch(words, given, door, name)
+                yield StartedCommand(*self._launch(words, given, door, name), door.ask_to_end)
             finally:
                 await asyncio.to_thread(self._end, name)
 

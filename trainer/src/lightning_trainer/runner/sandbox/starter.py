@@ -26,14 +26,14 @@ def main(path: str, port: str, numbers: str, *words: str) -> None:
     _offer(line, int(port))
     _make_home(os.environ["HOME"])
     try:
-        command = subprocess.Popen(words, close_fds=False)  # noqa: S603 - the user's own command
+        command = subprocess.Popen(words, close_fds=False, start_new_session=True)  # noqa: S603 - the user's own command
     except FileNotFoundError as error:
         _end(str(error.filename) + ": not found in the sandbox", _NOT_FOUND)
     except OSError as error:
         _end(str(error), _NOT_STARTED)
-    threading.Thread(target=_end_with, args=(line,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(line, command.pid), daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: command.send_signal(number))
+        signal.signal(number, lambda number, _: _signal(command.pid, number))
     os._exit(_wait(command.pid))
 
 
@@ -73,11 +73,22 @@ def _make_home(home: str) -> None:
         file.write("[user]\n\tname = agent\n\temail = agent@localhost\n")
 
 
-def _end_with(line: socket.socket) -> None:
-    """End all of the sandbox when the process outside has ended: a container would outlive it."""
+def _end_with(line: socket.socket, command: int) -> None:
+    """Pass on the request to end, and end all of the sandbox with the process outside: a container would outlive it.
+
+    A signal from outside would end bubblewrap, and with it the command at once.
+    """
     with contextlib.suppress(OSError):
-        line.recv(1)
+        while line.recv(1):
+            _signal(command, signal.SIGTERM)
+    _signal(command, signal.SIGKILL)
     os._exit(_ABANDONED)
+
+
+def _signal(command: int, number: int) -> None:
+    """Send a signal to the command and what it started in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(command, number)
 
 
 def _wait(pid: int) -> int:

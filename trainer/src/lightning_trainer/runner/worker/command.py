@@ -8,7 +8,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -105,14 +105,20 @@ async def run_to_end(
     In a sandbox it gets few of our variables, and reaches `endpoint` and nothing else.
     """
     if sandbox is not None:
-        async with sandbox.started(words, given, descriptors, endpoint) as (started, seen):
-            return await _run(started, body, seen, folder, ())
+        async with sandbox.started(words, given, descriptors, endpoint) as started:
+            return await _run(started.words, body, started.environment, folder, (), ask_to_end=started.ask_to_end)
     whole = {**os.environ, **given, **({} if folder is None else {"PWD": str(folder)})}
     return await _run(words, body, whole, folder, descriptors)
 
 
 async def _run(
-    words: Sequence[str], body: bytes, environment: Mapping[str, str], folder: Path | None, descriptors: Sequence[int]
+    words: Sequence[str],
+    body: bytes,
+    environment: Mapping[str, str],
+    folder: Path | None,
+    descriptors: Sequence[int],
+    *,
+    ask_to_end: Callable[[], bool] = lambda: False,
 ) -> ProcessEnd:
     process = await asyncio.create_subprocess_exec(
         *words,
@@ -130,7 +136,7 @@ async def _run(
     try:
         status = await _status(process)
     finally:
-        await _end_all(process)  # what it left running holds its pipes, and lets go of them now
+        await _end_all(process, ask_to_end)  # what it left running holds its pipes, and lets go of them now
         await asyncio.wait(pipes, timeout=KILL_AFTER_S)
         # A program with a session of its own may hold them still, and nothing public lets go of them.
         process._transport.close()  # type: ignore[attr-defined]
@@ -204,9 +210,10 @@ async def _feed(stream: asyncio.StreamWriter | None, body: bytes) -> None:
     stream.close()
 
 
-async def _end_all(process: asyncio.subprocess.Process) -> None:
-    """End the command and whatever it left running in its session."""
-    _signal(process, signal.SIGTERM)
+async def _end_all(process: asyncio.subprocess.Process, ask_to_end: Callable[[], bool]) -> None:
+    """End the command and whatever it left running in its session. In a sandbox it is asked from within."""
+    if process.returncode is not None or not ask_to_end():
+        _signal(process, signal.SIGTERM)
     if process.returncode is None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), KILL_AFTER_S)
