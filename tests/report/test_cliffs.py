@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_trainer.report.alarms import raised
+from lightning_trainer.report.log.lines import PROMPTS
 from lightning_trainer.report.teams.cliffs import (
-    PROMPTS,
     best_step_of,
     fall_of,
     from_best,

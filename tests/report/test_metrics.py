@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_trainer.config.files import CONFIG_NAME
-from lightning_trainer.report.metrics import MetricLog, read, write_atomically
+from lightning_trainer.report.log.lines import read
+from lightning_trainer.report.metrics import MetricLog, write_atomically
 from lightning_trainer.report.runs import row_of
 
 

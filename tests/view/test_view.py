@@ -40,7 +40,8 @@ from lightning_trainer.kits.view.reading import transcripts
 from lightning_trainer.kits.view.reading.pieces import pieces_of
 from lightning_trainer.kits.view.reading.texts import legible
 from lightning_trainer.kits.view.runs import Runs, runs_in
-from lightning_trainer.report.metrics import best_step, read
+from lightning_trainer.report.log.lines import read
+from lightning_trainer.report.metrics import best_step
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import outcomes
 from lightning_trainer.rl.scores import Score, difference

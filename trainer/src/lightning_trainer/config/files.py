@@ -21,6 +21,7 @@ from lightning_trainer.config.train import TrainConfig
 
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
 _MOST_KEPT: Final = 4 << 20  # characters of it
+_MOST_DEPTH: Final = 20  # levels of it
 _TABLES: Final = ("rewards", "policies", "credit_options")  # whose entries are read from folders of anybody
 _OF_COMMANDS: Final = (
     "workdir", "restore", "reward_command", "sandbox", "sandbox_image", "sandbox_read", "sandbox_env",
@@ -122,6 +123,8 @@ def read_kept(folder: Path, otherwise: str) -> dict[str, Any]:
         with path.open(encoding="utf-8") as file:
             values = json.loads(file.read(_MOST_KEPT))
         json.dumps(values, ensure_ascii=False).encode()  # half a character can't be shown
+        if _is_deeper(values, _MOST_DEPTH):
+            raise ValueError(f"it is nested deeper than {_MOST_DEPTH} levels")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}. {otherwise}") from None
     if not isinstance(values, dict):
@@ -129,6 +132,13 @@ def read_kept(folder: Path, otherwise: str) -> dict[str, Any]:
     if wrong := [name for name in _TABLES if not isinstance(values.get(name) or {}, dict)]:
         raise ConfigError(f"{path}: {', '.join(wrong)} is not a JSON object. {otherwise}")
     return values
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    within = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in within)
 
 
 def _is_heading(key: str) -> bool:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
 
 SHORT: Final = 100  # characters of an answer that counts as short: a class, a number, a name
-MOST_FREQUENT: Final = "most_frequent"  # in a line of the log
 _FEWEST: Final = 3  # different prompts of which anything can be said
 
 Frequent: TypeAlias = dict[str, tuple[str, float]]  # by agent: a short answer and its share of the agent's answers

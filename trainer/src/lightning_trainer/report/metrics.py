@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_trainer.report.alarms import Alarm, raised
+from lightning_trainer.report.log.lines import HELD_OUT, Line, read
 from lightning_trainer.rl.scores import BY_TASK
 
 if TYPE_CHECKING:
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal["train", "val"]
-Line: TypeAlias = dict[str, Any]
 
 LOG_NAME: Final = "metrics.jsonl"
 CURVE_NAME: Final = "curve.png"
-HELD_OUT: Final = "held_out"  # in the line of a validation: on which tasks, see `MetricLog`
 _TRIES: Final = 3  # times in a row that a tracker may fail before it is told no more: each try may take minutes
 
 
@@ -180,21 +179,6 @@ class MetricLog:
 def shown_step(kind: Kind, step: int) -> int:
     """Return the number under which people see a line: training steps from 1, a validation after so many steps."""
     return step + 1 if kind == "train" else step
-
-
-def read(path: Path) -> list[Line]:
-    """Read the lines of a metrics file; one that was cut off while it was written, or is none of ours, is left out."""
-    if not path.is_file():  # a pipe in a folder of somebody else would be waited for
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(values, dict) and isinstance(values.get("kind"), str) and isinstance(values.get("step"), int):
-            lines.append(values)
-    return lines
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -10,7 +10,8 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.intervals import Declared, Estimate
-from lightning_trainer.report.metrics import LOG_NAME, newest_validations, read
+from lightning_trainer.report.log.lines import read
+from lightning_trainer.report.metrics import LOG_NAME, newest_validations
 from lightning_trainer.rl.scores import BY_TASK, Score, difference
 from lightning_trainer.work import Work
 

@@ -51,7 +51,7 @@ class Score:
     def from_metrics(cls, metrics: Mapping[str, Any], declared: Declared = None) -> Score:
         """Read what `metrics` gave, and `BY_TASK` where a line of a log has it; other numbers are left alone."""
         agents = {n.removeprefix(_AGENT): value for n, value in metrics.items() if n.startswith(_AGENT)}
-        rollouts, failed = int(metrics["rollouts"]), int(metrics["failed"])
+        rollouts, failed = int(metrics.get("rollouts", 0)), int(metrics.get("failed", 0))
         return cls(
             reward=metrics.get("reward"),
             by_agent=agents,

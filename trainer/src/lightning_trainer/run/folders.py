@@ -10,7 +10,8 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.models import NEWEST
-from lightning_trainer.report.metrics import LOG_NAME, read
+from lightning_trainer.report.log.lines import read
+from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.report.runs import is_run
 from lightning_trainer.run.state import FOLDER, find
 from lightning_trainer.session.folder import in_use, is_held, open_folder

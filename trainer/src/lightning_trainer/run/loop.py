@@ -20,11 +20,11 @@ from lightning_trainer.engines.contract import samples_apart
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report import learned_tokens, step_metrics
 from lightning_trainer.report.agents import not_heard
-from lightning_trainer.report.answers import MOST_FREQUENT, of_answers
+from lightning_trainer.report.answers import of_answers
 from lightning_trainer.report.failures import where_calls_go
+from lightning_trainer.report.log.lines import MOST_FREQUENT, PROMPTS, WAITED_FOR
 from lightning_trainer.report.metrics import Kind, best_step
 from lightning_trainer.report.speed.waits import (
-    WAITED_FOR,
     divide_step,
     longest_wait,
     name_bottleneck,
@@ -157,7 +157,7 @@ class Loop:
         change = cliffs.from_best([*earlier, {"step": step, BY_TASK: by_task}])
         numbers = {**result.metrics(), **alike, **cliffs.new_prompts(prompts, earlier), **change}
         numbers["seconds"] = time.monotonic() - began
-        self._log("val", step, numbers, {BY_TASK: by_task, MOST_FREQUENT: frequent, cliffs.PROMPTS: prompts})
+        self._log("val", step, numbers, {BY_TASK: by_task, MOST_FREQUENT: frequent, PROMPTS: prompts})
         self._run.progress.note(f"held out after {amount(step, 'step')}: {score_line(result)}")
         if step and best_step(self._run.log.validations()) == step:
             self._save()

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from lightning_spans.store.traces import traces_of
-from lightning_trainer.report.metrics import LOG_NAME, read
+from lightning_trainer.report.log.lines import read
+from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.rl.usage import is_replayed, tokens_of
 from lightning_trainer.session.session import STORE_NAME, open_database
 

@@ -25,7 +25,8 @@ from lightning_trainer.kits.improve.snapshots import Change, without_empty
 from lightning_trainer.kits.improve.tasks import TaskFiles
 from lightning_trainer.models import NEWEST
 from lightning_trainer.policies import BASE
-from lightning_trainer.report.metrics import LOG_NAME, read
+from lightning_trainer.report.log.lines import read
+from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.folders import read_config

@@ -41,9 +41,8 @@ from lightning_trainer.kits.view.reading.tools import UsageCounter
 from lightning_trainer.kits.view.reading.transcripts import facts_of
 from lightning_trainer.kits.view.reading.tries import tries_of, tries_page
 from lightning_trainer.kits.view.runs import Run, Runs
-from lightning_trainer.report.answers import MOST_FREQUENT
+from lightning_trainer.report.log.lines import MOST_FREQUENT, PROMPTS
 from lightning_trainer.report.metrics import newest_validations
-from lightning_trainer.report.teams.cliffs import PROMPTS
 from lightning_trainer.rl.scores import BY_TASK
 from lightning_trainer.run.group_ids import Step
 

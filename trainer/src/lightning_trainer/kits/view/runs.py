@@ -14,7 +14,8 @@ from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.intervals import Declared
 from lightning_trainer.kits.view.reader import StoreReader
-from lightning_trainer.report.metrics import LOG_NAME, Line, read
+from lightning_trainer.report.log.lines import Line, read
+from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.run.group_ids import prefix_of
 from lightning_trainer.session.folder import HOLDER, is_held
 from lightning_trainer.work import Work

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_trainer.report.log.lines import WAITED_FOR
+
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.rollouts import Outcome
 
-WAITED_FOR: Final = "waited_for"
 STEPS_BEFORE_ADVICE: Final = 5  # the first is left out: it loads and warms up
 _NAMES: Final = {
     "sampling": "sampling",

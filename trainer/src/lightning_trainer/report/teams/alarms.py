@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from lightning_trainer.report.alarms import WINDOW, Found, History, learned, series
+from lightning_trainer.report.log.lines import POLICY_OF
 from lightning_trainer.report.teams.cliffs import fall_of, rewarded_names
-from lightning_trainer.report.teams.shares import POLICY_OF
 
 CAPTURED: Final = 0.8  # of the squared gradient norm of a policy that several agents share
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lightning_trainer.intervals import Estimate, estimate_difference
 from lightning_trainer.report.answers import answers_in
+from lightning_trainer.report.log.lines import PROMPTS
 from lightning_trainer.rl.scores import BY_TASK
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
 
-PROMPTS: Final = "prompts"  # in the line of a validation: digests of what each agent was asked
 LEAST_FALL: Final = 0.1  # share of the best held-out reward that a fall costs at least
 _MOST: Final = 256  # digests of an agent that are kept: the lowest ones, so that two validations keep the same
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_trainer.report.learned_tokens import SeenTokens
+from lightning_trainer.report.log.lines import POLICY_OF
 from lightning_trainer.rl.rows import Row
-
-POLICY_OF: Final = "policy_of"  # in the line of a step: the policy that answered each agent, where there are several
 
 
 def token_shares(rows: Iterable[Row]) -> dict[str, float]:

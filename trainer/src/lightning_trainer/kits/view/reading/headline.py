@@ -9,7 +9,8 @@ from lightning_trainer.kits.view.answers.runs import Headline, HeldOut, HeldOutP
 from lightning_trainer.kits.view.names import chosen_by
 from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.models import BEST
-from lightning_trainer.report.metrics import Line, best_step, newest_validations
+from lightning_trainer.report.log.lines import Line
+from lightning_trainer.report.metrics import best_step, newest_validations
 from lightning_trainer.report.step_notes import held_out_sentence
 from lightning_trainer.report.terminal import decimal
 from lightning_trainer.rl.scores import Score, difference, trained_names

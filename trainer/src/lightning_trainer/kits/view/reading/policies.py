@@ -9,7 +9,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.kits.view.answers.runs import PolicyRow, Rollback
 from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.policies import parse
-from lightning_trainer.report.metrics import Line
+from lightning_trainer.report.log.lines import Line
 from lightning_trainer.report.teams.cliffs import mean_rewards, rewarded_names
 from lightning_trainer.rl.scores import BY_TASK
 from lightning_trainer.run.cliffs import BEST_WEIGHTS, ROLLBACK

@@ -14,7 +14,7 @@ from lightning_trainer.kits.view.names import chosen_by
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.reading.steps import rewarded, trained_in, within
 from lightning_trainer.kits.view.runs import Run
-from lightning_trainer.report.metrics import Line
+from lightning_trainer.report.log.lines import Line
 
 _BY_AGENT: Final = ("reward/", "response_tokens/", "calls_per_rollout/")  # metrics that name agents
 _GLOBS: Final = frozenset("*?[")

@@ -23,7 +23,7 @@ from lightning_trainer.kits.view.names import chosen_by
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.reading.texts import legible
 from lightning_trainer.kits.view.runs import Run
-from lightning_trainer.report.metrics import Line
+from lightning_trainer.report.log.lines import Line
 from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
 from lightning_trainer.rl.scores import agents_totals, earned, lowest, trained_names

@@ -1,0 +1,137 @@
+"""Attacks with a stranger's run folder: values of every type in place of each value of its files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from starlette.testclient import TestClient
+
+from lightning_spans.store import open_store
+from lightning_spans.store.traces import each_trace
+from lightning_trainer.cli import cli
+from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.kits.view.pages import create_view
+from lightning_trainer.kits.view.routes import Views
+from lightning_trainer.kits.view.runs import Runs
+from lightning_trainer.report.log.lines import read
+from support.strange_values import DEEP, VALUES, places, replaced
+from support.training.example_runs import make_run
+
+# What runs write beside numbers.
+OF_VALIDATIONS = {"held_out": "x", "prompts": {"planner": ["aa"]}, "most_frequent": {"planner": ["yes", 0.5]}}
+OF_STEPS = {
+    "waited_for": "sampling", "policy_of": {"planner": "a", "solver": "b"}, "most_frequent": {"planner": ["yes", 0.5]},
+    "tokens_generated": 5.0, "tokens_prompt": 6.0, "gradient_share/planner": 0.1, "token_share/planner": 0.5,
+}  # fmt: skip
+PAGES = (
+    "run", "scale", "step", "group", "tries", "rollout", "call", "account", "credit", "rewards", "tools", "fleet",
+    "loose", "search", "marks", "facts",
+)  # fmt: skip
+EVENTS = (
+    {"kind": "alarm", "step": 3, "time": 1.0, "name": "cliff", "text": "It fell.", "steps_taken": 3},
+    {"kind": "rollback", "step": 3, "time": 1.0, "policy": "planner", "reward": 1.0},
+)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory) -> Path:
+    """A folder of runs: one that is left alone, and one that is changed."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "good", steps=1, groups=1, size=2)
+    changed = make_run(folder / "changed", steps=4, groups=1, size=2)
+    lines = [json.loads(text) for text in (changed / "metrics.jsonl").read_text().splitlines()]
+    lines = [{**line, **(OF_STEPS if line["kind"] == "train" else OF_VALIDATIONS)} for line in lines]
+    (changed / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, *EVENTS]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def look(shown):
+    """Requests a page of the changed run; it fails at what a page raises."""
+    keys = Keys.fresh()
+    client = TestClient(create_view(Views(Runs(shown)), keys))
+    headers = {"authorization": f"Bearer {keys.issue('viewer')}"}
+    store = open_store(str(shown / "changed" / "lightning.db"))
+    trace = next(iter(each_trace(store)))
+    group = next(each.group_id for each in store.rollouts() if each.rollout_id == trace.rollout_id)
+    store.close()
+    named = {
+        "step": {"step": 0}, "account": {"step": 0}, "search": {"text": "What"}, "group": {"group": group},
+        "rollout": {"rollout": trace.rollout_id}, "facts": {"rollout": trace.rollout_id},
+        "call": {"rollout": trace.rollout_id, "span": trace.chats[0].span.span_id},
+    }  # fmt: skip
+
+    def ask(page: str) -> str:
+        answer = client.get(f"/api/view/{page}", params={"run": "changed", **named.get(page, {})}, headers=headers)
+        assert answer.status_code < 500, answer.text
+        return answer.text
+
+    return ask
+
+
+def command(*words: str) -> str:
+    result = CliRunner().invoke(cli, words)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    return result.output
+
+
+def test_the_lines_of_a_run_are_read_whole(shown, caplog):
+    texts = (shown / "changed" / "metrics.jsonl").read_text().splitlines()
+    assert read(shown / "changed" / "metrics.jsonl") == list(map(json.loads, texts))
+    assert caplog.messages == []
+
+
+def test_what_is_wrong_is_left_out_with_one_warning(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"kind": "train", "step": 0, "reward": 1.0, "loss": NaN}\n{"kind": "train", "step": 1, "reward": [1]}\n5\n'
+    )
+    for _ in range(2):
+        first, second = read(path)
+    assert (first["reward"], second) == (1.0, {"kind": "train", "step": 1})
+    assert caplog.messages == [
+        f"{path}, line 2: 'reward' can't be a list (2 lines have such errors). What is wrong is left out."
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_numbers_of_any_type_fail_neither_their_run_nor_the_others(shown, look, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lightning_trainer"), "disabled", True)
+    path = shown / "changed" / "metrics.jsonl"
+    whole = path.read_text()
+    lines = [json.loads(text) for text in whole.splitlines()]
+    cases = [(line, place, value) for line in range(len(lines)) for place in places(lines[line]) for value in VALUES]
+    for line, place, value in random.Random(0).sample(cases, 60):
+        texts = [
+            *map(json.dumps, lines[:line]),
+            replaced(lines[line], place, value),
+            *map(json.dumps, lines[line + 1 :]),
+        ]
+        path.write_text("\n".join(texts) + "\n")
+        assert "good" in command("runs", str(shown))
+        assert "good" in look("runs")
+        for page in ("run", "scale", "step", "account"):
+            look(page)
+    path.write_text(whole)
+
+
+@pytest.mark.timeout(120)
+def test_options_of_any_type_fail_neither_their_run_nor_the_others(shown, look, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lightning_trainer"), "disabled", True)
+    path, changed = shown / "changed" / "config.json", str(shown / "changed")
+    whole = path.read_text()
+    options = json.loads(whole)
+    cases = [(place, value) for place in places(options, 2) for value in VALUES]
+    for place, value in [*random.Random(0).sample(cases, 20), (("name_by",), DEEP)]:
+        path.write_text(replaced(options, place, value))
+        assert "good" in command("runs", str(shown), "--json")
+        assert "good" in look("runs")
+        command("blame", changed)
+        for page in PAGES:
+            look(page)
+    path.write_text(whole)

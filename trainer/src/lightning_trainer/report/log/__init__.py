@@ -1,0 +1,1 @@
+"""The lines of a run's metrics file, whoever wrote it."""

@@ -1,0 +1,151 @@
+"""Read a run's metrics file, which may be a stranger's: values of another type than a run writes are left out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from lightning_trainer.rl.scores import BY_TASK
+
+logger = logging.getLogger(__name__)
+
+Line: TypeAlias = dict[str, Any]
+Check: TypeAlias = Callable[[Any], bool]
+
+HELD_OUT: Final = "held_out"  # in the line of a validation: on which tasks, see `MetricLog`
+PROMPTS: Final = "prompts"  # in the line of a validation: digests of what each agent was asked
+MOST_FREQUENT: Final = "most_frequent"  # by agent: its most frequent short answer, and its share
+POLICY_OF: Final = "policy_of"  # in the line of a step: the policy that answered each agent, where there are several
+WAITED_FOR: Final = "waited_for"  # in the line of a step: the part that took longest
+
+_MOST_BYTES: Final = 1 << 28  # that are read of a file: a run of 10,000 steps writes less than 100 MB
+_MOST_NUMBER: Final = 1e100  # squares of larger ones are infinite
+_MOST_DEPTH: Final = 8  # of values in lines of other kinds, such as `rollback`
+_MOST_COUNT: Final = 1e15
+_COUNTS: Final = frozenset({"time", "seconds", "rollouts", "failed", "tasks", "tokens_prompt", "tokens_generated"})
+
+
+def read(path: Path) -> list[Line]:
+    """Read the lines of a metrics file.
+
+    Lines that are no object with a kind and a step, and values of another type than a run writes, are left out, with
+    one warning that names the file and the first such line. So is a last line that was cut off while it was written,
+    without a warning.
+    """
+    if not path.is_file():  # a pipe in a folder of somebody else would be waited for
+        return []
+    lines, wrong = [], list[str]()
+    for number, text in enumerate(_texts(path), 1):
+        line, why = _parse(text)
+        if line is not None:
+            lines.append(line)
+        if why and text.endswith(b"\n"):
+            wrong.append(f"line {number}: {why}")
+    if wrong:
+        more = f" ({len(wrong)} lines have such errors)" if len(wrong) > 1 else ""
+        _warn(f"{path}, {wrong[0]}{more}. What is wrong is left out.")
+    return lines
+
+
+@cache
+def _warn(text: str) -> None:
+    """Log a warning once: the viewer reads the file again and again."""
+    logger.warning("%s", text)
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    left = _MOST_BYTES
+    with path.open("rb") as file:
+        while left > 0 and (text := file.readline(left)):
+            left -= len(text)
+            yield text
+        if file.read(1):
+            _warn(f"{path} is larger than {_MOST_BYTES >> 20} MiB. The rest of it is left out.")
+
+
+def _parse(text: bytes) -> tuple[Line | None, str]:
+    """Return what is good of a line, None if nothing is, and what is wrong with it."""
+    try:
+        values = json.loads(text)
+        if b"\\ud" in text.lower():
+            json.dumps(values, ensure_ascii=False).encode()  # half a character can't be shown
+    except (ValueError, RecursionError):
+        return None, "it is not a line of JSON"
+    if not isinstance(values, dict) or not _is_text(values.get("kind")) or not _is_count(values.get("step")):
+        return None, "it is not a JSON object with a kind and a step"
+    if values["kind"] == "alarm":
+        good = _is_text(values.get("name")) and _is_text(values.get("text")) and _is_count(values.get("steps_taken"))
+        if not good:
+            return None, "it is not an alarm with a name, a text and the steps taken"
+    wrong = [name for name, value in values.items() if not _fits(values["kind"], name, value)]
+    why = f"{wrong[0]!r} can't be {_described(values[wrong[0]])}" if wrong else ""
+    return {name: value for name, value in values.items() if name not in wrong}, why
+
+
+def _described(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, (dict, list)) else repr(value)[:60]
+
+
+def _fits(kind: str, name: str, value: Any) -> bool:
+    """Whether a value is of the type that a run writes under this name."""
+    if (check := _FACTS.get(name)) is not None:
+        return check(value)
+    if name in _COUNTS:
+        return _is_finite(value) and 0 <= value <= _MOST_COUNT
+    if name.startswith("reward"):
+        return _is_finite(value)
+    return _is_number(value) if kind in {"train", "val"} else _is_shallow(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number; a loss may be infinite, or none, where learning failed."""
+    return isinstance(value, (int, float)) and not _MOST_NUMBER < abs(value) < math.inf
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= _MOST_NUMBER
+
+
+def _is_share(value: Any) -> bool:
+    """Whether it is an answer and its share."""
+    return isinstance(value, list) and len(value) == 2 and _is_text(value[0]) and _is_finite(value[1])
+
+
+def _is_shallow(value: Any, depth: int = _MOST_DEPTH) -> bool:
+    if not isinstance(value, (dict, list)):
+        return not isinstance(value, (int, float)) or _is_number(value)
+    within = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_shallow(each, depth - 1) for each in within)
+
+
+def _dict_of(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+_FACTS: Final[Mapping[str, Check]] = {
+    "kind": _is_text,
+    "step": _is_count,
+    HELD_OUT: _is_text,
+    WAITED_FOR: _is_text,
+    POLICY_OF: _dict_of(_is_text),
+    PROMPTS: _dict_of(_list_of(_is_text)),
+    MOST_FREQUENT: _dict_of(_is_share),
+    BY_TASK: _dict_of(_dict_of(_is_finite)),
+}
