@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import random
+import tempfile
+import zipfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -135,3 +139,77 @@ def test_options_of_any_type_fail_neither_their_run_nor_the_others(shown, look, 
         for page in PAGES:
             look(page)
     path.write_text(whole)
+
+
+@pytest.mark.timeout(120)
+def test_a_tokenizer_of_any_shape_fails_no_page(shown, look):
+    path = shown / "changed" / "checkpoint" / "tokenizer.json"
+    whole = path.read_text()
+    described = {**json.loads(whole), "decoder": {"type": "Metaspace"}}
+    described["model"]["vocab"] = dict(list(described["model"]["vocab"].items())[:5])
+    cases = [(place, value) for place in places(described, 3) for value in VALUES]
+    for place, value in random.Random(0).sample(cases, 40):
+        path.write_text(replaced(described, place, value))
+        look("call")
+    path.write_text(whole)
+
+
+def test_what_updates_saw_is_bounded_in_memory(shown, look):
+    path = shown / "changed" / "tokens" / "0.npz"
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as parts:
+        kept = {name: parts.read(name) for name in parts.namelist()}
+    for name, header in product(kept, ("(1099511627776,)", "(-1,)", "()", "(0, 0)")):
+        head = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {header}}}".encode()
+        part = b"\x93NUMPY\x01\x00" + (len(head) + 1).to_bytes(2, "little") + head + b"\n"
+        with zipfile.ZipFile(path, "w") as parts:
+            for each, content in {**kept, name: part}.items():
+                parts.writestr(each, content)
+        look("call")
+    path.write_bytes(whole)
+
+
+@pytest.mark.timeout(120)
+def test_a_lineage_of_any_type_is_one_error(tmp_path):
+    values = {"calls": ["c"], "rewards": ["r"], "prompts": {"planner": ["aa"]}, "sources": ["run"]}
+    lines = [
+        {
+            "kind": "begin",
+            "step": 0,
+            "at_ns": 1,
+            "model": "tiny",
+            "parent": None,
+            "data": [{"path": "x"}],
+            "options": "",
+        },
+        {"kind": "step", "step": 0, "at_ns": 2, **values},
+    ]
+    pointer = {"lines": 2, "head": "", "steps": 1, "run": str(tmp_path)}
+    cases = [
+        (n, place, v) for n, each in enumerate([*lines, pointer]) for place in places(each) if place for v in VALUES
+    ]
+    known = [(2, (), "[]"), (2, (), DEEP), (0, ("model",), '"tiny"')]
+    for number, place, value in [*random.Random(0).sample(cases, 60), *known]:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "checkpoint"
+        folder.mkdir()
+        texts = [json.dumps(each) if n != number else replaced(each, place, value) for n, each in enumerate(lines)]
+        head = write_chain(folder / "lineage.jsonl", texts)
+        told = {**pointer, "head": head}
+        (folder / "lineage.json").write_text(replaced(told, place, value) if number == 2 else json.dumps(told))
+        output = command("lineage", str(folder), "--json", "--runs", str(folder.parent))
+        command("lineage", str(folder), "--runs", str(folder.parent))
+        command("lineage", "c", "--runs", str(folder.parent), "--json")
+    assert '"sources"' in output  # the last one is whole
+
+
+def write_chain(path: Path, texts: list[str]) -> str:
+    """Write lines with hashes that fit them, as a stranger can; return the last one."""
+    before = ""
+    with path.open("w") as file:
+        for number, text in enumerate(texts, 1):
+            values = json.loads(text)
+            line = {**values, "n": number, "prev": before} if isinstance(values, dict) else {}
+            hashed = json.dumps(line, sort_keys=True, separators=(",", ":")).encode()
+            before = hashlib.sha256(hashed).hexdigest()
+            file.write(json.dumps({**line, "hash": before}) + "\n")
+    return before

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +20,8 @@ from lightning_trainer.config.defaults import without_defaults
 from lightning_trainer.config.mistakes import refuse_unknown
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
+
+logger = logging.getLogger(__name__)
 
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
 _MOST_KEPT: Final = 4 << 20  # characters of it
@@ -132,6 +136,21 @@ def read_kept(folder: Path, otherwise: str) -> dict[str, Any]:
     if wrong := [name for name in _TABLES if not isinstance(values.get(name) or {}, dict)]:
         raise ConfigError(f"{path}: {', '.join(wrong)} is not a JSON object. {otherwise}")
     return values
+
+
+def read_shown(folder: Path) -> dict[str, Any]:
+    """Read the options that a run's folder keeps, for a list of runs; {} with one warning where they can't be read."""
+    try:
+        return read_kept(folder, "The run is shown without its options.")
+    except ConfigError as error:
+        _warn(str(error))
+        return {}
+
+
+@cache
+def _warn(text: str) -> None:
+    """Log a warning once: the viewer reads the file again and again."""
+    logger.warning("%s", text)
 
 
 def _is_deeper(value: Any, levels: int) -> bool:

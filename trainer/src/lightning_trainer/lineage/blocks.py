@@ -46,7 +46,7 @@ def block_of(checkpoint: Path) -> str | None:
     try:
         values = json.loads((blocked / BLOCKED).read_text(encoding="utf-8"))
         return f"{values['reason']} ({values['at']})"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"{blocked / BLOCKED} can't be read"
 
 

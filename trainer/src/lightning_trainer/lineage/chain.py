@@ -21,6 +21,7 @@ from lightning_spans.errors import ConfigError
 KEY_VARIABLE: Final = "LIGHTNING_LINEAGE_KEY_FILE"
 _SHORTEST: Final = 16  # bytes of a key
 _OWN: Final = frozenset({"n", "prev", "hash", "mac"})
+_TEXTS: Final = ("calls", "rewards", "rollouts", "attempts", "traces", "sources", "lines", "tenants")  # of a step
 _BLOCK: Final = 1 << 16
 
 
@@ -124,7 +125,7 @@ def read_head(path: Path) -> Head:
     try:
         line = json.loads(last)
         return Head(int(line["n"]), str(line["hash"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise ConfigError(f"{path}: its last line is none of a lineage file. Move the file away.") from None
 
 
@@ -166,11 +167,31 @@ def _read_lines(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
                 if (most is not None and number > most) or not text.endswith(b"\n"):
                     return  # a line without an end was being written when its process was killed
                 line = json.loads(text)
-                yield line if isinstance(line, dict) else {}
+                if not isinstance(line, dict) or not _is_one(line):
+                    raise ValueError("it is no line of a lineage file")
+                yield line
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
-    except ValueError:
-        raise ConfigError(f"{path}, line {number}: it is not JSON, so it is not what was written.") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path}, line {number}: it is no line of a lineage file: not what was written.") from None
+
+
+def _is_one(line: Mapping[str, Any]) -> bool:
+    """Whether what a line says is of the types that are written: its hash proves nothing of a stranger's file."""
+    named = all(map(_is_texts, (line[name] for name in _TEXTS if name in line)))
+    prompts, parent, step = line.get("prompts", {}), line.get("parent"), line.get("step")
+    return (
+        named
+        and isinstance(prompts, dict)
+        and all(map(_is_texts, prompts.values()))
+        and (parent is None or isinstance(parent, str))
+        and line.get("kind") in {"begin", "step"}
+        and type(step) is int
+    )
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _hash(line: Mapping[str, Any]) -> str:

@@ -133,8 +133,11 @@ def read_pointer(checkpoint: Path) -> Pointer | None:
     if not path.is_file():
         return None
     try:
-        return Pointer(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        pointer = Pointer(**json.loads(path.read_text(encoding="utf-8")))
+        if [type(each) for each in (pointer.lines, pointer.head, pointer.steps, pointer.run)] != [int, str, int, str]:
+            raise TypeError("it has values of other types")
+        return pointer
+    except (OSError, ValueError, TypeError, RecursionError):
         raise ConfigError(f"{path} can't be read, so nobody knows what {checkpoint} learned from.") from None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,6 +19,10 @@ from lightning_trainer.rl.rows import Row
 
 FOLDER: Final = "tokens"  # in the run's folder
 _DIGEST: Final = 16  # bytes that name a row
+_UNREADABLE: Final = (
+    OSError, EOFError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+_MOST_BYTES: Final = 1 << 30  # of a file, unpacked
 _LATER: Final = 8  # updates after which a row may be learned that was collected while others were
 
 
@@ -81,12 +86,16 @@ def row_name(row: Row) -> bytes:
 
 def _read(run: Path, step: int, row: Row) -> SeenTokens | None:
     try:
-        with np.load(run / FOLDER / f"{step}.npz", allow_pickle=False) as file:
+        path = run / FOLDER / f"{step}.npz"
+        with zipfile.ZipFile(path) as parts:
+            if sum(part.file_size for part in parts.infolist()) > _MOST_BYTES:
+                return None
+        with np.load(path, allow_pickle=False) as file:
             found = np.flatnonzero((file["names"] == np.frombuffer(row_name(row), np.uint8)).all(axis=1))
             if not len(found):
                 return None
             end = int(file["lengths"][: found[0] + 1].sum())
             own = slice(end - int(file["lengths"][found[0]]), end)
             return SeenTokens(file["gap"][own], file["entropy"][own])
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):  # none was written, or it was cut
+    except _UNREADABLE:  # none was written, it was cut, or it is a stranger's
         return None

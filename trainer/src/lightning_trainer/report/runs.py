@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_spans.errors import ConfigError
-from lightning_trainer.config.files import CONFIG_NAME, read_kept
+from lightning_trainer.config.files import CONFIG_NAME, read_shown
 from lightning_trainer.intervals import Declared, Estimate
 from lightning_trainer.report.log.lines import read
 from lightning_trainer.report.metrics import LOG_NAME, newest_validations
@@ -74,10 +73,7 @@ def row_of(folder: Path) -> RunSummary:
     steps = [line for line in lines if line["kind"] == "train"]
     validations = newest_validations(lines)
     held = [(line["step"], line["reward"]) for line in validations if "reward" in line]
-    try:
-        options = read_kept(folder, "")
-    except ConfigError:
-        options = {}
+    options = read_shown(folder)
     rise = _rise(validations, Work.declared_in(options))
     return RunSummary(
         folder=str(folder),

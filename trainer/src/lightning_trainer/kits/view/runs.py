@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config.files import read_kept
+from lightning_trainer.config.files import CONFIG_NAME, read_shown
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.intervals import Declared
@@ -42,10 +42,7 @@ class Run:
     @property
     def options(self) -> Mapping[str, Any]:
         """The options it was started with; {} where they are not known."""
-        try:
-            return read_kept(self.folder, "") if self.folder else {}
-        except ConfigError:
-            return {}
+        return read_shown(self.folder) if self.folder and (self.folder / CONFIG_NAME).exists() else {}
 
     @property
     def shown_options(self) -> dict[str, Any]:

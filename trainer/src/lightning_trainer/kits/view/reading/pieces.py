@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 FILE: Final = "tokenizer.json"
+_MOST_BYTES: Final = 1 << 28
 
 
 class Pieces:
@@ -24,6 +25,7 @@ class Pieces:
 
     def __init__(self, path: Path) -> None:
         described = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(described, ensure_ascii=False).encode()  # half a letter can't be shown
         if not isinstance(described, dict) or not isinstance(described.get("model"), dict):
             raise ValueError(f"{path} describes no tokenizer")
         self._special = {int(each["id"]): str(each["content"]) for each in described.get("added_tokens") or []}
@@ -52,11 +54,11 @@ def pieces_of(folders: Sequence[Path]) -> Pieces | None:
     """Return the pieces of the first folder that has a tokenizer; None where none has."""
     for folder in folders:
         path = folder / FILE
-        if path.is_file():
+        if path.is_file() and path.stat().st_size <= _MOST_BYTES:
             try:
                 return _read(path, path.stat().st_mtime_ns)
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+                continue  # one of another program, or of a stranger
     return None
 
 
