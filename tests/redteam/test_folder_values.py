@@ -179,7 +179,7 @@ def test_a_lineage_of_any_type_is_one_error(tmp_path):
             "at_ns": 1,
             "model": "tiny",
             "parent": None,
-            "data": [{"path": "x"}],
+            "data": [{"path": "x", "sha256": "0"}],
             "options": "",
         },
         {"kind": "step", "step": 0, "at_ns": 2, **values},

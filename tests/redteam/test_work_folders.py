@@ -89,6 +89,94 @@ def test_git_runs_no_program_of_repositories_in_a_folder_that_is_copied(tmp_path
     assert not proof.exists()
 
 
+# Wherever git would run a program, or speak to another machine: none of it is in the traps above.
+SETTINGS = """
+[core]
+sshCommand = {0}
+gitProxy = {0}
+alternateRefsCommand = {0}
+fsmonitor = {0}
+[filter "trap"]
+clean = {0}
+process = {0}
+required = true
+[remote "origin"]
+url = ext::{0}
+promisor = true
+[extensions]
+partialClone = origin
+[protocol "ext"]
+allow = always
+[credential]
+helper = !{0}
+[submodule "inner"]
+url = ext::{0}
+update = !{0}
+active = true
+"""
+OTHER_WAYS = ["settings", "included", "elsewhere", "submodule", "alternates", "replaced", "hooks"]
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_git_obeys_nothing_that_an_agent_writes_about_its_repository(folder, tmp_path, way):
+    proof, script, own = tmp_path / "it ran", tmp_path / "program.sh", folder.path / ".git"
+    script.write_text(f"#!/bin/sh\ntouch '{proof}'\ncat\n")
+    script.chmod(0o755)
+    settings = SETTINGS.format(script)
+    if not own.exists():
+        git(folder.path, "init", "-q")
+        git(folder.path, "add", ".")
+        git(folder.path, "commit", "-qm", "mine")
+    (folder.path / ".gitattributes").write_text("* filter=trap\n")
+    if way == "settings":
+        (own / "config").write_text(settings)
+    elif way == "included":
+        (tmp_path / "more").write_text(settings)
+        (own / "config").write_text(
+            f'[include]\npath = {tmp_path}/more\n[includeIf "gitdir:**"]\npath = {tmp_path}/more\n'
+        )
+    elif way == "elsewhere":
+        shutil.move(own, tmp_path / "elsewhere")
+        (tmp_path / "elsewhere" / "config").write_text(settings)
+        own.write_text(f"gitdir: {tmp_path}/elsewhere\n")
+    elif way == "submodule":
+        inner = folder.path / "inner"
+        trap(inner, proof)
+        (inner / ".git" / "config").write_text(settings)
+        (folder.path / ".gitmodules").write_text(f'[submodule "inner"]\npath = inner\nurl = ext::{script}\n')
+    elif way == "alternates":
+        (own / "objects" / "info").mkdir(exist_ok=True)
+        (own / "objects" / "info" / "alternates").write_text("/dev/zero\n/proc/self/fd\n../../../../../../etc\n")
+    elif way == "replaced":
+        old = git(folder.path, "rev-parse", "HEAD:tests/test_calc.py").strip()
+        git(folder.path, "replace", old, git(folder.path, "hash-object", "-w", "--stdin", given=b"pass\n").strip())
+    else:
+        for name in ("post-checkout", "post-index-change", "reference-transaction", "pre-commit"):
+            (own / "hooks").mkdir(exist_ok=True)
+            shutil.copy(script, own / "hooks" / name)
+    (folder.path / "tests" / "test_calc.py").write_text("pass\n")
+    proof.unlink(missing_ok=True)  # the git of this test ran some
+    assert "-assert add(2, 3) == 5\n+pass\n" in folder.diff()
+    folder.restore(["tests/**"])
+    assert (folder.path / "tests" / "test_calc.py").read_text() == "assert add(2, 3) == 5\n"
+    assert not proof.exists()
+
+
+def test_what_can_not_be_deleted_is_a_warning_and_the_next_folder_is_made(source, folder, caplog):
+    kept = folder.path / "kept"
+    kept.write_text("x")
+    if os.geteuid() or subprocess.run(["chattr", "+i", kept], check=False, capture_output=True).returncode:
+        pytest.skip("a file is made immutable by root alone, and not on every file system")
+    try:
+        folder.remove()
+        assert "can't be deleted" in caplog.text
+        later = WorkFolder(source, MOST)
+        assert later.diff() == ""
+        later.remove()
+    finally:
+        subprocess.run(["chattr", "-i", kept], check=True)
+
+
 @pytest.mark.parametrize("attributes", ["* working-tree-encoding=nonsense\n", "* text eol=crlf ident\n", "* -diff\n"])
 def test_attributes_of_an_agent_change_neither_what_is_told_nor_what_is_put_back(folder, attributes):
     (folder.path / ".gitattributes").write_text(attributes)

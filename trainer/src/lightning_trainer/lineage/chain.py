@@ -141,8 +141,8 @@ def verify_chain(path: Path, key: bytes | None = None, *, lines: int | None = No
         ConfigError: the file can't be read, a line was changed, taken out or put in, or is not signed with the key.
     """
     before, found, hashes, signatures = "", list[Mapping[str, Any]](), list[str](), 0
-    for number, line in enumerate(_read_lines(path, lines), 1):
-        if line.get("n") != number or line.get("prev") != before or line.get("hash") != _hash(line):
+    for number, (line, digest) in enumerate(_read_lines(path, lines), 1):
+        if line.get("n") != number or line.get("prev") != before or line.get("hash") != digest:
             raise ConfigError(
                 f"{path}, line {number}: it is not what was written, so this file proves nothing from there on."
                 " Restore it from a backup."
@@ -160,7 +160,8 @@ def verify_chain(path: Path, key: bytes | None = None, *, lines: int | None = No
     return VerifiedChain(tuple(found), tuple(hashes), signed)
 
 
-def _read_lines(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
+def _read_lines(path: Path, most: int | None) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each line with the hash that it should have."""
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
@@ -169,7 +170,7 @@ def _read_lines(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
                 line = json.loads(text)
                 if not isinstance(line, dict) or not _is_one(line):
                     raise ValueError("it is no line of a lineage file")
-                yield line
+                yield line, _hash(line)
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
@@ -178,15 +179,22 @@ def _read_lines(path: Path, most: int | None) -> Iterator[dict[str, Any]]:
 
 def _is_one(line: Mapping[str, Any]) -> bool:
     """Whether what a line says is of the types that are written: its hash proves nothing of a stranger's file."""
-    named = all(map(_is_texts, (line[name] for name in _TEXTS if name in line)))
-    prompts, parent, step = line.get("prompts", {}), line.get("parent"), line.get("step")
+    prompts, parent = line.get("prompts", {}), line.get("parent")
     return (
-        named
+        line.get("kind") in ("begin", "step")
+        and type(line.get("step")) is int
+        and all(_is_texts(line[name]) for name in _TEXTS if name in line)
         and isinstance(prompts, dict)
         and all(map(_is_texts, prompts.values()))
+        and all(isinstance(line.get(name, ""), str) for name in ("model", "options"))
         and (parent is None or isinstance(parent, str))
-        and line.get("kind") in {"begin", "step"}
-        and type(step) is int
+        and all(_are_files(line.get(name) or []) for name in ("data", "code"))
+    )
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, dict) and all(isinstance(each.get(name), str) for name in ("path", "sha256")) for each in value
     )
 
 
