@@ -206,6 +206,33 @@ def adapters(model, tmp_path) -> Path:
     return tmp_path / "checkpoint"
 
 
+ODD_ADAPTERS = [
+    {"alpha_pattern": "text"}, {"rank_pattern": None}, {"bias": -1}, {"init_lora_weights": {"a": 1}},
+    {"megatron_config": {"a": 1}, "megatron_core": "payload"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD_ADAPTERS, ids=lambda odd: next(iter(odd)))
+def test_options_of_an_adapter_of_another_type_are_one_error_and_import_nothing(adapters, monkeypatch, odd):
+    (adapters.parent / "payload.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(adapters.parent)
+    path = adapters / "writer" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **odd}))
+    with pytest.raises(ConfigError, match="writer"):
+        load(adapters)
+
+
+@pytest.mark.parametrize(
+    ("file", "odd"),
+    [("config.json", {"max_position_embeddings": 10**18}), ("generation_config.json", {"eos_token_id": {"a": 1}})],
+)
+def test_numbers_of_a_model_that_are_none_are_one_error(model, file, odd):
+    path = model / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **odd}))
+    with pytest.raises(ConfigError, match=next(iter(odd)) if file == "config.json" else "no id"):
+        load(model)
+
+
 def test_a_pickle_in_place_of_an_adapter_is_never_read(adapters, tmp_path):
     proof = tmp_path / "ran"
     (adapters / "writer" / "adapter_model.safetensors").unlink()

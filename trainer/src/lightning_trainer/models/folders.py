@@ -93,7 +93,18 @@ def check_adapter(folder: Path) -> None:
     """Make sure that a folder of an adapter, if it is one, has its weights where peft reads them without pickle.
 
     Raises:
-        ConfigError: it has an adapter's configuration without ``adapter_model.safetensors``.
+        ConfigError: it has an adapter's configuration without ``adapter_model.safetensors``, or that names a module
+            which peft would import.
     """
-    if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        return
+    if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} is an adapter without adapter_model.safetensors, and no pickle is read.")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        named = values.get("megatron_config")
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a JSON object: {error}. Copy or fetch it again.") from None
+    if named is not None:
+        raise ConfigError(f"{path} has megatron_config, for which peft imports a module. Do not load this folder.")

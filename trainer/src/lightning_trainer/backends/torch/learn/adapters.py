@@ -113,7 +113,9 @@ def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
     try:
         with _several():
             found = model.causal.load_adapter(str(folder), adapter_name=folder.name, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+    except (
+        OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError,
+    ) as error:  # fmt: skip
         raise ConfigError(f"the adapter {folder} can't be loaded: {error}") from error
     lacking = [name for name in found.missing_keys if name.endswith(f".{folder.name}.weight")]
     if lacking or found.unexpected_keys:

@@ -28,6 +28,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBES = 8  # the first of them warms up
 _LAYERS = frozenset({"full_attention", "sliding_attention"})  # kinds of layers that plans know
 _FORGETFUL = frozenset({"mlp", "moe"})  # and that need none: each token by itself
+_MOST_POSITIONS = 1 << 26  # of a model's longest input; the longest known take ten million
 _NARROW = 24  # the window of sliding layers while a model is proved: its own may be longer than any proof
 
 
@@ -252,7 +253,9 @@ def _max_len(config: Any, options: TorchOptions) -> int:
     if options.max_model_len is None:
         if limit is None:
             raise ConfigError(f"{options.model} names no longest input. Give max_model_len.")
-        return int(limit)
+        if not isinstance(limit, int) or not 0 < limit <= _MOST_POSITIONS:
+            raise ConfigError(f"{options.model} says max_position_embeddings = {limit!r}. Give max_model_len.")
+        return limit
     if limit is not None and options.max_model_len > limit:
         raise ConfigError(f"max_model_len {options.max_model_len} is more than the {limit} tokens of {options.model}.")
     return options.max_model_len
@@ -260,7 +263,12 @@ def _max_len(config: Any, options: TorchOptions) -> int:
 
 def _end_tokens(causal: Any, tokenizer: Any, model: Path) -> frozenset[int]:
     named = causal.generation_config.eos_token_id if causal.generation_config is not None else None
-    found = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
+    listed = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
+    if wrong := [each for each in listed if each is not None and not isinstance(each, int)]:
+        raise ConfigError(
+            f"{model} names an end-of-turn token that is no id: {wrong[0]!r}. Fix generation_config.json."
+        )
+    found = {each for each in listed if each is not None}
     if not found:
         raise ConfigError(f"{model} names no end-of-turn token: set eos_token in its tokenizer_config.json.")
     return frozenset(found)
