@@ -8,6 +8,8 @@ import logging
 import random
 import tempfile
 import zipfile
+from contextlib import suppress
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 from starlette.testclient import TestClient
 
+from lightning_spans.errors import ConfigError
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.cli import cli
@@ -23,6 +26,7 @@ from lightning_trainer.kits.view.pages import create_view
 from lightning_trainer.kits.view.routes import Views
 from lightning_trainer.kits.view.runs import Runs
 from lightning_trainer.report.log.lines import read
+from lightning_trainer.run.state import STATE_NAME, State, read_state
 from support.strange_values import DEEP, VALUES, places, replaced
 from support.training.example_runs import make_run
 
@@ -167,6 +171,19 @@ def test_what_updates_saw_is_bounded_in_memory(shown, look):
                 parts.writestr(each, content)
         look("call")
     path.write_bytes(whole)
+
+
+def test_a_state_of_any_type_is_one_error_or_is_one(tmp_path):
+    state = State(step=3, identity={"data": "x"}, agents=("writer",), kept={"spread": 0.5}, rewards=(0.5, None))
+    state = replace(state, successes={"writer": {"task": (1.0, 2.0)}}, slowed={"writer": 0.1})
+    path, whole = tmp_path / STATE_NAME, asdict(state)
+    path.write_text(json.dumps(whole))
+    assert read_state(tmp_path) == state
+    for place, value in [(place, value) for place in places(whole, 3) for value in VALUES]:
+        path.write_text(replaced(whole, place, value))
+        with suppress(ConfigError):
+            read = read_state(tmp_path)
+            assert [type(each) for each in (read.step, read.seconds, read.agents)] == [int, float, tuple]
 
 
 @pytest.mark.timeout(120)

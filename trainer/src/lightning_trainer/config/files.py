@@ -26,7 +26,12 @@ logger = logging.getLogger(__name__)
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
 _MOST_KEPT: Final = 4 << 20  # characters of it
 _MOST_DEPTH: Final = 20  # levels of it
-_TABLES: Final = ("rewards", "policies", "credit_options")  # whose entries are read from folders of anybody
+_TABLES: Final = (
+    "rewards",
+    "policies",
+    "credit_options",
+    "backend_options",
+)  # whose entries are read from folders of anybody
 _OF_COMMANDS: Final = (
     "workdir", "restore", "reward_command", "sandbox", "sandbox_image", "sandbox_read", "sandbox_env",
 )  # fmt: skip
@@ -135,6 +140,8 @@ def read_kept(folder: Path, otherwise: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a JSON object, so it contains no options. {otherwise}")
     if wrong := [name for name in _TABLES if not isinstance(values.get(name) or {}, dict)]:
         raise ConfigError(f"{path}: {', '.join(wrong)} is not a JSON object. {otherwise}")
+    if not isinstance(values.get("tool_format"), str | None):
+        raise ConfigError(f"{path}: tool_format is not a text. {otherwise}")
     return values
 
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import TypeAdapter, ValidationError
+
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import RolloutStatus
 from lightning_trainer.config.files import CONFIG_NAME
@@ -164,8 +166,15 @@ def read_state(checkpoint: Path) -> State:
         values = json.loads((checkpoint / STATE_NAME).read_text(encoding="utf-8"))
         if "spread" in values:  # of an older version
             values["kept"] = {"spread": values.pop("spread")}
-        return State(**{**values, "agents": tuple(values["agents"]), "rewards": tuple(values["rewards"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        State(**values)  # no name is unknown, and none is missing
+        return TypeAdapter(State).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        named = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{checkpoint / STATE_NAME} can't be read: {named}: {first['msg']}. Give another checkpoint."
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{checkpoint / STATE_NAME} can't be read: {error}. Give another checkpoint.") from None
 
 
