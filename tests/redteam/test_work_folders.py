@@ -330,3 +330,17 @@ def test_a_folder_that_is_copied_may_not_be_nested_without_end(tmp_path):
     with pytest.raises(WorkFolderError, match="nested deeper"):
         WorkFolder(Source(source, None), MOST)
     trees.remove_tree(source)
+
+
+def test_a_folder_that_can_not_be_read_is_not_missing_from_a_copy_without_a_word(tmp_path, monkeypatch):
+    (tmp_path / "project" / "closed").mkdir(parents=True)
+    open_folder = trees._open_folder
+
+    def refuse(root, folder, **more):
+        if folder == "closed":
+            raise PermissionError(13, "Permission denied", folder)  # root, who may run this test, is refused nothing
+        return open_folder(root, folder, **more)
+
+    monkeypatch.setattr(trees, "_open_folder", refuse)
+    with pytest.raises(WorkFolderError, match=r"can't be copied.*closed"):
+        WorkFolder(Source(tmp_path / "project", None), MOST)

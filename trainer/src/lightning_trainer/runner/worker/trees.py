@@ -49,21 +49,25 @@ def nothing(_: str) -> bool:
     return False
 
 
-def walk(root: Path, pass_by: Callable[[str], bool] = nothing, *, mend: bool = False) -> Iterator[FolderEntry]:
+def walk(
+    root: Path, pass_by: Callable[[str], bool] = nothing, *, mend: bool = False, strict: bool = False
+) -> Iterator[FolderEntry]:
     """Yield all that a folder holds, each folder before what is in it.
 
     Args:
         root: the folder.
         pass_by: whether not to look into the folder at a path.
         mend: open folders whose mode keeps us out, once nothing works there any more; otherwise they count as empty.
+        strict: a folder that can't be read is an error instead.
 
     Raises:
+        OSError: a folder can't be read, if `strict`.
         WorkFolderError: it is nested too deep, or holds too many entries.
     """
     waiting, seen = [""], 0
     while waiting:
         folder = waiting.pop()
-        for name, status in _entries(root, folder, mend, MOST_ENTRIES - seen + 1):
+        for name, status in _entries(root, folder, MOST_ENTRIES - seen + 1, mend=mend, strict=strict):
             entry = FolderEntry(f"{folder}/{name}" if folder else name, status)
             seen += 1
             _check_bounds(root, entry.path, seen)
@@ -82,9 +86,10 @@ def _check_bounds(root: Path, path: str, seen: int) -> None:
         raise WorkFolderError(f"{root} holds more than {MOST_ENTRIES:,} files and folders.")
 
 
-def _entries(root: Path, folder: str, mend: bool, most: int) -> list[tuple[str, os.stat_result]]:
+def _entries(root: Path, folder: str, most: int, *, mend: bool, strict: bool) -> list[tuple[str, os.stat_result]]:
     found = []
-    with suppress(OSError), _open_folder(root, folder, mend=mend) as descriptor, os.scandir(descriptor) as entries:
+    hidden = () if strict else (OSError,)
+    with suppress(*hidden), _open_folder(root, folder, mend=mend) as descriptor, os.scandir(descriptor) as entries:
         for entry in islice(entries, most):
             with suppress(OSError):  # gone since
                 found.append((entry.name, entry.stat(follow_symlinks=False)))
@@ -110,7 +115,7 @@ def copy_tree(source: Path, target: Path, leave_out: Callable[[str], bool]) -> N
     """
     target.mkdir()
     folders = [(target, source.stat())]
-    for path, status in walk(source, leave_out):
+    for path, status in walk(source, leave_out, strict=True):
         if leave_out(path):
             continue
         if stat.S_ISDIR(status.st_mode):
