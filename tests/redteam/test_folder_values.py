@@ -27,7 +27,7 @@ from lightning_trainer.kits.view.routes import Views
 from lightning_trainer.kits.view.runs import Runs
 from lightning_trainer.report.log.lines import read
 from lightning_trainer.run.state import STATE_NAME, State, read_state
-from support.strange_values import DEEP, VALUES, places, replaced
+from support.strange_values import DEEP, VALUES, places, replace_at
 from support.training.example_runs import make_run
 
 # What runs write beside numbers.
@@ -117,7 +117,7 @@ def test_numbers_of_any_type_fail_neither_their_run_nor_the_others(shown, look, 
     for line, place, value in random.Random(0).sample(cases, 60):
         texts = [
             *map(json.dumps, lines[:line]),
-            replaced(lines[line], place, value),
+            replace_at(lines[line], place, value),
             *map(json.dumps, lines[line + 1 :]),
         ]
         path.write_text("\n".join(texts) + "\n")
@@ -136,7 +136,7 @@ def test_options_of_any_type_fail_neither_their_run_nor_the_others(shown, look, 
     options = json.loads(whole)
     cases = [(place, value) for place in places(options, 2) for value in VALUES]
     for place, value in [*random.Random(0).sample(cases, 20), (("name_by",), DEEP)]:
-        path.write_text(replaced(options, place, value))
+        path.write_text(replace_at(options, place, value))
         assert "good" in command("runs", str(shown), "--json")
         assert "good" in look("runs")
         command("blame", changed)
@@ -153,7 +153,7 @@ def test_a_tokenizer_of_any_shape_fails_no_page(shown, look):
     described["model"]["vocab"] = dict(list(described["model"]["vocab"].items())[:5])
     cases = [(place, value) for place in places(described, 3) for value in VALUES]
     for place, value in random.Random(0).sample(cases, 40):
-        path.write_text(replaced(described, place, value))
+        path.write_text(replace_at(described, place, value))
         look("call")
     path.write_text(whole)
 
@@ -180,7 +180,7 @@ def test_a_state_of_any_type_is_one_error_or_is_one(tmp_path):
     path.write_text(json.dumps(whole))
     assert read_state(tmp_path) == state
     for place, value in [(place, value) for place in places(whole, 3) for value in VALUES]:
-        path.write_text(replaced(whole, place, value))
+        path.write_text(replace_at(whole, place, value))
         with suppress(ConfigError):
             read = read_state(tmp_path)
             assert [type(each) for each in (read.step, read.seconds, read.agents)] == [int, float, tuple]
@@ -209,10 +209,10 @@ def test_a_lineage_of_any_type_is_one_error(tmp_path):
     for number, place, value in [*random.Random(0).sample(cases, 60), *known]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "checkpoint"
         folder.mkdir()
-        texts = [json.dumps(each) if n != number else replaced(each, place, value) for n, each in enumerate(lines)]
+        texts = [json.dumps(each) if n != number else replace_at(each, place, value) for n, each in enumerate(lines)]
         head = write_chain(folder / "lineage.jsonl", texts)
         told = {**pointer, "head": head}
-        (folder / "lineage.json").write_text(replaced(told, place, value) if number == 2 else json.dumps(told))
+        (folder / "lineage.json").write_text(replace_at(told, place, value) if number == 2 else json.dumps(told))
         output = command("lineage", str(folder), "--json", "--runs", str(folder.parent))
         command("lineage", str(folder), "--runs", str(folder.parent))
         command("lineage", "c", "--runs", str(folder.parent), "--json")

@@ -25,7 +25,7 @@ def places(value: Any, depth: int = 3, at: tuple[Any, ...] = ()) -> Iterator[tup
             yield from places(value[name], depth - 1, (*at, name))
 
 
-def replaced(document: Any, place: tuple[Any, ...], text: str) -> str:
+def replace_at(document: Any, place: tuple[Any, ...], text: str) -> str:
     """Return a document as JSON, with this JSON text at one place."""
     mark = "@@here@@"
     copy = json.loads(json.dumps(document))

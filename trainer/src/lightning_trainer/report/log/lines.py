@@ -83,11 +83,11 @@ def _parse(text: bytes) -> tuple[Line | None, str]:
         if not good:
             return None, "it is not an alarm with a name, a text and the steps taken"
     wrong = [name for name, value in values.items() if not _fits(values["kind"], name, value)]
-    why = f"{wrong[0]!r} can't be {_described(values[wrong[0]])}" if wrong else ""
+    why = f"{wrong[0]!r} can't be {_describe(values[wrong[0]])}" if wrong else ""
     return {name: value for name, value in values.items() if name not in wrong}, why
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a {type(value).__name__}" if isinstance(value, (dict, list)) else repr(value)[:60]
 
 
