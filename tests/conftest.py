@@ -82,7 +82,7 @@ def _warm_workers() -> Iterator[WarmWorkers]:
 def _fork_workers(request: pytest.FixtureRequest, _warm_workers: WarmWorkers) -> Iterator[None]:
     """Runners of some folders fork their workers from a process that has imported the openai client."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name in FORKED and hasattr(os, "fork"):
+        if request.path.parent.name in FORKED and sys.platform == "linux":
             patch.setattr("lightning_trainer.runner.process._start_process", _warm_workers.start)
         yield
 
