@@ -22,6 +22,7 @@ from lightning_spans.store import open_store
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.kits.evaluation.folder import read_asked, read_samples
 from lightning_trainer.kits.view.pages import create_view
 from lightning_trainer.kits.view.routes import Views
 from lightning_trainer.kits.view.runs import Runs
@@ -184,6 +185,15 @@ def test_a_state_of_any_type_is_one_error_or_is_one(tmp_path):
         with suppress(ConfigError):
             read = read_state(tmp_path)
             assert [type(each) for each in (read.step, read.seconds, read.agents)] == [int, float, tuple]
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "{}", '{"config": []}', DEEP, "[" * 100_000, '"x"'])
+def test_files_of_an_evaluation_that_are_none_are_one_error(tmp_path, text):
+    (tmp_path / "eval.json").write_text(text)
+    (tmp_path / "samples.jsonl").write_text(f"{text}\n")
+    for read_file in (read_asked, read_samples):
+        with pytest.raises(ConfigError, match=str(tmp_path)):
+            read_file(tmp_path)
 
 
 @pytest.mark.timeout(120)

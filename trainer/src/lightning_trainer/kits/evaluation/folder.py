@@ -43,8 +43,12 @@ def read_asked(folder: Path) -> dict[str, Any]:
         values: dict[str, Any] = json.loads((folder / ASKED_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no evaluation: there is no {ASKED_NAME} in it.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder / ASKED_NAME} can't be read: {error}.") from None
+    if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
+        raise ConfigError(
+            f"{folder / ASKED_NAME} is not what an evaluation writes. Evaluate again into another folder."
+        )
     return values
 
 
@@ -65,7 +69,7 @@ def read_samples(folder: Path) -> list[Sample]:
         return [Sample.from_json(json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except FileNotFoundError:
         raise ConfigError(f"{folder} has no {SAMPLES_NAME}: nothing was measured yet.") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}. Evaluate again into another folder.") from None
 
 
