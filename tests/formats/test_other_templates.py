@@ -13,8 +13,7 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.continuation import Continuations
 from lightning_trainer.gateway.prompt.doctor import examined
 from lightning_trainer.gateway.prompt.template import ChatFormat, check_calls
-from lightning_trainer.reasons import continuation as reasons
-from lightning_trainer.reasons.continuation import OTHER
+from lightning_trainer.reasons.continuation import OTHER, ContinuationReason
 from support.models import families
 
 pytest.importorskip("transformers")
@@ -110,7 +109,7 @@ def test_a_template_that_trims_answers_does_not_break_the_row():
     message = chat.read(ids, []).message()
     continuations.remember("a", first, ids, message)
     second = continuations.prompt([USER, message, USER], [], "a")
-    assert second.how == reasons.JOINED
+    assert second.how == ContinuationReason.JOINED
     assert second.ids[: len(first.ids) + len(ids)] == (*first.ids, *ids)
 
 
@@ -121,7 +120,7 @@ def test_a_template_that_changes_an_answers_words_begins_a_row():
     ids = [*chat.encode("nine"), chat.end_token]
     message = chat.read(ids, []).message()
     continuations.remember("a", first, ids, message)
-    assert continuations.prompt([USER, message, USER], [], "a").how == reasons.REWRITTEN
+    assert continuations.prompt([USER, message, USER], [], "a").how == ContinuationReason.REWRITTEN
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import ContinuationReason
 from support.fakes import ByteTokenizer, FakeEngine, served
 from support.models.families import THINKING
 from support.models.model_families import all_families, tokenizer_of
@@ -81,7 +82,10 @@ def test_responses_have_reasoning_items_and_go_on_with_them(server, attempt, cli
     assert first.usage.output_tokens_details.reasoning_tokens > 5
     items = [USER, *(item.model_dump(exclude_none=True) for item in first.output), {"role": "user", "content": "Sure?"}]
     client.responses.create(model="policy", input=items)
-    assert [call.sampling[reasons.CONTINUATION] for call in server.calls(attempt)] == [reasons.BEGINS, reasons.FORKED]
+    assert [call.sampling[reasons.CONTINUATION] for call in server.calls(attempt)] == [
+        ContinuationReason.BEGINS,
+        ContinuationReason.FORKED,
+    ]
     events = list(client.responses.create(model="policy", input="again", stream=True))
     thought = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -100,7 +104,7 @@ def test_messages_have_thinking_blocks_and_take_them_back(server, attempt, post)
     first, second = server.calls(attempt)
     assert (first.sampling["template"], second.sampling[reasons.CONTINUATION]) == (
         {"reasoning_effort": "medium"},
-        reasons.FORKED,
+        ContinuationReason.FORKED,
     )
     streamed = post("/v1/messages", {**asked, "stream": True}).text
     assert '"type":"thinking_delta","thinking":' in streamed
@@ -176,7 +180,7 @@ def test_calls_of_other_formats_reach_the_agent_and_rows_go_on(tmp_path, name, s
         first, second = running.calls("a")
     held = (*first.prompt_token_ids, *first.choices[0].token_ids)
     how = second.sampling[reasons.CONTINUATION]
-    assert how == reasons.JOINED, how
+    assert how == ContinuationReason.JOINED, how
     assert second.prompt_token_ids[: len(held)] == held
 
 

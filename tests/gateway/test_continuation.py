@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_trainer.gateway.prompt.equality import Conversation, same_data
-from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import ContinuationReason
 from support.fakes import HERMES_TEMPLATE, ByteTokenizer
 from support.gateway.continuation import (
     TOOL,
@@ -36,7 +36,7 @@ def test_tokens_that_the_tokenizer_would_not_give_again_are_kept():
     talk = Talk()
     first, whole, message = talk.ask([USER], strange(talk.tokenizer))
     second = talk.continuations.prompt([USER, message, OTHER], [TOOL], "a")
-    assert (first.how, second.how) == (reasons.BEGINS, reasons.JOINED)
+    assert (first.how, second.how) == (ContinuationReason.BEGINS, ContinuationReason.JOINED)
     assert second.ids[: len(whole)] == whole
     alone = talk.alone([USER, message, OTHER])
     assert talk.chat.decode(second.ids) == talk.chat.decode(alone.ids)
@@ -50,7 +50,7 @@ def test_a_tool_call_stays_as_sampled_however_the_agent_writes_it_down(arguments
     for call in message["tool_calls"]:
         call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=3)
     prompt = talk.continuations.prompt([USER, message, result(message)], [TOOL], "a")
-    assert prompt.how == reasons.JOINED
+    assert prompt.how == ContinuationReason.JOINED
     assert prompt.ids[: len(whole)] == whole
     assert talk.chat.decode(prompt.ids).endswith(
         "<tool_response>\n19\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -71,7 +71,7 @@ def test_other_ways_to_write_the_same_message_are_the_same(rewrite):
     talk = Talk()
     _, whole, message = talk.ask([USER], CALL)
     prompt = talk.continuations.prompt([USER, rewrite(message), result(message)], [TOOL], "a")
-    assert prompt.how == reasons.JOINED
+    assert prompt.how == ContinuationReason.JOINED
     assert prompt.ids[: len(whole)] == whole
 
 
@@ -79,7 +79,7 @@ def test_ids_of_tool_calls_may_be_the_frameworks_own():
     talk = Talk()
     _, _, message = talk.ask([USER], CALL)
     message["tool_calls"][0]["id"] = "7"
-    assert talk.continuations.prompt([USER, message, result(message)], [TOOL], "a").how == reasons.JOINED
+    assert talk.continuations.prompt([USER, message, result(message)], [TOOL], "a").how == ContinuationReason.JOINED
 
 
 def test_text_as_parts_and_developer_as_system_are_the_same():
@@ -87,16 +87,16 @@ def test_text_as_parts_and_developer_as_system_are_the_same():
     _, _, message = talk.ask([{"role": "system", "content": "Be brief."}, USER], "19")
     parts = [{"type": "text", "text": "Be brief."}]
     again = [{"role": "developer", "content": parts}, USER, message, OTHER]
-    assert talk.continuations.prompt(again, [TOOL], "a").how == reasons.JOINED
+    assert talk.continuations.prompt(again, [TOOL], "a").how == ContinuationReason.JOINED
 
 
 def test_a_client_that_tries_again_is_no_continuation_and_both_answers_can_be_continued():
     talk = Talk()
     _, one, message = talk.ask([USER], "19")
     again, two, _ = talk.ask([USER], [*b"19", talk.tokenizer.eos_token_id])
-    assert again.how == reasons.BEGINS
+    assert again.how == ContinuationReason.BEGINS
     prompts = [talk.continuations.prompt([USER, message, OTHER], [TOOL], "a") for _ in range(2)]
-    assert {prompt.how for prompt in prompts} == {reasons.JOINED}
+    assert {prompt.how for prompt in prompts} == {ContinuationReason.JOINED}
     assert {prompt.ids[: len(one)] for prompt in prompts} == {one, two}
 
 
@@ -107,7 +107,7 @@ def test_interleaved_conversations_and_branches_each_continue_their_own():
     branches = [[USER, message, {"role": "user", "content": text}] for text in ("left", "right")]
     for messages, before in ((branches[0], one), (branches[1], one), ([OTHER, message, USER], two)):
         prompt = talk.continuations.prompt(messages, [TOOL], "a")
-        assert prompt.how == reasons.JOINED
+        assert prompt.how == ContinuationReason.JOINED
         assert prompt.ids[: len(before)] == before
 
 
@@ -121,19 +121,22 @@ def test_the_longest_earlier_call_is_continued_and_steps_may_be_skipped():
     assert prompt.ids[: len(whole)] == whole
     foreign = [*messages, {"role": "assistant", "content": "said by another model"}, USER]
     prompt = talk.continuations.prompt(foreign, [TOOL], "a")
-    assert prompt.how == reasons.JOINED
+    assert prompt.how == ContinuationReason.JOINED
     assert prompt.ids[: len(whole)] == whole
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda m: [{**m[0], "content": "Be long."}, *m[1:]], reasons.SYSTEM_CHANGED),
-        (lambda m: m[1:], reasons.SYSTEM_CHANGED),
-        (lambda m: [m[0], {**m[1], "content": "What is 12+8?"}, *m[2:]], reasons.EDITED),
-        (lambda m: [m[0], m[3], m[2], m[1]], reasons.EDITED),
-        (lambda m: [m[0], m[2], m[3]], reasons.WINDOW),
-        (lambda m: [m[0], m[1], {**m[2], "content": "20"}, m[3]], reasons.BEGINS),  # no answer of ours is in it
+        (lambda m: [{**m[0], "content": "Be long."}, *m[1:]], ContinuationReason.SYSTEM_CHANGED),
+        (lambda m: m[1:], ContinuationReason.SYSTEM_CHANGED),
+        (lambda m: [m[0], {**m[1], "content": "What is 12+8?"}, *m[2:]], ContinuationReason.EDITED),
+        (lambda m: [m[0], m[3], m[2], m[1]], ContinuationReason.EDITED),
+        (lambda m: [m[0], m[2], m[3]], ContinuationReason.WINDOW),
+        (
+            lambda m: [m[0], m[1], {**m[2], "content": "20"}, m[3]],
+            ContinuationReason.BEGINS,
+        ),  # no answer of ours is in it
     ],
 )
 def test_a_changed_history_stands_alone_and_says_why(change, why):
@@ -168,7 +171,7 @@ def test_context_that_a_program_manages_has_a_rule(change, why):
         messages.append(message)
     changed = change([*messages, OTHER])
     prompt = talk.continuations.prompt(changed, [TOOL], "a")
-    assert prompt.how == getattr(reasons, why)
+    assert prompt.how == ContinuationReason[why]
     assert talk.chat.decode(prompt.ids) == talk.chat.decode(talk.alone(changed).ids)
 
 
@@ -177,7 +180,7 @@ def test_changed_tools_stand_alone_and_say_so():
     _, _, message = talk.ask([USER], "19")
     more = {"type": "function", "function": {"name": "search", "parameters": {}}}
     prompt = talk.continuations.prompt([USER, message, OTHER], [TOOL, more], "a")
-    assert prompt.how == reasons.TOOLS_CHANGED
+    assert prompt.how == ContinuationReason.TOOLS_CHANGED
     assert prompt.ids == talk.alone([USER, message, OTHER], [TOOL, more]).ids
 
 
@@ -187,7 +190,7 @@ def test_a_changed_call_stands_alone():
     changed = copy.deepcopy(message)
     changed["tool_calls"][0]["function"]["arguments"] = '{"expression": "1+1"}'
     prompt = talk.continuations.prompt([USER, changed, result(message)], [TOOL], "a")
-    assert prompt.how == reasons.BEGINS
+    assert prompt.how == ContinuationReason.BEGINS
     assert '"1+1"' in talk.chat.decode(prompt.ids)
 
 
@@ -200,7 +203,7 @@ def test_an_answer_that_the_agent_did_not_see_whole_is_not_put_into_its_history(
     talk.continuations.remember("a", prompt, [*talk.chat.encode(answer), 257], message)
     messages = [USER, message, result(message)]
     prompt = talk.continuations.prompt(messages, [TOOL], "a")
-    assert prompt.how == reasons.HIDDEN
+    assert prompt.how == ContinuationReason.HIDDEN
     assert prompt.ids == talk.alone(messages).ids
 
 
@@ -210,7 +213,7 @@ def test_a_stop_string_and_half_a_letter_are_no_rewriting(sampled, shown):
     prompt = talk.continuations.prompt([USER], [TOOL], "a")
     message = {"role": "assistant", "content": shown}
     talk.continuations.remember("a", prompt, list(sampled), message)
-    assert talk.continuations.prompt([USER, message, OTHER], [TOOL], "a").how == reasons.HIDDEN
+    assert talk.continuations.prompt([USER, message, OTHER], [TOOL], "a").how == ContinuationReason.HIDDEN
 
 
 @pytest.mark.parametrize("gives_back", [False, True])
@@ -224,17 +227,17 @@ def test_dropped_reasoning_forks_and_goes_on_while_it_is_shown(gives_back):
         del message["reasoning_content"]  # as most frameworks do
     messages = [USER, message, result(message)]
     prompt, _, answer = talk.ask(messages, [*b"<think>\nso\n</think>\n\n", *strange(talk.tokenizer)])
-    assert prompt.how == reasons.JOINED
+    assert prompt.how == ContinuationReason.JOINED
     assert "hm" in talk.chat.decode(prompt.ids)
     messages += [answer, OTHER]
     prompt, forked, answer = talk.ask(messages, "<think>\nas\n</think>\n\n20")
-    assert prompt.how == reasons.FORKED
+    assert prompt.how == ContinuationReason.FORKED
     assert "think" not in talk.chat.decode(prompt.ids)
     assert talk.tokenizer.merged in prompt.ids  # the rest of the answer has its own tokens
     assert talk.chat.decode(prompt.ids) == talk.chat.decode(talk.alone(messages).ids)
     messages += [answer, USER]
     prompt = talk.continuations.prompt(messages, [TOOL], "a")
-    assert prompt.how == reasons.FORKED
+    assert prompt.how == ContinuationReason.FORKED
     shown = forked[: len(forked) - len("<think>\nas\n</think>\n\n20") - 1]
     assert prompt.ids[: len(shown)] == shown  # up to the newest answer the rows are one
 
@@ -251,7 +254,7 @@ def test_reasoning_that_begins_in_the_prompt_forks_too():
     assert talk.chat.decode(first.ids).endswith("<think>\n")
     assert message == {"role": "assistant", "content": "the man", "reasoning_content": "hm"}
     prompt = talk.continuations.prompt([USER, message, OTHER], [TOOL], "a")
-    assert prompt.how == reasons.FORKED
+    assert prompt.how == ContinuationReason.FORKED
     assert talk.chat.decode(prompt.ids) == talk.chat.decode(talk.alone([USER, message, OTHER]).ids)
 
 
@@ -259,7 +262,7 @@ def test_an_answer_cut_by_length_goes_on_where_it_was_cut():
     talk = Talk()
     _, whole, message = talk.ask([USER], [talk.tokenizer.merged, *b" app"])
     prompt = talk.continuations.prompt([USER, message, OTHER], [TOOL], "a")
-    assert (prompt.how, prompt.ids[: len(whole)]) == (reasons.JOINED, whole)
+    assert (prompt.how, prompt.ids[: len(whole)]) == (ContinuationReason.JOINED, whole)
     assert prompt.ids[len(whole)] == talk.tokenizer.eos_token_id
 
 
@@ -273,7 +276,7 @@ def test_a_message_that_imitates_an_answer_is_not_taken_for_one():
     spoof = [{"role": "user", "content": inside}]  # renders to the very same text
     prompt = talk.continuations.prompt(spoof, [TOOL], "a")
     assert talk.chat.decode(prompt.ids) == rendered
-    assert prompt.how == reasons.BEGINS
+    assert prompt.how == ContinuationReason.BEGINS
     assert talk.tokenizer.merged not in prompt.ids
 
 
@@ -295,7 +298,7 @@ def test_what_is_remembered_is_bounded_and_what_was_forgotten_is_said():
     kept = talk.continuations
     assert 0 < kept._size <= 60_000
     assert kept._size == sum(memory.size for memory in kept._memories.values())
-    assert kept.prompt([USER, message, OTHER], [TOOL], "attempt 3").how == reasons.FORGOTTEN
+    assert kept.prompt([USER, message, OTHER], [TOOL], "attempt 3").how == ContinuationReason.FORGOTTEN
     for number in range(300):
         kept.forget(f"attempt {number}")
     kept.forget("long")

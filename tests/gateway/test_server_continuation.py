@@ -8,6 +8,7 @@ import pytest
 
 from lightning_trainer.gateway.upstream.upstream import Upstream
 from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import ContinuationReason
 from support.fakes import ByteTokenizer, FakeEngine, served
 from support.gateway.long_talks import STRANGE, TOOLS, USER, rows_of
 
@@ -52,9 +53,9 @@ def test_a_conversation_is_one_row_and_the_account_says_so(server, attempt, clie
     rows, told = rows_of(server, attempt)
     assert [row.transitions for row in rows] == [3]
     assert (told.continued, told.not_continued, told.continued_share) == (2, {}, 1.0)
-    assert [call.sampling[reasons.CONTINUATION] for call in server.calls(attempt)] == [reasons.BEGINS] + 2 * [
-        reasons.JOINED
-    ]
+    assert [call.sampling[reasons.CONTINUATION] for call in server.calls(attempt)] == [
+        ContinuationReason.BEGINS
+    ] + 2 * [ContinuationReason.JOINED]
 
 
 def test_either_of_n_answers_can_be_continued(server, attempt, client):
@@ -76,7 +77,7 @@ def test_what_stands_alone_is_told_with_its_reason_in_account_and_metrics(server
     before = _metric(server, 'lightning_prompts_total{made="system_prompt_changed"}')
     client.chat.completions.create(model="policy", messages=edited)
     _, told = rows_of(server, attempt)
-    assert (told.continued, told.not_continued) == (0, {reasons.SYSTEM_CHANGED: 1})
+    assert (told.continued, told.not_continued) == (0, {ContinuationReason.SYSTEM_CHANGED: 1})
     assert _metric(server, 'lightning_prompts_total{made="system_prompt_changed"}') == before + 1
     assert 0 <= _metric(server, "lightning_continued_share") < 1
 
@@ -95,7 +96,7 @@ def test_forwarded_calls_say_that_they_were_sent_as_messages(tmp_path_factory):
             client = openai.OpenAI(base_url=f"{front.url}/v1", api_key=front.key("a"))
             talk(client, model="tuned")
             _, told = rows_of(front, "a")
-    assert (told.continued, told.not_continued) == (0, {reasons.ONLY_MESSAGES: 2})
+    assert (told.continued, told.not_continued) == (0, {ContinuationReason.ONLY_MESSAGES: 2})
 
 
 def _engines(server):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.upstream import Upstream
 from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import ContinuationReason
 from support.fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer, FakeEngine, fake_logprob, served
 from support.gateway.continuation import World, _calls, names
 from support.gateway.long_talks import STRANGE, TOOLS, USER, rows_of
@@ -244,7 +245,7 @@ def sent_as_messages(tmp_path, behind, why, *, tokenizer=None, before=(), **body
         said = ask(front, [USER], **body)
         ask(front, [USER, said, OTHER], **body)
         assert [path for path, _ in behind.asked][-2:] == ["/v1/chat/completions"] * 2
-        assert how(front)[-2:] == [reasons.BEGINS, why]
+        assert how(front)[-2:] == [ContinuationReason.BEGINS, why]
         _, told = rows_of(front, "a")
         assert told.not_continued == {why: 1}
         assert front.calls("a")[-1].choices[0].token_ids
@@ -256,12 +257,12 @@ def test_a_server_of_another_tokenizer_is_sent_messages(tmp_path, kind):
         def encode(self, text, add_special_tokens=True):
             return [token + 1 for token in super().encode(text)]
 
-    sent_as_messages(tmp_path, TokenUpstream(FakeEngine(), kind), reasons.OTHER_TOKENS, tokenizer=Other())
+    sent_as_messages(tmp_path, TokenUpstream(FakeEngine(), kind), ContinuationReason.OTHER_TOKENS, tokenizer=Other())
 
 
 def test_a_server_of_another_template_is_sent_messages(tmp_path):
     other = TokenUpstream(FakeEngine(), template=ByteTokenizer(PLAIN_TEMPLATE.replace("system", "user") + " "))
-    sent_as_messages(tmp_path, other, reasons.OTHER_TOKENS)
+    sent_as_messages(tmp_path, other, ContinuationReason.OTHER_TOKENS)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -275,24 +276,24 @@ def test_reasoning_is_read_here_and_the_token_path_kept(tmp_path, kind, stream):
         message = ask(front, [USER], stream=stream)
         assert (message["reasoning_content"], message["content"]) == ("hm", "19")
         ask(front, [USER, message, OTHER])
-        assert how(front) == [reasons.BEGINS, reasons.FORKED]
+        assert how(front) == [ContinuationReason.BEGINS, ContinuationReason.FORKED]
 
 
 def test_a_server_of_no_known_kind_is_sent_messages(tmp_path):
-    sent_as_messages(tmp_path, TokenUpstream(FakeEngine(), "somebody's"), reasons.UNKNOWN_SERVER)
+    sent_as_messages(tmp_path, TokenUpstream(FakeEngine(), "somebody's"), ContinuationReason.UNKNOWN_SERVER)
 
 
 def test_tools_that_the_template_writes_in_another_form_are_sent_as_messages(tmp_path):
     tokenizer = ByteTokenizer(HERMES_TEMPLATE.replace("tool_call>", "call>"))
     behind = TokenUpstream(FakeEngine(tokenizer=tokenizer))
-    sent_as_messages(tmp_path, behind, reasons.OTHER_CALLS, tokenizer=tokenizer, tools=TOOLS)
+    sent_as_messages(tmp_path, behind, ContinuationReason.OTHER_CALLS, tokenizer=tokenizer, tools=TOOLS)
     assert behind.asked[0][1]["tools"] == TOOLS
 
 
 @pytest.mark.parametrize("body", [{"top_logprobs": 2, "logprobs": True}, {"chat_template_kwargs": {"a": 1}}])
 def test_what_only_the_server_reads_is_sent_as_messages(tmp_path, body):
     behind = TokenUpstream(FakeEngine())
-    sent_as_messages(tmp_path, behind, reasons.ONLY_UPSTREAM_READS, before=[[OTHER]], **body)
+    sent_as_messages(tmp_path, behind, ContinuationReason.ONLY_UPSTREAM_READS, before=[[OTHER]], **body)
     assert behind.asked[0][0] == "/v1/completions"
     assert body.items() <= behind.asked[1][1].items()
 
@@ -318,7 +319,7 @@ def test_vllm_is_told_what_an_answer_must_be_in_the_form_that_its_backend_takes(
         ask(front, [USER, said, OTHER], tools=TOOLS, response_format={"type": "json_object"}, stream=True)
         ask(front, [OTHER])
         *constrained, free = front.calls("a")
-        assert how(front) == [reasons.BEGINS, reasons.JOINED, reasons.BEGINS]
+        assert how(front) == [ContinuationReason.BEGINS, ContinuationReason.JOINED, ContinuationReason.BEGINS]
     assert [path for path, _ in behind.asked] == ["/v1/completions"] * 3
     for call, (_, body) in zip(constrained, behind.asked, strict=False):
         assert call.sampling["structured_outputs"] == body["structured_outputs"]
@@ -332,7 +333,7 @@ def test_a_vllm_of_another_backend_is_sent_messages(tmp_path):
     behind = TokenUpstream(FakeEngine())
     behind.form = "json"
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    sent_as_messages(tmp_path, behind, reasons.NO_FORM, response_format=schema)
+    sent_as_messages(tmp_path, behind, ContinuationReason.NO_FORM, response_format=schema)
     assert behind.asked[-1][1]["response_format"] == schema
     assert len(behind.tried) == 2
 
@@ -355,7 +356,7 @@ def test_what_goes_on_from_a_call_that_was_sent_as_messages_says_so(tmp_path):
     with gateway(tmp_path, behind) as front:
         said = ask(front, [USER], logprobs=True, top_logprobs=1)
         ask(front, [USER, said, OTHER])
-        assert how(front) == [reasons.BEGINS, reasons.AFTER_MESSAGES]
+        assert how(front) == [ContinuationReason.BEGINS, ContinuationReason.AFTER_MESSAGES]
 
 
 # Replicas.

@@ -27,15 +27,7 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.ingest.otlp import sort
 from lightning_trainer.gateway.request.pending import begin
 from lightning_trainer.gateway.settings import Limits
-from lightning_trainer.lineage.permits import (
-    DENIED_TRACE,
-    EXPIRED,
-    OTHER_TENANT,
-    SEVERAL_TENANTS,
-    UNSTATED,
-    Permits,
-    tenants_of,
-)
+from lightning_trainer.lineage.permits import Permits, Unpermitted, tenants_of
 from support.postgres import server
 
 DAY_NS = 86_400 * 10**9
@@ -95,9 +87,14 @@ def test_export_and_tasks_hold_only_what_is_permitted_and_count_the_rest(
     assert not out.exists()
     assert not tasks.exists()
     told = json.loads(run(*export, "--tenant", "acme").splitlines()[-1])
-    assert told["left_out"] == {UNSTATED: 1, DENIED_TRACE: 1, EXPIRED: 1, OTHER_TENANT: 2}
+    assert told["left_out"] == {
+        Unpermitted.UNSTATED: 1,
+        Unpermitted.DENIED_TRACE: 1,
+        Unpermitted.EXPIRED: 1,
+        Unpermitted.OTHER_TENANT: 2,
+    }
     assert [json.loads(line)["tenant"] for line in out.read_text().splitlines()] == ["acme"]
-    assert f"1 trace left out: {DENIED_TRACE}" in run(*to_tasks, "--tenant", "acme", "--assume-consent")
+    assert f"1 trace left out: {Unpermitted.DENIED_TRACE}" in run(*to_tasks, "--tenant", "acme", "--assume-consent")
     assert [json.loads(line)["trace_id"] for line in tasks.read_text().splitlines()] == [f"{n:032x}" for n in (1, 2)]
     run(*to_tasks, "--mix-tenants")
     assert [json.loads(line).get("tenant") for line in tasks.read_text().splitlines()] == ["acme", "globex", None]
@@ -135,8 +132,8 @@ def test_no_selection_mixes_tenants_or_holds_what_is_not_permitted(
 def test_a_trace_that_two_tenants_sent_is_of_neither() -> None:
     one, other = a_span(1, tenant="acme", consent=True), a_span(1, tenant="globex", consent=True)
     trace = Trace.build([one, Span(**{**_fields(other), "span_id": "f" * 16})])
-    assert Permits().reason_against(trace) == SEVERAL_TENANTS
-    assert Permits(tenant="acme").reason_against(trace) == SEVERAL_TENANTS
+    assert Permits().reason_against(trace) == Unpermitted.SEVERAL_TENANTS
+    assert Permits(tenant="acme").reason_against(trace) == Unpermitted.SEVERAL_TENANTS
 
 
 def _fields(span: Span) -> dict[str, Any]:

@@ -7,21 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer.reasons.continuation import BEGINS, EDITED, JOINED, REWRITTEN
-from lightning_trainer.rl.account import (
-    ATTEMPT_FAILED,
-    GREEDY,
-    NOT_SELECTED,
-    Account,
-    continued,
-)
+from lightning_trainer.reasons.continuation import ContinuationReason
+from lightning_trainer.rl.account import Account, Untrained, continued
 
 
 @st.composite
 def accounts(draw):
     rows = draw(st.integers(0, 9))
     trained = draw(st.integers(rows, 20))
-    dropped = draw(st.dictionaries(st.sampled_from([NOT_SELECTED, ATTEMPT_FAILED, GREEDY]), st.integers(0, 9)))
+    dropped = draw(
+        st.dictionaries(
+            st.sampled_from([Untrained.NOT_SELECTED, Untrained.ATTEMPT_FAILED, Untrained.GREEDY]), st.integers(0, 9)
+        )
+    )
     return Account(
         seen=trained + sum(dropped.values()),
         dropped=dropped,
@@ -35,13 +33,17 @@ def accounts(draw):
         continued=draw(st.integers(0, 9)),
         joined=draw(st.integers(0, 9)),
         unjoined=draw(st.dictionaries(st.sampled_from(["lost", "tried again"]), st.integers(0, 9))),
-        not_continued=draw(st.dictionaries(st.sampled_from([REWRITTEN, EDITED]), st.integers(0, 9))),
+        not_continued=draw(
+            st.dictionaries(
+                st.sampled_from([ContinuationReason.REWRITTEN, ContinuationReason.EDITED]), st.integers(0, 9)
+            )
+        ),
     )
 
 
 def test_an_account_that_does_not_add_up_cannot_be_made():
     with pytest.raises(ValueError, match="3 seen, 1 trained"):
-        Account(seen=3, trained=1, dropped={NOT_SELECTED: 1})
+        Account(seen=3, trained=1, dropped={Untrained.NOT_SELECTED: 1})
     with pytest.raises(ValueError, match="2 rows of 1 calls"):
         Account(seen=1, trained=1, rows=2)
     with pytest.raises(ValueError, match="1 rows of 1 calls"):
@@ -63,10 +65,14 @@ def test_the_empty_account_adds_nothing(account):
 
 
 def test_calls_left_out_early_are_seen_and_dropped():
-    account = Account(seen=2, trained=2, rows=1).plus_dropped(NOT_SELECTED, 3).plus_dropped(NOT_SELECTED, 1)
+    account = (
+        Account(seen=2, trained=2, rows=1)
+        .plus_dropped(Untrained.NOT_SELECTED, 3)
+        .plus_dropped(Untrained.NOT_SELECTED, 1)
+    )
     assert account.seen == 6
-    assert account.dropped == {NOT_SELECTED: 4}
-    assert account.plus_dropped(ATTEMPT_FAILED, 0) == account
+    assert account.dropped == {Untrained.NOT_SELECTED: 4}
+    assert account.plus_dropped(Untrained.ATTEMPT_FAILED, 0) == account
 
 
 def test_rewards_that_reached_no_call_are_counted_by_agent():
@@ -89,7 +95,7 @@ def test_of_many_rewards_that_reached_no_call_the_first_are_told_and_the_rest_co
 def test_lines_tell_people_everything():
     account = Account(
         seen=9,
-        dropped={NOT_SELECTED: 3, GREEDY: 1},
+        dropped={Untrained.NOT_SELECTED: 3, Untrained.GREEDY: 1},
         trained=5,
         rows=2,
         rows_without_gradient=1,
@@ -108,7 +114,7 @@ def test_lines_tell_people_everything():
 
 
 def test_metrics_have_names_without_spaces():
-    metrics = Account(seen=2, dropped={NOT_SELECTED: 1, GREEDY: 1}).metrics()
+    metrics = Account(seen=2, dropped={Untrained.NOT_SELECTED: 1, Untrained.GREEDY: 1}).metrics()
     assert metrics["calls_seen"] == 2.0
     assert metrics["calls_dropped/agent_not_selected"] == 1.0
     assert metrics["calls_dropped/temperature_0"] == 1.0
@@ -116,19 +122,32 @@ def test_metrics_have_names_without_spaces():
 
 
 def test_the_share_of_joined_calls_leaves_out_those_that_begin_a_conversation():
-    account = continued([BEGINS, JOINED, JOINED, JOINED, None, EDITED])
+    account = continued(
+        [
+            ContinuationReason.BEGINS,
+            ContinuationReason.JOINED,
+            ContinuationReason.JOINED,
+            ContinuationReason.JOINED,
+            None,
+            ContinuationReason.EDITED,
+        ]
+    )
     assert account.begun == 1
-    assert (account.continued, account.not_continued, account.continued_share) == (3, {EDITED: 1}, 0.75)
+    assert (account.continued, account.not_continued, account.continued_share) == (
+        3,
+        {ContinuationReason.EDITED: 1},
+        0.75,
+    )
     assert "3 of 4 calls that continue an earlier one contain its tokens" in account.lines()
-    assert f"1 do not: {EDITED}" in account.lines()
+    assert f"1 do not: {ContinuationReason.EDITED}" in account.lines()
     metrics = account.metrics()
     assert (metrics["calls_continued"], metrics["continued_share"], metrics["calls_not_continued/history_edited"]) == (
         3,
         0.75,
         1,
     )
-    assert continued([BEGINS, None]).continued_share is None
-    assert "continued_share" not in continued([BEGINS]).metrics()
+    assert continued([ContinuationReason.BEGINS, None]).continued_share is None
+    assert "continued_share" not in continued([ContinuationReason.BEGINS]).metrics()
 
 
 def test_halves_of_calls_that_stand_alone_are_told_with_their_reason():

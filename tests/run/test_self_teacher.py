@@ -19,7 +19,7 @@ from lightning_trainer import TrainConfig, train
 from lightning_trainer.kits.teaching.feedback import feedback, said
 from lightning_trainer.kits.teaching.options import HINT, SelfOptions, read_self
 from lightning_trainer.kits.teaching.self_teacher import SelfTeacher
-from lightning_trainer.rl.account import HINT_TOO_LONG, NOTHING_TOLD
+from lightning_trainer.rl.account import Untaught
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rows import Row, make_rows
@@ -297,7 +297,8 @@ def test_a_run_in_which_nothing_is_told_says_so(folder: Path, tiny_model: Path) 
         train(config(tiny_model, out="narrow", max_model_len=90))
     found = json.loads((folder / "narrow/metrics.jsonl").read_text().splitlines()[0])
     assert {name for name in found if name.startswith("calls_untaught/")} == {
-        f"calls_untaught/{reason.replace(' ', '_').replace('-', '_')}" for reason in (NOTHING_TOLD, HINT_TOO_LONG)
+        f"calls_untaught/{reason.replace(' ', '_').replace('-', '_')}"
+        for reason in (Untaught.NOTHING_TOLD, Untaught.HINT_TOO_LONG)
     }
 
 

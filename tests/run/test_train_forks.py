@@ -19,8 +19,7 @@ pytestmark = pytest.mark.torch
 
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.report.recomputed import judged
-from lightning_trainer.rl.account import NO_ALTERNATIVE
-from lightning_trainer.rl.account import REPLAYED as FROM_RECORD
+from lightning_trainer.rl.account import Untrained
 
 TEAM = '''
 import itertools
@@ -125,7 +124,7 @@ def test_a_free_rider_learns_nothing_and_its_team_does(tiny_model: Path, folder:
         assert any(call.advantage != 0.0 for call in compared if call.transition.agent == agent)
     assert all(FORKED in call.transition.sampling or "-" in call.transition.rollout_id for call in compared)
     assert metrics["calls_trained"] == len(compared) == 27
-    assert set(batch.account.dropped) <= {FROM_RECORD, NO_ALTERNATIVE}
+    assert set(batch.account.dropped) <= {Untrained.REPLAYED, Untrained.NO_ALTERNATIVE}
 
 
 def test_what_agents_add_is_measured_and_the_update_is_that_without_it(tiny_model: Path, folder: Path) -> None:

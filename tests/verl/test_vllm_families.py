@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import ContinuationReason
 from support.gateway.vllm import USER, asker, exactly, logprobs_of, unbroken, vllm_serving
 from support.models.family_models import SERVED_BY_VLLM, make_family_model
 from support.models.model_families import all_families
@@ -31,8 +32,8 @@ def test_a_conversation_is_recorded_token_for_token(tmp_path, name):
             (message,) = ask(messages, max_tokens=12, temperature=0.8)
             messages += [message, *USER]
         calls, (rows, _) = ask.calls(), ask.rows()
-    assert calls[0].sampling[reasons.CONTINUATION] == reasons.BEGINS
-    if all(call.sampling[reasons.CONTINUATION] == reasons.JOINED for call in calls[1:]):
+    assert calls[0].sampling[reasons.CONTINUATION] == ContinuationReason.BEGINS
+    if all(call.sampling[reasons.CONTINUATION] == ContinuationReason.JOINED for call in calls[1:]):
         unbroken(calls)
     for call in calls:
         assert list(call.choices[0].logprobs) == pytest.approx(logprobs_of(model, call, 0.8), abs=2e-3)

@@ -21,7 +21,8 @@ from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
 from lightning_trainer.gateway.upstream.upstream import Upstream
 from lightning_trainer.reasons import continuation as reasons
-from lightning_trainer.rl import account
+from lightning_trainer.reasons.continuation import ContinuationReason
+from lightning_trainer.rl.account import Untrained
 from support.gateway.vllm import USER, asker, drawn_from, exactly, logprobs_of, unbroken, vllm_serving
 from support.models.tiny import make_tiny_model
 
@@ -184,10 +185,13 @@ def test_a_conversation_with_tools_is_one_row_of_the_tokens_that_vllm_drew(model
         assert bool(calls) is (turn == 1)
         messages += [{"role": "tool", "tool_call_id": call["id"], "content": "19"} for call in calls] or USER
     calls, (rows, told) = asking.calls(), asking.rows()
-    assert [call.sampling[reasons.CONTINUATION] for call in calls] == [reasons.BEGINS, *[reasons.JOINED] * 3]
+    assert [call.sampling[reasons.CONTINUATION] for call in calls] == [
+        ContinuationReason.BEGINS,
+        *[ContinuationReason.JOINED] * 3,
+    ]
     unbroken(calls)
     # A bias and a grammar steered all four, and vLLM does not say where: they are counted, and none is trained on.
-    assert (rows, told.dropped) == ([], {account.STEERED: 4})
+    assert (rows, told.dropped) == ([], {Untrained.STEERED: 4})
     for call in (calls[0], *calls[2:]):  # the call under a grammar was drawn from another distribution
         expected = logprobs_of(model, call, 0.7, bias=letters)
         assert list(call.choices[0].logprobs) == pytest.approx(expected, abs=2e-3)
@@ -255,7 +259,7 @@ def test_json_is_of_its_schema_and_its_form_is_on_record(constrained, stream):
     assert is_person(one["content"])
     assert isinstance(json.loads(other["content"]), dict)
     for call in constrained.calls():
-        assert call.sampling[reasons.CONTINUATION] == reasons.BEGINS
+        assert call.sampling[reasons.CONTINUATION] == ContinuationReason.BEGINS
         assert call.sampling["structured_outputs"].keys() == {constrained.form}
 
 
@@ -277,7 +281,7 @@ def test_calls_are_of_the_tools_asked_for_and_go_on_exactly(constrained, stream)
         assert asked is not GREET or {call["function"]["name"] for call in calls} == {"greet"}
         messages += [message, *({"role": "tool", "tool_call_id": call["id"], "content": "19"} for call in calls)]
     how = [call.sampling[reasons.CONTINUATION] for call in constrained.calls()]
-    assert how == [reasons.BEGINS, *[reasons.JOINED] * 3]
+    assert how == [ContinuationReason.BEGINS, *[ContinuationReason.JOINED] * 3]
     unbroken(constrained.calls())
 
 
@@ -308,5 +312,5 @@ def test_what_only_vllm_reads_goes_as_messages_and_says_so(asking):
     (first,) = asking(USER, max_tokens=4, logprobs=True, top_logprobs=2)
     asking([*USER, first, *USER], max_tokens=4, logprobs=True, top_logprobs=2)
     why = [call.sampling[reasons.CONTINUATION] for call in asking.calls()]
-    assert why == [reasons.BEGINS, reasons.ONLY_UPSTREAM_READS]
+    assert why == [ContinuationReason.BEGINS, ContinuationReason.ONLY_UPSTREAM_READS]
     assert all(call.choices[0].token_ids for call in asking.calls())

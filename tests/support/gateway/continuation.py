@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_trainer.gateway.prompt.continuation import Continuations
 from lightning_trainer.gateway.prompt.template import ChatFormat
-from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import ContinuationReason
 from support.fakes import ByteTokenizer
 
 TOOL = {"type": "function", "function": {"name": "calculator", "description": "d", "parameters": {}}}
@@ -144,7 +144,7 @@ class World:
         alone = self.talk.alone(messages, tools)
         text, rendered = self.talk.chat.decode(prompt.ids), self.talk.chat.decode(alone.ids)
         continues = [call for call in self.calls if call[0] == meaning[: len(call[0])] and len(call[0]) < len(meaning)]
-        if prompt.how not in {reasons.JOINED, reasons.FORKED}:
+        if prompt.how not in {ContinuationReason.JOINED, ContinuationReason.FORKED}:
             assert _unthought(text) == _unthought(rendered)
             assert prompt.ids == alone.ids or text != rendered
             self.alone += bool(continues)
@@ -154,10 +154,10 @@ class World:
             joins = continues and not thought and all(whole and plain for _, _, whole, plain in continues)
             assert self.rewrites or not joins
             return
-        self.joined += prompt.how == reasons.JOINED
-        self.forked += prompt.how == reasons.FORKED
+        self.joined += prompt.how == ContinuationReason.JOINED
+        self.forked += prompt.how == ContinuationReason.FORKED
         held = any(prompt.ids[: len(ids)] == ids for _, ids, _, _ in continues)
-        assert held or prompt.how == reasons.FORKED, "joined to what it does not continue"
+        assert held or prompt.how == ContinuationReason.FORKED, "joined to what it does not continue"
         assert _bare(_unthought(text)) == _bare(_unthought(rendered)), "the text has drifted"
         if not any("tool_calls" in message for message in messages):
             assert _untrimmed(_unthought(text)) == _untrimmed(_unthought(rendered))

@@ -11,12 +11,19 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import TRAINING
 from lightning_spans.terms import CONSENT, GRANTED, RETENTION, TENANT, TERMS, read_days
+from lightning_trainer.reasons.reason import Reason
 
-DENIED_TRACE: Final = "live trace whose consent is denied"
-UNSTATED: Final = "live trace that states no consent: --assume-consent takes these, too"
-EXPIRED: Final = "live trace past its retention"
-OTHER_TENANT: Final = "live trace of another tenant than --tenant"
-SEVERAL_TENANTS: Final = "live trace with data of several tenants"
+
+class Unpermitted(Reason):
+    """Why a live trace must not be used."""
+
+    DENIED_TRACE = "live trace whose consent is denied"
+    UNSTATED = "live trace that states no consent: --assume-consent takes these, too"
+    EXPIRED = "live trace past its retention"
+    OTHER_TENANT = "live trace of another tenant than --tenant"
+    SEVERAL_TENANTS = "live trace with data of several tenants"
+
+
 _DAY_NS: Final = 86_400 * 10**9
 
 
@@ -34,22 +41,22 @@ class Permits:
     tenant: str | None = None
     mix_tenants: bool = False
 
-    def reason_against(self, trace: Trace, now_ns: int | None = None) -> str | None:
+    def reason_against(self, trace: Trace, now_ns: int | None = None) -> Unpermitted | None:
         """Return why a trace must not be used; None: it may. Attempts of runners are the user's own, not live."""
         if trace.attempt_id is not None:
             return None
         terms = list(_terms_in(trace))
         consents = {said.get(CONSENT) for said, _ in terms} - {None}
         if consents - {GRANTED}:
-            return DENIED_TRACE
+            return Unpermitted.DENIED_TRACE
         if not consents and is_live(trace) and not self.assume_consent:
-            return UNSTATED
+            return Unpermitted.UNSTATED
         if is_expired(trace, now_ns):
-            return EXPIRED
+            return Unpermitted.EXPIRED
         tenants = tenants_of(trace)
         if len(tenants) > 1 and not self.mix_tenants:
-            return SEVERAL_TENANTS
-        return OTHER_TENANT if self.tenant is not None and tenants != {self.tenant} else None
+            return Unpermitted.SEVERAL_TENANTS
+        return Unpermitted.OTHER_TENANT if self.tenant is not None and tenants != {self.tenant} else None
 
     def check_tenants(self, tenants: Collection[str]) -> None:
         """Refuse a selection of several tenants.

@@ -8,41 +8,49 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from lightning_trainer.reasons.amounts import amount
-from lightning_trainer.reasons.continuation import BEGINS, FORKED, JOINED, continued_share, slug
+from lightning_trainer.reasons.continuation import ContinuationReason, continued_share
+from lightning_trainer.reasons.reason import Reason, slug
 
 if TYPE_CHECKING:
     from lightning_spans.schema.rewards import Reward
 
-# Why a call is not used for training. The first ones are decided when calls are chosen, the later ones by `make_rows`.
-NOT_SELECTED: Final = "agent not selected"
-REPLAYED: Final = "answered from a record"
-ATTEMPT_FAILED: Final = "attempt failed"  # if nothing says how
-OTHER_ATTEMPT: Final = "another attempt of the rollout counts"
-FORK_ENDED: Final = "of a fork that was not as its record"
-FORK: Final = "of a fork, which this credit does not look at"
-NO_ALTERNATIVE: Final = "no alternative to compare it with"
-GROUP_INCOMPLETE: Final = "group incomplete"
-RESAMPLED: Final = "group replaced: all its rewards were equal"
-NO_REWARD: Final = "no reward for this agent"
-CALL_FAILED: Final = "model call failed"
-NO_TOKENS: Final = "no tokens recorded"
-PARTIAL_TOKENS: Final = "token ids incomplete: the server counts more completion tokens than it returned ids"
-NO_PROMPT: Final = "empty prompt"
-NO_RESPONSE: Final = "empty response"
-BAD_LOGPROBS: Final = "log-probabilities missing or not finite"
-GREEDY: Final = "temperature 0: not a sample of the policy"
-OTHER_TEMPERATURE: Final = (
-    "log-probabilities leave the temperature out: start vLLM with --logprobs-mode processed_logprobs,"
-    " SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
-)
-STEERED: Final = "not sampled from the policy only: top_p, a grammar or another parameter changed the distribution"
-ALL_STEERED: Final = "every token was forced: no choice of the policy's is in it"
-TOO_LONG: Final = "longer than max_length"
 
-# Why a call that is used for training is not taught by the self-teacher.
-NOTHING_TOLD: Final = "nothing to tell the teacher of it"
-NO_PLACE: Final = "its prompt does not end as the chat template begins an answer"
-HINT_TOO_LONG: Final = "longer than max_model_len with the text for the teacher"
+class Untrained(Reason):
+    """Why a call is not used for training. The first are decided when calls are chosen, the later by `make_rows`."""
+
+    NOT_SELECTED = "agent not selected"
+    REPLAYED = "answered from a record"
+    ATTEMPT_FAILED = "attempt failed"  # if nothing says how
+    OTHER_ATTEMPT = "another attempt of the rollout counts"
+    FORK_ENDED = "of a fork that was not as its record"
+    FORK = "of a fork, which this credit does not look at"
+    NO_ALTERNATIVE = "no alternative to compare it with"
+    GROUP_INCOMPLETE = "group incomplete"
+    RESAMPLED = "group replaced: all its rewards were equal"
+    NO_REWARD = "no reward for this agent"
+    CALL_FAILED = "model call failed"
+    NO_TOKENS = "no tokens recorded"
+    PARTIAL_TOKENS = "token ids incomplete: the server counts more completion tokens than it returned ids"
+    NO_PROMPT = "empty prompt"
+    NO_RESPONSE = "empty response"
+    BAD_LOGPROBS = "log-probabilities missing or not finite"
+    GREEDY = "temperature 0: not a sample of the policy"
+    OTHER_TEMPERATURE = (
+        "log-probabilities leave the temperature out: start vLLM with --logprobs-mode processed_logprobs,"
+        " SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+    )
+    STEERED = "not sampled from the policy only: top_p, a grammar or another parameter changed the distribution"
+    ALL_STEERED = "every token was forced: no choice of the policy's is in it"
+    TOO_LONG = "longer than max_length"
+
+
+class Untaught(Reason):
+    """Why a call that is used for training is not taught by the self-teacher."""
+
+    NOTHING_TOLD = "nothing to tell the teacher of it"
+    NO_PLACE = "its prompt does not end as the chat template begins an answer"
+    HINT_TOO_LONG = "longer than max_model_len with the text for the teacher"
+
 
 WHOLE: Final = "the attempt"  # the target of a reward that names no agent
 
@@ -218,7 +226,10 @@ class Account:
 def continued(outcomes: Iterable[str | None]) -> Account:
     """Count how prompts were made, one outcome per call, see `reasons.continuation`; None is not counted."""
     counts = Counter(outcome for outcome in outcomes if outcome is not None)
-    begun, forked, joined = (counts.pop(name, 0) for name in (BEGINS, FORKED, JOINED))
+    begun, forked, joined = (
+        counts.pop(name, 0)
+        for name in (ContinuationReason.BEGINS, ContinuationReason.FORKED, ContinuationReason.JOINED)
+    )
     others = {str(reason): count for reason, count in counts.items()}
     return Account(begun=begun, forked=forked, continued=joined, not_continued=others)
 

@@ -18,9 +18,8 @@ from lightning_spans.schema.calls import PARTIAL
 from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.choices import Aggregation
 from lightning_trainer.reasons.call_errors import CUT
-from lightning_trainer.reasons.continuation import BEGINS, CONTINUATION, ONLY_MESSAGES
-from lightning_trainer.rl import account as reasons
-from lightning_trainer.rl.account import Account
+from lightning_trainer.reasons.continuation import CONTINUATION, ContinuationReason
+from lightning_trainer.rl.account import Account, Untrained, continued
 from lightning_trainer.rl.prefixes import OpenSequences
 from lightning_trainer.rl.steered import steered_places
 from lightning_trainer.rl.targets import Target
@@ -121,7 +120,7 @@ def make_rows(
     actions = _actions(transitions, advantages_M, reasons_M)
     rows = [_row(branch, groups) for branch in _branches(actions, merge=merge)]
     how = {(call.attempt_id, call.turn): _how_made(call) for call in transitions}
-    return rows, reasons.continued(how.values()) + Account(
+    return rows, continued(how.values()) + Account(
         seen=len(transitions),
         dropped=dict(Counter(reason for reason in reasons_M if reason is not None)),
         trained=len(actions),
@@ -134,33 +133,33 @@ def make_rows(
     )
 
 
-def why_untrainable(transition: Transition, *, max_length: int | None = None) -> str | None:
-    """Return why this transition cannot be a training row; None if it can. The reasons are in `account`."""
+def why_untrainable(transition: Transition, *, max_length: int | None = None) -> Untrained | None:
+    """Return why this transition cannot be a training row; None if it can."""
     if transition.error is not None and not transition.sampling.get(CUT):
-        return reasons.CALL_FAILED
+        return Untrained.CALL_FAILED
     if transition.tokens is None:
         return why_no_tokens(transition)
     prompt, response, logprobs = transition.tokens.prompt, transition.tokens.response, transition.tokens.logprobs
     at = _temperature(transition)
     steered = steered_places(transition)
     checks = (
-        (reasons.NO_PROMPT, not prompt),
-        (reasons.NO_RESPONSE, not response),
-        (reasons.BAD_LOGPROBS, len(logprobs) != len(response) or not all(map(math.isfinite, logprobs))),
-        (reasons.GREEDY, at <= 0.0),
+        (Untrained.NO_PROMPT, not prompt),
+        (Untrained.NO_RESPONSE, not response),
+        (Untrained.BAD_LOGPROBS, len(logprobs) != len(response) or not all(map(math.isfinite, logprobs))),
+        (Untrained.GREEDY, at <= 0.0),
         # The ratio to another temperature's is a sum over the vocabulary, of which one term is known: it cannot be
         # corrected.
-        (reasons.OTHER_TEMPERATURE, transition.sampling.get("logprobs_temperature", at) != at),
-        (reasons.STEERED, steered is None),
-        (reasons.ALL_STEERED, steered is not None and len(steered) >= len(response)),
-        (reasons.TOO_LONG, max_length is not None and len(prompt) + len(response) > max_length),
+        (Untrained.OTHER_TEMPERATURE, transition.sampling.get("logprobs_temperature", at) != at),
+        (Untrained.STEERED, steered is None),
+        (Untrained.ALL_STEERED, steered is not None and len(steered) >= len(response)),
+        (Untrained.TOO_LONG, max_length is not None and len(prompt) + len(response) > max_length),
     )
     return next((reason for reason, applies in checks if applies), None)
 
 
-def why_no_tokens(transition: Transition) -> str:
+def why_no_tokens(transition: Transition) -> Untrained:
     """Return why a transition has no tokens."""
-    return reasons.PARTIAL_TOKENS if PARTIAL in transition.sampling else reasons.NO_TOKENS
+    return Untrained.PARTIAL_TOKENS if PARTIAL in transition.sampling else Untrained.NO_TOKENS
 
 
 def token_weights(rows: Sequence[Row], aggregation: Aggregation) -> list[NDArray[np.float32]]:
@@ -253,7 +252,7 @@ def _how_made(call: Transition) -> str | None:
         return call.sampling.get(CONTINUATION)
     messages = call.request.get("messages")
     earlier = isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
-    return ONLY_MESSAGES if earlier else BEGINS
+    return ContinuationReason.ONLY_MESSAGES if earlier else ContinuationReason.BEGINS
 
 
 def _place(call: Transition) -> tuple[str, int, int, str]:

@@ -223,8 +223,8 @@ def _write_tasks(path: Path, traces: Iterable[Trace], field: str, permits: Permi
         raise ConfigError(f"{path} can't be written: {error.strerror}.") from None
     finally:
         part.unlink(missing_ok=True)
-    for reason, count in left_out.most_common():
-        click.echo(f"{amount(count, 'trace')} left out: {reason}", err=True)
+    for text, count in left_out.most_common():
+        click.echo(f"{amount(count, 'trace')} left out: {text}", err=True)
     why = "can't be stored as tasks: half a character, NaN, or an integer beyond 64 bits."
     if not read and left_out:
         raise ConfigError(f"there is no task to write: {amount(left_out.total(), 'trace')} may not be used.")

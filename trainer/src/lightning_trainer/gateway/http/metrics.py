@@ -25,7 +25,8 @@ from lightning_spans.record.stalls import stall_counts, stalls
 from lightning_spans.schema.calls import Call
 from lightning_trainer.gateway.http.asgi import send_bytes
 from lightning_trainer.gateway.http.masking import masking_logger
-from lightning_trainer.reasons.continuation import BEGINS, CONTINUATION, JOINED, continued_share, slug
+from lightning_trainer.reasons.continuation import CONTINUATION, ContinuationReason, continued_share
+from lightning_trainer.reasons.reason import slug
 
 logger = masking_logger(__name__)
 _FRESH_S: Final = 1.0
@@ -96,8 +97,8 @@ class Metrics:
     def _prompt(self, made: object) -> None:
         if isinstance(made, str):
             self._prompts.labels(slug(made)).inc()
-            self._joined += made == JOINED
-            self._alone += made not in {JOINED, BEGINS}
+            self._joined += made == ContinuationReason.JOINED
+            self._alone += made not in {ContinuationReason.JOINED, ContinuationReason.BEGINS}
 
     def spans(self, outcome: str, count: int) -> None:
         """Count spans by outcome: ``kept``, ``rejected``, ``refused`` (the sender will retry)."""

@@ -32,7 +32,7 @@ from lightning_trainer.gateway.prompt.equality import (
 )
 from lightning_trainer.gateway.prompt.forks import Known, forked
 from lightning_trainer.gateway.prompt.template import ChatFormat, Message, Switches, joined, reasoning_of
-from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import ContinuationReason
 
 _EVICTED_KEPT: Final = 20_000  # ids of attempts whose calls were dropped, to be able to say so
 
@@ -137,13 +137,13 @@ class Continuations:
         said = tuple(_each(given))
         if turn is not None:
             how, part = self._new_part(text, turn, given[place], tools)
-            if how == reasons.JOINED:
+            if how == ContinuationReason.JOINED:
                 turn.continued += 1
                 return RenderedPrompt((*turn.ids, *part), text, how, conversation, shown, said)
-            drops = how == reasons.REWRITTEN and turn.tools == shown
+            drops = how == ContinuationReason.REWRITTEN and turn.tools == shown
             if drops and (ids := self._fork_tokens(text, messages, tools, known)) is not None:
-                return RenderedPrompt(ids, text, reasons.FORKED, conversation, shown, said)
-            how = reasons.TOOLS_CHANGED if turn.tools != shown else how
+                return RenderedPrompt(ids, text, ContinuationReason.FORKED, conversation, shown, said)
+            how = ContinuationReason.TOOLS_CHANGED if turn.tools != shown else how
         return RenderedPrompt(tuple(self._chat.encode(text)), text, how, conversation, shown, said)
 
     def _look_up(
@@ -156,12 +156,16 @@ class Continuations:
         memory = self._memories.get(attempt_id) if attempt_id is not None else None
         places = [place for place, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
         if memory is None:
-            return (reasons.FORGOTTEN if places and attempt_id in self._evicted else reasons.BEGINS), None, 0
+            return (
+                (ContinuationReason.FORGOTTEN if places and attempt_id in self._evicted else ContinuationReason.BEGINS),
+                None,
+                0,
+            )
         for place in reversed(places):
             turns = memory.turns.get(found[place].whole)
             if turns:
                 # Calls with equal requests and answers may differ in tokens: each is continued once.
-                return reasons.JOINED, min(turns, key=lambda turn: turn.continued), place
+                return ContinuationReason.JOINED, min(turns, key=lambda turn: turn.continued), place
         return _why_none(memory, messages, found), None, 0
 
     def _known_answers(
@@ -184,19 +188,19 @@ class Continuations:
         """Return the token ids of what follows a call's answer, or why it cannot be continued."""
         plain, rest = self._chat.plain, text[turn.rendered :]
         if _digest(text[: turn.rendered]) != turn.digest:
-            return reasons.REWRITTEN, ()
+            return ContinuationReason.REWRITTEN, ()
         sampled = self._read(turn, tools)
         if plain.shown(rest).startswith(turn.answer):
             new = plain.after(rest, len(turn.answer))
         elif not _shows(sampled, message):
-            return reasons.HIDDEN, ()
+            return ContinuationReason.HIDDEN, ()
         else:
             new = self._after_written(rest, turn, sampled, tools)
         if not new:
-            return (reasons.REWRITTEN if _shows(sampled, message) else reasons.HIDDEN), ()
+            return (ContinuationReason.REWRITTEN if _shows(sampled, message) else ContinuationReason.HIDDEN), ()
         ids = self._chat.encode(new)
         faithful = self._chat.decode(ids) == self._chat.normal(new)
-        return (reasons.JOINED if faithful else reasons.UNFAITHFUL), ids
+        return (ContinuationReason.JOINED if faithful else ContinuationReason.UNFAITHFUL), ids
 
     def _read(self, turn: _Turn, tools: Sequence[Message]) -> ParsedAnswer:
         end = self._chat.end_of(turn.ids)
@@ -294,14 +298,14 @@ class Continuations:
 def _why_none(memory: _Memory, messages: Sequence[Message], found: Sequence[ConversationDigest]) -> str:
     """Return why messages continue none of the attempt's calls, although they may contain some of its answers."""
     if any(digest.whole in memory.passed_by for digest in found):
-        return reasons.AFTER_MESSAGES
+        return ContinuationReason.AFTER_MESSAGES
     if not any(
         message["role"] == "assistant" and digest in memory.answers
         for message, digest in zip(messages, _each(messages), strict=True)
     ):
-        return reasons.BEGINS  # assistants' messages in it are examples, or come from elsewhere
+        return ContinuationReason.BEGINS  # assistants' messages in it are examples, or come from elsewhere
     if any(digest.but_system in memory.but_system for digest in found):
-        return reasons.SYSTEM_CHANGED
+        return ContinuationReason.SYSTEM_CHANGED
     return _how_edited(memory, messages)
 
 
@@ -317,13 +321,17 @@ def _how_edited(memory: _Memory, messages: Sequence[Message]) -> str:
     while start > 0 and start - 1 not in systems and (place := told[start - 1]) is not None and place < later:
         start, later = start - 1, place
     if not any(message["role"] == "assistant" for message in messages[start:]):
-        return reasons.EDITED
+        return ContinuationReason.EDITED
     before = [place for place in range(start) if place not in systems]
     if all(told[place] is not None for place in range(start)):
         order = [*(told[place] or 0 for place in before), later]
-        return reasons.WINDOW if order == sorted(order) else reasons.EDITED
+        return ContinuationReason.WINDOW if order == sorted(order) else ContinuationReason.EDITED
     new_system = any(told[place] is None for place in systems)
-    return reasons.COMPACTED if len(before) < later - (not new_system) * len(systems) else reasons.EDITED
+    return (
+        ContinuationReason.COMPACTED
+        if len(before) < later - (not new_system) * len(systems)
+        else ContinuationReason.EDITED
+    )
 
 
 def _each(messages: Sequence[Message]) -> list[bytes]:

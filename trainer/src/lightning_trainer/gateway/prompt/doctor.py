@@ -12,7 +12,7 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.continuation import Continuations
 from lightning_trainer.gateway.prompt.template import ChatFormat, Message
 from lightning_trainer.models.merged_messages import merges, takes_any_order
-from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import ContinuationReason
 
 _SYSTEM: Final = {"role": "system", "content": "lightning_probe_system"}
 _USER: Final = {"role": "user", "content": "What is 12+7?"}
@@ -205,9 +205,9 @@ def _hold_conversation(chat: ChatFormat, answer: str, tools: Sequence[Message] =
             messages = [*messages, read.message(), *_next(read)]
     except Refusal as refusal:
         return f"refused: {refusal.message[:_SHORT]}", 0
-    names = {reasons.JOINED: "exact", reasons.FORKED: "fork"}
-    worst = next((how for how in outcomes[1:] if how != reasons.JOINED), reasons.JOINED)
-    return names.get(worst, worst), 1 + sum(how != reasons.JOINED for how in outcomes[1:])
+    names: dict[str, str] = {ContinuationReason.JOINED: "exact", ContinuationReason.FORKED: "fork"}
+    worst = next((how for how in outcomes[1:] if how != ContinuationReason.JOINED), ContinuationReason.JOINED)
+    return names.get(worst, worst), 1 + sum(how != ContinuationReason.JOINED for how in outcomes[1:])
 
 
 def _next(read: ParsedAnswer) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.gateway.upstream.token_protocols import Reader, TokenProtocolError, TokenServer
 from lightning_trainer.gateway.upstream.token_servers import form_of, token_server
-from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import ContinuationReason
 
 _T = TypeVar("_T")
 
@@ -94,15 +94,15 @@ class TokenPath:
             request = read_chat_request(pending.requested.request)
             check_abilities(request, found.protocol.abilities)
             if request.tools and self._answers.chat.takes_tools and self._answers.chat.calls is None:
-                return reasons.OTHER_CALLS
+                return ContinuationReason.OTHER_CALLS
             if request.constraint is not None and request.constraint.tools and not self._answers.writes_hermes:
-                return reasons.ONLY_UPSTREAM_READS
+                return ContinuationReason.ONLY_UPSTREAM_READS
             prompt = await self._answers.bounded_prompt(request, pending.requested.grant.attempt_id, found.context)
         except Refusal:  # the upstream may support it; otherwise it rejects it with its own message
-            return reasons.ONLY_UPSTREAM_READS
+            return ContinuationReason.ONLY_UPSTREAM_READS
         if request.constraint is not None:
             if await self._first(pending.requested.grant.attempt_id, self.form) == "none":
-                return reasons.NO_FORM
+                return ContinuationReason.NO_FORM
             others = {name: value for name, value in request.others.items() if name != "grammar"}
             request = replace(request, others=others)  # each replica gets it in its own format
         return Ready(request, prompt, _OneCall(self, pending, found.context, stamp, request.constraint))
@@ -183,7 +183,7 @@ class TokenPath:
         if constraint is not None:
             form = await self.form(replica)
             if form == "none":
-                raise BrokenError(failed(f"{replica.url} is not as the others: {reasons.NO_FORM}"))
+                raise BrokenError(failed(f"{replica.url} is not as the others: {ContinuationReason.NO_FORM}"))
             told = constraint.structured_outputs(form, self._answers.chat.frame or HERMES)
             body["structured_outputs"] = told
             pending.note(structured_outputs=told)

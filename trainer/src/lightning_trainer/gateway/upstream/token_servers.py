@@ -17,7 +17,7 @@ from lightning_trainer.gateway.request.constraints import FORMS, Constraint, For
 from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.replicas import Replica
 from lightning_trainer.gateway.upstream.token_protocols import CompletionsProtocol, SglangProtocol, TokenServer
-from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.continuation import ContinuationReason
 
 logger = masking_logger(__name__)
 _TALK: Final = (
@@ -40,11 +40,11 @@ async def token_server(
     cards = _cards(await http.models(replica))
     context = max((card["max_model_len"] for card in cards if isinstance(card.get("max_model_len"), int)), default=None)
     if dialect == "plain" or context is None:
-        return _warn_once(replica, reasons.UNKNOWN_SERVER)
+        return _warn_once(replica, ContinuationReason.UNKNOWN_SERVER)
     if dialect == "lightning":
         return TokenServer(CompletionsProtocol(grammars=False), context)
     if await _tokens_of(http, replica, model, chat) != chat.encode(chat.render(_TALK, ())):
-        return _warn_once(replica, reasons.OTHER_TOKENS)
+        return _warn_once(replica, ContinuationReason.OTHER_TOKENS)
     if dialect == "vllm":
         return TokenServer(CompletionsProtocol(grammars=True), context)
     adapters = {card["id"] for card in cards if card.get("parent") is not None}
@@ -65,7 +65,7 @@ async def form_of(http: Connection, replica: Replica, model: str) -> Form | Lite
         asked = {"model": model, "prompt": "a", "max_tokens": 1, "structured_outputs": _ANY.structured_outputs(form)}
         if await _told_by(http, replica, "/completions", asked) is not None:
             return form
-    _warn_once(replica, reasons.NO_FORM)
+    _warn_once(replica, ContinuationReason.NO_FORM)
     return "none"
 
 

@@ -31,7 +31,7 @@ from lightning_trainer.gateway.upstream.sampling import SamplingParameters
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.gateway.upstream.token_path import Route, TokenPath
 from lightning_trainer.outgoing import is_url
-from lightning_trainer.reasons.continuation import BEGINS, CONTINUATION
+from lightning_trainer.reasons.continuation import CONTINUATION, ContinuationReason
 
 if TYPE_CHECKING:
     import aiohttp
@@ -199,7 +199,7 @@ class UpstreamPolicy:
         """Answer one request as it arrived; `why` says why it is not sent as token ids, if that could be expected."""
         sampling = self._sampling.in_force(pending, routing)
         if why is not None:
-            sampling[CONTINUATION] = why if _goes_on(pending.requested.request) else BEGINS
+            sampling[CONTINUATION] = why if _goes_on(pending.requested.request) else ContinuationReason.BEGINS
         self._stamp(pending, routing, sampling=dict(sampling))
         tried: list[Replica] = []
         stale = False

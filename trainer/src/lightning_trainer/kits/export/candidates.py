@@ -15,9 +15,9 @@ from lightning_trainer.kits.export.branches import Branch, BranchCall, answers_i
 from lightning_trainer.kits.export.chat import Message, exchange, spoken
 from lightning_trainer.kits.export.episodes import StoredEpisode, digest
 from lightning_trainer.kits.export.files import Line
-from lightning_trainer.kits.export.wanted import LEFT, Wanted
+from lightning_trainer.kits.export.wanted import Unexported, Wanted
 from lightning_trainer.lineage.permits import tenants_of
-from lightning_trainer.rl.account import CALL_FAILED, NOT_SELECTED
+from lightning_trainer.rl.account import Untrained
 from lightning_trainer.rl.rows import why_no_tokens
 
 
@@ -90,22 +90,22 @@ def _branch_calls(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]
     for call in episode.calls:
         reason, said = episode.problem, None
         if wanted.agents is not None and not selects(wanted.agents, call.path):
-            reason = NOT_SELECTED
+            reason = Untrained.NOT_SELECTED
         elif reason is None:
             reason, said = _read(call, wanted, left=call.span_id in left and call.finish_reason is None)
         if said is None:
-            left_out[reason or CALL_FAILED] += 1
+            left_out[reason or Untrained.CALL_FAILED] += 1
         else:
             yield said
 
 
 def _read(call: Transition, wanted: Wanted, *, left: bool) -> tuple[str | None, BranchCall | None]:
     if call.error is not None:
-        return CALL_FAILED, None
+        return Untrained.CALL_FAILED, None
     if wanted.format == "tokens":
         return (why_no_tokens(call), None) if call.tokens is None else (None, BranchCall(call))
     if left:
-        return LEFT, None
+        return Unexported.LEFT, None
     try:
         return None, BranchCall(call, exchange(call))
     except UnreadableError as error:

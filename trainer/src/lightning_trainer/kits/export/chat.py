@@ -13,16 +13,18 @@ from lightning_trainer.gateway.formats.arguments import as_data
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.surfaces.responses_request import messages_of_input
 from lightning_trainer.kits.export.asked import UnreadableError, asked
-from lightning_trainer.kits.export.wanted import CUT, FILTERED, HALF, NO_ANSWER, NO_FUNCTION, NO_MESSAGES, NOT_TEXT
+from lightning_trainer.kits.export.wanted import Unexported
 
 Message = dict[str, Any]
 THOUGHTS: Final = "reasoning_content"
 _OTHER_THOUGHTS: Final = "reasoning"  # as newer vLLM and OpenRouter name it
 # In small letters, of OpenAI's APIs; and of Anthropic, Google and Bedrock, where a framework tells of a call to them.
 _CUT: Final = {
-    **dict.fromkeys(("length", "max_output_tokens", "max_tokens", "model_context_window_exceeded"), CUT),
-    **dict.fromkeys(("content_filter", "content_filtered", "guardrail_intervened", "refusal", "safety"), FILTERED),
-    **dict.fromkeys(("blocklist", "prohibited_content", "recitation", "spii"), FILTERED),
+    **dict.fromkeys(("length", "max_output_tokens", "max_tokens", "model_context_window_exceeded"), Unexported.CUT),
+    **dict.fromkeys(
+        ("content_filter", "content_filtered", "guardrail_intervened", "refusal", "safety"), Unexported.FILTERED
+    ),
+    **dict.fromkeys(("blocklist", "prohibited_content", "recitation", "spii"), Unexported.FILTERED),
 }
 _KEPT = ("name", "tool_call_id", THOUGHTS)
 
@@ -61,10 +63,10 @@ def exchange(call: Transition) -> CallChat:
         said = _said_in(said["output"])
     answer = plain({**said, "role": "assistant"})
     if not answer["content"] and not answer.get("tool_calls"):
-        raise UnreadableError(NO_ANSWER)
+        raise UnreadableError(Unexported.NO_ANSWER)
     found = CallChat(tuple(plain(message) for message in messages), answer, tuple(tools))
     if not is_text([*found.whole, *tools]):
-        raise UnreadableError(HALF)
+        raise UnreadableError(Unexported.HALF)
     return found
 
 
@@ -72,7 +74,7 @@ def _said_in(output: list[Any]) -> Message:
     try:
         return messages_of_input(output)[-1]
     except Refusal:
-        raise UnreadableError(NO_ANSWER) from None
+        raise UnreadableError(Unexported.NO_ANSWER) from None
 
 
 def is_text(value: Any) -> bool:
@@ -93,9 +95,9 @@ def plain(message: Any) -> Message:
         UnreadableError: its content is more than text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise UnreadableError(NO_MESSAGES)
+        raise UnreadableError(Unexported.NO_MESSAGES)
     if message.get("function_call"):  # of before there were tools: no template writes it
-        raise UnreadableError(NO_FUNCTION)
+        raise UnreadableError(Unexported.NO_FUNCTION)
     role = "system" if message["role"] == "developer" else message["role"]  # as in the gateway's prompts
     found: Message = {"role": role, "content": _text(message.get("content"))}
     found |= {name: message[name] for name in _KEPT if message.get(name) is not None}
@@ -115,14 +117,14 @@ def _text(content: Any) -> str:
     texts = [part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None for part in parts]
     read = [text for text in texts if isinstance(text, str)]
     if len(read) < len(texts):
-        raise UnreadableError(NOT_TEXT)
+        raise UnreadableError(Unexported.NOT_TEXT)
     return "\n".join(read)  # as the gateway and vLLM join them
 
 
 def _tool_call(call: Any) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UnreadableError(NO_MESSAGES)
+        raise UnreadableError(Unexported.NO_MESSAGES)
     arguments = as_data(function.get("arguments") or "{}")  # what is no JSON stays text, as in the gateway's prompts
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from lightning_trainer.kits.export import wanted as reasons
 from lightning_trainer.kits.export.candidates import LineCandidate
-from lightning_trainer.kits.export.wanted import Wanted
+from lightning_trainer.kits.export.wanted import Unexported, Wanted
 
 # What more of the tasks than this begin with says nothing of the task: a router's or a planner's constant prompt.
 _COMMON: Final = 0.1
@@ -34,18 +33,18 @@ def by_reward(candidates: Iterable[LineCandidate], wanted: Wanted, left_out: Cou
         least = wanted.min_reward
         kept = _keep(kept, left_out, lambda each: _too_low(each, least))
     if wanted.best is not None:
-        kept = _keep(kept, left_out, lambda each: reasons.NO_REWARD if each.reward is None else None)
+        kept = _keep(kept, left_out, lambda each: Unexported.NO_REWARD if each.reward is None else None)
         best = _best(kept, wanted.best)
         kept = _keep(
-            kept, left_out, lambda each: None if each.attempt in best[each.group, each.agent] else reasons.NOT_BEST
+            kept, left_out, lambda each: None if each.attempt in best[each.group, each.agent] else Unexported.NOT_BEST
         )
     return kept
 
 
 def _too_low(candidate: LineCandidate, least: float) -> str | None:
     if candidate.reward is None:
-        return reasons.NO_REWARD
-    return reasons.LOW_REWARD if candidate.reward < least else None
+        return Unexported.NO_REWARD
+    return Unexported.LOW_REWARD if candidate.reward < least else None
 
 
 def _best(candidates: Sequence[LineCandidate], count: int) -> Mapping[tuple[str, str | None], frozenset[str]]:
@@ -65,7 +64,7 @@ def once(candidates: Sequence[LineCandidate], left_out: Counter[str]) -> list[Li
         known = best.get(each.content)
         if known is None or (each.reward or 0.0) > (known.reward or 0.0):
             best[each.content] = each
-    return _keep(candidates, left_out, lambda each: None if best[each.content] is each else reasons.TWICE)
+    return _keep(candidates, left_out, lambda each: None if best[each.content] is each else Unexported.TWICE)
 
 
 class PlayedTasks(Protocol):
@@ -108,7 +107,7 @@ def split(
     if not wanted.held_out:
         kept = candidates
         if not wanted.validation:
-            kept = _keep(kept, left_out, lambda each: reasons.VALIDATION if each.validation else None)
+            kept = _keep(kept, left_out, lambda each: Unexported.VALIDATION if each.validation else None)
         return Chosen(list(kept), [])
     played = candidates if played is None else played
     names = _tasks(played)
@@ -117,7 +116,7 @@ def split(
     training = [each for each, is_out in zip(candidates, out, strict=True) if not is_out]
     asked = {each.prompt for each in training}
     held_out = [each for each, is_out in zip(candidates, out, strict=True) if is_out]
-    held_out = _keep(held_out, left_out, lambda each: reasons.SEEN_IN_TRAINING if each.prompt in asked else None)
+    held_out = _keep(held_out, left_out, lambda each: Unexported.SEEN_IN_TRAINING if each.prompt in asked else None)
     return Chosen(training, held_out)
 
 

@@ -20,7 +20,7 @@ from lightning_spans.store.protocol import Where, each
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.kits.export.asked import UnreadableError
 from lightning_trainer.kits.export.chat import exchange, spoken
-from lightning_trainer.kits.export.wanted import NOT_ENDED, OTHER_ATTEMPT, Wanted
+from lightning_trainer.kits.export.wanted import Unexported, Wanted
 from lightning_trainer.rl.endings import ending_of
 
 
@@ -126,10 +126,10 @@ def _problem(attempt: AttemptRecord | None, trace: Trace, newest: Mapping[str, s
     if attempt is None:
         return None
     if attempt.status == "running":
-        return NOT_ENDED
+        return Unexported.NOT_ENDED
     if attempt.status != "succeeded":
         return ending_of(attempt, trace).text
-    return None if newest[attempt.rollout.rollout_id] == attempt.attempt_id else OTHER_ATTEMPT
+    return None if newest[attempt.rollout.rollout_id] == attempt.attempt_id else Unexported.OTHER_ATTEMPT
 
 
 def _identifying_fields(task: Mapping[str, Any], fields: tuple[str, ...] | None) -> Mapping[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from lightning_trainer.kits.export import wanted as reasons
 from lightning_trainer.kits.export.candidates import LineCandidate
 from lightning_trainer.kits.export.files import Line, LineSpool
-from lightning_trainer.kits.export.wanted import Wanted
+from lightning_trainer.kits.export.wanted import Unexported, Wanted
 
 Pair = tuple[LineCandidate, LineCandidate]  # the better, the worse
 _FROM = (
@@ -25,7 +24,7 @@ def pairs(candidates: Sequence[LineCandidate], wanted: Wanted, left_out: Counter
     asked: defaultdict[tuple[str, str | None, str], list[LineCandidate]] = defaultdict(list)
     for each in candidates:
         if each.reward is None:
-            left_out[reasons.NO_REWARD] += each.calls
+            left_out[Unexported.NO_REWARD] += each.calls
         else:
             asked[each.group, each.agent, each.prompt].append(each)
     found: dict[tuple[str, str], Pair] = {}
@@ -36,24 +35,24 @@ def pairs(candidates: Sequence[LineCandidate], wanted: Wanted, left_out: Counter
             left_out[reason] += unused
         for pair in made:
             if found.setdefault((pair[0].content, pair[1].content), pair) is not pair:
-                left_out[reasons.TWICE] += 1
+                left_out[Unexported.TWICE] += 1
     return list(found.values())
 
 
 def _pairs(own: list[LineCandidate], wanted: Wanted) -> tuple[list[Pair], str]:
     """Pair answers to one prompt; gives the reason for which others are in no pair, too."""
     if len(own) == 1:
-        return [], reasons.ALONE
+        return [], Unexported.ALONE
     ranked = sorted(own, key=lambda each: -(each.reward or 0.0))
     best, worst = ranked[0].reward or 0.0, ranked[-1].reward or 0.0
     if best == worst or best - worst < wanted.margin:
-        return [], reasons.TIED
+        return [], Unexported.TIED
     if wanted.min_reward is not None and best < wanted.min_reward:
-        return [], reasons.LOW_REWARD
+        return [], Unexported.LOW_REWARD
     possible = [(a, b) for a in ranked for b in reversed(ranked) if _is_pair(a, b, wanted)]
     if not possible:
-        return [], reasons.SAME_ANSWER
-    return (possible, reasons.TIED) if wanted.all_pairs else (possible[:1], reasons.NOT_PAIRED)
+        return [], Unexported.SAME_ANSWER
+    return (possible, Unexported.TIED) if wanted.all_pairs else (possible[:1], Unexported.NOT_PAIRED)
 
 
 def _is_pair(better: LineCandidate, worse: LineCandidate, wanted: Wanted) -> bool:

@@ -11,11 +11,10 @@ from openinference.semconv.trace import SpanAttributes
 
 from lightning_spans.record.delivery.openinference import shown
 from lightning_spans.schema.agents import selects
-from lightning_trainer.kits.export import wanted as reasons
 from lightning_trainer.kits.export.chat import is_text
 from lightning_trainer.kits.export.episodes import StoredEpisode
 from lightning_trainer.kits.export.files import Line
-from lightning_trainer.kits.export.wanted import Wanted
+from lightning_trainer.kits.export.wanted import Unexported, Wanted
 
 _STATUS = {"ok": "OK", "error": "ERROR"}
 
@@ -56,15 +55,15 @@ def _why_not(episode: StoredEpisode, wanted: Wanted) -> str | None:
     """Say why no span of an attempt is exported. What failed is shown, too: viewers are for that."""
     names = episode.trace.agent_paths
     if wanted.agents is not None and not any(selects(wanted.agents, name) for name in names):
-        return reasons.NOT_CHOSEN
+        return Unexported.NOT_CHOSEN
     if wanted.min_reward is None:
         return None
     named = [name for name in names if wanted.agents is None or selects(wanted.agents, name)]
     earned = [episode.reward_of(name, wanted.sources) for name in named or (None,)]
     known = [reward for reward in earned if reward is not None]
     if not known:
-        return reasons.NO_REWARD
-    return reasons.LOW_REWARD if max(known) < wanted.min_reward else None
+        return Unexported.NO_REWARD
+    return Unexported.LOW_REWARD if max(known) < wanted.min_reward else None
 
 
 def _writable(line: Line) -> Line:

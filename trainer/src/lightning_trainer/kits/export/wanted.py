@@ -8,34 +8,37 @@ from typing import Final, Literal, TypeAlias
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.lineage.permits import Permits
+from lightning_trainer.reasons.reason import Reason
 
 Format: TypeAlias = Literal["sft", "dpo", "tokens", "openinference"]
 FORMATS: Final[tuple[Format, ...]] = ("sft", "dpo", "tokens", "openinference")
 
-# Why a call is in no line. Those of `lightning_trainer.rl.account` are used where they say the same.
-NOT_ENDED: Final = "attempt has not ended"
-OTHER_ATTEMPT: Final = "a later attempt of its rollout counts"
-VALIDATION: Final = "of a validation: --validation takes these, too"
-NO_REWARD: Final = "no reward"
-LOW_REWARD: Final = "reward below --min-reward"
-NOT_BEST: Final = "not among the best of its group"
-NO_MESSAGES: Final = "its request holds no chat messages"
-NOT_TEXT: Final = "a message holds more than text"
-NO_ANSWER: Final = "no answer recorded"
-ELSEWHERE: Final = "its request names earlier messages by an id, and does not hold them"
-NO_FUNCTION: Final = "a tool or a call that is not a function"
-CUT: Final = "answer truncated at max_tokens"
-FILTERED: Final = "answer cut by a filter of its content"
-LEFT: Final = "the agent stopped reading the answer before its end"
-HALF: Final = "a text with half a character, which UTF-8 can't hold"
-TWICE: Final = "the same line is already in the file"
-SEEN_IN_TRAINING: Final = "held out, but its prompt is in the training part"
-ALONE: Final = "nothing else was said to its prompt in its group"
-TIED: Final = "no answer to its prompt earned another reward"
-SAME_ANSWER: Final = "the better and the worse answer are the same"
-NOT_PAIRED: Final = "between the best and the worst of its prompt"
-NO_MODEL_CALL: Final = "trace without a model call"
-NOT_CHOSEN: Final = "none of the agents named is in it"
+
+class Unexported(Reason):
+    """Why a call is in no line. Those of `Untrained` are used if they say the same."""
+
+    NOT_ENDED = "attempt has not ended"
+    OTHER_ATTEMPT = "a later attempt of its rollout counts"
+    VALIDATION = "of a validation: --validation takes these, too"
+    NO_REWARD = "no reward"
+    LOW_REWARD = "reward below --min-reward"
+    NOT_BEST = "not among the best of its group"
+    NO_MESSAGES = "its request holds no chat messages"
+    NOT_TEXT = "a message holds more than text"
+    NO_ANSWER = "no answer recorded"
+    ELSEWHERE = "its request names earlier messages by an id, and does not hold them"
+    NO_FUNCTION = "a tool or a call that is not a function"
+    CUT = "answer truncated at max_tokens"
+    FILTERED = "answer cut by a filter of its content"
+    LEFT = "the agent stopped reading the answer before its end"
+    HALF = "a text with half a character, which UTF-8 can't hold"
+    TWICE = "the same line is already in the file"
+    SEEN_IN_TRAINING = "held out, but its prompt is in the training part"
+    ALONE = "nothing else was said to its prompt in its group"
+    TIED = "no answer to its prompt earned another reward"
+    SAME_ANSWER = "the better and the worse answer are the same"
+    NOT_PAIRED = "between the best and the worst of its prompt"
+    NOT_CHOSEN = "none of the agents named is in it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
@@ -15,14 +14,13 @@ from lightning_spans.schema.agents import check_known, label, selects
 from lightning_trainer.kits.export import choose
 from lightning_trainer.kits.export.candidates import LineCandidate
 from lightning_trainer.kits.export.episodes import digest
-from lightning_trainer.kits.export.wanted import LOW_REWARD, NO_REWARD, Wanted
+from lightning_trainer.kits.export.wanted import Unexported, Wanted
 from lightning_trainer.kits.sft.data import Example
+from lightning_trainer.kits.sft.reasons import Unlearned
 from lightning_trainer.kits.sft.render import Rendered, Renderer, UnrenderableError
 from lightning_trainer.policies import Policies
-from lightning_trainer.rl.account import NOT_SELECTED, TOO_LONG
+from lightning_trainer.rl.account import Untrained
 from lightning_trainer.rl.rows import Row
-
-NO_ADAPTER: Final = "its agent has no adapter that is trained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +102,7 @@ def make_rows(
         adapter = _adapter(said.path or agent, policies)
         reason = _why_not(said, said.path or agent, agents, min_reward)
         if reason is None and policies.by_agent and adapter is None:
-            reason = NO_ADAPTER
+            reason = Unlearned.NO_ADAPTER
         if reason is not None:
             left_out[reason] += 1
             continue
@@ -114,7 +112,7 @@ def make_rows(
             left_out[str(error)] += 1
             continue
         if any(len(part.ids) > max_length for part in parts):
-            left_out[TOO_LONG] += 1
+            left_out[Untrained.TOO_LONG] += 1
             continue
         rows += [_row(part, agent, adapter, number) for part in parts]
         recorded += sum(part.recorded for part in parts)
@@ -125,12 +123,12 @@ def make_rows(
 
 def _why_not(said: Example, agent: str | None, agents: tuple[str, ...] | None, min_reward: float | None) -> str | None:
     if agents is not None and not selects(agents, agent):
-        return NOT_SELECTED
+        return Untrained.NOT_SELECTED
     if min_reward is None:
         return None
     if said.reward is None:
-        return NO_REWARD
-    return LOW_REWARD if said.reward < min_reward else None
+        return Unexported.NO_REWARD
+    return Unexported.LOW_REWARD if said.reward < min_reward else None
 
 
 def _adapter(agent: str | None, policies: Policies) -> str | None:

@@ -18,11 +18,10 @@ import numpy as np
 from lightning_spans.errors import DataError
 from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.kits.sft.batches import RowsToLearn
+from lightning_trainer.kits.sft.reasons import Unlearned
 from lightning_trainer.rl.rows import Row
 
 BETA: Final = 0.1
-ONE_LEFT_OUT: Final = "the other answer of the pair is left out"
-SAME_ANSWERS: Final = "both answers of the pair are the same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def matched(chosen: RowsToLearn, rejected: RowsToLearn) -> tuple[list[tuple[Row,
     both = sides[0].keys() & sides[1].keys()
     left_out = chosen.left_out + rejected.left_out
     alone = sum(len(side.keys() - both) for side in sides)
-    left_out += Counter({ONE_LEFT_OUT: alone} if alone else {})
+    left_out += Counter({Unlearned.ONE_LEFT_OUT: alone} if alone else {})
     if not both:
         raise DataError(f"no pair is left to learn from: {dict(left_out)}.")
     return [(sides[0][name], sides[1][name]) for name in sorted(both, key=int)], left_out

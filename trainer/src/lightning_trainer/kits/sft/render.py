@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.kits.export.chat import is_text
-from lightning_trainer.kits.export.wanted import HALF
+from lightning_trainer.kits.export.wanted import Unexported
 from lightning_trainer.kits.sft.data import Example
-
-OTHER_TOKENIZER: Final = "tokens of another tokenizer, and no messages to tokenise again"
-REFUSED: Final = "the model's chat template refuses it"
-NO_ANSWER: Final = "nothing would be learned from it"
+from lightning_trainer.kits.sft.reasons import Unlearned
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +60,16 @@ class Renderer:
         if said.ids is not None and said.labels is not None and self._is_ours(said):
             learned = [label >= 0 for label in said.labels]
             if not any(learned[1:]):
-                raise UnrenderableError(NO_ANSWER)
+                raise UnrenderableError(Unlearned.NO_ANSWER)
             return [Rendered(list(said.ids), [False, *learned[1:]], recorded=True)]
         if not said.messages:
-            raise UnrenderableError(OTHER_TOKENIZER)
+            raise UnrenderableError(Unlearned.OTHER_TOKENIZER)
         if not is_text([*said.messages, *said.tools]):
-            raise UnrenderableError(HALF)
+            raise UnrenderableError(Unexported.HALF)
         try:
             return list(self._render_answers(said))
         except Refusal as error:
-            raise UnrenderableError(f"{REFUSED}: {error}") from None
+            raise UnrenderableError(f"{Unlearned.REFUSED}: {error}") from None
 
     def _is_ours(self, said: Example) -> bool:
         """Whether recorded tokens are this tokenizer's: it writes the text of the prompt with just these.

@@ -23,10 +23,11 @@ from lightning_trainer.kits.export.wanted import Wanted
 from lightning_trainer.kits.sft.batches import RowsToLearn, check_agents, held_out, make_rows
 from lightning_trainer.kits.sft.config import SftConfig, with_current_names
 from lightning_trainer.kits.sft.data import Example, is_store, read_file, read_lines_of_store
-from lightning_trainer.kits.sft.dpo import BETA, ONE_LEFT_OUT, SAME_ANSWERS, Dpo, matched
+from lightning_trainer.kits.sft.dpo import BETA, Dpo, matched
 from lightning_trainer.kits.sft.fit import Fit, Fitted, schedule
 from lightning_trainer.kits.sft.lineage import LineageWriter, sft_facts
 from lightning_trainer.kits.sft.pairs import Preferred, preferred, read_pairs
+from lightning_trainer.kits.sft.reasons import Unlearned
 from lightning_trainer.kits.sft.render import Renderer
 from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, forget, learning_folder
 from lightning_trainer.kits.sft.resume import read as read_state
@@ -235,7 +236,7 @@ def _different(pairs: Sequence[Preferred], left_out: Counter[str], place: str) -
             " pairs whose answers differ."
         )
     if len(pairs) > len(found):
-        left_out[SAME_ANSWERS] += len(pairs) - len(found)
+        left_out[Unlearned.SAME_ANSWERS] += len(pairs) - len(found)
     return found
 
 
@@ -284,7 +285,7 @@ def _task(config: SftConfig, learner: Learner, data: Data) -> _Task:
         except DataError:
             if config.val is not None:
                 raise
-            held, more = [], Counter({ONE_LEFT_OUT: len(looked_at.rows)})  # nothing is looked at then
+            held, more = [], Counter({Unlearned.ONE_LEFT_OUT: len(looked_at.rows)})  # nothing is looked at then
         left_out += more
         held = [(_rename_row(chosen), _rename_row(rejected)) for chosen, rejected in held]
     dpo = Dpo(learner, [*pairs, *held], config.beta or BETA)

@@ -23,7 +23,7 @@ from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.kits.teaching.feedback import CallKey, earnings, feedback, key_of
 from lightning_trainer.kits.teaching.hints import Hints
 from lightning_trainer.kits.teaching.options import PLACE
-from lightning_trainer.rl import account as reasons
+from lightning_trainer.rl.account import Untaught
 from lightning_trainer.rl.algorithms.distil import FARTHEST
 from lightning_trainer.rl.rows import Row, make_rows
 from lightning_trainer.rl.targets import Target
@@ -117,12 +117,12 @@ class SelfTeacher:
     def _with_hint(self, call: Transition, told: str | None) -> Transition | str:
         """Return a call with the hint in its prompt, or why it gets none."""
         if told is None or call.tokens is None:
-            return reasons.NOTHING_TOLD
+            return Untaught.NOTHING_TOLD
         prompt = self._hints.put(call.tokens.prompt, self._options.hint.replace(PLACE, told))
         if prompt is None:
-            return reasons.NO_PLACE
+            return Untaught.NO_PLACE
         if len(prompt) + len(call.tokens.response) > self._longest:
-            return reasons.HINT_TOO_LONG
+            return Untaught.HINT_TOO_LONG
         return replace(call, tokens=replace(call.tokens, prompt=tuple(prompt)))
 
     def _targets(self, rows: list[Row], segments: Sequence[_Segment]) -> tuple[list[Row], dict[str, float]]:

@@ -14,8 +14,7 @@ from lightning_spans.schema.replays import REPLAYED
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
 from lightning_trainer.choices import Alone
-from lightning_trainer.rl import account as reasons
-from lightning_trainer.rl.account import Account
+from lightning_trainer.rl.account import Account, Untrained
 from lightning_trainer.rl.batch.attempts import (
     CountedAttempt,
     Traces,
@@ -112,7 +111,7 @@ def _that_count(
         attempt = outcome.counts(failed)
         seen = {a.attempt_id: len(by_attempt[a.attempt_id][0]) for a in outcome.attempts if a.attempt_id in by_attempt}
         if outcome.rollout.replay is not None and (not forks or fork_ended(outcome, by_attempt)):
-            account = account.plus_dropped(reasons.FORK_ENDED if forks else reasons.FORK, sum(seen.values()))
+            account = account.plus_dropped(Untrained.FORK_ENDED if forks else Untrained.FORK, sum(seen.values()))
             continue
         its = None if attempt is None else counted_attempt(outcome, attempt, by_attempt, crashed, teams)
         for attempt_id, calls in seen.items():
@@ -133,7 +132,7 @@ def _choose_calls(
         is_alone = alone == "skip" and not across and members[episode.group_id] < 2
         for call in episode.calls():
             reason = _why_left_out(call.transition, call.credit, patterns, is_alone=is_alone)
-            reason = reasons.NO_ALTERNATIVE if across and reason == reasons.NO_REWARD else reason
+            reason = Untrained.NO_ALTERNATIVE if across and reason == Untrained.NO_REWARD else reason
             if reason is None:
                 chosen.append(call)
             else:
@@ -206,9 +205,9 @@ def _why_left_out(transition: Transition, value: float, patterns: Sequence[str],
     Nothing else is left out before advantages are computed: a call without tokens is part of its group's baseline.
     """
     if not selects(patterns, transition.path):
-        return reasons.NOT_SELECTED
+        return Untrained.NOT_SELECTED
     if REPLAYED in transition.sampling:
-        return reasons.REPLAYED
+        return Untrained.REPLAYED
     if is_alone:
-        return reasons.GROUP_INCOMPLETE
-    return reasons.NO_REWARD if math.isnan(value) else None
+        return Untrained.GROUP_INCOMPLETE
+    return Untrained.NO_REWARD if math.isnan(value) else None

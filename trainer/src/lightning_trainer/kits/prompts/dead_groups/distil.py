@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightning_spans.schema.agents import selects
 from lightning_trainer.kits.prompts.dead_groups.own_prompts import OwnPrompts
-from lightning_trainer.rl.account import NOT_SELECTED, Account
+from lightning_trainer.kits.prompts.dead_groups.reasons import Undistilled
+from lightning_trainer.rl.account import Account, Untrained
 from lightning_trainer.rl.batch.attempts import transitions_by_attempt
 from lightning_trainer.rl.rows import Row, make_rows
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from lightning_trainer.backend_protocol import Learner
     from lightning_trainer.kits.prompts.dead_groups.tasks import Instruction
     from lightning_trainer.rl.rollouts import Outcome
-
-UNSOLVED: Final = "under an instruction, which did not solve the task"
-UNINSTRUCTED: Final = "of a rollout in which another agent had an instruction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +82,11 @@ def _choose(
         for call in transitions:
             prompt = own.get(call.span_id)
             if not selects(agents or ("*",), call.path):
-                left_out[NOT_SELECTED] += 1
+                left_out[Untrained.NOT_SELECTED] += 1
             elif not rollout.solved:
-                left_out[UNSOLVED] += 1
+                left_out[Undistilled.UNSOLVED] += 1
             elif not selects((agent,), call.path):
-                left_out[UNINSTRUCTED] += 1
+                left_out[Undistilled.UNINSTRUCTED] += 1
             elif isinstance(prompt, str):
                 left_out[prompt] += 1
             elif call.tokens is None or prompt is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from lightning_spans.record.prompts import own_body, system_texts
 from lightning_spans.schema.agents import selects
@@ -17,16 +17,13 @@ from lightning_trainer.gateway.calls.answers import Responder
 from lightning_trainer.gateway.engine import Engine, tool_format
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.request.chat_request import read_chat_request
+from lightning_trainer.kits.prompts.dead_groups.reasons import Undistilled
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node
     from lightning_spans.schema.calls import Call
     from lightning_spans.schema.spans import Json
     from lightning_trainer.gateway.prompt.continuation import RenderedPrompt
-
-NOT_REPRODUCED: Final = "the tokens of its prompt can't be made again from its request"
-NO_OWN_PROMPT: Final = "the agent's own prompt can't be read from its request"
-TOO_LONG: Final = "longer than max_model_len with the agent's own prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class OwnPrompts:
             call = calls[span]
             if begins:
                 body = _own_body(call.request, before, after) if span in instructed else call.request
-                made[span] = NO_OWN_PROMPT if body is None else self._prompts(call, body)
+                made[span] = Undistilled.NO_OWN_PROMPT if body is None else self._prompts(call, body)
             elif not isinstance(prompts := made[span], str):
                 self._remember(call, prompts)
         for name in {_memory(call, own=own) for call in calls.values() for own in (True, False)}:
@@ -78,11 +75,11 @@ class OwnPrompts:
             given = self._responder.prompt(read_chat_request(call.request), _memory(call, own=False))
             own = self._responder.prompt(read_chat_request(body), _memory(call, own=True))
         except Refusal:
-            return NOT_REPRODUCED
+            return Undistilled.NOT_REPRODUCED
         if given is None or own is None or given.ids != call.prompt_token_ids:
-            return NOT_REPRODUCED
+            return Undistilled.NOT_REPRODUCED
         longest = max((len(choice.token_ids or ()) for choice in call.choices), default=0)
-        return TOO_LONG if len(own.ids) + longest > self._longest else _Prompts(given, own)
+        return Undistilled.TOO_LONG if len(own.ids) + longest > self._longest else _Prompts(given, own)
 
     def _remember(self, call: Call, prompts: _Prompts) -> None:
         """Let later calls continue this one, as the gateway does."""

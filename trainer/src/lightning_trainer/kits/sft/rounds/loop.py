@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Final
 
 from lightning_spans.errors import AgentFailedError, DataError, NothingToLearnError, UnknownAgentError
 from lightning_spans.schema.agents import earns
@@ -24,6 +23,7 @@ from lightning_trainer.kits.sft.config import RoundsConfig
 from lightning_trainer.kits.sft.data import read_lines_of_store
 from lightning_trainer.kits.sft.fit import Fit, Fitted
 from lightning_trainer.kits.sft.lineage import LineageWriter
+from lightning_trainer.kits.sft.reasons import Unlearned
 from lightning_trainer.kits.sft.render import Renderer
 from lightning_trainer.kits.sft.resume import CHECKPOINT, forget, keep
 from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME, Round, Rounds, RoundsState
@@ -39,8 +39,6 @@ from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import BY_TASK, Score, reward_of_failures, score
 from lightning_trainer.run.data import Task
 from lightning_trainer.session.session import Session
-
-NOT_BETTER: Final = "earned no more than the worst of the round"
 
 
 @dataclass(kw_only=True)
@@ -153,7 +151,7 @@ class RoundLoop:
             raise AgentFailedError(nothing_captured(len(outcomes), self.session.runner.attached, config.command))
         if config.min_reward is None:
             better = [line for line in lines if _is_better(line, outcomes, config.failed)]
-            left_out += Counter({NOT_BETTER: len(lines) - len(better)})
+            left_out += Counter({Unlearned.NOT_BETTER: len(lines) - len(better)})
             lines = better
         if not lines:
             raise NothingToLearnError(_nothing(score(outcomes, config.failed), left_out))

@@ -27,7 +27,7 @@ from lightning_trainer.kits.view.reading.transcripts import known, reward_row, r
 from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.policies import ADAPTERS_NAME
 from lightning_trainer.report.learned_tokens import read
-from lightning_trainer.rl import account as reasons
+from lightning_trainer.rl.account import Untrained
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rows import Row, why_untrainable
@@ -144,7 +144,7 @@ def _find_row(run: Run, batch: Batch | None, calls: Sequence[Judged], group_id: 
         return _Learned(untrained="its attempt does not count, its group has not ended, or the run's options are gone")
     transition = calls[0].transition
     if not selects(chosen_by(run) or ("*",), transition.path):
-        return _Learned(untrained=reasons.NOT_SELECTED)
+        return _Learned(untrained=Untrained.NOT_SELECTED)
     found = row_of(batch, transition)
     if found is None:
         return _Learned(untrained=calls[0].left_out or why_untrainable(transition))

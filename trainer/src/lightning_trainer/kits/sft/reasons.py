@@ -1,0 +1,18 @@
+"""Why a conversation is not learned."""
+
+from __future__ import annotations
+
+from lightning_trainer.reasons.reason import Reason
+
+
+class Unlearned(Reason):
+    """Why a conversation, or a pair, is left out; in addition to `Untrained` and `Unexported`."""
+
+    SILENT = "the assistant says nothing in it"
+    OTHER_TOKENIZER = "tokens of another tokenizer, and no messages to tokenise again"
+    REFUSED = "the model's chat template refuses it"
+    NO_ANSWER = "nothing would be learned from it"
+    NO_ADAPTER = "its agent has no adapter that is trained"
+    NOT_BETTER = "earned no more than the worst of the round"
+    ONE_LEFT_OUT = "the other answer of the pair is left out"
+    SAME_ANSWERS = "both answers of the pair are the same"
