@@ -184,26 +184,18 @@ def _option(name: str, field: FieldInfo, note: str) -> Callable[[F], F]:
     if field.default not in (None, "", ()) and not field.is_required() and field.default_factory is None:
         shown = str(field.default).lower() if isinstance(field.default, bool) else field.default
         text += f" [default: {shown}]"
+    flags = [flag, name]
+    more: dict[str, Any] = {"multiple": True}
     if field.annotation is bool:
-        both = f"{flag}/--no-{name.replace('_', '-')}"
-        return click.option(both, name, default=None, help=text, cls=GroupedOption)
-    if name == "policies":
-        return click.option(
-            "--policy", "--policies", name, multiple=True, metavar="AGENT=POLICY,...", help=text, cls=GroupedOption
-        )
-    if name == "name_by":
-        return click.option(
-            flag, name, multiple=True, metavar="RULE", help=f"{text} May be repeated.", cls=GroupedOption
-        )
-    if typing.get_origin(field.annotation) is dict:
-        return click.option(
-            flag, name, multiple=True, metavar="NAME=VALUE", help=f"{text} May be repeated.", cls=GroupedOption
-        )
-    offered = for_option(name)
-    metavar = _metavar(field.annotation)
-    if offered is None:
-        return click.option(flag, name, metavar=metavar, help=text, cls=GroupedOption)
-    return click.option(flag, name, metavar=metavar, help=text, cls=GroupedOption, shell_complete=offered)
+        flags, more = [f"{flag}/--no-{name.replace('_', '-')}", name], {"default": None}
+    elif name == "policies":
+        flags, more["metavar"] = ["--policy", "--policies", name], "AGENT=POLICY,..."
+    elif name == "name_by" or typing.get_origin(field.annotation) is dict:
+        text += " May be repeated."
+        more["metavar"] = "RULE" if name == "name_by" else "NAME=VALUE"
+    else:
+        more = {"metavar": _metavar(field.annotation), "shell_complete": for_option(name)}
+    return click.option(*flags, help=text, cls=GroupedOption, **more)
 
 
 def _metavar(annotation: Any) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_trainer.kits.deploy.transitions import Note
 
 _reason_option = click.option("--reason", default="", metavar="TEXT", help="Why, for the history.")
+_GATE: Final = ("wait_days", "worse", "better", "false_promotion", "power")  # numbers of the gate
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
 
@@ -78,6 +79,18 @@ def _share_option(default: str) -> Callable[[F], F]:
 _outcomes_option = click.option(
     "--outcome", "sources", multiple=True, metavar="SOURCE", help="Rewards that count. Default: all. May be repeated."
 )
+
+
+def _gate_options(function: F) -> F:
+    """Add the numbers of the gate, with their defaults and help from the record that the loop has, too."""
+    from lightning_trainer.kits.deploy.options import CanaryOptions
+
+    fields = {name: CanaryOptions.model_fields[name] for name in _GATE}
+    options = (
+        click.option(f"--{name.replace('_', '-')}", default=field.default, show_default=True, help=field.description)
+        for name, field in fields.items()
+    )
+    return group_options(*options)(function)
 
 
 def _bounds(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
@@ -226,15 +239,7 @@ def estimate(
 @command.command(name="canary")
 @_share_option("5%")
 @_outcomes_option
-@click.option(
-    "--wait-days", default=0.0, show_default=True, help="Age of a conversation from which its outcome counts."
-)
-@click.option("--worse", default=0.02, show_default=True, help="Outcome lost by a candidate that must not be promoted.")
-@click.option("--better", default=0.03, show_default=True, help="Outcome gained by a candidate to be promoted.")
-@click.option(
-    "--false-promotion", default=0.01, show_default=True, help="Largest probability that the worse one is promoted."
-)
-@click.option("--power", default=0.9, show_default=True, help="Smallest probability that the better one is promoted.")
+@_gate_options
 @click.option(
     "--guard",
     "guards",
@@ -250,12 +255,7 @@ def canary(
     *,
     share: float,
     sources: tuple[str, ...],
-    wait_days: float,
     agent: str,
-    worse: float,
-    better: float,
-    false_promotion: float,
-    power: float,
     guards: dict[str, float],
     **options: Any,
 ) -> None:
@@ -264,12 +264,11 @@ def canary(
     A conversation stays with the policy that answered its first call. The bounds of the gate are fixed when the
     candidate's first canary begins.
     """
-    from lightning_trainer.kits.deploy.gate import Bounds
-    from lightning_trainer.kits.deploy.outcomes import GateRules
+    from lightning_trainer.kits.deploy.options import CanaryOptions
     from lightning_trainer.kits.deploy.transitions import begin_canary
 
-    bounds = Bounds(worse=worse, better=better, false_promotion=false_promotion, power=power)
-    rules = GateRules(bounds=bounds, sources=sources, wait_s=wait_days * 86_400.0, guardrails=guards)
+    gate: dict[str, Any] = {name: options.pop(name) for name in _GATE}
+    rules = CanaryOptions.model_construct(outcomes=sources, guards=guards, **gate).rules  # the gate checks them
 
     def begin(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
         begun = begin_canary(_last(history), agent, share, note)

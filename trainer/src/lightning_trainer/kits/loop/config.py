@@ -12,8 +12,7 @@ from lightning_trainer.config.files import merge, naming_file, parse_toml
 from lightning_trainer.config.mistakes import refuse_unknown
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.kits.deploy.gate import Bounds
-from lightning_trainer.kits.deploy.outcomes import GateRules
+from lightning_trainer.kits.deploy.options import CanaryOptions
 from lightning_trainer.kits.deploy.shadow.comparison import RULES, ShadowRules
 from lightning_trainer.options.permits import PermitOptions
 from lightning_trainer.options.record import OptionRecord
@@ -75,29 +74,6 @@ class ShadowTable(OptionRecord):
     judge: dict[str, Any] | None = None
 
 
-class CanaryTable(OptionRecord):
-    """The canary and its gate, as in `deploy canary`."""
-
-    share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    outcomes: tuple[str, ...] = ()
-    wait_days: float = Field(default=0.0, ge=0.0)
-    worse: float = 0.02
-    better: float = 0.03
-    false_promotion: float = 0.01
-    power: float = 0.9
-    guards: dict[str, float] = Field(default_factory=dict)
-
-    @property
-    def rules(self) -> GateRules:
-        """Return what the gate promises.
-
-        Raises:
-            ConfigError: a bound or a guardrail is wrong.
-        """
-        bounds = Bounds(worse=self.worse, better=self.better, false_promotion=self.false_promotion, power=self.power)
-        return GateRules(bounds=bounds, sources=self.outcomes, wait_s=self.wait_days * 86_400.0, guardrails=self.guards)
-
-
 class LoopConfig(OptionRecord):
     """What a loop improves, and how.
 
@@ -127,7 +103,7 @@ class LoopConfig(OptionRecord):
     train: dict[str, Any]
     evaluate: EvaluateTable = EvaluateTable()
     shadow: ShadowTable = ShadowTable()
-    canary: CanaryTable = CanaryTable()
+    canary: CanaryOptions = CanaryOptions()
 
     @property
     def shadow_rules(self) -> ShadowRules:
