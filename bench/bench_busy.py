@@ -36,7 +36,7 @@ def measure() -> list[Figure]:
     for _ in range(int(os.environ.get("BENCH_ROUNDS", sized("3", "1")))):
         for loops in (0, cores):
             for threads in (cores, "auto"):
-                backend.options = backend.options.changed(threads=threads)
+                backend.options = backend.options.with_values(threads=threads)
                 with busy(loops):
                     step = timed(backend, rows)
                 steps[loops, threads].append(step)

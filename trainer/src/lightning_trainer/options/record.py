@@ -12,7 +12,7 @@ class OptionRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    def changed(self, **values: Any) -> Self:
+    def with_values(self, **values: Any) -> Self:
         """Return it with other values of some options, checked as a whole."""
         return type(self)(**{**dict(self), **values})
 

@@ -164,7 +164,7 @@ class TinkerLearner:
 
     def schedule(self, rise: int, steps: int) -> None:
         """Say how the learning rate goes: `Learner.schedule`."""
-        self.learner_options = self.learner_options.changed(
+        self.learner_options = self.learner_options.with_values(
             warmup_steps=rise, lr_schedule="linear", min_lr_ratio=0.1, total_steps=steps
         )
 

@@ -186,7 +186,7 @@ class TorchLearner:
         """Return `kl_base/POLICY`, how far each adapter is from the model without it, from about eight of its rows."""
         if not has_adapters(self._model):
             return {}
-        plain = self.options.changed(kl_coef=1.0, kl_estimator="k3")
+        plain = self.options.with_values(kl_coef=1.0, kl_estimator="k3")
         some = {policy: rows[:: max(1, len(rows) // _READ)] for policy, rows in parts.items() if rows}
         read = {policy: penalties(rows, plain, reference(self._model, None)) for policy, rows in some.items()}
         return {f"kl_base/{policy}": float(np.concatenate(its).mean()) for policy, its in read.items()}
@@ -217,7 +217,7 @@ class TorchLearner:
         """
         if self._policies:
             raise RuntimeError("the learning rate of an optimiser that is there can't be planned again")
-        self.options = self.options.changed(
+        self.options = self.options.with_values(
             warmup_steps=rise, lr_schedule="linear", min_lr_ratio=0.1, total_steps=steps
         )
 

@@ -87,7 +87,7 @@ class CompletionsProtocol:
             "model": model,
             "prompt": list(prompt),
             "max_tokens": most,
-            **_sampled(sampling),
+            **_sampling_fields(sampling),
             "logprobs": 0,  # only those of the sampled tokens
             "return_token_ids": True,
             "stream": stream,
@@ -153,7 +153,7 @@ class SglangProtocol:
         """See `TokenProtocol`."""
         drawn = {
             "max_new_tokens": most,
-            **_sampled(sampling),
+            **_sampling_fields(sampling),
         }
         if sampling.seed is not None:
             drawn["sampling_seed"] = sampling.seed % 2**31
@@ -230,7 +230,7 @@ def _checked_piece(ids: Sequence[Any], logprobs: Sequence[Any], text: str, reaso
     return Sampled(tuple(ids), known, text, _FINISHED.get(reason or ""))
 
 
-def _sampled(sampling: Sampling) -> dict[str, Any]:
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     """Return how to sample, under the names that all servers share."""
     return {
         "temperature": sampling.temperature,

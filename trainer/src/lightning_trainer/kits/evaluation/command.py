@@ -177,7 +177,7 @@ def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
         if flags:
             wrong = ", ".join(f"--{name.replace('_', '-')}" for name in flags if name != "target") or "TARGET"
             raise ConfigError(f"a resumed evaluation keeps its options: leave out {wrong}.")
-        return resumed(resume) if store is None else resumed(resume).changed(store=store)
+        return resumed(resume) if store is None else resumed(resume).with_values(store=store)
     flags = with_environment(flags)
     target, program = flags.get("target"), flags.pop("program", None)
     if (target is None) == (program is None):

@@ -116,7 +116,7 @@ def evaluate(
     rules = config.name_by or next(filter(None, map(name_rules, sides)), ())
     declared = config.work.declared(command=config.command, reward=config.reward)
     counting = replace(config.counting, agents=agents, declared=declared)
-    config = config.changed(agents=agents, name_by=rules, counting=counting)
+    config = config.with_values(agents=agents, name_by=rules, counting=counting)
     with open_folder(
         config.out, resume, base=files.EVALS, begun=files.has_samples, resumable=files.is_evaluation
     ) as folder:

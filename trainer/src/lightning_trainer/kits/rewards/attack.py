@@ -110,7 +110,7 @@ def attack(plan: AttackPlan, progress: Progress, *, key: str | None = None) -> A
     refuse_unheard({name: getattr(config, name) for name in _OF_CALLS}, subject)
     agents = config.agents or chosen_agents(subject)
     declared = config.work.declared(command=config.command, reward=config.reward)
-    config = config.changed(
+    config = config.with_values(
         agents=agents,
         name_by=config.name_by or name_rules(subject),
         counting=replace(config.counting, agents=agents, declared=declared),
