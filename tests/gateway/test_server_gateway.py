@@ -529,7 +529,7 @@ def _policy(server):
     return server.app.state.gateway._models._served["policy"]
 
 
-def _first(find, timeout_s=5.0):
+def _first(find, timeout_s=60.0):
     until = time.monotonic() + timeout_s
     while not (found := find()):
         assert time.monotonic() < until, "nothing came"

@@ -374,7 +374,7 @@ def test_a_client_that_goes_away_ends_the_upstreams_work_too(tmp_path):
         body = {"model": "m", "messages": USER, "stream": True}
         with httpx.stream("POST", f"{front.url}/v1/chat/completions", json=body, headers=headers) as reply:
             next(reply.iter_lines())
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while not (gone and front.calls("a")):
             assert time.monotonic() < until
             time.sleep(0.02)

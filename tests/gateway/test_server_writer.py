@@ -57,7 +57,7 @@ def test_one_call_alone_waits_for_nobody(monkeypatch):
 
     async def main():
         for number in range(3):
-            await asyncio.wait_for(writer.call(number), 10)
+            await asyncio.wait_for(writer.call(number), 60)
 
     asyncio.run(main())
     writer.close()
@@ -68,7 +68,7 @@ def test_company_that_does_not_come_is_not_waited_for_for_ever():
     store = Counting()
     writer = RecordWriter(store)
     writer.expected = lambda: 1000
-    asyncio.run(asyncio.wait_for(writer.call(1), 10))
+    asyncio.run(asyncio.wait_for(writer.call(1), 60))
     writer.close()
     assert store.batches == [[1]]
 

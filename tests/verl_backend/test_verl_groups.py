@@ -40,7 +40,7 @@ def end(store: Store, rollout: Rollout, *, status: str = "succeeded", error: str
 
 
 def until(condition) -> None:
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.01)
