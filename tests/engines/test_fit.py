@@ -12,6 +12,8 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_trainer import TrainConfig
 from lightning_trainer.backends.torch.fit import plan_run
+from lightning_trainer.report.progress import Silent
+from lightning_trainer.run import embedded
 
 SIZES = {  # hidden, inner, layers, heads, key heads, vocabulary, tied: Qwen2.5's
     "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
@@ -138,6 +140,23 @@ def test_a_gpu_of_its_own_is_not_shared(tmp_path, gpu):
     assert beside.fits
     assert "learner 0.0 GiB" in beside.lines[-1]
     assert "learner 0.0 GiB" not in same.lines[-1]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_dry_run_shows_the_plan_before_it_loads_anything(tmp_path, monkeypatch, fits):
+    events = []
+    monkeypatch.setattr(embedded, "probe", lambda *_, **__: events.append("loaded") or 1 / 0)
+    monkeypatch.setattr(Silent, "note", lambda _, text: events.append(text))
+    (tmp_path / "tasks.jsonl").write_text('{"q": 1}\n')
+    config = TrainConfig(target="a:run", data=str(tmp_path / "tasks.jsonl"), model="m", steps=1)
+    backend = embedded.Embedded(lambda _: 1 / 0, lambda _: None, plan=lambda _: (("the plan",), fits))
+    if fits:
+        with pytest.raises(ZeroDivisionError):
+            backend.describe(config, Silent())
+        assert events == ["the plan", "loaded"]
+    else:
+        described = backend.describe(config, Silent())
+        assert (described.text, described.facts["fits"], events) == ("the plan", False, [])
 
 
 def test_a_run_that_can_not_fit_is_refused_before_its_model_is_loaded(tmp_path, gpu, monkeypatch):

@@ -121,6 +121,8 @@ class Embedded:
         planned, fits = self._plan(config)
         if not fits:
             return Described("\n".join(planned), {"engine": list(planned), "fits": False})
+        for line in planned:  # first, because what follows may end for lack of memory
+            progress.note(line)
         count = min(TRIED, config.batch_size, len(tasks))
         places = batch_at(start.step, len(tasks), config.batch_size, config.seed)[:count]
         whole = config.step_count(len(tasks))

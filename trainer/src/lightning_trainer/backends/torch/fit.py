@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_spans.errors import ConfigError
@@ -47,7 +49,7 @@ def plan_run(config: TrainConfig) -> Fit:
     try:
         lines = _divide(config, total)
     except _TooSmallError as error:
-        return Fit((*error.lines, *_advice(config, total)), fits=not error.certain)
+        return Fit((*error.lines, *_advice(config, total), *_without_cuda()), fits=not error.certain)
     return Fit(tuple(lines), fits=True)
 
 
@@ -150,6 +152,13 @@ class _Change(NamedTuple):
         inner = {name: value for each in given for name, value in each.get("backend_options", {}).items()}
         more = {"backend_options": inner} if inner else {}
         return _Change((*self.flags, *other.flags), {**self.options, **other.options, **more})
+
+
+def _without_cuda() -> Iterator[str]:
+    """Say if this torch can't use the GPU that is planned for."""
+    with suppress(PackageNotFoundError):
+        if version("torch").endswith("+cpu"):
+            yield "The torch that is installed here has no CUDA: to use the processor instead, add --device cpu."
 
 
 def _changes(config: TrainConfig) -> Iterator[_Change]:

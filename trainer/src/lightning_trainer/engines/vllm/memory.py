@@ -58,7 +58,11 @@ class MemoryPlan:
     @property
     def line(self) -> str:
         """The plan in a sentence."""
-        asleep = f"; vLLM sleeps in each update, then {gib(ASLEEP)}" if self.sleeps else ""
+        asleep = ""
+        if self.sleeps:
+            asleep = (
+                f"; vLLM sleeps in each update, then {gib(ASLEEP)}, and {gib(self.weights)} of the machine's memory"
+            )
         between = f" ({gib(self.idle)} between updates)" if self.sleeps else ""
         return (
             f"GPU memory: {gib(self.total)}; vLLM {gib(self.served)} (model {gib(self.weights)}, cache"
