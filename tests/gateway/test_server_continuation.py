@@ -13,24 +13,6 @@ from support.fakes import ByteTokenizer, FakeEngine, served
 from support.gateway.long_talks import STRANGE, TOOLS, USER, rows_of
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with served(tmp_path_factory.mktemp("continuation"), FakeEngine()) as running:
-        yield running
-
-
-@pytest.fixture
-def attempt(request, server):
-    server.engine.play(())
-    return request.node.name
-
-
-@pytest.fixture
-def client(server, attempt):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key(attempt), max_retries=0) as made:
-        yield made
-
-
 def talk(client, *, stream=False, model="policy"):
     """Use a tool and answer, as an agent does: three calls of one conversation."""
     messages = [USER]

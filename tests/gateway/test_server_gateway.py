@@ -20,28 +20,6 @@ TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":"12+7"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with served(tmp_path_factory.mktemp("gateway"), FakeEngine(version=7)) as running:
-        yield running
-
-
-@pytest.fixture
-def attempt(request, server):
-    """A name of its own for each test's attempt; the engine starts afresh."""
-    server.engine.play(())
-    server.engine.prompts.clear()
-    server.engine.samplings.clear()
-    server.app.state.routing = Routing()
-    return request.node.name
-
-
-@pytest.fixture
-def client(server, attempt):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key(attempt), max_retries=0) as made:
-        yield made
-
-
 def test_an_answer_is_recorded_with_the_engines_own_tokens(server, attempt, client):
     server.engine.play(["12+7 is 19"])
     reply = client.chat.completions.create(model="policy", messages=USER, temperature=0.5, max_tokens=50)

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.surfaces.conversations import Conversations
-from support.fakes import ByteTokenizer, FakeEngine, fake_logprob, served
+from support.fakes import ByteTokenizer, FakeEngine, fake_logprob
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":"12+7"}}\n</tool_call>'
@@ -22,26 +22,6 @@ ASKED = {
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100},
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with served(tmp_path_factory.mktemp("surfaces"), FakeEngine(version=7)) as running:
-        yield running
-
-
-@pytest.fixture
-def attempt(request, server):
-    server.engine.play(())
-    server.engine.prompts.clear()
-    server.engine.samplings.clear()
-    return request.node.name
-
-
-@pytest.fixture
-def client(server, attempt):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key(attempt), max_retries=0) as made:
-        yield made
 
 
 @pytest.fixture
