@@ -42,7 +42,7 @@ def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, *
     if "rounds" in flags:
         _sample_and_learn(data, tasks, flags)
         return
-    of_rounds = sorted(flags.keys() - SftConfig.model_fields.keys())
+    of_rounds = sorted(flags.keys() - SftConfig.model_fields.keys() - {"max_tokens"})
     if tasks is not None or of_rounds:
         names = ["data"] if tasks is not None else of_rounds
         raise ConfigError(f"--{names[0].replace('_', '-')} is of rejection sampling: add --rounds N.")
