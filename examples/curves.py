@@ -35,6 +35,7 @@ class Run:
         after: the same after it.
         seconds: wall time, on a machine that others may have used too.
         cpu_seconds: of all its processes.
+        held_out: (steps taken, held-out reward) of each validation.
     """
 
     setup: str
@@ -44,18 +45,28 @@ class Run:
     after: dict[str, float]
     seconds: float
     cpu_seconds: float = field(default=0.0)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
 
 
-def arguments(setups: Mapping[str, Any], results: Path, *, steps: int, description: str | None) -> argparse.Namespace:
-    """Read the command line that the measured examples have in common."""
+def arguments(
+    setups: Mapping[str, Any],
+    results: Path,
+    *,
+    steps: int,
+    description: str | None,
+    more: Callable[[argparse.ArgumentParser], object] = lambda _parser: None,
+) -> argparse.Namespace:
+    """Read the command line that the measured examples have in common, and what one of them adds."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--setups", default=",".join(setups), help="with commas between")
+    between = ";" if any("," in setup for setup in setups) else ","
+    parser.add_argument("--setups", default=between.join(setups), help=f"with {between} between")
     parser.add_argument("--seeds", default="0,1,2", help="with commas between")
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--results", type=Path, default=results, help="file of JSON lines")
     parser.add_argument("--draw", action="store_true", help="only draw what was measured")
+    more(parser)
     args = parser.parse_args()
     args.results = args.results.resolve()
     return args
@@ -108,6 +119,7 @@ def trained(name: str, seed: int, folder: Path, config: Callable[[str, int, Path
         after=held_out[-1],
         seconds=round(time.monotonic() - began, 1),
         cpu_seconds=round(cpu_seconds() - before_s, 1),
+        held_out=[(line["step"], round(line["reward"], 4)) for line in lines if line["kind"] == "val"],
     )
 
 
@@ -163,6 +175,29 @@ def draw(runs: Sequence[Run], panels: Mapping[str, str], path: Path, *, label: s
         axes.set_ylim(-0.02, 1.02)
     all_axes[0].set_ylabel("mean training reward")
     all_axes[-1].legend(title="setup (seeds)", fontsize="small")
+    FigureCanvasAgg(figure).print_figure(path, dpi=110)
+
+
+def draw_held_out(runs: Sequence[Run], teams: Sequence[str], path: Path) -> None:
+    """Draw a panel for each team: the held-out reward of each run, and as a thick line the mean of each setup."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(teams), 3.9), layout="constrained")
+    for axes, team in zip(figure.subplots(1, len(teams), sharey=True, squeeze=False)[0], teams, strict=True):
+        own = [run for run in runs if run.setup.startswith(f"{team},") and run.held_out]
+        for place, setup in enumerate(dict.fromkeys(run.setup for run in own)):
+            curves = [run.held_out for run in own if run.setup == setup]
+            for curve in curves:
+                axes.plot(*zip(*curve, strict=True), color=f"C{place}", linewidth=0.7, alpha=0.45)
+            means = [(points[0][0], statistics.fmean(r for _, r in points)) for points in zip(*curves, strict=False)]
+            label = f"{setup.partition(', ')[2]} ({len(curves)})"
+            axes.plot(*zip(*means, strict=True), color=f"C{place}", linewidth=2.2, label=label)
+        axes.set_title(team)
+        axes.set_xlabel("steps taken")
+        axes.grid(visible=True, alpha=0.3)
+        axes.set_ylim(-0.02, 1.02)
+        axes.legend(title="setup (seeds)", fontsize="x-small")
     FigureCanvasAgg(figure).print_figure(path, dpi=110)
 
 
