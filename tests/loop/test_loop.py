@@ -206,7 +206,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
             site.effect(f"{folder.parent.name} evaluates {Path(config.model).name} against {config.against}")
         site.step()
         names = ("difference", "difference_low", "difference_high", "difference_tasks")
-        return SimpleNamespace(failure=None, to_json=lambda: dict(zip(names, (site.quality, 0.0, 0.2, 2), strict=True)))
+        found = {**dict(zip(names, (site.quality, 0.0, 0.2, 2), strict=True)), "program": {"agents": {}, "always": []}}
+        return SimpleNamespace(failure=None, to_json=lambda: found)
 
     def write(path: Path, data: bytes) -> None:
         if path.name not in (record.STATUS_NAME, "waiting.json"):  # which decide nothing

@@ -136,6 +136,11 @@ class OpenSpan(Protocol):
 class Recorder(Protocol):
     """Starts spans, as a plugin sees it. One serves every framework that is attached in a process."""
 
+    @property
+    def store(self) -> str | None:
+        """Where spans outside of attempts go: the URL of a server or of a store."""
+        ...
+
     def start(
         self,
         operation: str,

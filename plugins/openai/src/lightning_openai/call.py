@@ -170,6 +170,8 @@ class ModelCall:
         try:
             if "traceparent" not in request.headers:
                 request.headers["traceparent"] = self.span.traceparent
+            store = self._recorder.store
+            request.headers.update(reroute.server_headers(store, request.url, self.span.path, request.headers))
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, self.span)
 

@@ -94,7 +94,9 @@ class HttpxCall:
         span, attempt = self.span, self.span.attempt
         try:
             self._with_prompts(attempt)
-            self._request.headers.setdefault("traceparent", span.traceparent)
+            sent = self._request.headers
+            sent.setdefault("traceparent", span.traceparent)
+            sent.update(reroute.server_headers(self._recorder.store, self._request.url, span.path, sent))
             trained = self._recorder.reroutes(span)
             if attempt is None or attempt.endpoint is None or not self._is_sent_there(attempt, trained=trained):
                 return self._client, self._request

@@ -156,6 +156,23 @@ def agent_header(agent: str | None) -> dict[str, str]:
     return {} if agent is None else {AGENT_HEADER: quote(agent, safe="/")}
 
 
+def server_headers(store: str | None, url: object, agent: str | None, sent: Mapping[str, str]) -> dict[str, str]:
+    """Return the header that names the agent of a call outside of attempts, which the program sends to a server itself.
+
+    Empty for any other endpoint, and where the caller names one himself.
+
+    Args:
+        store: where spans outside of attempts go.
+        url: of the call.
+        agent: its path.
+        sent: the headers of the call.
+    """
+    is_server = store is not None and store.startswith(("http://", "https://"))
+    if not is_server or AGENT_HEADER in sent or not str(url).startswith(f"{str(store).rstrip('/')}/"):
+        return {}
+    return agent_header(agent)
+
+
 _lock = threading.Lock()
 _sync: dict[tuple[str, bool], _Client] = {}
 _http: dict[str, Any] = {}  # by library

@@ -1,4 +1,4 @@
-"""What a program gives its agents: system prompts, as digests by which a change is seen."""
+"""What a program gives its agents in a request: the system prompt and the tools, as texts and digests."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from lightning_spans.schema.json import dumps
+
 Json = Any
 _SYSTEM: Final = frozenset({"system", "developer"})
+_PARAMETERS: Final = ("parameters", "input_schema")  # of a tool, in OpenAI's and in Anthropic's shape
 _DIGITS: Final = 16
 
 
@@ -21,14 +24,42 @@ def system_prompt(request: Mapping[str, Json]) -> str:
     return "\n".join(_system_texts(request))
 
 
+def first_user_text(request: Mapping[str, Json]) -> str:
+    """Return the text of the user's first message; empty where there is none."""
+    return "\n".join(next((list(_texts(content)) for role, content in _messages(request) if role == "user"), []))
+
+
+def tools_of(request: Mapping[str, Json]) -> Iterator[tuple[str, str, str]]:
+    """Return name, description and parameters (as JSON) of each tool that a request offers, whatever its surface."""
+    tools = request.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, Mapping):
+            function = tool["function"] if isinstance(tool.get("function"), Mapping) else tool
+            parameters = next((function[name] for name in _PARAMETERS if name in function), None)
+            name = str(function.get("name") or tool.get("type"))
+            yield name, str(function.get("description") or ""), dumps(_sorted(parameters or {})).decode()
+
+
+def _sorted(value: Json) -> Json:
+    if isinstance(value, Mapping):
+        return {str(name): _sorted(value[name]) for name in sorted(value, key=str)}
+    return [_sorted(one) for one in value] if isinstance(value, list) else value
+
+
 def _system_texts(request: Mapping[str, Json]) -> Iterator[str]:
     for name in ("instructions", "system"):
         yield from _texts(request.get(name))
+    for role, content in _messages(request):
+        if role in _SYSTEM:
+            yield from _texts(content)
+
+
+def _messages(request: Mapping[str, Json]) -> Iterator[tuple[Json, Json]]:
     for name in ("messages", "input"):
         messages = request.get(name)
         for message in messages if isinstance(messages, list) else ():
-            if isinstance(message, Mapping) and message.get("role") in _SYSTEM:
-                yield from _texts(message.get("content"))
+            if isinstance(message, Mapping):
+                yield message.get("role"), message.get("content")
 
 
 def _texts(content: Json) -> Iterator[str]:

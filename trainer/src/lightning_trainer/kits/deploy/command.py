@@ -137,6 +137,11 @@ def status(*, agent: str | None, store: str, key_file: Path | None, as_json: boo
     default=None,
     help="Whether a person must approve its promotion. Default: as for the agent's last candidate, at first no.",
 )
+@click.option(
+    "--evaluation",
+    type=click.Path(path_type=Path),
+    help="Folder of the candidate's evaluation (`eval`). Promotion is refused if the program has changed since then.",
+)
 @_transition_options
 def candidate(
     *,
@@ -147,21 +152,25 @@ def candidate(
     model: str | None,
     stable: str | None,
     needs_approval: bool | None,
+    evaluation: Path | None,
     agent: str,
     **options: Any,
 ) -> None:
     """Name a candidate. Servers load it, and it answers nobody yet."""
     from lightning_trainer.kits.deploy import approvals
     from lightning_trainer.kits.deploy.candidates import read_policy
+    from lightning_trainer.kits.deploy.program_watch import PROGRAM
     from lightning_trainer.kits.deploy.transitions import name_candidate
+    from lightning_trainer.kits.evaluation.folder import read_program
 
     chosen = read_policy(agent, checkpoint, policy, base, model)
     _refuse_blocked(chosen.checkpoint, allowed=allow_blocked)
+    evaluated = {} if evaluation is None else {PROGRAM: read_program(evaluation)}
 
     def name(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
         named = name_candidate(_last(history), agent, chosen, note, stable=stable)
         needed = approvals.needs_approval(history) if needs_approval is None else needs_approval
-        return replace(named, details={approvals.NEEDS_APPROVAL: True}) if needed else named
+        return replace(named, details={**evaluated, **({approvals.NEEDS_APPROVAL: True} if needed else {})})
 
     _change(agent, options, name)
 

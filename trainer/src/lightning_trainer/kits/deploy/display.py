@@ -15,12 +15,13 @@ from lightning_spans.store.deployments import Deployment
 from lightning_trainer.flags.common import screen
 from lightning_trainer.kits.deploy.estimate.recorded import RecordedEstimate
 from lightning_trainer.kits.deploy.outcomes import describe_gate, describe_guardrails
+from lightning_trainer.kits.deploy.program_changes import describe_program
 from lightning_trainer.kits.deploy.shadow.summary import describe_shadow
 
 Histories: TypeAlias = Mapping[str, Sequence[Deployment]]  # by agent, oldest first
 Findings: TypeAlias = Mapping[
     str, Any
-]  # what is known of an agent's candidate: `gate`, `guardrails`, `shadow`; None where nothing
+]  # what is known of an agent's candidate: `gate`, `guardrails`, `shadow`, `program`; None where nothing
 
 
 def read_findings(store: Store, histories: Histories) -> dict[str, Findings]:
@@ -30,6 +31,7 @@ def read_findings(store: Store, histories: Histories) -> dict[str, Findings]:
             "gate": describe_gate(store, history),
             "guardrails": describe_guardrails(store, history),
             "shadow": describe_shadow(store, history),
+            "program": describe_program(store, history),
         }
         for agent, history in histories.items()
     }
@@ -64,6 +66,8 @@ def show(histories: Histories, findings: Mapping[str, Findings]) -> None:
             screen().print(escape(f"{agent}, guardrail {name}: {_guard_fact(guard)}"))
         if (found := findings[agent]["shadow"]) is not None:
             screen().print(escape(f"{agent}, shadow: {'; '.join(_shadow_facts(found))}"))
+        if (program := findings[agent]["program"]) is not None:
+            screen().print(escape(f"{agent}, program: {_program_fact(program)}"))
 
 
 def _gate_cells(gate: dict[str, Any] | None) -> tuple[str, str, str]:
@@ -107,6 +111,13 @@ def _judge_fact(judge: Mapping[str, Any]) -> str:
     if judge["difference"] is None:
         return f"judge: no verdict{failed}"
     return f"judge {judge['difference']:+.3f} [{judge['low']:+.3f}, {judge['high']:+.3f}]{failed}"
+
+
+def _program_fact(program: Mapping[str, Any]) -> str:
+    if program["changes"]:
+        return f"CHANGED since the evaluation, so the gate is closed: {'; '.join(program['changes'])}"
+    few = f"; it is compared from {program['needed']} on" if program["conversations"] < program["needed"] else ""
+    return f"as it was evaluated, in {program['conversations']} conversations{few}"
 
 
 def _number(value: float | None) -> str:

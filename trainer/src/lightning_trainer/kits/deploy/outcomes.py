@@ -16,6 +16,7 @@ from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import Where, each
 from lightning_trainer.kits.deploy.gate import FEWEST, Bounds, Evidence, weigh
 from lightning_trainer.kits.deploy.guardrails import OUTCOME, check_bounds, raises_alarm, weigh_guardrails
+from lightning_trainer.kits.deploy.program_changes import check_program
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 
 GATE = "gate"  # in the details of a canary: what its gate promises, written before the first outcome
@@ -155,6 +156,7 @@ def check_promotion(store: Store, history: Sequence[Deployment], *, override: bo
         raise ConfigError("the candidate's canary has no gate. Start it again: lightning-rl deploy canary.")
     if override:
         return {"evidence": found, "override": True}
+    check_program(store, history)
     if (held := _held_back(describe_guardrails(store, history))) is not None:
         raise ConfigError(f"not promoted: {held}. To promote nevertheless: --override --reason TEXT.")
     if evidence.decision == "promote":

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from lightning_spans.schema.calls import Call
@@ -18,8 +18,10 @@ from lightning_spans.store.protocol import Where
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.calls.incoming import IncomingCall
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
+from lightning_trainer.kits.deploy.program_watch import ProgramWatches
 from lightning_trainer.kits.deploy.table import AgentPolicies
 from lightning_trainer.policies import Policies
+from lightning_trainer.session.fingerprint import ProgramFingerprint
 
 logger = logging.getLogger(__name__)
 CONVERSATION_HEADER: Final = b"x-lightning-conversation"
@@ -46,11 +48,16 @@ class DeploymentRouter:
     Args:
         store: has the assignments.
         copier: gets copies of the calls of agents whose candidate is in a shadow; None: nothing does.
+        alarm: is called with the agent for each change of its program since the evaluation.
     """
 
-    def __init__(self, store: Store, copier: Copier | None = None) -> None:
+    def __init__(
+        self, store: Store, copier: Copier | None = None, *, alarm: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._store = store
         self._copier = copier
+        self._alarm = alarm
+        self._watches = ProgramWatches()
         self._agents: Mapping[str, AgentPolicies] = {}
         self._names = Policies()
         self._assigned: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -87,6 +94,21 @@ class DeploymentRouter:
         await call.sample(model=chosen, otherwise=None if chosen == stable else stable)
         if self._copier is not None and _is_copied(policies.current, conversation):
             self._copier.offer(call, policies.current, conversation)
+        if policies.evaluated is not None:
+            self._compare_program(name, policies.evaluated, conversation, call)
+
+    def _compare_program(
+        self, agent: str, evaluated: ProgramFingerprint, conversation: str, call: IncomingCall
+    ) -> None:
+        """Raise an alarm if the program is not the one that was evaluated. Never raises an error."""
+        requested = call.pending.requested
+        try:
+            path = str(requested.agent)
+            for change in self._watches.add(agent, evaluated, path, conversation, requested.request):
+                logger.error("the program has changed since the candidate of %s was evaluated: %s", agent, change)
+                self._alarm(agent)
+        except Exception:
+            logger.exception("a call of %s was not compared with the evaluation", agent)
 
     async def _chosen(self, agent: str, conversation: str, policies: AgentPolicies, served: Mapping[str, Any]) -> str:
         """Return the policy that a conversation was given to, which is chosen where this is its first call."""

@@ -138,7 +138,8 @@ def deploying(app: Any) -> Iterator[None]:
     """
     copies = ShadowCopies(app.state.store, count=_counter(app.metrics))
     app.state.gateway.end_with(copies.close)
-    router = DeploymentRouter(app.state.store, copies)
+    changes = _program_counter(app.metrics)
+    router = DeploymentRouter(app.state.store, copies, alarm=changes)
     table, loader = DeploymentTableReader(app.state.store, router), AdapterLoader(app.state.models)
     app.state.gateway.register(router)
     guard_promotions(app)
@@ -163,6 +164,17 @@ def _counter(metrics: Metrics) -> Callable[[str], None]:
         registry=metrics.registry,
     )
     return lambda outcome: copies.labels(outcome).inc()
+
+
+def _program_counter(metrics: Metrics) -> Callable[[str], None]:
+    """Return what counts changes of programs on the page ``/metrics``."""
+    changes = Counter(
+        "lightning_program_changes",
+        "differences between a deployed agent's program and the one that was evaluated",
+        ["agent"],
+        registry=metrics.registry,
+    )
+    return lambda agent: changes.labels(agent).inc()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
 from lightning_spans.store.protocol import each
+from lightning_trainer.kits.deploy.program_watch import evaluated_program
 from lightning_trainer.kits.deploy.transitions import Policy, is_tried
+from lightning_trainer.session.fingerprint import ProgramFingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,12 @@ class AgentPolicies:
         current: the newest transition.
         retired: policies that were stable before and never rolled back, newest first: a conversation that began with
             one may end with it.
+        evaluated: the program with which the newest policy was evaluated; None where that is not known.
     """
 
     current: Deployment
     retired: tuple[str, ...]
+    evaluated: ProgramFingerprint | None = None
 
     def may_answer(self, policy: str) -> bool:
         """Whether a conversation that was given to a policy stays with it."""
@@ -51,7 +55,8 @@ def policies_of(history: Sequence[Deployment]) -> AgentPolicies:
         stable.pop(one.stable, None)
         stable[one.stable] = None  # last: it is the newest
     current = history[-1]
-    return AgentPolicies(current, tuple(policy for policy in reversed(stable) if policy != current.stable))
+    retired = tuple(policy for policy in reversed(stable) if policy != current.stable)
+    return AgentPolicies(current, retired, evaluated_program(history))
 
 
 def adapters_to_load(histories: Mapping[str, Sequence[Deployment]], kept: int) -> dict[str, Policy]:

@@ -16,6 +16,7 @@ from lightning_trainer.judges import CACHE_NAME, JudgePlan, open_judge, read_jud
 from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import BearerKeys, EvalConfig
 from lightning_trainer.kits.evaluation.measurement import Measurement
+from lightning_trainer.kits.evaluation.program import read_program
 from lightning_trainer.kits.evaluation.samples import Sample
 from lightning_trainer.kits.evaluation.summary import Summary, difference, differences_by_agent, summarise_each
 from lightning_trainer.report.failures import most_frequent_error
@@ -31,6 +32,7 @@ from lightning_trainer.session.answers import (
     read_subject,
     refuse_unheard,
 )
+from lightning_trainer.session.fingerprint import ProgramFingerprint
 from lightning_trainer.session.folder import check_unchanged, open_folder
 from lightning_trainer.session.session import STORE_NAME, open_database
 
@@ -49,6 +51,7 @@ class Evaluation:
         against: summary of what it was compared with; None without one.
         against_name: of that.
         failure: the most frequent error, where not one sample succeeded; None where one did.
+        program: what it gave its agents.
     """
 
     summary: Summary
@@ -58,6 +61,7 @@ class Evaluation:
     against: Summary | None = None
     against_name: str | None = None
     failure: str | None = None
+    program: ProgramFingerprint | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return what `lightning-rl eval --json` prints."""
@@ -72,7 +76,7 @@ class Evaluation:
                 "difference_tasks": tasks,
                 "against": {"evaluated": self.against_name, **self.against.to_json()},
             }
-        return {**line, "folder": str(self.folder)}
+        return {**line, files.PROGRAM: self.program and self.program.to_json(), "folder": str(self.folder)}
 
 
 def _compare_agents(
@@ -122,7 +126,9 @@ def evaluate(
     ) as folder:
         asked = _asked(config, tasks, folder, resume)
         subjects = [subject] if other is None or isinstance(other, Path) else [subject, other]
-        drawn = _measure(config, tasks, subjects, folder=folder, name=asked["id"], progress=progress, judging=judging)
+        drawn, program = _measure(
+            config, tasks, subjects, folder=folder, name=asked["id"], progress=progress, judging=judging
+        )
         if isinstance(other, Path):
             drawn.append(files.read_samples(other))
     found = summarise_each(drawn, config.counting)
@@ -134,6 +140,7 @@ def evaluate(
         seconds=seconds,
         against=found[1] if len(found) > 1 else None,
         failure=_failure(drawn[0]),
+        program=program,
         against_name=None if other is None else str(other) if isinstance(other, Path) else other.name,
     )
     files.write_asked(folder, {**asked, "seconds": seconds})
@@ -157,8 +164,12 @@ def _measure(
     name: str,
     progress: Progress,
     judging: JudgePlan | None,
-) -> list[list[Sample]]:
-    """Measure one subject after the other: two models need not be in memory together."""
+) -> tuple[list[list[Sample]], ProgramFingerprint]:
+    """Measure one subject after the other: two models need not be in memory together.
+
+    Returns:
+        The samples of each, and what the program gave its agents when it was measured with the first.
+    """
     drawn = []
     with ExitStack() as stack:
         check = stack.enter_context(deferred())
@@ -183,7 +194,7 @@ def _measure(
                 drawn.append(side.measure())
             except Interrupted:
                 raise Interrupted(f"stopped. Continue with: lightning-rl eval --resume {folder}") from None
-    return drawn
+        return drawn, read_program(store, drawn[0])
 
 
 def resumed(folder: Path) -> EvalConfig:

@@ -16,6 +16,7 @@ EVALS: Final = Path("evals")  # where evaluations without a folder of their own 
 ASKED_NAME: Final = "eval.json"
 SAMPLES_NAME: Final = "samples.jsonl"
 SUMMARY_NAME: Final = "summary.json"
+PROGRAM: Final = "program"  # in the summary: the fingerprint of the program
 
 
 def is_evaluation(folder: Path) -> bool:
@@ -76,3 +77,20 @@ def read_samples(folder: Path) -> list[Sample]:
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Keep what it came to."""
     write_atomically(folder / SUMMARY_NAME, (json.dumps(summary, indent=2) + "\n").encode())
+
+
+def read_program(folder: Path) -> dict[str, Any]:
+    """Read the fingerprint of the program that was evaluated.
+
+    Raises:
+        ConfigError: the evaluation has not ended, or an earlier version made it.
+    """
+    path = folder / SUMMARY_NAME
+    try:
+        program = json.loads(path.read_text(encoding="utf-8"))[PROGRAM]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} holds no fingerprint of the program ({type(error).__name__}). Give the folder of an evaluation"
+            " that has ended; one of an earlier version must be repeated."
+        ) from None
+    return dict(program)

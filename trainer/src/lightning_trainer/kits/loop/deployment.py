@@ -14,6 +14,7 @@ from lightning_spans.store.deployments import Deployment
 from lightning_trainer.kits.deploy.approvals import APPROVAL, NEEDS_APPROVAL
 from lightning_trainer.kits.deploy.candidates import read_policy
 from lightning_trainer.kits.deploy.outcomes import check_promotion, describe_gate, reject
+from lightning_trainer.kits.deploy.program_watch import PROGRAM
 from lightning_trainer.kits.deploy.promotion import make_promotion
 from lightning_trainer.kits.deploy.shadow.summary import describe_shadow
 from lightning_trainer.kits.deploy.table import keep, read_histories
@@ -60,7 +61,8 @@ class CandidateStages:
             stable = self.config.stable if last is None else None
             named = name_candidate(last, agent, policy, self._note("new candidate"), stable=stable)
             needed = {NEEDS_APPROVAL: True} if self.config.approval else {}
-            keep(self.store, replace(named, details={KEY: self.current.key, **needed}))
+            program = {PROGRAM: self.current.facts("evaluate").get(PROGRAM)}  # none in a round of an earlier version
+            keep(self.store, replace(named, details={KEY: self.current.key, **program, **needed}))
         return StageResult({"policy": policy.name})
 
     def shadow(self) -> StageResult | Waiting:

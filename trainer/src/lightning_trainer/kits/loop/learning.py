@@ -63,7 +63,8 @@ def compare(config: LoopConfig, current: LoopRound, progress: Progress) -> Stage
     if result.failure is not None:
         raise AgentFailedError(result.failure)
     found = result.to_json()
-    facts = {name: found[name] for name in ("difference", "difference_low", "difference_high", "difference_tasks")}
+    kept = ("difference", "difference_low", "difference_high", "difference_tasks", files.PROGRAM)
+    facts = {name: found[name] for name in kept}
     difference, least = facts["difference"], config.evaluate.min_difference
     if difference is None or difference < least:
         shown = "unknown" if difference is None else f"{difference:+.3f}"

@@ -1,0 +1,109 @@
+"""What the recorded calls of a deployment say of its program, and the refusal of a promotion if it has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.agents import name_of, selects
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.spans import CHAT, SHADOW, Span
+from lightning_spans.store import Store
+from lightning_spans.store.deployments import Deployment
+from lightning_spans.store.protocol import PAGE, Where, each
+from lightning_trainer.kits.deploy.program_watch import WINDOW, ProgramWatch, evaluated_program, named_row
+from lightning_trainer.kits.deploy.routing import MARK, talk_of
+from lightning_trainer.kits.deploy.transitions import is_tried
+from lightning_trainer.session.fingerprint import ProgramFingerprint
+
+_MOST: Final = 5000  # calls that are read of a policy that has been promoted
+_TRACES: Final = 500  # newest traces in which agents are looked for
+_AT_ONCE: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _ProgramCall:
+    """What is compared of a call: its request is held only while its trace may turn out to be the program's."""
+
+    path: str
+    conversation: str
+    trace_id: str | None
+    request: Mapping[str, Any]
+
+
+def describe_program(store: Store, history: Sequence[Deployment]) -> dict[str, Any] | None:
+    """Return how the program that is served differs from the one that was evaluated, as JSON.
+
+    None: nothing is known of an evaluation.
+    """
+    evaluated = evaluated_program(history)
+    if evaluated is None:
+        return None
+    watch, talks, traces = ProgramWatch(evaluated), set[str](), dict[str, None]()
+    others: list[_ProgramCall] = []
+    for call, is_own in _read_calls(store, history):
+        if is_own:
+            talks.add(call.conversation)
+            if call.trace_id is not None:
+                traces[call.trace_id] = None
+            watch.add(call.path, call.conversation, call.request)
+        elif call.trace_id is not None:
+            others.append(call)
+    for call in others:
+        if call.trace_id in traces:
+            watch.add(call.path, str(call.trace_id), call.request)
+    missing = _missing_agents(store, evaluated, list(traces)[:_TRACES])
+    return {"conversations": len(talks), "needed": WINDOW, "changes": [*watch.changes, *missing]}
+
+
+def check_program(store: Store, history: Sequence[Deployment]) -> None:
+    """Refuse the promotion of a candidate whose program has changed since it was evaluated.
+
+    Raises:
+        ConfigError: it has; says what.
+    """
+    found = describe_program(store, history)
+    if found is not None and found["changes"]:
+        raise ConfigError(
+            f"not promoted: the program has changed since the candidate was evaluated. {'; '.join(found['changes'])}."
+            " Evaluate it again, and name the candidate with the new --evaluation. To promote nevertheless: --override"
+            " --reason TEXT."
+        )
+
+
+def _read_calls(store: Store, history: Sequence[Deployment]) -> Iterator[tuple[_ProgramCall, bool]]:
+    """Return the calls since the policy was named or promoted, newest first, and whether the agent itself made them."""
+    current, named = history[-1], named_row(history)
+    since = named if is_tried(current) and named is not None else current
+    older = 0
+    for number, call in enumerate(each(store, Call, newest_first=True)):
+        older = older + 1 if call.end_ns < since.at_ns else 0
+        if older > PAGE or (not is_tried(current) and number >= _MOST):
+            return
+        if call.agent is None or call.origin == SHADOW or call.end_ns < since.at_ns:
+            continue
+        mark = call.sampling.get(MARK)
+        is_own = isinstance(mark, int) and mark >= since.number and selects((current.agent,), call.agent)
+        yield _ProgramCall(call.agent, talk_of(call), call.trace_id, call.request), is_own
+
+
+def _missing_agents(store: Store, evaluated: ProgramFingerprint, traces: Sequence[str]) -> list[str]:
+    """Name agents that worked in every evaluated rollout and in none of a window of traces.
+
+    Only the spans of an attached program show all agents; traces without spans are left out.
+    """
+    wanted = {name_of(path): path for path in evaluated.always}
+    heard: dict[str, set[str]] = {}
+    for first in range(0, len(traces), _AT_ONCE):
+        for span in each(store, Span, Where(trace_ids=traces[first : first + _AT_ONCE])):
+            if span.operation == CHAT and span.agent is not None:
+                heard.setdefault(span.trace_id, set()).add(name_of(span.agent))
+    seen = [heard[trace] for trace in traces if trace in heard]
+    windows = [set().union(*seen[at : at + WINDOW]) for at in range(0, len(seen) - WINDOW + 1, WINDOW)]
+    return [
+        f"agent {path} worked in every evaluated rollout, and not in {WINDOW} live traces in a row"
+        for name, path in sorted(wanted.items())
+        if any(name not in window for window in windows)
+    ]
