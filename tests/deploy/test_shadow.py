@@ -131,6 +131,19 @@ def test_copies_are_marked_and_enter_no_trace_that_is_trained_on(tmp_path: Path,
     assert len(traces_of(store, origin=SHADOW)) == 2
 
 
+def test_a_copy_is_deleted_with_the_trace_of_its_live_call(tmp_path: Path, stack: ExitStack) -> None:
+    shadow = Shadow(tmp_path, stack, engine("new"), engine("old"))
+    shadow.begin()
+    create = shadow.here.client("c1").chat.completions.create
+    for trace in ("a", "c"):
+        headers = {"traceparent": f"00-{trace * 32}-{'b' * 16}-01"}
+        create(model="old", messages=[{"role": "user", "content": "hi"}], extra_headers=headers)
+    shadow.wait(2)
+    store = shadow.here.server.store
+    store.delete(trace_ids=["a" * 32])
+    assert {(one.origin, one.trace_id) for one in each(store, Call)} == {("live", "c" * 32), (SHADOW, "c" * 32)}
+
+
 def test_only_the_share_is_copied_and_an_equal_answer_agrees(tmp_path: Path, stack: ExitStack) -> None:
     shadow = Shadow(tmp_path, stack, engine("new", lambda _: "old "), engine("old"))
     shadow.begin(share=0.5)

@@ -166,11 +166,12 @@ class ShadowCopies:
         self._count("answered" if call.error is None else "failed")
 
     async def _keep(self, live: LiveCall, call: Call, mark: dict[str, Any]) -> None:
-        """Write the record, without the request, which the live call has."""
+        """Write the record, without the request, which the live call has. It is deleted with the trace of that call."""
         name, number = live.deployment.agent, live.deployment.number
         uncopied = {why: self._uncopied.pop((name, number, why), 0) for why in ("dropped", "off path")}
         marks = {MARK: number, SHADOW: {**mark, **uncopied}}
-        kept = replace(call, origin=SHADOW, request={}, sampling={**call.sampling, **marks})
+        trace_id = live.requested.trace_id
+        kept = replace(call, origin=SHADOW, trace_id=trace_id, request={}, sampling={**call.sampling, **marks})
         try:
             await asyncio.to_thread(self._store.add_calls, [kept])
         except BaseException:
