@@ -41,6 +41,7 @@ PARTS = {
     "clients": ["clients"],
     "trackers": ["trackers"],
     "bench": ["bench", "--", "--quick"],
+    "deploy": ["deploy"],
     "types": ["types"],
     "docs": ["docs"],
     "lint": ["lint"],
@@ -56,7 +57,7 @@ PYTEST = {
     "clients",
     "trackers",
 }  # whose tests can run again
-PROCESSES = {"chaos", "bench"}  # programs that start others, without pytest: they run again as a whole
+PROCESSES = {"chaos", "bench", "deploy"}  # programs that start others, without pytest: they run again as a whole
 # Of what a session chooses by itself, `tests`, `training` and `verl` forget the choice where arguments are passed.
 AGAIN = ["--last-failed", "--last-failed-no-failures", "none", "-n", "0", "-m", "not full"]
 
