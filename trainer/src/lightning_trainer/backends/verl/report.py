@@ -8,9 +8,10 @@ from typing import Final
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import not_heard
+from lightning_trainer.report.log.lines import WAITED_FOR
 from lightning_trainer.report.metrics import Kind, MetricLog
 from lightning_trainer.report.progress import Progress
-from lightning_trainer.report.speed.waits import WAITED_FOR, longest_wait, name_bottleneck
+from lightning_trainer.report.speed.waits import longest_wait, name_bottleneck
 from lightning_trainer.report.step_notes import score_line
 from lightning_trainer.rl.scores import BY_TASK, Score
 
