@@ -77,8 +77,9 @@ class Replay:
 
 
 def main(run: Path, log: Path) -> None:
-    from lightning_trainer.backends.verl.options.describe import composed, count_steps, has_flash_attention
+    from lightning_trainer.backends.verl.options.describe import composed, count_steps
     from lightning_trainer.backends.verl.options.overrides import Site, overrides
+    from lightning_trainer.backends.verl.options.packing import has_flash_attention
     from lightning_trainer.models.shape import read_shape
 
     config = config_of(run)

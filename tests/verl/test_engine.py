@@ -132,11 +132,12 @@ def batch_of(rows: list[Row], aggregation: str):
     return batch
 
 
-def test_verls_engine_gives_the_log_probabilities_of_transformers(model, rows):
+@pytest.mark.parametrize("packed", [True, False])
+def test_verls_engine_gives_the_log_probabilities_of_transformers(model, rows, packed):
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import response_from_nested
 
-    worker = worker_of(model, "token-mean")
+    worker = worker_of(model, "token-mean", verl={"actor_rollout_ref.model.use_remove_padding": packed})
     batch = batch_of(rows, "token-mean")
     tu.assign_non_tensor(batch, calculate_entropy=True, compute_loss=False)
     out = worker.compute_log_prob(batch)

@@ -63,6 +63,7 @@ def test_a_program_learns_is_saved_and_goes_on_exactly(options):
     assert redone[2]["grad_norm"] == pytest.approx(steps[2]["grad_norm"], rel=1e-3)
     assert differs(learned, weights(last)) < 1e-5
     assert_calls_learned_once(whole.folder)
+    assert "attn_implementation" not in json.loads((whole.folder / "checkpoint/config.json").read_text())
 
 
 def assert_calls_learned_once(folder: Path) -> None:

@@ -132,10 +132,28 @@ def test_staleness_turns_to_asynchronous_collection_with_importance_correction()
     assert "algorithm.rollout_correction.rollout_is" not in told()
 
 
-def test_without_flash_attention_rows_are_not_packed():
-    values = overrides(config(), SITE, None, flash_attention=False)
-    assert values["actor_rollout_ref.model.use_remove_padding"] is False
-    assert values["+actor_rollout_ref.model.override_config.attn_implementation"] == "sdpa"
+@pytest.mark.parametrize(
+    ("kind", "table", "wanted"),
+    [
+        ("qwen2", {}, (True, "packed_rows")),
+        ("qwen2", {"actor_rollout_ref.model.use_remove_padding": False}, (False, "sdpa")),
+        ("gemma2", {}, (False, "sdpa")),
+        (None, {}, (False, "sdpa")),
+    ],
+)
+def test_without_flash_attention_rows_are_packed_where_attention_is_plain(tmp_path, kind, table, wanted):
+    if kind is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    values = overrides(config(model=str(tmp_path), verl=table), SITE, None, flash_attention=False)
+    model = "actor_rollout_ref.model"
+    found = values[f"{model}.use_remove_padding"], values[f"+{model}.override_config.attn_implementation"]
+    assert found == wanted
+
+
+def test_rows_are_not_shared_by_gpus_without_flash_attention():
+    table = {"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2}
+    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size needs flash attention"):
+        overrides(config(verl=table), SITE, None, flash_attention=False)
 
 
 @pytest.mark.parametrize("nested", [True, False])

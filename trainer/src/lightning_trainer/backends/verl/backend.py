@@ -14,6 +14,7 @@ from lightning_trainer import models
 from lightning_trainer.backend_protocol import Described, OpenRun, Start
 from lightning_trainer.backends.verl.options import describe
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
+from lightning_trainer.backends.verl.options.packing import has_flash_attention
 from lightning_trainer.backends.verl.process import run_verl
 from lightning_trainer.backends.verl.report import Reporter
 from lightning_trainer.backends.verl.resuming import newest_checkpoint, note_identity, step_of
@@ -37,7 +38,7 @@ class VerlBackend:
 
             use_cpu()
         site = Site(folder=(config.out or Path.cwd()).absolute(), steps=describe.count_steps(config))
-        shape, flash = read_shape(config.model), describe.has_flash_attention()
+        shape, flash = read_shape(config.model), has_flash_attention()
         describe.composed(overrides(config, site, shape, flash_attention=flash))
         if config.resume is None:
             return Start()

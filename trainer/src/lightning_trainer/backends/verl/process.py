@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from lightning_spans.errors import LightningError
-from lightning_trainer.backends.verl.options.describe import composed, has_flash_attention
+from lightning_trainer.backends.verl.options.describe import composed
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
+from lightning_trainer.backends.verl.options.packing import has_flash_attention
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.verl import estimators
+from lightning_trainer.backends.verl import estimators, packed
 
 
 def on_cpu() -> bool:
@@ -58,6 +58,7 @@ def register_replica() -> None:
 
 
 estimators.register()
+packed.register()
 if on_cpu():
     register_engines()
     register_replica()

@@ -9,9 +9,10 @@ from typing import Any
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.verl.options.algorithms import on_verl
 from lightning_trainer.backends.verl.options.grammar import as_hydra
-from lightning_trainer.backends.verl.options.needs import GIB, checkpoint_bytes, estimate
+from lightning_trainer.backends.verl.options.needs import GIB, MICRO_BATCH, Requirements, checkpoint_bytes
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
-from lightning_trainer.backends.verl.options.profiles import Values
+from lightning_trainer.backends.verl.options.packing import has_flash_attention
+from lightning_trainer.backends.verl.options.profiles import Values, needs_of
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
 from lightning_trainer.run.data import load_tasks
@@ -42,11 +43,6 @@ def count_steps(config: TrainConfig) -> int:
     return config.steps if config.steps is not None else config.step_count(len(load_tasks(config.data, config.columns)))
 
 
-def has_flash_attention() -> bool:
-    """Whether rows can be packed into one sequence here."""
-    return importlib.util.find_spec("flash_attn") is not None
-
-
 def composed(values: Values) -> Any:
     """Lay options over verl's own `ppo_trainer`; gives OmegaConf's DictConfig.
 
@@ -71,6 +67,16 @@ def compose(values: Values) -> str:
     return str(OmegaConf.to_yaml(composed(values), resolve=True))
 
 
+def _fits(needs: Requirements, memory: int, share: float, longest: int) -> str:
+    """Say what learning and sampling have room for on accelerators with so many GiB each."""
+    learned, cached = needs.micro_batch(memory), needs.while_sampling(memory, share)
+    if not learned:
+        return "too small to learn"
+    short = f", too few for a row of {longest:,}" if learned < min(longest, MICRO_BATCH) else ""
+    cache = f"{cached / 1000:.0f}k tokens of cache" if cached else "too small to sample"
+    return f"micro-batches of {learned:,} tokens{short}; {cache}"
+
+
 def _needs(config: TrainConfig, values: Values, shape: Shape | None) -> str:
     accelerators = config.gpus * config.nodes
     where = "CPU" if config.device == "cpu" else "GPU"
@@ -82,15 +88,8 @@ def _needs(config: TrainConfig, values: Values, shape: Shape | None) -> str:
         return "\n".join([*lines, "memory: not known, the model's config.json is not here", ""])
     parts = int(values["actor_rollout_ref.rollout.tensor_model_parallel_size"])
     longest = int(values["actor_rollout_ref.rollout.max_model_len"])
-    needs = estimate(
-        shape,
-        accelerators=accelerators,
-        tensor_parallel=parts,
-        tokens=max(longest, int(values["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"])),
-        lora=config.lora_rank > 0,
-        reference=config.kl_coef > 0,
-        critic=on_verl(config).critic,
-    )
+    tokens = max(longest, int(values["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"]))
+    needs = needs_of(config, shape, parallel=parts, tokens=tokens)
     share = float(values["actor_rollout_ref.rollout.gpu_memory_utilization"])
     learning = (
         f"{needs.training:.1f} weights and optimiser + {needs.gathered:.1f} gathered + {needs.logits:.1f} logits"
@@ -102,10 +101,7 @@ def _needs(config: TrainConfig, values: Values, shape: Shape | None) -> str:
         f"  learning  {needs.while_learning:6.1f} GiB = {learning}",
         f"  sampling  {share:.0%} of memory: {needs.rollout_weights:.1f} GiB weights on {parts} {where}(s); {cache}",
     ]
-    for memory in _FITS_GIB:
-        tokens = needs.while_sampling(memory, share)
-        room = "too small to learn" if needs.while_learning > 0.9 * memory else f"{tokens / 1000:.0f}k tokens of cache"
-        lines.append(f"  with {memory} GiB each: {room if tokens else 'too small to sample'}")
+    lines += [f"  with {memory} GiB each: {_fits(needs, memory, share, longest)}" for memory in _FITS_GIB]
     adapters = (lora_parameters(Path(config.model), config.lora_rank) or 0) if config.lora_rank else 0
     saved = checkpoint_bytes(shape, adapters=adapters, critic=on_verl(config).critic)
     lines.append(f"  on disk, each checkpoint: {saved / GIB:.1f} GiB")

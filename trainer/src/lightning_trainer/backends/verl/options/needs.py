@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_trainer.models.shape import Shape
 
 GIB = 1024**3
+MICRO_BATCH: Final = 16384  # tokens at most, verl's own default; a longer row is alone
+LEAST: Final = 1024  # tokens of a micro-batch: with fewer, a device is busy with starting its work
+_FILLED: Final = 0.85  # of a device's memory; an H200 reserved a tenth more than was allocated
 _ROLLOUT_WEIGHTS_GIB = 24.0  # vLLM's copy on one accelerator; a larger one is split over several
 
 
@@ -18,6 +22,7 @@ class Requirements:
         accelerators: number of them, all nodes together.
         training: weights, gradients and Adam's two moments in float32, sharded: 16 bytes a weight.
         gathered: one layer's weights, unsharded in bfloat16, and the next one's, fetched ahead.
+        token: bytes that a token of a micro-batch takes: logits and activations.
         logits: scores of a micro-batch over the vocabulary in float32, and their gradient.
         activations: what is kept of a micro-batch for the backward pass, with gradient checkpointing.
         reference: the starting policy's weights in bfloat16, sharded; 0 without a KL term or with LoRA.
@@ -29,6 +34,7 @@ class Requirements:
     accelerators: int
     training: float
     gathered: float
+    token: int
     logits: float
     activations: float
     reference: float
@@ -40,6 +46,12 @@ class Requirements:
     def while_learning(self) -> float:
         """Most of an accelerator's memory during an update, vLLM asleep: its weights and cache are given back."""
         return self.training + self.gathered + self.logits + self.activations + self.reference
+
+    def micro_batch(self, memory: float) -> int:
+        """Return how many tokens a micro-batch may have on accelerators with `memory` GiB each; 0 where none fit."""
+        free = _FILLED * memory - self.training - self.gathered - self.reference
+        fitting = int(free * GIB / self.token) // LEAST * LEAST
+        return max(0, min(MICRO_BATCH, fitting))
 
     def while_sampling(self, memory: float, utilization: float) -> float:
         """Tokens of context that vLLM's cache holds on one replica of accelerators with `memory` GiB each."""
@@ -86,12 +98,14 @@ def estimate(
     """
     per_weight = (4 if lora else 16) + (16 if critic else 0)
     layer = (shape.parameters - shape.vocabulary * shape.hidden) / shape.layers
+    logits, activations = 2 * 4 * shape.vocabulary, 2 * shape.hidden * shape.layers
     return Requirements(
         accelerators=accelerators,
         training=shape.parameters * per_weight / accelerators / GIB,
         gathered=2 * layer * 2 / GIB,
-        logits=2 * 4 * tokens * shape.vocabulary / GIB,
-        activations=2 * tokens * shape.hidden * shape.layers / GIB,
+        token=logits + activations,
+        logits=logits * tokens / GIB,
+        activations=activations * tokens / GIB,
         reference=2 * shape.parameters / accelerators / GIB if reference and not lora else 0.0,
         rollout_weights=2 * shape.parameters / tensor_parallel / GIB,
         kv_token=2 * 2 * shape.kv_width * shape.layers,

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.verl.options.algorithms import AGGREGATIONS, on_verl
+from lightning_trainer.backends.verl.options.packing import settle
 from lightning_trainer.backends.verl.options.profiles import OF_OWN_RAY, Values, defaults, model_path, on_cpu
 from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.config.mistakes import refuse
@@ -72,6 +73,7 @@ def overrides(config: TrainConfig, site: Site, shape: Shape | None, *, flash_att
     for key, value in passed.items():
         bare = key.lstrip("+")
         values[known.get(bare, key)] = value
+    settle(values, flash_attention=flash_attention)
     if values["+ray_kwargs.ray_init.address"] != "local":
         given = {key.lstrip("+") for key in passed}
         values = {key: value for key, value in values.items() if key not in OF_OWN_RAY or key.lstrip("+") in given}

@@ -6,14 +6,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_trainer.backends.verl.options.algorithms import on_verl
-from lightning_trainer.backends.verl.options.needs import tensor_parallel
+from lightning_trainer.backends.verl.options.needs import (
+    GIB,
+    LEAST,
+    MICRO_BATCH,
+    Requirements,
+    estimate,
+    tensor_parallel,
+)
+from lightning_trainer.backends.verl.options.packing import packing
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.engines.devices import gpu_totals
 from lightning_trainer.models.shape import Shape
 
 Values = dict[str, Any]
 
 TRANSFER_S: Final = 600.0  # longest time for new weights to reach vLLM
-_ROWS_OF_TOKENS: Final = 16384  # tokens of one accelerator's micro-batch, verl's own default; a longer row is alone
 _ROWS_OF_TOKENS_CPU: Final = 1024  # logits over a vocabulary of 50,000: 0.2 GiB, several times over
 # What a Ray of the run's own is told that it has; one that is joined knows. verl and TransferQueue ask for ten cores,
 # and for three more for each accelerator, to leave them idle: where there are fewer, they wait without end.
@@ -32,12 +40,13 @@ def logprobs_mode(config: TrainConfig) -> str:
 def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool) -> Values:
     """Options for which the user has no word of ours: the table `verl` changes them."""
     actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+    tokens = _micro_batch(config, shape)
     values: Values = {
-        f"{model}.use_remove_padding": flash_attention,
+        **packing(model_path(config), flash_attention=flash_attention),
         f"{model}.enable_gradient_checkpointing": True,
         f"{actor}.strategy": "fsdp2",
         f"{actor}.use_dynamic_bsz": True,
-        f"{actor}.ppo_max_token_len_per_gpu": _ROWS_OF_TOKENS,
+        f"{actor}.ppo_max_token_len_per_gpu": tokens,
         f"{actor}.clip_ratio_c": 1e9,  # the bound of dual-clip PPO, out of reach: the torch backend has none
         f"{actor}.optim.weight_decay": 0.0,
         f"{actor}.optim.betas": [0.9, 0.99],  # those of the torch backend
@@ -64,17 +73,13 @@ def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool)
         values["+ray_kwargs.ray_init.address"] = "local"  # one of its own, whoever else uses Ray on this machine
         values["+ray_kwargs.ray_init.include_dashboard"] = False
         values["ray_kwargs.ray_init.num_cpus"] = 12 + 4 * config.gpus  # logical
-    if not flash_attention:
-        values[f"+{model}.override_config.attn_implementation"] = "sdpa"
-        values["+critic.model.override_config.attn_implementation"] = "sdpa"
-        values["critic.model.use_remove_padding"] = False
     if config.lora_rank:
         values[f"{model}.lora.merge"] = True  # the gateway asks vLLM for the policy, not for an adapter beside it
     if on_verl(config).critic:
         values |= {
             "critic.strategy": "fsdp2",
             "critic.model.path": model_path(config),
-            "critic.ppo_max_token_len_per_gpu": _ROWS_OF_TOKENS,
+            "critic.ppo_max_token_len_per_gpu": tokens,
             "critic.optim.weight_decay": 0.0,
         }
     if config.staleness:
@@ -84,6 +89,34 @@ def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool)
             "trainer.v1.colocate_async.num_warmup_batches": config.staleness,
         }
     return values
+
+
+def _micro_batch(config: TrainConfig, shape: Shape | None) -> int:
+    """Return the most tokens that a GPU takes at once: what fits into the smallest one here, where that is known."""
+    memory = gpu_totals()
+    if shape is None or not memory or config.device == "cpu":
+        return MICRO_BATCH
+    return max(LEAST, needs_of(config, shape).micro_batch(min(memory) / GIB))
+
+
+def needs_of(config: TrainConfig, shape: Shape, *, parallel: int = 1, tokens: int = LEAST) -> Requirements:
+    """Estimate the memory of one accelerator.
+
+    Args:
+        config: of the run.
+        shape: of the model.
+        parallel: accelerators that share a vLLM replica.
+        tokens: of a micro-batch.
+    """
+    return estimate(
+        shape,
+        accelerators=config.gpus * config.nodes,
+        tensor_parallel=parallel,
+        tokens=tokens,
+        lora=config.lora_rank > 0,
+        reference=config.kl_coef > 0,
+        critic=on_verl(config).critic,
+    )
 
 
 def on_cpu(config: TrainConfig) -> Values:
@@ -96,9 +129,7 @@ def on_cpu(config: TrainConfig) -> Values:
     computed = "bf16" if config.dtype == "bfloat16" else "fp32"
     mixed = {"param_dtype": computed, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     values: Values = {
-        f"{model}.use_remove_padding": False,
         f"{model}.enable_gradient_checkpointing": False,
-        f"+{model}.override_config.attn_implementation": "sdpa",
         f"{actor}.ppo_max_token_len_per_gpu": _ROWS_OF_TOKENS_CPU,
         f"{actor}.use_torch_compile": False,
         f"{actor}.fsdp_config.use_torch_compile": False,

@@ -23,7 +23,15 @@ class RegisterCheckpoint(CheckpointCallback):  # type: ignore[misc]  # verl has 
         """Hear of a checkpoint that is written."""
         folder, checkpoint = Path(self.config.trainer.default_local_dir).parent, Path(checkpoint_dir)
         merge_adapters(checkpoint / "actor" / "huggingface")
+        forget_attention(checkpoint / "actor" / "huggingface" / "config.json")
         register(folder, checkpoint, global_step)
+
+
+def forget_attention(path: Path) -> None:
+    """Take out of a model's configuration by which attention it was trained: others do not know ours."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if values.pop("attn_implementation", None) is not None:
+        write_atomically(path, json.dumps(values, indent=2).encode() + b"\n")
 
 
 def register(folder: Path, checkpoint: Path, version: int) -> None:
