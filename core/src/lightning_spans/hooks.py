@@ -42,17 +42,14 @@ class Caller(Protocol):
     @property
     def agent(self) -> str | None:
         """The agent at work; None where nothing named one."""
-        ...
 
     @property
     def path(self) -> str | None:
         """Where that agent stands, outermost first: ``billing/extract``; None where nothing named one."""
-        ...
 
     @property
     def attempt(self) -> Attempt | None:
         """The attempt it belongs to; None outside of attempts."""
-        ...
 
 
 class OpenSpan(Protocol):
@@ -85,17 +82,14 @@ class OpenSpan(Protocol):
     @property
     def path(self) -> str | None:
         """Where its agent stands, outermost first: ``billing/extract``; None where nothing named one."""
-        ...
 
     @property
     def parent(self) -> OpenSpan | None:
         """The span it is under; None for a root."""
-        ...
 
     @property
     def attempt(self) -> Attempt | None:
         """The attempt it belongs to; None outside of attempts."""
-        ...
 
     @property
     def context(self) -> Context:

@@ -144,10 +144,7 @@ def check_spelling(patterns: Sequence[str], seen: Iterable[str]) -> None:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether one name is a misspelling of the other.
-
-    Not another number, and not a name within a name such as `rewriter`.
-    """
+    """Whether one name is a misspelling of the other: no other number, and no name within a name as in `rewriter`."""
     left, right = one.casefold(), other.casefold()
     if [c for c in left if c.isdigit()] != [c for c in right if c.isdigit()]:
         return False

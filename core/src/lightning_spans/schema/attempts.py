@@ -116,18 +116,15 @@ class AttemptRecord:
         worker: the worker that claimed it.
         status: its current status.
         lease_until_ns: when the lease ends unless renewed, in nanoseconds by the store's own clock. That clock starts
-            at
-            Unix time, counts only while the store is used, and is never set: compare it only within one store.
+            at Unix time, counts only while the store is used, and is never set: compare it only within one store.
         started_ns: Unix time in nanoseconds.
         ended_ns: Unix time in nanoseconds; None while it runs.
         error: why it failed; None otherwise.
         context: what the agent's process gets, including its key; created by the server that a runner claims from.
         disturbed: earlier attempts of the rollout that ended ``disturbed``: this rollout may be what ends processes, so
-            it
-            runs alone in one. Set by `claim`, 0 elsewhere.
+            it runs alone in one. Set by `claim`, 0 elsewhere.
         failures: earlier attempts of the rollout that ended ``failed`` or ``timeout``: their samples may be the cause,
-            so it
-            samples anew. Set by `claim`, 0 elsewhere.
+            so it samples anew. Set by `claim`, 0 elsewhere.
     """
 
     attempt_id: str

@@ -29,8 +29,7 @@ def read_json(text: str | bytes | bytearray) -> Any:
         ValueError: it is not JSON, not UTF-8, or nested too deeply.
     """
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else bytes(text)
-    # The first check takes a tenth of the parsing time. A regular expression takes three times that, so it comes
-    # second.
+    # The first check takes a tenth of the parsing time, a regular expression three times that: so it comes second.
     if not (_LONG in content.translate(_DIGITS_AS_0) and _WHOLE.search(content)):
         try:
             return orjson.loads(content)

@@ -21,15 +21,12 @@ class Replay:
     Attributes:
         attempt_id: the record: the earlier attempt whose answers are returned.
         call: number of the call that is sampled again, from 0 in the order of start, as in `Trace.chats`. None: none,
-            the
-            whole record is replayed.
+            the whole record is replayed.
         coupled: after that call, a request equal to a recorded one is answered from the record, too.
         beyond: what happens to a request that is not in the record, if `call` is None: it ends the replay, or it is
-            sampled
-            and the program continues.
+            sampled and the program continues.
         fresh: names or globs of agents whose calls are never answered from the record, if `call` is None: those of a
-            model
-            that is tested, or of one that replaces the agents' trained weights.
+            model that is tested, or of one that replaces the agents' trained weights.
         tools: what happens to tool calls: the recorded result is returned; they run; or those that are not recorded are
             refused. See `gateway.replay.session`.
         run_tools: names or globs of tools that always run.

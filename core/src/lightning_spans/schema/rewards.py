@@ -26,8 +26,7 @@ class Reward:
         choice: index of the answer that earned it, of a call with several; None: all of them did.
         source: its giver: ``run``, ``score``, ``emit_reward``, or the name of an automatic rule.
         given_ns: Unix time in nanoseconds at which it was given during the attempt: it counts for the calls that had
-            ended
-            by then. None: it counts for the whole attempt.
+            ended by then. None: it counts for the whole attempt.
         reward_id: makes delivery idempotent.
     """
 

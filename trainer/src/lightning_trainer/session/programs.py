@@ -37,13 +37,13 @@ def tools_of(request: Mapping[str, Json]) -> Iterator[tuple[str, str, str]]:
             function = tool["function"] if isinstance(tool.get("function"), Mapping) else tool
             parameters = next((function[name] for name in _PARAMETERS if name in function), None)
             name = str(function.get("name") or tool.get("type"))
-            yield name, str(function.get("description") or ""), dumps(_sorted(parameters or {})).decode()
+            yield name, str(function.get("description") or ""), dumps(_sort_keys(parameters or {})).decode()
 
 
-def _sorted(value: Json) -> Json:
+def _sort_keys(value: Json) -> Json:
     if isinstance(value, Mapping):
-        return {str(name): _sorted(value[name]) for name in sorted(value, key=str)}
-    return [_sorted(one) for one in value] if isinstance(value, list) else value
+        return {str(name): _sort_keys(value[name]) for name in sorted(value, key=str)}
+    return [_sort_keys(one) for one in value] if isinstance(value, list) else value
 
 
 def _system_texts(request: Mapping[str, Json]) -> Iterator[str]:

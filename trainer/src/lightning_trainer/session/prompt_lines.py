@@ -89,7 +89,7 @@ def _pass_gaps(places: set[int], lines: SharedLines) -> set[int]:
 
 def describe_difference(evaluated: SharedLines, served: SharedLines) -> str:
     """Name the lines by which two parts that do not fit differ, the evaluated one first."""
-    pairs = list(_changed(evaluated, served))
+    pairs = list(_changes(evaluated, served))
     if not pairs:
         return "the order of its lines differs"
     texts = []
@@ -105,7 +105,7 @@ def _shared_length(one: str, other: str) -> int:
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
-def _changed(evaluated: SharedLines, served: SharedLines) -> Iterator[tuple[str, str]]:
+def _changes(evaluated: SharedLines, served: SharedLines) -> Iterator[tuple[str, str]]:
     """Return pairs of lines; an empty one where a line is only in the other."""
     known_e, known_s = set(evaluated), set(served)
     for tag, first, last, begin, end in _compare(evaluated, served):

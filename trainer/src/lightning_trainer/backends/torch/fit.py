@@ -32,14 +32,14 @@ _EMBEDDED: Final[Mapping[str, Any]] = {
 }
 
 
-class Fit(NamedTuple):
+class MemoryFit(NamedTuple):
     """How memory is divided, in lines, and whether it can suffice."""
 
     lines: tuple[str, ...]
     fits: bool
 
 
-def plan_run(config: TrainConfig) -> Fit:
+def plan_run(config: TrainConfig) -> MemoryFit:
     """Say how the memory of a run's GPU is divided, and what to change if it does not suffice.
 
     Raises:
@@ -49,8 +49,8 @@ def plan_run(config: TrainConfig) -> Fit:
     try:
         lines = _divide(config, total)
     except _TooSmallError as error:
-        return Fit((*error.lines, *_advice(config, total), *_without_cuda()), fits=not error.certain)
-    return Fit(tuple(lines), fits=True)
+        return MemoryFit((*error.lines, *_advice(config, total), *_without_cuda()), fits=not error.certain)
+    return MemoryFit(tuple(lines), fits=True)
 
 
 class _TooSmallError(Exception):

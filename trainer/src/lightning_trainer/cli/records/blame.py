@@ -11,20 +11,8 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.store.urls import without_secrets
-from lightning_trainer.flags.common import (
-    given,
-    print_json,
-    reading,
-    rewards_option,
-    screen,
-    trust_option,
-)
-from lightning_trainer.flags.files import (
-    json_flag,
-    key_file_option,
-    rollouts_option,
-    store_flag,
-)
+from lightning_trainer.flags.common import given, print_json, reading, rewards_option, screen, trust_option
+from lightning_trainer.flags.files import json_flag, key_file_option, rollouts_option, store_flag
 
 if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout

@@ -13,13 +13,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.common import reading
-from lightning_trainer.flags.files import (
-    key_file_option,
-    origin_option,
-    rollouts_option,
-    runs_option,
-    store_option,
-)
+from lightning_trainer.flags.files import key_file_option, origin_option, rollouts_option, runs_option, store_option
 from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:

@@ -15,21 +15,8 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import name_of, selects
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
-from lightning_trainer.flags.common import (
-    config_options,
-    given,
-    print_json,
-    reading,
-    rewards_option,
-    screen,
-)
-from lightning_trainer.flags.files import (
-    json_flag,
-    key_file_option,
-    origin_option,
-    rollouts_option,
-    store_option,
-)
+from lightning_trainer.flags.common import config_options, given, print_json, reading, rewards_option, screen
+from lightning_trainer.flags.files import json_flag, key_file_option, origin_option, rollouts_option, store_option
 from lightning_trainer.lineage.permits import Permits, tenants_of
 from lightning_trainer.options.permits import PermitOptions, take_permits
 from lightning_trainer.reasons.amounts import amount

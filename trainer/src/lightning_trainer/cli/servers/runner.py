@@ -14,13 +14,7 @@ import click
 
 from lightning_trainer.flags.common import print_json, read_key
 from lightning_trainer.flags.files import key_file_flag
-from lightning_trainer.flags.program import (
-    isolate_option,
-    program_options,
-    take_work,
-    work_options,
-    workers_option,
-)
+from lightning_trainer.flags.program import isolate_option, program_options, take_work, work_options, workers_option
 from lightning_trainer.options.record import split_names
 
 if TYPE_CHECKING:

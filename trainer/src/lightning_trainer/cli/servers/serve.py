@@ -11,11 +11,7 @@ import click
 from lightning_trainer.cli.servers.serving import tls_options
 from lightning_trainer.flags.answers import loading_options
 from lightning_trainer.flags.common import allow_blocked_option, given
-from lightning_trainer.flags.files import (
-    key_file_flag,
-    listen_options,
-    store_flag,
-)
+from lightning_trainer.flags.files import key_file_flag, listen_options, store_flag
 
 
 @click.command(name="serve")

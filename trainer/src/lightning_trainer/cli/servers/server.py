@@ -13,11 +13,7 @@ import click
 from lightning_trainer.cli.servers.serving import tls_options
 from lightning_trainer.flags.answers import name_by_option, system_messages_option
 from lightning_trainer.flags.common import allow_blocked_option
-from lightning_trainer.flags.files import (
-    admin_key_flag,
-    default_store_flag,
-    listen_options,
-)
+from lightning_trainer.flags.files import admin_key_flag, default_store_flag, listen_options
 from lightning_trainer.options.record import split_names
 
 if TYPE_CHECKING:

@@ -7,16 +7,8 @@ from pathlib import Path
 import click
 
 from lightning_trainer.flags.answers import system_messages_option
-from lightning_trainer.flags.common import (
-    print_json,
-    read_key,
-    screen,
-)
-from lightning_trainer.flags.files import (
-    json_flag,
-    key_file_option,
-    store_flag,
-)
+from lightning_trainer.flags.common import print_json, read_key, screen
+from lightning_trainer.flags.files import json_flag, key_file_option, store_flag
 
 
 @click.command(name="doctor")

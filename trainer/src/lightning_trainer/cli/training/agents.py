@@ -13,17 +13,9 @@ from lightning_spans.schema.agents import check_known
 from lightning_trainer.cli.training.agent_rows import print_joins, print_rows
 from lightning_trainer.cli.training.trial import Trial, run_trial, tell_errors
 from lightning_trainer.flags.answers import endpoint_option, name_by_option
-from lightning_trainer.flags.common import (
-    given,
-    reading,
-    rewards_option,
-)
+from lightning_trainer.flags.common import given, reading, rewards_option
 from lightning_trainer.flags.environment import environment_options, with_environment
-from lightning_trainer.flags.files import (
-    json_flag,
-    key_file_option,
-    store_option,
-)
+from lightning_trainer.flags.files import json_flag, key_file_option, store_option
 from lightning_trainer.flags.program import (
     columns_option,
     data_option,

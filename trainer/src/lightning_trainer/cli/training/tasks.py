@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_trainer.config.files import merge
-from lightning_trainer.flags.common import (
-    GroupedCommand,
-    config_options,
-    given,
-    print_json,
-    screen,
-)
+from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json, screen
 from lightning_trainer.flags.files import config_file_option, json_flag
 
 if TYPE_CHECKING:

@@ -10,12 +10,7 @@ import click
 
 from lightning_trainer.config.files import merge
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.flags.common import (
-    GroupedCommand,
-    config_options,
-    given,
-    print_json,
-)
+from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json
 from lightning_trainer.flags.files import config_file_option, json_flag
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.progress import Progress

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from lightning_trainer.flags.common import (
-    allow_blocked_option,
-    given,
-    print_json,
-    reading,
-)
-from lightning_trainer.flags.files import (
-    json_option,
-    key_file_option,
-    store_option,
-)
+from lightning_trainer.flags.common import allow_blocked_option, given, print_json, reading
+from lightning_trainer.flags.files import json_option, key_file_option, store_option
 from lightning_trainer.flags.group import F, group_options
 
 if TYPE_CHECKING:

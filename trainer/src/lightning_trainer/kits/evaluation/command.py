@@ -18,19 +18,9 @@ from lightning_trainer.flags.answers import (
     name_by_option,
     server_key_option,
 )
-from lightning_trainer.flags.common import (
-    given,
-    print_json,
-    read_key,
-    screen,
-)
+from lightning_trainer.flags.common import given, print_json, read_key, screen
 from lightning_trainer.flags.environment import environment_options, with_environment
-from lightning_trainer.flags.files import (
-    json_option,
-    out_option,
-    resume_option,
-    store_flag,
-)
+from lightning_trainer.flags.files import json_option, out_option, resume_option, store_flag
 from lightning_trainer.flags.program import (
     columns_option,
     concurrency_option,

@@ -7,16 +7,8 @@ from typing import Any
 
 import click
 
-from lightning_trainer.flags.common import (
-    config_options,
-    print_json,
-    reading,
-)
-from lightning_trainer.flags.files import (
-    key_file_option,
-    origin_option,
-    store_option,
-)
+from lightning_trainer.flags.common import config_options, print_json, reading
+from lightning_trainer.flags.files import key_file_option, origin_option, store_option
 from lightning_trainer.kits.export.wanted import FORMATS
 from lightning_trainer.options.permits import PermitOptions, take_permits
 from lightning_trainer.options.record import split_names

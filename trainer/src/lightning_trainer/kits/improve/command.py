@@ -10,20 +10,8 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.answers import server_key_option
-from lightning_trainer.flags.common import (
-    GroupedCommand,
-    config_options,
-    given,
-    print_json,
-    read_key,
-    screen,
-)
-from lightning_trainer.flags.files import (
-    config_file_option,
-    json_option,
-    out_option,
-    resume_option,
-)
+from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json, read_key, screen
+from lightning_trainer.flags.files import config_file_option, json_option, out_option, resume_option
 from lightning_trainer.options.record import split_names
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal, printable

@@ -9,13 +9,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.common import print_json
-from lightning_trainer.flags.files import (
-    config_file_option,
-    json_option,
-    key_file_option,
-    out_option,
-    store_option,
-)
+from lightning_trainer.flags.files import config_file_option, json_option, key_file_option, out_option, store_option
 from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:

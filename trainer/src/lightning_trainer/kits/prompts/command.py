@@ -10,17 +10,8 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer.flags.answers import (
-    endpoint_option,
-    model_option,
-    name_by_option,
-    server_key_option,
-)
-from lightning_trainer.flags.common import (
-    given,
-    print_json,
-    read_key,
-)
+from lightning_trainer.flags.answers import endpoint_option, model_option, name_by_option, server_key_option
+from lightning_trainer.flags.common import given, print_json, read_key
 from lightning_trainer.flags.files import json_option
 from lightning_trainer.flags.program import (
     columns_option,

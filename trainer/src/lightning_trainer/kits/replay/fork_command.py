@@ -21,11 +21,7 @@ from lightning_trainer.flags.answers import (
     name_by_option,
     system_messages_option,
 )
-from lightning_trainer.flags.common import (
-    print_json,
-    read_key,
-    screen,
-)
+from lightning_trainer.flags.common import print_json, read_key, screen
 from lightning_trainer.flags.files import json_option, store_option
 from lightning_trainer.flags.program import isolate_option, program_options
 from lightning_trainer.kits.replay.flags import sampling_options, subject_of

@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.flags.answers import (
-    answered_agents_option,
-    endpoint_option,
-    model_option,
-    name_by_option,
-)
+from lightning_trainer.flags.answers import answered_agents_option, endpoint_option, model_option, name_by_option
 from lightning_trainer.flags.common import print_json, screen
-from lightning_trainer.flags.files import (
-    json_option,
-    rollouts_option,
-    store_option,
-)
+from lightning_trainer.flags.files import json_option, rollouts_option, store_option
 from lightning_trainer.flags.program import isolate_option, program_options
 from lightning_trainer.kits.replay.flags import sampling_options, subject_of
 from lightning_trainer.options.record import split_names

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from lightning_trainer.flags.common import (
-    given,
-    print_json,
-    read_key,
-    screen,
-)
+from lightning_trainer.flags.common import given, print_json, read_key, screen
 from lightning_trainer.kits.evaluation.command import command as evaluation
 from lightning_trainer.kits.evaluation.command import read_config
 from lightning_trainer.report.terminal import decimal, printable

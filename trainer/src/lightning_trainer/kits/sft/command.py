@@ -8,11 +8,7 @@ from typing import Any
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.flags.common import (
-    config_options,
-    given,
-    print_json,
-)
+from lightning_trainer.flags.common import config_options, given, print_json
 from lightning_trainer.flags.files import resume_option
 from lightning_trainer.kits.sft.config import RoundsConfig, SftConfig
 

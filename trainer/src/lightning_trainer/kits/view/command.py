@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from lightning_trainer.flags.common import (
-    print_json,
-    read_key,
-    trust_option,
-)
-from lightning_trainer.flags.files import (
-    key_file_option,
-    listen_options,
-    store_flag,
-)
+from lightning_trainer.flags.common import print_json, read_key, trust_option
+from lightning_trainer.flags.files import key_file_option, listen_options, store_flag
 
 if TYPE_CHECKING:
     from lightning_trainer.kits.view.runs import Runs
