@@ -15,7 +15,7 @@ from lightning_trainer.rl.account import Account
 
 DOC = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 LINE = {"held_out", "kind", "step", "time"}
-PLACE = re.compile(r"(?:/(?:AGENT|TOOL|FORMAT|NAME|REASON|POLICY|DEPTH|RULE))+$")
+PLACE = re.compile(r"(?:/(?:AGENT|TOOL|FORMAT|NAME|REASON|POLICY|DEPTH|RULE)(?:@VERSION)?)+$")
 ON_VERL = {"logprob_correlation", "logprob_seconds", "save_seconds"}
 
 AGENT = """
