@@ -89,11 +89,11 @@ def command(
     _refuse_contradictions(age_s, origin, rollouts, traces, expired=expired, block_checkpoints=block_checkpoints)
     with reading(store, key_file) as opened:
         if expired:
-            traces = _expired(opened, origin)
+            traces = _find_expired(opened, origin)
             if not traces:
                 click.echo("deleted: 0 (no trace is past its retention)")
                 return
-        affected = _affected(runs, [*rollouts, *traces])
+        affected = _find_affected(runs, [*rollouts, *traces])
         if not yes:
             _ask(_describe_choice(origin, len(rollouts or traces), age_s, store))
         deleted = opened.delete(
@@ -148,7 +148,7 @@ def _describe_choice(origin: str | None, named: int, age_s: float | None, store:
     return f"Delete traces {what}{count}{'' if age_s is None else ', by age'} in {store}?"
 
 
-def _expired(store: Store, origin: str | None) -> list[str]:
+def _find_expired(store: Store, origin: str | None) -> list[str]:
     """Return the ids of the traces that are past their retention."""
     from lightning_spans.store.traces import each_trace
     from lightning_trainer.lineage.permits import is_expired
@@ -157,7 +157,7 @@ def _expired(store: Store, origin: str | None) -> list[str]:
     return sorted({node.span.trace_id for trace in found for node in trace})
 
 
-def _affected(runs: Path, ids: Sequence[str]) -> list[AffectedCheckpoint]:
+def _find_affected(runs: Path, ids: Sequence[str]) -> list[AffectedCheckpoint]:
     """Find the checkpoints that learned from what is named, before it is deleted: a broken manifest stops that."""
     from lightning_trainer.lineage.search import find_checkpoints
 
