@@ -437,7 +437,7 @@ STALLS = [
     (store_lease, "store write", "claim of"),
     (store_locked, "store write", "add_spans"),
     (request_body, "request body", "a client to continue after 8 bytes"),
-    (engine, "engine", "the next tokens from policy"),
+    (engine, "engine", "next tokens from policy"),
     (upstream, "upstream", "to answer for far"),
     (upstream_midway, "upstream", "to answer for far"),
     (shutdown, "shutdown", "the server"),

@@ -87,7 +87,7 @@ def test_what_is_wrong_is_said_before_anything_starts():
         (("--env", NAME, "--env-options", "colour=red"), "can't be loaded"),
         (("--env", "other:thing"), "write verifiers:NAME, openenv:URL"),
         (("--env", NAME, "--data", "x.jsonl"), "leave out data"),
-        (("--env-tasks", "3"), "env_tasks is of an env"),
+        (("--env-tasks", "3"), "env_tasks is an option of env"),
         (("--env", NAME, "--env-tasks", "1", "--env-held-out", "50"), "Ask for fewer held out"),
     ):
         result = rl("train", *args, "--model", "none")
@@ -121,7 +121,7 @@ def test_the_look_before_training_plays_an_environments_tasks_too(folder):
     assert (row["agent"], row["calls"], row["reward"]) == ("agent", 2 * (2 if CLASSIC else 1), 1.0)
     assert "--env needs --model or --endpoint" in rl("agents", "--env", NAME).output
     assert "leave out data" in rl("agents", "--env", NAME, "--data", "x.jsonl", *where).output
-    assert "env_options is of an env" in rl("agents", "--env-options", "a=1").output
+    assert "env_options is an option of env" in rl("agents", "--env-options", "a=1").output
 
 
 async def test_an_episode_that_fails_is_a_failed_attempt_and_no_reward(monkeypatch):

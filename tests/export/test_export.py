@@ -193,7 +193,7 @@ def test_everything_left_out_is_counted_with_its_reason(made: Made, tmp_path: Pa
     lines, done = run(made, tmp_path / "out.jsonl", agents=("writer",), min_reward=0.5)
     assert len(lines) == 1
     assert done.left_out == {
-        "a message holds more than text": 1,
+        "a message has more than text": 1,
         "agent not selected": 1,
         "answer truncated at max_tokens": 1,
         Ending.CRASHED.text: 1,
@@ -235,7 +235,7 @@ def test_a_reward_of_a_call_is_its_agents_alone(made: Made, tmp_path: Path) -> N
 
 def test_nothing_to_export_is_an_error_that_leaves_no_file(made: Made, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    with pytest.raises(DataError, match="holds no model call"):
+    with pytest.raises(DataError, match="has no model call"):
         run(made, out)
     two_turns(made, reward=0.0)
     with pytest.raises(DataError, match="2: reward below"):

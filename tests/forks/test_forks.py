@@ -364,7 +364,7 @@ def test_what_a_judge_gave_is_not_set_beside_what_nobody_judged(world: Any, tmp_
     for refused in (["fork", *words, "--call", "1", "--say", "fine"], ["replay", *words]):
         said = CliRunner().invoke(cli, refused)
         assert said.exit_code == 2
-        assert "no judge is asked about forks and replays" in said.output
+        assert "a judge can't score forks and replays" in said.output
     assert _run("fork", *words, "--dry-run")["replays"] is True
 
 

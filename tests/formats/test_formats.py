@@ -318,7 +318,7 @@ def test_no_text_makes_a_reader_raise_or_hang(format_name):
 def test_tools_are_refused_where_no_call_would_be_read():
     chat = chat_of("unknown")
     assert chat.takes_tools
-    with pytest.raises(Refusal, match=r"form that is not read here.*--tool-format"):
+    with pytest.raises(Refusal, match=r"in an unsupported form.*--tool-format"):
         chat.render([USER], TOOLS)
     assert chat.render([USER], [])
 

@@ -48,10 +48,10 @@ def chat_of(call=HERMES, *, text="m.content or ''", before="", end="", skipped="
 )
 def test_a_form_that_only_holds_one_that_is_read_is_not_taken_for_it(call):
     tokenizer = chat_of(call)
-    with pytest.raises(ConfigError, match="form that is not read here"):
+    with pytest.raises(ConfigError, match="in an unsupported form"):
         check_calls(tokenizer, None)
     report = examined(tokenizer)
-    assert (report.tool_format, report.tools) == (None, "refused: calls are written in a form that is not read")
+    assert (report.tool_format, report.tools) == (None, "refused: calls are written in an unsupported form")
 
 
 @pytest.mark.parametrize("lead", ["", "<think>\n\n</think>\n\n", "\n"])

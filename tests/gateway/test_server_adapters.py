@@ -130,7 +130,7 @@ def test_too_small_limits_of_vllm_are_refused_with_the_numbers_needed(checkpoint
     with pytest.raises(ConfigError, match=r"whose rank is 48: .* Start vLLM with --max-lora-rank 64\."):
         load_adapters(checkpoint, [base])
     write_checkpoint(checkpoint, names=(*NAMES, "judge"))
-    with pytest.raises(ConfigError, match=r"2 adapters at once, and 3 .*\. Start vLLM with --max-loras 3"):
+    with pytest.raises(ConfigError, match=r"2 adapters at the same time, and 3 .*\. Start vLLM with --max-loras 3"):
         load_adapters(checkpoint, [base])
 
 

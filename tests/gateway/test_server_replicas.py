@@ -277,7 +277,7 @@ def test_a_server_without_a_list_of_models_serves_and_is_asked_for_one_again(
     with gateway(tmp_path, behind) as front, caplog.at_level(logging.WARNING):
         assert [front.post({"messages": USER}).status_code for _ in range(4)] == [200] * 4
         assert tokens(front) == ([None] * 4 if again_s else [None, None, (5, 6), (5, 6)])
-    assert caplog.text.count(f"/v1/models answered {status}, so this server is asked as one that sends no tokens") == 1
+    assert caplog.text.count(f"/v1/models answered {status}, so this server is treated as one that sends no") == 1
 
 
 def test_a_key_that_opens_nothing_is_told_in_the_servers_words(tmp_path):

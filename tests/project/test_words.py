@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -66,6 +67,8 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "changelog.d").glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(ROOT.glob("examples/*/README.md")),
     *sorted(ROOT.glob("plugins/*/README.md")),
@@ -172,6 +175,36 @@ def test_public_docstrings_are_in_plain_english(path: str) -> None:
         if (phrases := find(text))
     }
     assert found == {}
+
+
+def described(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings of a module, of its public classes and functions, and of the fields of its classes."""
+    for node in ast.walk(tree):
+        is_public = not str(getattr(node, "name", "")).startswith("_")
+        if is_public and isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+        if isinstance(node, ast.ClassDef):
+            for field, after in itertools.pairwise(node.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    yield field.lineno, str(getattr(after.value, "value", ""))
+
+
+CONFIGS = ("config", "options", "choices", "flags")  # folders and modules with the fields of configurations
+
+
+@pytest.mark.parametrize("of", ["plugins", "configurations"])
+def test_docstrings_of_plugins_and_configurations_are_in_plain_english(of: str) -> None:
+    def is_meant(path: Path) -> bool:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        return parts[0] == "plugins" if of == "plugins" else not {*CONFIGS}.isdisjoint(parts)
+
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {phrase}"
+        for path in filter(is_meant, SOURCES)
+        for line, text in described(ast.parse(path.read_text(encoding="utf-8")))
+        for phrase in find(text)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_a_phrase_of_the_list_is_found() -> None:

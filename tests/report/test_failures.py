@@ -18,7 +18,7 @@ def test_a_model_that_is_not_reached_is_one_line_with_where_to_look() -> None:
     assert last_error(GONE) == "openai.APIConnectionError: Connection error."
     environment = {"OPENAI_BASE_URL": "http://name:secret@127.0.0.1:9/v1"}
     hint = where_calls_go(GONE, environment)
-    assert "does it answer? OPENAI_BASE_URL is 127.0.0.1:9." in hint
+    assert "OPENAI_BASE_URL is 127.0.0.1:9. Check that it is running." in hint
     assert "secret" not in hint
     assert "not set" in where_calls_go(GONE, {})
 
@@ -28,14 +28,14 @@ def test_langchains_own_error_of_a_model_that_is_not_reached_is_one_line_too() -
     said = "langchain_openai.chat_models.base.OpenAIConnectionError: Connection error."
     text = GONE + "\n\n" + DIRECT + f"  File x\n{said}\nDuring task with name 'colour' and id '1'"
     assert last_error(text) == said
-    assert "does it answer?" in where_calls_go(text, {})
+    assert "Check that it is running" in where_calls_go(text, {})
     key = KEY.replace("openai.Auth", "langchain_openai.chat_models.base.OpenAIAuth")
-    assert "is its key right?" in where_calls_go(key, {})
+    assert "check OPENAI_API_KEY" in where_calls_go(key, {})
 
 
 def test_a_refused_key_names_the_key() -> None:
     assert last_error(KEY) == "openai.AuthenticationError: Error code: 401 - wrong key"
-    assert "is its key right?" in where_calls_go(KEY, {})
+    assert "check OPENAI_API_KEY" in where_calls_go(KEY, {})
 
 
 def test_other_errors_keep_the_end_of_their_traceback() -> None:

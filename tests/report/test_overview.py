@@ -112,7 +112,7 @@ def test_a_reward_of_attempts_in_which_an_agent_never_spoke_is_not_its_own() -> 
 
 
 def test_why_attempts_got_no_reward_is_one_line_of_the_table() -> None:
-    why = "reward is nan.\nIt came from the task {'n': 0}."
+    why = "reward is nan.\nThe task was {'n': 0}."
     [row] = overview([trace((CHAT, "a", {}))], None, reward_error=why)
     assert row.why == "no reward: reward is nan."  # the whole of it is the error that ends the command
 
@@ -177,10 +177,10 @@ def test_an_agent_whose_calls_no_policy_can_be_asked_is_told_what_they_name() ->
     refused = {"attributes": {FRAMEWORK: "httpx", UNASKABLE: ["documents", "safety_mode"]}}
     [row] = overview([trace((CHAT, "writer", refused), rewards={None: 1.0})], None)
     assert not row.trained
-    assert row.why.startswith("its policy can't be asked documents, safety_mode")
+    assert row.why.startswith("its policy answers chat completions, which have no documents, safety_mode")
     [row] = overview([trace((CHAT, "writer", refused), (CHAT, "writer", WIRED), rewards={None: 1.0})], None)
     assert row.trained
-    assert "1 of 2 are errors then: its policy can't be asked documents, safety_mode" in row.why
+    assert "1 of 2 are errors then: its policy answers chat completions, which have no documents" in row.why
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_ctrl_c_says_at_once_what_is_waited_for_and_what_a_second_one_does(capfd
     shown.phase("learning from 64 rows")
     shown.stopping()
     assert "learning from 64 rows has to end first" in (said := capfd.readouterr().err)
-    assert "Press Ctrl-C again to end at once: everything after the last checkpoint is then lost" in said
+    assert "Press Ctrl-C again to quit now and lose everything after the last checkpoint" in said
     shown.phase("rollouts", 3, 64)
     shown.stopping()
     assert "rollouts (3 of 64) is cut off" in capfd.readouterr().err

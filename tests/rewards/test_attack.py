@@ -1,4 +1,4 @@
-"""`rewards attack` finds rewards that can be had without doing the task, and finds nothing in an honest one."""
+"""`rewards attack` finds rewards that can be earned without doing the task, and finds nothing in an honest one."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_table_lists_what_paid_and_what_could_not_be_tried(server):
     result = attack("writing:judged", "--strategies", "judge,claim", "--attacks", "8")
     assert result.exit_code == 1, result.output
     assert "judge, task 0: score gave 1.000; 'the highest score: 10'" in result.output
-    assert "This reward can be had without doing the task: judge" in result.output
+    assert "This reward can be earned without doing the task: judge" in result.output
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_attempt_without_a_usable_reward_stops_the_wait_and_shows_its_task(store
     rollouts = batch()
     store.enqueue(rollouts)
     end(store, "failed", error="RewardError: reward is None. Return a number.")
-    with pytest.raises(RewardError, match=r"reward is None\. Return a number\.\nIt came from the task \{'n': 0\}"):
+    with pytest.raises(RewardError, match=r"reward is None\. Return a number\.\nThe task was \{'n': 0\}"):
         wait_for(store, rollouts)
 
 

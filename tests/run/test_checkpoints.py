@@ -107,7 +107,7 @@ def test_resume_is_suggested_only_where_it_works(tmp_path: Path, resumable: bool
 
 
 def test_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="has no checkpoint"):
         find(tmp_path)
     with pytest.raises(ConfigError, match="there is no folder "):
         read_config(tmp_path / "nowhere")
@@ -209,7 +209,7 @@ def test_folder_with_anything_in_it_is_refused(tmp_path: Path) -> None:
 def test_folder_in_that_of_another_run_is_refused_and_not_made(tmp_path: Path, inner: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=f"lies in the folder of the run {tmp_path}"), run_folder(tmp_path / inner):
+    with pytest.raises(ConfigError, match=f"is inside the run folder {tmp_path}"), run_folder(tmp_path / inner):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.jsonl"]
 

@@ -380,7 +380,12 @@ def test_agent_that_can_not_be_trained(folder: Path, tiny_model: Path, target: s
 def test_unknown_agent_lists_those_seen(folder: Path, tiny_model: Path, target: str) -> None:
     words = ["'writter' was never seen. Agents seen: writer"]
     if target == "run":  # which may be why, where the agent that is meant would have spoken later
-        words += ["All 4 rollouts failed, too", "openai.APIConnectionError", "does it answer? OPENAI_BASE_URL is"]
+        words += [
+            "All 4 rollouts failed, too",
+            "openai.APIConnectionError",
+            "OPENAI_BASE_URL is",
+            "Check that it is running",
+        ]
     told(train(f"cli_agent:{target}", "--agents", "writter", model=tiny_model), *words)
     assert not (folder / "out" / "checkpoint").exists()
 
@@ -881,7 +886,7 @@ def test_key_file_that_holds_none(folder: Path, text: str, word: str) -> None:
     [
         (["--upstream", "nonsense"], ["MODEL=URL"]),
         (["--agents", "writer"], ["--upstream"]),
-        (["--upstream", "a=http://127.0.0.1:9", "--model", "b"], ["b is none of the upstreams: a"]),
+        (["--upstream", "a=http://127.0.0.1:9", "--model", "b"], ["b is not an upstream. Use one of: a"]),
         (["--upstream", "a=http://127.0.0.1:9", "--tokenizer", "b=x"], ["MODEL=FOLDER", "b=x"]),
         (["--upstream", "a=http://127.0.0.1:9", "--tokenizer", "a=/nowhere/at/all"], ["/nowhere/at/all", "tokenizer"]),
         (["--upstream", "a=http://127.0.0.1:9", "--system-messages", "merge"], ["--system-messages", "--tokenizer"]),

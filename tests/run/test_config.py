@@ -192,7 +192,7 @@ def test_no_workers_here_where_others_run_the_agent() -> None:
     [
         ({"backend_options": {"slot": 3}}, r"unknown option of the torch backend: slot \(did you mean 'slots'\?\)"),
         ({"backend_options": {"slots": 0}}, "slots must be at least 1"),
-        ({"backend_options": {"learning_rate": 1.0}}, "learning_rate is an option of its own"),
+        ({"backend_options": {"learning_rate": 1.0}}, "learning_rate is a separate option"),
     ],
 )
 def test_what_the_torch_backend_can_not_do_is_refused_before_anything_is_opened(

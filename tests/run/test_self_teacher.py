@@ -135,7 +135,7 @@ def test_a_long_error_loses_its_middle_and_reasoning_is_not_told() -> None:
         ({"teacher_options": {"weight": 0.5}}, "weight is the weight of the teacher relative to the rewards"),
         ({"teacher_options": {"top_k": 0, "divergence": "forward"}}, "Leave divergence out"),
         ({"teacher_options": {"weights": "oldest"}}, "teacher_options: weights"),
-        ({"teacher_options": {"ema_decay": 0.5}}, "ema_decay is of weights = ema"),
+        ({"teacher_options": {"ema_decay": 0.5}}, "ema_decay is an option of weights = ema"),
         ({"backend": "verl", "algorithm": "grpo", "teacher_options": {"weights": "ema"}}, "ema needs backend = torch"),
         ({"algorithm": "ppo", "teacher_options": {"top_k": 0}}, "Set top_k to 1 or more"),
     ],

@@ -241,7 +241,7 @@ def test_a_share_that_is_held_out_and_lacks_an_agent_is_looked_at(tmp_path: Path
         ({"min_reward": 1.0}, DataError, "no reward"),
         ({"backend": "verl"}, ConfigError, "sft_trainer"),
         ({"steps": 1, "epochs": 1}, ConfigError, "two lengths"),
-        ({"backend_options": {"learning_rate": 1}}, ConfigError, "an option of its own"),
+        ({"backend_options": {"learning_rate": 1}}, ConfigError, "a separate option"),
     ],
 )
 def test_bad_input_is_told_and_leaves_no_folder(

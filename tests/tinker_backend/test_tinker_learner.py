@@ -148,7 +148,7 @@ def test_checkpoint_that_the_server_lost_says_so(server: Server, opened, tmp_pat
 
 
 def test_broken_archive_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(TinkerError, match="holds no adapter"):
+    with pytest.raises(TinkerError, match="without an adapter"):
         checkpoint.unpack(b"no tar", tmp_path, "base")
 
 

@@ -219,7 +219,7 @@ def test_an_option_that_is_ours_is_refused_in_the_table(key, says):
         ({"agents": "a,b", "agent_weight": "equal"}, "agent_weight is for backend = torch or tinker"),
         ({"kl_coef": 0.1, "loss_aggregation": "sequence-mean"}, "token-mean"),
         ({"algorithm": "ppo", "loss_aggregation": "sequence-mean"}, "token-mean"),
-        ({"loss_aggregation": "rollout-mean"}, "weighs no rollout-mean"),
+        ({"loss_aggregation": "rollout-mean"}, "has no loss_aggregation = rollout-mean"),
         ({"algorithm": "dapo"}, "Set resample = 0"),
         ({"algorithm": "reinforce++", "kl_coef": 0.1}, "only with a critic"),
         ({"entropy_coef": 0.1, "loss_aggregation": "sequence-mean"}, "entropy over tokens"),

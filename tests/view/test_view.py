@@ -224,7 +224,7 @@ def test_where_no_update_told_of_tokens_the_page_says_why(tmp_path: Path) -> Non
     rollout = rollouts_of(ask)[0]
     line = next(line for line in printed(run, "--rollout", rollout) if line["operation"] == "chat")
     page = ask("call", rollout=rollout, span=line["span_id"])
-    assert "nothing of this row's tokens" in page["unread"]
+    assert "does not have this row's tokens" in page["unread"]
     assert page["row"] is not None
 
 

@@ -140,7 +140,7 @@ def to_open(values: Mapping[str, Any]) -> bool:
     """
     if values.get("env") is None:
         if others := [name for name in NAMES if values.get(name)]:
-            raise ConfigError(f"{others[0]} is of an env. Name one.")
+            raise ConfigError(f"{others[0]} is an option of env. Name an environment with env.")
         return False
     if values.get("data") is not None and values.get("target") == target_of(str(values["env"])):
         return False

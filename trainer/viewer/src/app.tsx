@@ -57,8 +57,8 @@ const KEYS: [string, string][] = [
 const STATES: Record<State, string> = {
   running: "Something is at work on this run. What it writes shows here without a reload.",
   stopped: "Nothing is at work on this run. What is written shows here without a reload.",
-  idle: "No attempt runs. What is written shows here without a reload.",
-  "not connected": "The server does not answer: what shows here was read before.",
+  idle: "No attempt is running. New data appears without a reload.",
+  "not connected": "The server does not respond. This page shows what was read before.",
 };
 
 function App(): JSX.Element {

@@ -20,7 +20,7 @@ from lightning_spans.schema.json import JsonText, dumps
 from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE_ID, Json
 
 UNNAMED: Final = (
-    "no name: it came without traceparent, no span has its response id, and no header or key names its agent"
+    "no name: its request had no traceparent, no span has its response id, and no header or key names its agent"
 )
 AMBIGUOUS: Final = "several spans: its agent made more than one call like it, and nothing says which of them this is"
 

@@ -130,7 +130,7 @@ class Replaying:
                 return _posts(f"{endpoint}{PATH}", body, headers)
         except (OSError, http.client.HTTPException) as error:
             # The tool is not run instead: in a replay nothing may happen twice.
-            raise ReplayEndedError(f"the gateway can't be asked what {name!r} gave in the record: {error!r}") from None
+            raise ReplayEndedError(f"the gateway does not return the recorded result of {name!r}: {error!r}") from None
 
 
 _posts: Final = Posts(TIMEOUT_S)

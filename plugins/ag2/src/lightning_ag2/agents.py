@@ -28,7 +28,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class Ag2Agents(Tracker):
-    """Begins and ends agent spans around the turns of AG2's agents."""
+    """Starts and ends agent spans around the turns of AG2's agents."""
 
     def wrap_turn(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the scope of a turn: the agent span covers the turn from prompt to answer."""

@@ -1,4 +1,4 @@
-"""Tool spans: the arguments the model asked for and the result it was given."""
+"""Tool spans: the arguments the model requested and the result it got."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class Ag2Tools(Tracker):
-    """Begins and ends tool spans around AG2's tool calls."""
+    """Starts and ends tool spans around AG2's tool calls."""
 
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a tool call of a model. The tool may run, be unknown, or be left to the program's client."""

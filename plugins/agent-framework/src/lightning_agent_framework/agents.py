@@ -33,7 +33,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class AgentFrameworkAgents(Tracker):
-    """Begins and ends spans around the framework's agents and workflows."""
+    """Starts and ends spans around the framework's agents and workflows."""
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a run of an agent. It returns an awaitable, or a stream that does the work while it is read."""

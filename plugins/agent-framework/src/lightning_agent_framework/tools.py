@@ -1,4 +1,4 @@
-"""Tool spans: the arguments the model asked for and the result it was given."""
+"""Tool spans: the arguments the model requested and the result it got."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class AgentFrameworkTools(Tracker):
-    """Begins and ends tool spans around the framework's tool calls."""
+    """Starts and ends tool spans around the framework's tool calls."""
 
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a tool call that a model asked for."""
+        """Wrap a tool call that a model requested."""
 
         async def execute(function_call: Any, **kwargs: Any) -> Any:
             span = self._begin(function_call)

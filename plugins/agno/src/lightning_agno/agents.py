@@ -52,7 +52,7 @@ def ways() -> Iterator[tuple[type, str]]:
 
 
 class AgnoAgents(Tracker):
-    """Begins and ends spans around runs of agents, teams and workflows."""
+    """Starts and ends spans around runs of agents, teams and workflows."""
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a synchronous run. A stream does the work while it is read."""

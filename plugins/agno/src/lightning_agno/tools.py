@@ -63,7 +63,7 @@ class Running:
 
 
 class AgnoTools(Tracker):
-    """Begins and ends tool spans around Agno's tool calls."""
+    """Starts and ends tool spans around Agno's tool calls."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)

@@ -62,7 +62,7 @@ class Handling(Scope):
         self._around = current_span(here)
 
     def call_begins(self) -> Context | None:
-        """Begin the handler's span, unless another recorded span already surrounds the call."""
+        """Start the handler's span, unless another recorded span already surrounds the call."""
         if self.closed or current_span() is not self._around:
             return None
         if self.span is None:
@@ -71,7 +71,7 @@ class Handling(Scope):
 
 
 class AutogenAgents(Tracker):
-    """Begins and ends spans around agents and teams."""
+    """Starts and ends spans around agents and teams."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)

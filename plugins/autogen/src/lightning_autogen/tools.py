@@ -79,7 +79,7 @@ async def _replayed_steps(
 
 
 class AutogenTools(Tracker):
-    """Begins and ends tool spans. A call passes through several layers; the outermost creates the span."""
+    """Starts and ends tool spans. A call passes through several layers; the outermost creates the span."""
 
     def wrap_execute_tool_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an assistant's tool call, including unknown tools and arguments that are not valid JSON."""

@@ -29,7 +29,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class ClaudeAgents(Tracker):
-    """Begins and ends spans from the messages that the command reports."""
+    """Starts and ends spans from the messages that the command reports."""
 
     def wrap_connect(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the start of the command. If its agent uses the gateway, the gateway replaces the user's endpoint."""
@@ -45,7 +45,7 @@ class ClaudeAgents(Tracker):
         return connect
 
     def wrap_receive_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the reading of the command's messages, grouped in turns, each from its first message to its result."""
+        """Wrap the reading of the command's messages, grouped by turn, from the first message of each to its result."""
 
         def receive_messages(query: Any, *args: Any, **kwargs: Any) -> Any:
             messages = original(query, *args, **kwargs)

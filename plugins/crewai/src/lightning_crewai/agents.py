@@ -106,7 +106,7 @@ class CrewScope(Scope):
 
 
 class CrewTracker(EventTracker[CrewScope]):
-    """Begins and ends spans with CrewAI's events. Its scopes are identified by number."""
+    """Starts and ends spans with CrewAI's events. Its scopes are identified by number."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)

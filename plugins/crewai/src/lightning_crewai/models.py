@@ -57,7 +57,7 @@ def wrap_started(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def begin_call(tracker: Tracker, scope: Scope, llm: Any, event: Any, context: Context) -> None:
-    """Begin the chat span of a call, unless the openai client creates one."""
+    """Start the chat span of a call, unless the openai client creates one."""
     request = request_body(event, llm, *(_offered.get() or (event.messages, event.tools)))
     OtherCall(
         tracker.recorder,

@@ -32,7 +32,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class DspyModules(Tracker):
-    """Begins and ends agent spans around calls of modules."""
+    """Starts and ends agent spans around calls of modules."""
 
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a synchronous call of a module."""

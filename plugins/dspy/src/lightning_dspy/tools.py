@@ -47,7 +47,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class DspyTools(Tracker):
-    """Begins and ends tool spans around DSPy's tool calls."""
+    """Starts and ends tool spans around DSPy's tool calls."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)

@@ -90,7 +90,7 @@ class DspyRequests(Tracker):
         return stream
 
     def _begin(self, request: Any) -> _Request | None:
-        """Begin the span of a model call. Other requests that look like one are only counted."""
+        """Start the span of a model call. Other requests that look like one are only counted."""
         if not self.live:
             return None
         with self.guard():
@@ -118,7 +118,7 @@ class _Request:
 
     @classmethod
     def begun(cls, tracker: DspyRequests, request: Any, endpoint: str) -> _Request | None:
-        """Begin the span of a request and put its id into the request; None if it cannot begin."""
+        """Start the span of a request and put its id into the request; None if it cannot begin."""
         body = read_json(request.body)
         scope = current_scope()
         context = None if scope is None else scope.call_begins()

@@ -28,7 +28,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class AdkAgents(Tracker):
-    """Begins and ends spans around the runs of agents: LLM agents, workflows, and the user's own classes."""
+    """Starts and ends spans around the runs of agents: LLM agents, workflows, and the user's own classes."""
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an agent's run: by a runner, within another agent, or after a transfer. Its events are a generator."""

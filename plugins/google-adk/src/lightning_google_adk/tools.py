@@ -42,7 +42,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class AdkTools(Tracker):
-    """Begins and ends tool spans around ADK's tool calls."""
+    """Starts and ends tool spans around ADK's tool calls."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)

@@ -43,7 +43,7 @@ def async_pipeline() -> Any:
 
 
 class HaystackAgents(Tracker):
-    """Begins and ends spans around agents, pipelines, and components that call models."""
+    """Starts and ends spans around agents, pipelines, and components that call models."""
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a synchronous run of an agent."""

@@ -49,7 +49,7 @@ class ModelScope(Scope):
     __slots__ = ()
 
     def call_begins(self) -> Context | None:
-        """Begin the surrounding span."""
+        """Start the surrounding span."""
         return None if self.outer is None else self.outer.call_begins()
 
 

@@ -39,7 +39,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def tool_of(component: Any) -> Any:
-    """Return the tool that runs as this component; None if the component is no tool."""
+    """Return the tool that runs as this component; None if the component is not a tool."""
     tool = _running.get()
     return tool if tool is not None and getattr(tool, "_component", None) is component else None
 
@@ -51,7 +51,7 @@ class _Arguments(dict[str, Any]):
 
 
 class HaystackTools(Tracker):
-    """Begins and ends tool spans around Haystack's tool calls."""
+    """Starts and ends tool spans around Haystack's tool calls."""
 
     def places(self) -> Iterator[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]:
         """Return where tool calls pass in this version of Haystack: owner, attribute, and wrapper."""

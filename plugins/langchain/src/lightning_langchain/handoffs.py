@@ -8,7 +8,7 @@ _END: Final = "__end__"
 
 
 def handed_to(output: Any) -> str | None:
-    """Return the agent to which a tool's output hands over; None if it is no handoff."""
+    """Return the agent to which a tool's output hands over; None if it is not a handoff."""
     given = output if isinstance(output, list) else [output]
     goals = [goal for part in given for goal in _goals(getattr(part, "goto", None))]
     return next((goal for goal in goals if goal != _END), None)

@@ -75,7 +75,7 @@ class OtherModels:
         copying takes time.
 
         Returns:
-            Whether this run must be told of chat spans: not for a model that always uses the openai client.
+            Whether this run needs to know of chat spans: not for a model that always uses the openai client.
         """
         if params.get("_type") in _BY_OPENAI:
             return False

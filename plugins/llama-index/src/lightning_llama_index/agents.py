@@ -48,7 +48,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class LlamaIndexAgents(Tracker):
-    """Begins and ends spans around runs, and around agents' turns within a run."""
+    """Starts and ends spans around runs, and around agents' turns within a run."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)

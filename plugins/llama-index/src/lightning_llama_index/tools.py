@@ -34,7 +34,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class LlamaIndexTools(Tracker):
-    """Begins and ends tool spans around LlamaIndex's tool calls."""
+    """Starts and ends tool spans around LlamaIndex's tool calls."""
 
     def wrap_call_tool(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an agent's tool call, including unknown tools. The model gets the text of exceptions."""

@@ -83,7 +83,7 @@ class SdkScope(Scope):
 
 
 class SdkTracker(EventTracker[SdkScope]):
-    """Begins and ends spans with the SDK's.
+    """Starts and ends spans with the SDK's.
 
     Its scopes are identified by the id of the SDK's object, which they hold.
     """

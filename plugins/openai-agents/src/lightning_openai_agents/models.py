@@ -19,7 +19,7 @@ _NOT_SENT: Final = frozenset({"base_url", "model_impl"})  # part of a model's se
 
 
 def begin_call(tracker: Tracker, scope: Scope, data: Any, context: Context) -> None:
-    """Begin the chat span of a model call that the SDK reports, unless the openai client creates one."""
+    """Start the chat span of a model call that the SDK reports, unless the openai client creates one."""
     OtherCall(
         tracker.recorder,
         tracker.plugin,

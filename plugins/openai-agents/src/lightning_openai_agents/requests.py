@@ -38,7 +38,7 @@ def taken(requests: list[ToolRequest], name: str) -> ToolRequest | None:
 def tell_handoff(span: OpenSpan, agent: str | None, requests: list[ToolRequest]) -> None:
     """Record a handoff on its span, once the next agent is known.
 
-    The SDK does not say which tool call it was: it is found by the usual name, otherwise it is the first that is no
+    The SDK does not say which tool call it was: it is found by the usual name, otherwise it is the first that is not a
     function.
     """
     usual = f"transfer_to_{agent or ''}".lower().replace(" ", "_")

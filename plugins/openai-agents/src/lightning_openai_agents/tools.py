@@ -135,7 +135,7 @@ def _tool_scope() -> Scope | None:
 
 
 class SdkTools(Tracker):
-    """Completes the spans that begin with the SDK's."""
+    """Completes the spans that the SDK's tracing starts."""
 
     def wrap_from_agent_context(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Record a tool call's id and arguments. The SDK's span lacks them, or has them only if it may hold data."""

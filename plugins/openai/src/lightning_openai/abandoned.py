@@ -17,7 +17,7 @@ _WAIT_S: Final = 1.0  # ending spans takes microseconds; whoever stops this obje
 
 
 class AbandonedStreams:
-    """Calls whose answers nobody reads any further."""
+    """Calls whose answers nobody reads the rest."""
 
     def __init__(self) -> None:
         self._ends: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # its `put` may interrupt itself

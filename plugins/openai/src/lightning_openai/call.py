@@ -225,7 +225,7 @@ class ModelCall:
             self.failed(error)
 
     def closed(self) -> None:
-        """End the span because nobody reads any further. The garbage collector may call this; see `abandoned`."""
+        """End the span because nobody reads the rest. The garbage collector may call this; see `abandoned`."""
         if self.span.end_ns is not None or self.state.is_waiting:
             return
         if self.state.is_complete:

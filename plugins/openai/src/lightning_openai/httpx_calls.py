@@ -184,7 +184,7 @@ class HttpxCall:
         self.failed(error)
 
     def closed(self) -> None:
-        """End the span because nobody reads any further. The garbage collector may call this; see `abandoned`."""
+        """End the span because nobody reads the rest. The garbage collector may call this; see `abandoned`."""
         if self.span.end_ns is not None:
             return
         if self._to_end:

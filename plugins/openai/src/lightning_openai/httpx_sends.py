@@ -61,7 +61,7 @@ class HttpxSends:
                 yield module.AsyncClient, "send", self._wrap_async
 
     def _begin(self, client: Any, request: Any) -> HttpxCall | None:
-        """Begin the span of a request that has none; None if it is sent unchanged, perhaps counted."""
+        """Start the span of a request that has none; None if it is sent unchanged, perhaps counted."""
         recorder = self._recorder()
         call = None
         if recorder is not None and (not self._recorded() or self._takes_over(recorder, request)):

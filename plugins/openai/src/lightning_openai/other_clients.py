@@ -233,7 +233,7 @@ class OtherCall:
         return True
 
     def begin(self) -> None:
-        """Begin the span. The call has no other, and this one must be ended in any case."""
+        """Start the span. The call has no other, and this one must be ended in any case."""
         with self._recorder.guard(self._plugin):
             if self._span is None:
                 self._span = self._begin()

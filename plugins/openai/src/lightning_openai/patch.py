@@ -125,7 +125,7 @@ in_child(_after_fork)
 
 
 def _begin(client: Any, options: Any, streamed: object, method: Any) -> ModelCall | None:
-    """Begin the span of a model call; None for any other request, and while nothing is attached."""
+    """Start the span of a model call; None for any other request, and while nothing is attached."""
     recorder = _recorders[-1] if _recorders else None
     endpoint = endpoint_of(options.method, str(options.url))
     if recorder is None:

@@ -17,7 +17,7 @@ class BodyListener(Protocol):
         """Note that reading failed."""
 
     def closed(self) -> None:
-        """Note that nobody reads any further. May be called more than once, and after the other two."""
+        """Note that nobody reads the rest. May be called more than once, and after the other two."""
 
 
 class _RecordedStream:

@@ -37,7 +37,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class PydanticAgents(Tracker):
-    """Begins and ends spans around agents' runs.
+    """Starts and ends spans around agents' runs.
 
     A run stays entered as long as the caller's block lasts, so that what the caller does there is recorded under the
     agent. The caller may have entered another run since, or be in another task, so each step of a run enters it again.

@@ -38,7 +38,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class PydanticTools(Tracker):
-    """Begins and ends tool spans around Pydantic AI's tool calls."""
+    """Starts and ends tool spans around Pydantic AI's tool calls."""
 
     def wrap_tool_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an agent's tool call, with the arguments as the model wrote them."""

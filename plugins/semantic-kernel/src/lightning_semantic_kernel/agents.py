@@ -26,7 +26,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class KernelAgents(Tracker):
-    """Begins and ends agent spans around the runs of Semantic Kernel's agents."""
+    """Starts and ends agent spans around the runs of Semantic Kernel's agents."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)

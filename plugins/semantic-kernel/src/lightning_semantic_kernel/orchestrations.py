@@ -40,7 +40,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class KernelOrchestrations(Tracker):
-    """Begins and ends spans around orchestrations, and passes their context along with messages."""
+    """Starts and ends spans around orchestrations, and passes their context along with messages."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)

@@ -1,4 +1,4 @@
-"""Tool spans for functions that models call: the arguments the model asked for and the result it was given."""
+"""Tool spans for functions that models call: the arguments the model requested and the result it got."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class KernelTools(Tracker):
-    """Begins and ends tool spans around the functions that models call."""
+    """Starts and ends tool spans around the functions that models call."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)

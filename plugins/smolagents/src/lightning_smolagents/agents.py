@@ -29,7 +29,7 @@ def name_of(agent: Any) -> str:
 
 
 class SmolAgents(Tracker):
-    """Begins and ends spans around agents' runs."""
+    """Starts and ends spans around agents' runs."""
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an agent's run. A stream does the work while it is read."""

@@ -42,7 +42,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class SmolTools(Tracker):
-    """Begins and ends tool spans around smolagents' tool calls."""
+    """Starts and ends tool spans around smolagents' tool calls."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
@@ -66,7 +66,7 @@ class SmolTools(Tracker):
         return process
 
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a tool call that a model asked for, including unknown tools."""
+        """Wrap a tool call that a model requested, including unknown tools."""
 
         def execute(agent: Any, tool_name: str, arguments: Any) -> Any:
             if not self.live or isinstance(agent.tools.get(tool_name), FinalAnswerTool):

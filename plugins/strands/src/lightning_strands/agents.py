@@ -41,7 +41,7 @@ def way_of(team: Any) -> str:
 
 
 class StrandsAgents(Tracker):
-    """Begins and ends spans around runs of agents, graphs and swarms."""
+    """Starts and ends spans around runs of agents, graphs and swarms."""
 
     def _begin(self, agent: Any) -> OpenSpan | None:
         return self.begin_agent(agent.name, by_default=agent.name == UNNAMED)

@@ -33,7 +33,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 class StrandsTools(Tracker):
-    """Begins and ends tool spans around Strands' tool calls."""
+    """Starts and ends tool spans around Strands' tool calls."""
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an agent's tool call, including unknown tools. The last event is the result."""

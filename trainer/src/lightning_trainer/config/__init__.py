@@ -1,1 +1,1 @@
-"""The configuration of a run: its options, their defaults, what contradicts what, and the files they stand in."""
+"""The configuration of a run: its options, their defaults, contradictions between them, and their files."""

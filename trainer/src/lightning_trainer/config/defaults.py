@@ -32,9 +32,9 @@ def _of_backend(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_defaults(values: Mapping[str, Any], nearer: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what an earlier run had by default of its algorithm, credit and staleness, where one of these changes.
+    """Leave out an earlier run's defaults for its algorithm, credit and staleness, if one of these changes.
 
-    What differs from those defaults was given, and stays; so does the size of groups, without which a run can't go on.
+    Values that differ from those defaults were set by the user and stay; so does the group size, which resuming needs.
 
     Args:
         values: options of the earlier run, all of them.

@@ -247,7 +247,7 @@ class TrainFields(
 
     @property
     def forked(self) -> bool:
-        """Whether calls of a step's rollouts are drawn again."""
+        """Whether calls of a step's rollouts are sampled again."""
         return looks_at_forks(self.credit)
 
     @property

@@ -1,4 +1,4 @@
-"""What other trainers call our options, so that who comes from one of them is told the name that it has here.
+"""Names that other trainers use for our options, so that an error can suggest ours.
 
 The names are those of TRL, verl, transformers' `TrainingArguments`, OpenRLHF, PEFT, Axolotl and Unsloth.
 """

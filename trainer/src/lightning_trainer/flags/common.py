@@ -108,7 +108,7 @@ _GROUPS: Final = {
 
 
 class GroupedOption(click.Option):
-    """An option that stands under a heading in the help."""
+    """An option that is listed under a heading in the help."""
 
     group: str = "Other"
 

@@ -63,7 +63,7 @@ class WatchedEngine:
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Sampled]:
         """Sample one answer; see `Engine.generate`."""
-        what = f"the next tokens from {self._engine.model}, for a prompt of {len(prompt)} tokens"
+        what = f"next tokens from {self._engine.model}, for a prompt of {len(prompt)} tokens"
         # Closing this closes the engine's own, which cancels the request.
         async with aclosing(cast(AsyncGenerator[Sampled], self._engine.generate(prompt, sampling))) as pieces:
             async for piece in each_noted(pieces, "engine", what):

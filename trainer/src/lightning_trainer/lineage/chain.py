@@ -126,7 +126,7 @@ def read_head(path: Path) -> Head:
         line = json.loads(last)
         return Head(int(line["n"]), str(line["hash"]))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        raise ConfigError(f"{path}: its last line is none of a lineage file. Move the file away.") from None
+        raise ConfigError(f"{path}: its last line is not a line of a lineage file. Move the file away.") from None
 
 
 def verify_chain(path: Path, key: bytes | None = None, *, lines: int | None = None) -> VerifiedChain:

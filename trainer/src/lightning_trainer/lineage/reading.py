@@ -92,7 +92,7 @@ def read_lineage(name: Path, key: bytes | None = None) -> CheckpointLineage:
     if not chain.hashes or chain.hashes[-1] != pointer.head:
         raise ConfigError(
             f"{manifest} is not the file that {checkpoint} was made with: line {pointer.lines} has another hash."
-            " It was written anew, or is of another run."
+            " It was rewritten, or belongs to another run."
         )
     begun: Line = next((line for line in reversed(chain.lines) if line["kind"] == "begin"), {})
     return CheckpointLineage(

@@ -115,7 +115,7 @@ def _of_folder(name: str, folder: Path) -> Model:
     if (folder / _LOG).is_file():
         raise ConfigError(f"{folder} is the folder of a run that has saved no checkpoint yet. {WAYS}")
     if folder.name == _ALL and (steps := sorted(path.name for path in folder.glob("step-*"))):
-        raise ConfigError(f"{folder} holds several checkpoints. Name one of them: {folder / steps[-1]}.")
+        raise ConfigError(f"{folder} contains several checkpoints. Name one of them: {folder / steps[-1]}.")
     check_folder(folder)
     return Model(name=name, kind="checkpoint" if (folder / _STATE).is_file() else "folder", folder=folder)
 

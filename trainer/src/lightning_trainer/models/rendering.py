@@ -84,7 +84,7 @@ def _ask(question: dict[str, Any]) -> tuple[list[str], list[Any]]:
     """
     template = question["chat_template"]
     if _ended[template] >= _MOST_ENDED:
-        raise RenderError(f"it took too long or too much memory {_MOST_ENDED} times, and is no longer run")
+        raise RenderError(f"it used too much time or memory {_MOST_ENDED} times, and is no longer run")
     try:
         answer = json.loads(_RENDERER.ask(json.dumps(question).encode()))
     except TooLongError:

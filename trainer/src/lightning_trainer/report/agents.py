@@ -279,7 +279,7 @@ def _refused_calls(count: _Count) -> str:
     """Say what calls name for which they would be refused."""
     if not count.unasked:
         return f"the gateway would refuse them: {count.refused.most_common(1)[0][0]}".removesuffix(".")
-    return f"its policy can't be asked {', '.join(sorted(count.unasked))} by chat completions. Leave it out"
+    return f"its policy answers chat completions, which have no {', '.join(sorted(count.unasked))}. Leave it out"
 
 
 def _passed_by(count: _Count) -> str:

@@ -46,9 +46,9 @@ def where_calls_go(text: str, environment: Mapping[str, str] = os.environ) -> st
     if not _of_model(text):
         return ""
     url = environment.get("OPENAI_BASE_URL")
-    where = urlsplit(url).netloc.rpartition("@")[2] or url if url else "not set, so that it is OpenAI's"
-    asked = "is its key right" if _REFUSED.search(text) else "does it answer"
-    return f"Agents that no model here answers call their own endpoint: {asked}? OPENAI_BASE_URL is {where}.\n"
+    where = f"is {urlsplit(url).netloc.rpartition('@')[2] or url}" if url else "is not set, which means OpenAI"
+    problem = "It refused the key: check OPENAI_API_KEY" if _REFUSED.search(text) else "Check that it is running"
+    return f"Agents without a model from --model call their own endpoint: OPENAI_BASE_URL {where}. {problem}.\n"
 
 
 def _of_model(text: str) -> str:

@@ -163,9 +163,9 @@ class Shown:
         name, done, total = self._phase
         what = f"{name}{f' ({done} of {total})' if total else ''}"
         text = (
-            f"\nstopping: {what} {'is cut off' if name.startswith(_CUT) else 'has to end first'}, then what was"
-            " learned is saved. Press Ctrl-C again to end at once: everything after the last checkpoint is then lost,"
-            " or all of it if there is none yet.\n"
+            f"\nstopping: {what} {'is cut off' if name.startswith(_CUT) else 'has to end first'}, then the weights"
+            " are saved. Press Ctrl-C again to quit now and lose everything after the last checkpoint (or the"
+            " whole run, if there is none yet).\n"
         )
         os.write(2, text.encode())  # not through the console, which may be in the middle of a line
 

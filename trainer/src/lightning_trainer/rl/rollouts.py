@@ -238,7 +238,7 @@ def _refuse_missing_rewards(attempts: Sequence[AttemptRecord]) -> None:
     for attempt in attempts:
         if attempt.status == "failed" and (attempt.error or "").startswith(REWARD_ERROR):
             problem = (attempt.error or "").removeprefix(REWARD_ERROR)
-            raise RewardError(f"{problem}\nIt came from the task {str(dict(attempt.rollout.task))[:300]}.")
+            raise RewardError(f"{problem}\nThe task was {str(dict(attempt.rollout.task))[:300]}.")
 
 
 def _stall_message(

@@ -49,7 +49,7 @@ def _check_outside(out: Path) -> None:
     """
     for parent in out.resolve().parents:
         if is_run(parent):
-            raise ConfigError(f"{out} lies in the folder of the run {parent}. Choose another --out.")
+            raise ConfigError(f"{out} is inside the run folder {parent}. Choose another --out.")
 
 
 def _came_to_nothing(folder: Path) -> bool:

@@ -151,7 +151,7 @@ def find(resume: Path) -> tuple[Path, Path]:
         )
     if not (checkpoint / STATE_NAME).is_file():
         raise ConfigError(
-            f"{resume} holds no checkpoint: there is no {NEWEST} or {STATE_NAME} in it. Give a run's folder."
+            f"{resume} has no checkpoint: it contains neither {NEWEST} nor {STATE_NAME}. Give a run's folder."
         )
     return resume if (resume / NEWEST).exists() else checkpoint.parent.parent, checkpoint
 

@@ -228,8 +228,8 @@ def only_model(subject: Endpoint) -> str:
     except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"endpoint {subject.url} does not say which models it has ({why}). Name one with"
-            " --model, and give its key in LIGHTNING_UPSTREAM_KEY or --endpoint-key where it wants one."
+            f"endpoint {subject.url} does not list its models ({why}). Name one with"
+            " --model; if it needs a key, set LIGHTNING_UPSTREAM_KEY or --endpoint-key."
         ) from None
     if len(names) != 1:
         listed = ", ".join(names[:20]) or "none"

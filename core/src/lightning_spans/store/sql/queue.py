@@ -314,7 +314,7 @@ def _check_end(end: End, row: Any, told: End | None) -> None:
     for reward in end.rewards:
         if (reward.attempt_id, reward.rollout_id) != (end.attempt_id, row.rollout_id):
             raise RefusedError(
-                f"reward {reward.reward_id} is of attempt {reward.attempt_id} of rollout {reward.rollout_id},"
+                f"reward {reward.reward_id} belongs to attempt {reward.attempt_id} of rollout {reward.rollout_id},"
                 f" and can't end attempt {end.attempt_id} of rollout {row.rollout_id}"
             )
     status = row.status if told is None else told.status

@@ -51,8 +51,8 @@ class SqlReader(NullStore):
         if version != schema.VERSION:
             self.close()
             raise StoreError(
-                f"{url} is of version {version}, and this version reads {schema.VERSION}. `lightning-rl traces --store"
-                f" {url}` brings an older one up to date where it may be written."
+                f"{url} has version {version}, and this installation reads {schema.VERSION}. `lightning-rl traces"
+                f" --store {url}` brings an older one up to date where it may be written."
             )
 
     def page(

@@ -25,7 +25,7 @@ from lightning_spans.testing.plugins.server import ScriptedServer
 _NOTE: Final = 'call note {"text": "one"}'
 # What each program does, beside those of `SCENARIOS`. Its one message is `REPLAY_PROMPTS` of its name.
 REPLAYS: Final = {
-    "effects": "The agent `caller` is asked; it has the tool `note(text: str)`, which gives `noted(text)`.",
+    "effects": "The agent `caller` runs; it has the tool `note(text: str)`, which returns `noted(text)`.",
     "effect_fails": "The same agent, whose tool raises what `noted` does.",
     "effects_awaited": "A coroutine: the same agent, with a coroutine for a tool.",
 }

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def unaskable_in(request: Any) -> list[str] | None:
-    """Return the fields of a request that a policy cannot be asked for; None if it is no readable model call.
+    """Return the fields of a request that a policy does not support; None if it is not a readable model call.
 
     A readable call can be sent to a policy unless it has such fields.
     """
@@ -32,7 +32,7 @@ def unaskable_in(request: Any) -> list[str] | None:
 
 
 def begun(recorder: Recorder, client: Any, request: Any) -> HttpxCall | None:
-    """Begin the span of a request about to be sent; None if it is no readable model call."""
+    """Start the span of a request about to be sent; None if it is not a readable model call."""
     try:
         path = request.url.path
         body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None

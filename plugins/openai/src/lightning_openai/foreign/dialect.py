@@ -76,7 +76,7 @@ class ForeignDialect(Protocol):
         """Translate a chat completion that was requested at `since_ns` of `time.perf_counter_ns()`."""
 
     def stream(self, since_ns: int) -> AnswerStream:
-        """Begin to translate the chunks of a chat completion; see `answer`."""
+        """Start to translate the chunks of a chat completion; see `answer`."""
 
     def framed(self, event: Mapping[str, Json]) -> bytes:
         """Return an event of a stream as it is sent."""

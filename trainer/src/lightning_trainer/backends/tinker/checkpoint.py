@@ -39,7 +39,7 @@ def unpack(archive: bytes, folder: Path, base: str) -> None:
         config, tensors = json.loads(found[_CONFIG]), _names(found[_WEIGHTS])
     except (tarfile.TarError, EOFError, KeyError, ValueError, OSError) as error:
         raise TinkerError(
-            f"the server sent an archive that holds no adapter ({type(error).__name__}: {error})."
+            f"the server sent an archive without an adapter ({type(error).__name__}: {error})."
         ) from error
     modules = sorted({match[1] for name in tensors if (match := _MODULE.search(name))})
     if not modules or not isinstance(config, dict):
@@ -92,7 +92,7 @@ def read_state(folder: Path, url: str, base: str, policies: Sequence[str]) -> di
         raise ConfigError(f"{path} can't be read ({type(error).__name__}: {error}). Give another checkpoint.") from None
     if (values.get("url"), values.get("base")) != (url, base):
         raise ConfigError(
-            f"{folder} is of the server {values.get('url')} and its model {values.get('base')}, and the optimiser's"
-            f" state is there, not at {url} with {base}. Name these, or start a new run."
+            f"{folder} belongs to the server {values.get('url')} and its model {values.get('base')}, and the"
+            f" optimiser's state is there, not at {url} with {base}. Name these, or start a new run."
         )
     return values

@@ -329,7 +329,7 @@ class TinkerLearner:
                 found[n] = np.stack([at_trained([rows[n]], [each[at]])[0] for each in told], axis=1)
         if missing := [rows[n] for n in range(len(rows)) if n not in found]:
             raise ValueError(
-                f"a row of {missing[0].agent} is of {missing[0].policy!r}, not of {', '.join(self._policies)}"
+                f"a row of {missing[0].agent} belongs to {missing[0].policy!r}, not to {', '.join(self._policies)}"
             )
         return [found[n] for n in range(len(rows))]
 

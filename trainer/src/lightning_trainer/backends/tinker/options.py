@@ -121,7 +121,7 @@ def check(config: TrainConfig) -> None:
     elsewhere = (config.engine, config.engine_python, config.engine_url, config.engine_gpus)
     refuse(
         {
-            "workers = 0 leaves the rollouts to runners on other machines, for which only backend = verl has a key.": (
+            "workers = 0 needs backend = verl: only it serves runners on other machines. Set workers to 1 or more.": (
                 config.workers == 0
             ),
             f"algorithm = {config.algorithm} needs a value head, which a Tinker server does not train. Use grpo, rloo"
@@ -129,15 +129,15 @@ def check(config: TrainConfig) -> None:
             "entropy_coef needs the probabilities of all tokens, which a Tinker server does not send. Set it to 0.": (
                 config.entropy_coef > 0
             ),
-            "teacher = self needs the likeliest tokens at each place, which a Tinker server does not send. Name a"
-            " teacher as MODEL=URL.": config.teacher == SELF,
+            "teacher = self needs the most probable tokens at each position, which a Tinker server does not send."
+            " Name a teacher as MODEL=URL.": config.teacher == SELF,
             f"teacher = {config.teacher}: with backend = tinker, name a teacher as MODEL=URL of a vLLM server.": (
                 config.teacher not in (None, SELF) and not at_endpoint(config.teacher)
             ),
             f"temperature = {config.temperature}: a Tinker server gives log-probabilities at temperature 1 only. Set it"
             " to 1.": config.temperature != 1.0,
-            "sampling = asked needs to know which tokens top_p and the like changed, which a Tinker server does not"
-            " say. Use sampling = plain.": config.sampling != "plain",
+            "sampling = asked needs to know which tokens top_p and similar parameters changed, which a Tinker server"
+            " does not report. Use sampling = plain.": config.sampling != "plain",
             "lora_alpha is the server's with backend = tinker. Leave it out.": config.lora_alpha is not None,
             "fixed adapters can't be loaded into a Tinker server. Use AGENT=lora or AGENT=base.": any(
                 value.partition(":")[0] == "fixed" for value in config.policies.values()

@@ -169,8 +169,9 @@ class Service:
         now = time.monotonic()
         if now - seen > self.patience.down_s:
             self._lost = TinkerError(
-                f"the Tinker server {self.url} has not answered for {self.patience.down_s:g} s; it was asked to"
-                f" {doing}. Nothing after the last checkpoint was kept: start it again, then continue with --resume."
+                f"the Tinker server {self.url} has not answered for {self.patience.down_s:g} s while it had to"
+                f" {doing}. Everything after the last checkpoint is lost. Restart the server, then continue"
+                " with --resume."
             )
             return self._lost
         if now - began > self.patience.slow_s:

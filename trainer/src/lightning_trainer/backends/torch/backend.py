@@ -134,7 +134,7 @@ def learner_options(config: TrainConfig) -> dict[str, Any]:
         options |= {"adapters": own.adapters, "fixed": tuple(sorted(own.fixed))}
     for name in config.backend_options:
         if name in options:
-            raise ConfigError(f"backend_options: {name} is an option of its own. Write it outside backend_options.")
+            raise ConfigError(f"backend_options: {name} is a separate option. Write it outside backend_options.")
     return {**options, **config.backend_options}
 
 

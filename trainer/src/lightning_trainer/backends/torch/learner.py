@@ -352,7 +352,9 @@ class TorchLearner:
         found: dict[str | None, list[int]] = {}
         for place, row in enumerate(rows):
             if row.policy not in self.options.served:
-                raise ValueError(f"a row of {row.agent} is of {row.policy!r}, not of {', '.join(self.options.served)}")
+                raise ValueError(
+                    f"a row of {row.agent} belongs to {row.policy!r}, not to {', '.join(self.options.served)}"
+                )
             found.setdefault(row.policy, []).append(place)
         return found
 

@@ -226,6 +226,6 @@ def _routing(
     if (agents or model) and not models:
         raise ConfigError("agents can't be sent to a model that is not there. Name one with --upstream MODEL=URL.")
     if model is not None and model not in models:
-        raise ConfigError(f"--model {model} is none of the upstreams: {', '.join(models)}.")
+        raise ConfigError(f"--model {model} is not an upstream. Use one of: {', '.join(models)}.")
     chosen = model or (models[0] if models else "policy")
     return Routing(agents=agents, model=chosen, endpoint=endpoint, name_by=tuple(rules))

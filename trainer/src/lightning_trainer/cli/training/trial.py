@@ -98,7 +98,7 @@ def _tell(outcomes: Sequence[Outcome], logs: Path, *, at_home: bool) -> None:
     if len(errors) == len(outcomes):
         where = where_calls_go(errors[-1])
         if where and at_home:
-            where += "Without one, let a model that is loaded here answer: --model smollm2-135m, or your own.\n"
+            where += "If you have no endpoint, use a local model: --model smollm2-135m, or the folder of your own.\n"
         raise AgentFailedError(
             f"all {amount(len(outcomes), 'task')} failed. The last error:\n{last_error(errors[-1])}\n"
             f"{where}{_end_of_output(logs)}".rstrip()

@@ -99,7 +99,7 @@ def _tools(chat: ChatFormat) -> str:
     if not chat.takes_tools:
         return "refused: the chat template has no section for tools"
     if chat.calls is None:
-        how = "written in a form that is not read" if chat.writes_calls else "not written"
+        how = "written in an unsupported form" if chat.writes_calls else "not written"
         return f"refused: calls are {how}"
     return "read" if chat.hidden_results is None else "refused: the chat template shows no results of tools"
 

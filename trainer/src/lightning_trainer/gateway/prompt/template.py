@@ -156,7 +156,7 @@ class ChatFormat:
                 f"tool format {NONE!r} was chosen, so no call of a tool is read. Leave the tools out, or name a format."
             )
         how = (
-            "writes tool calls in a form that is not read here"
+            "writes tool calls in an unsupported form"
             if self.writes_calls
             else "does not write down the tool calls of earlier answers, so their form can't be found out"
         )

@@ -132,7 +132,7 @@ def difference(recorded: Asked, now: Asked) -> str:
         if old != new:
             (old_role, old_text), (role, text) = recorded.shown[number - 1], now.shown[number - 1]
             if old_role != role:
-                return f"message {number} differs: its role is {role!r} and was of {old_role!r}"
+                return f"message {number} differs: its role is {role!r} and was {old_role!r}"
             return f"message {number} ({role}) differs: {_texts_differ(old_text, text)}"
     before, after = len(recorded.lines), len(now.lines)
     if before != after:

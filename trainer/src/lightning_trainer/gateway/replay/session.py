@@ -259,7 +259,7 @@ class ReplaySession:
         made = sum(isinstance(used, RecordedCall) for used in self._used)
         all_of_them = len(self.record.calls)
         if self._fork is not None and not self._forked:
-            return f"the program ended before call {self._fork.number} came: it made {made} calls of the {all_of_them}"
+            return f"the program ended before call {self._fork.number}: it made {made} calls of the {all_of_them}"
         if self.replay.call is None and self.replay.beyond == "end":
             missing = next((call for call in self.record.calls if call not in self._used and not call.is_left), None)
             if missing is None:

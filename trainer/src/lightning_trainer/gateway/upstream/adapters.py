@@ -58,7 +58,7 @@ def adapters_in(checkpoint: Path) -> list[SavedAdapter]:
         names = [str(name) for name in json.loads(path.read_text(encoding="utf-8"))["adapters"]]
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} has no {ADAPTERS_NAME}, so it holds no adapters. Give the checkpoint of a run with --policy."
+            f"{folder} has no {ADAPTERS_NAME}, so it has no adapters. Give the checkpoint of a run with --policy."
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
@@ -172,8 +172,8 @@ class AdapterServers:
             told = _SLOTS.search(self._get(url, "/../metrics").text)
             if told and int(told[1]) < len(served):
                 raise ConfigError(
-                    f"{url} generates with {told[1]} adapters at once, and {len(served)} are to be served. Start vLLM"
-                    f" with --max-loras {len(served)}."
+                    f"{url} generates with {told[1]} adapters at the same time, and {len(served)} are to be"
+                    f" served. Start vLLM with --max-loras {len(served)}."
                 )
 
     def _loaded_folders(self, url: str) -> dict[str, str]:

@@ -32,8 +32,8 @@ _GIVES_NO_TOP: Final = frozenset({400, 404, 405})
 _AGAIN_S: Final = 60.0  # seconds after which a server without a list is asked for one again: it may have been starting
 
 _TOLD_UNLISTED: Final = (
-    "%s answered %d, so this server is asked as one that sends no tokens, and its calls are not trained on. If it is"
-    " vLLM, SGLang or a gateway of ours, let this path through to it, with a key that may read it. It is asked again"
+    "%s answered %d, so this server is treated as one that sends no tokens, and its calls are not trained on. If it is"
+    " vLLM, SGLang or a gateway of ours, let this path through to it, with a key that may read it. It is tried again"
     " every %g s."
 )
 

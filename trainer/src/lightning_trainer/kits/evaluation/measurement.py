@@ -87,7 +87,7 @@ class Measurement:
             where = where_calls_go(error)
             todo = advice([sample.error or "" for sample in samples])
             if where and self.config.model is None:
-                todo = "To let a model that is loaded here answer, add --model."
+                todo = "To use a local model, add --model."
             raise AgentFailedError(
                 f"all {amount(len(samples), 'sample')} of {self.subject.name} failed. {error}\n{where}{todo}"
             )

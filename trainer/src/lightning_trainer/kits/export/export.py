@@ -245,8 +245,6 @@ def _nothing(chosen: Selection, wanted: Wanted, held_out: int, elsewhere: set[st
     if elsewhere:
         return f"this store has no traces of the origin {wanted.origin!r}. It has: {', '.join(sorted(elsewhere))}."
     if not chosen.left_out:
-        return (
-            "this store holds no model call, so there is nothing to export. Which stores hold some: lightning-rl traces"
-        )
+        return "this store has no model call to export. lightning-rl traces --store URL lists what a store has"
     why = "\n".join(f"  {count}: {reason}" for reason, count in chosen.left_out.most_common())
     return f"there is nothing to export: every model call is left out.\n{why}"

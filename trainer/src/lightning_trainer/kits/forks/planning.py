@@ -77,7 +77,7 @@ def _attempt(store: Store, rollout_id: str | None, attempt_id: str | None) -> At
         attempts = store.attempts(rollout_ids=[str(rollout_id)])
         if not attempts:
             raise ConfigError(
-                f"rollout {rollout_id} is not in the store, or no attempt of it began. Was it deleted?"
+                f"rollout {rollout_id} is not in the store, or none of its attempts started. Was it deleted?"
                 " `lightning-rl traces --store URL` lists what is there."
             )
     ended = [attempt for attempt in attempts if attempt.status != "running"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     default=1,
     show_default=True,
     type=click.IntRange(1),
-    help="Return after so many rounds have ended.",
+    help="Number of rounds after which the command returns.",
 )
 @click.option(
     "--every",
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     show_default=True,
     type=click.FloatRange(0, min_open=True),
     metavar="SECONDS",
-    help="Time between two looks at what a stage waits for.",
+    help="Time between two checks of what a stage waits for.",
 )
 @click.option("--no-wait", is_flag=True, help="Return instead of waiting, for use from cron.")
-@click.option("--dry-run", is_flag=True, help="Print the stages of the next round and what each takes, and stop.")
+@click.option("--dry-run", is_flag=True, help="Print the stages of the next round and the cost of each, then stop.")
 @click.option("--status", is_flag=True, help="Print the current stage, and stop.")
 @store_option
 @key_file_option

@@ -167,7 +167,9 @@ def _tasks(config: PromptsConfig) -> tuple[list[Task], list[Task]]:
     if config.val is not None:
         return tasks, load_tasks(config.val, config.columns)
     if len(tasks) < 2:
-        raise ConfigError(f"{config.data} has one task, and one is needed to learn from and another to choose by.")
+        raise ConfigError(
+            f"{config.data} has one task, but the search needs at least two: one to learn from and one to choose by."
+        )
     return tasks[::2], tasks[1::2]
 
 

@@ -173,7 +173,7 @@ def refuse_judge(program: Program) -> None:
     """
     if program.reward == JUDGE:
         raise ConfigError(
-            "no judge is asked about forks and replays: it ranks the rollouts of a group against each other. Give a"
+            "a judge can't score forks and replays: it ranks the rollouts of a group against each other. Give a"
             " reward that says how good one rollout is: --reward module:function."
         )
 

@@ -145,8 +145,9 @@ class AttackResult:
             )
         if best := self.named(*PAID):
             return (
-                f"This reward can be had without doing the task: {', '.join(best)} earned at least as much as doing it."
-                " Read the rollouts above; change the reward so that these answers earn nothing, and attack it again."
+                f"This reward can be earned without doing the task: {', '.join(best)} earned at least as much as doing"
+                " it. Read the rollouts above; change the reward so that these answers earn nothing, and repeat the"
+                " attack."
             )
         if unsure := self.named("unsure"):
             return (
@@ -157,7 +158,7 @@ class AttackResult:
         if some := self.named("less"):
             return (
                 f"No attack paid as much as the task; {', '.join(some)} earned a part of it. Lower that part if the"
-                " policy seldom solves the task: it would learn to earn this part alone."
+                " policy rarely solves the task: it would learn to earn only this part."
             )
         return "No attack paid. Other attacks may: read a few of the highest rewards while you train."
 

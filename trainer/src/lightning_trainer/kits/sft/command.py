@@ -41,7 +41,7 @@ def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, *
     of_rounds = sorted(flags.keys() - SftConfig.model_fields.keys() - {"max_tokens"})
     if tasks is not None or of_rounds:
         names = ["data"] if tasks is not None else of_rounds
-        raise ConfigError(f"--{names[0].replace('_', '-')} is of rejection sampling: add --rounds N.")
+        raise ConfigError(f"--{names[0].replace('_', '-')} is an option of rejection sampling: add --rounds N.")
     _sft(SftConfig(data=data, **flags))
 
 

@@ -158,7 +158,7 @@ class SftConfig(PermitOptions, CheckedRecord):
             options |= {"adapters": own.adapters, "fixed": tuple(sorted(own.fixed))}
         refuse(
             {
-                f"backend_options: {name} is an option of its own. Write it outside backend_options.": True
+                f"backend_options: {name} is a separate option. Write it outside backend_options.": True
                 for name in self.backend_options.keys() & options.keys()
             }
         )

@@ -97,7 +97,7 @@ def preferred(line: Mapping[str, Any], source: str) -> Preferred:
                 prompt, answer = list(line["prompt_ids"]), list(line[f"{name}_ids"])
                 own |= {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
             if not answers:
-                raise ValueError(f"{name} holds no answer of its own")
+                raise ValueError(f"{name} has no answer of its own")
             made.append(conversation(own, source))
         if not first or _opening(sides[0]) != _opening(sides[1]):
             raise ValueError("chosen and rejected do not answer one prompt")

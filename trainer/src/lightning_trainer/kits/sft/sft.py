@@ -254,7 +254,7 @@ def _from_store(name: str, config: SftConfig, left_out: Counter[str]) -> list[Li
     if not found:
         why = "\n".join(f"  {count}: {reason}" for reason, count in left_out.most_common())
         what = "pair" if config.loss == "dpo" else "conversation"
-        raise DataError(f"the store {name} holds no {what} to learn from.\n{why}".rstrip())
+        raise DataError(f"the store {name} has no {what} to learn from.\n{why}".rstrip())
     return found
 
 

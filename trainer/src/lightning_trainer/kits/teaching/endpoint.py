@@ -94,9 +94,9 @@ class EndpointTeacher:
             )
         if isinstance(most, int) and most < longest + _ANSWERED:
             raise ConfigError(
-                f"the teacher {self._model} at {self._url} reads {most - _ANSWERED} tokens, for it writes {_ANSWERED}"
-                f" more, and the student writes up to {longest}. Set --max-model-len {most - _ANSWERED}, or start the"
-                f" teacher with --max-model-len {longest + _ANSWERED}."
+                f"the teacher {self._model} at {self._url} reads {most - _ANSWERED} tokens, because it writes"
+                f" {_ANSWERED} more, and the student writes up to {longest}. Set --max-model-len {most - _ANSWERED}, or"
+                f" start the teacher with --max-model-len {longest + _ANSWERED}."
             )
 
     def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:

@@ -1,4 +1,4 @@
-"""The table `teacher_options` of a configuration: what the self-teacher is told, and what is learned from it."""
+"""The table `teacher_options` of a configuration: what the self-teacher reads, and what is learned from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
 
 PLACE: Final = "{told}"
-HINT: Final = "This came of an earlier answer to the above:\n\n{told}\n\nAnswer again, with this in mind."
+HINT: Final = "An earlier answer to the above had this result:\n\n{told}\n\nAnswer again, with this in mind."
 
 
 class SelfOptions(CheckedRecord):
@@ -66,7 +66,7 @@ def read_self(config: TrainConfig) -> SelfOptions:
             f" {config.backend} does not: leave weights out.": (
                 options.weights != "newest" and config.backend != "torch"
             ),
-            "teacher_options: ema_decay is of weights = ema. Set weights, or leave ema_decay out.": (
+            "teacher_options: ema_decay is an option of weights = ema. Set weights, or leave ema_decay out.": (
                 options.weights != "ema" and "ema_decay" in config.teacher_options
             ),
             "teacher_options: top_k = 0 has no divergence. Leave divergence out, or set top_k.": (

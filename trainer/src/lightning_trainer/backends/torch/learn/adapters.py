@@ -160,8 +160,8 @@ def _add(model: LoadedModel, name: str, options: TorchOptions) -> None:
     causal = model.causal
     if name in _TAKEN | {part for parameter, _ in causal.named_parameters() for part in parameter.split(".")}:
         raise ConfigError(
-            f"an adapter can't be named {name!r}: that is a part of the model, for which peft would take it, and its"
-            " weights would be lost. Give it another name: AGENT=lora:NAME."
+            f"an adapter can't be named {name!r}: a part of the model has that name, and peft would lose the adapter's"
+            " weights. Give it another name: AGENT=lora:NAME."
         )
     beside = next(iter(causal.peft_config.values())) if has_adapters(model) else None
     scale: Any = options.lora_alpha or (beside.lora_alpha if beside else 2 * options.lora_rank)  # peft says int

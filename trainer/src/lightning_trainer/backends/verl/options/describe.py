@@ -21,7 +21,7 @@ _FITS_GIB = (24, 48, 80, 141)  # memory of accelerators people have
 
 
 def describe(config: TrainConfig) -> str:
-    """Say what verl would be told and what it needs, as text for people.
+    """Return the options that verl would get and what it needs, as text for people.
 
     Raises:
         ConfigError: an option is wrong.

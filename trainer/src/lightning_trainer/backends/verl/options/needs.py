@@ -1,4 +1,4 @@
-"""What a run needs: memory of each accelerator, and of the machines. Estimates, with their formulas beside them."""
+"""What a run needs: memory of each accelerator, and of the machines. Estimates, each with its formula."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def estimate(
         tensor_parallel: accelerators that share a vLLM replica.
         tokens: of one accelerator's micro-batch.
         lora: only adapters have gradients and moments: 4 bytes a weight stay.
-        reference: whether the starting policy is kept beside.
+        reference: whether the starting policy is kept too.
         critic: whether a second model of the same shape learns.
     """
     per_weight = (4 if lora else 16) + (16 if critic else 0)

@@ -34,7 +34,7 @@ class Site:
         url: of the run's own server.
         key_file: file with its admin key.
         steps: optimiser steps of the whole run.
-        resume: verl's checkpoint folder to go on from; None: from the start.
+        resume: verl's checkpoint folder to resume from; None: from the start.
     """
 
     folder: Path
@@ -113,11 +113,11 @@ def _of_learner(config: TrainConfig) -> dict[str, bool]:
         ),
         "with_prompts is for backend = torch or tinker: verl samples a batch once, and makes its rows itself. Leave it"
         " out.": config.with_prompts,
-        "verl knows no lr_schedule = linear. Use cosine or constant.": config.lr_schedule == "linear",
-        "verl's groups are compared as each ends, before there is a batch. Leave alone out, or train on backend ="
+        "verl has no lr_schedule = linear. Use cosine or constant.": config.lr_schedule == "linear",
+        "verl compares each group when it ends, before there is a batch. Leave alone out, or train on backend ="
         " torch.": config.alone != "skip",
-        "verl's loss takes one advantage a token, and none of its workers reads a prompt with more in it than was"
-        " asked: teacher = self needs backend = torch. Leave teacher out.": config.teacher is not None,
+        "verl's loss takes one advantage per token, and its workers read only the prompts that were sampled"
+        " from. teacher = self needs backend = torch. Leave teacher out.": config.teacher is not None,
         "verl trains one policy for all agents. Leave policies out, or train an adapter for each agent with"
         " --backend torch --engine vllm.": bool(config.policies),
     }
@@ -126,8 +126,9 @@ def _of_learner(config: TrainConfig) -> dict[str, bool]:
 def _of_loss(config: TrainConfig) -> dict[str, bool]:
     """Return what of the loss is not supported, by what to do."""
     return {
-        f"verl weighs no {config.loss_aggregation}. Use one of: {', '.join(AGGREGATIONS)}.": config.loss_aggregation
-        not in AGGREGATIONS,
+        f"verl has no loss_aggregation = {config.loss_aggregation}. Use one of: {', '.join(AGGREGATIONS)}.": (
+            config.loss_aggregation not in AGGREGATIONS
+        ),
         "verl takes the divergence off the reward only with a critic. Set kl_in = loss, or algorithm = ppo.": (
             config.kl_coef > 0 and config.kl_in == "reward" and not on_verl(config).critic
         ),

@@ -117,7 +117,7 @@ class Groups:
             if attempt.status == "failed" and (attempt.error or "").startswith(REWARD_ERROR):
                 raise RewardError(
                     f"{(attempt.error or '').removeprefix(REWARD_ERROR)}\n"
-                    f"It came from the task {str(dict(attempt.rollout.task))[:300]}."
+                    f"The task was {str(dict(attempt.rollout.task))[:300]}."
                 )
         if self._judging is None:
             on_end(ended)

@@ -77,7 +77,7 @@ def _adapter_delta(name: str, weights: Mapping[str, Any], weight: Tensor) -> Ten
         added: Tensor = left @ right
         if added.shape == weight.shape:
             return added
-    raise LightningError(f"the adapter of {name} is none of a linear layer: it can't be merged into the model.")
+    raise LightningError(f"the adapter of {name} is not of a linear layer, so it can't be merged into the model.")
 
 
 def _plain(name: str) -> str:

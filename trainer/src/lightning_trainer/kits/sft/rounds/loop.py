@@ -227,7 +227,7 @@ def _describe_score(found: Score) -> str:
 def _nothing(found: Score, left_out: Counter[str]) -> str:
     why = "\n".join(f"  {count}: {reason}" for reason, count in left_out.most_common() if count)
     return (
-        f"nothing of the round's samples is worth learning ({_describe_score(found)}).\n{why}\n"
+        f"no sample of this round is worth learning ({_describe_score(found)}).\n{why}\n"
         "Give tasks that the agent solves sometimes, more --samples, or a reward with more steps between bad and good."
         " If it never succeeds, train it on conversations first: lightning-rl sft DATA."
     )

@@ -161,7 +161,7 @@ def _why_unread(row: Row) -> str:
     """Say why nothing is known of how an update saw a row."""
     if not row.has_gradient:
         return "all advantages of its row are 0, so the update did not read it"
-    return "the run's folder has nothing of this row's tokens: it was made by an earlier version, or is not here"
+    return "the run's folder does not have this row's tokens: an earlier version wrote it, or they were deleted"
 
 
 def _choice(

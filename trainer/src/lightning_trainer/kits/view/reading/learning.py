@@ -192,7 +192,7 @@ def credit_of(reader: StoreReader, run: Run, step: int | None, credit: str | Non
     groups = [each for each in group_ids(reader, run, where) if step_trains(each)]
     made = batch_of(reader, run, groups, config=config)
     if made is None or config is None:
-        raise ConfigError("there is no credit: the run's options are not known, or nothing of this step has ended.")
+        raise ConfigError("there is no credit: the run's options are not known, or no group of this step has ended.")
     batch, outcomes = made
     report = credit_report(batch, outcomes, config.credit)
     ranked = sorted((c for c in batch.calls if not math.isnan(c.advantage)), key=lambda call: call.advantage)
