@@ -191,7 +191,7 @@ def test_calls_that_stay_where_they_were_are_told_as_such(server, attempt):
     counted = count_joins([trace_of(server, attempt)])
     assert (counted.calls, counted.joined, counted.unjoined) == (1, 0, {NOT_SEEN: 1})
     assert counted.lines() == [
-        "0 of 1 model calls are joined to what the gateway recorded of them",
+        "0 of 1 model calls are joined with the gateway's records",
         f"1 not joined: {NOT_SEEN}",
     ]
 

@@ -57,6 +57,9 @@ PHRASES = {
     r"begins? with(?! [\"'`(])": "starts with",
     r"for want of": "because there is no",
     r"by default nobody": "Default: none",
+    r"also if": "even if",
+    r"all else": "everything else",
+    r"by heart": "memorise",
     r"made anew": "made again, sampled again",
 }
 DIALECT = {

@@ -21,12 +21,12 @@ def probe(tried: list[Tried], **numbers: object) -> Probe:
 @pytest.mark.parametrize(
     ("tried", "says"),
     [
-        ([HALF, NEVER, ALWAYS], "RL has something to learn from in 33% of your tasks"),
-        ([NEVER, NEVER], "nothing is ever solved: SFT first"),
+        ([HALF, NEVER, ALWAYS], "1 of 3 tried tasks with a signal: RL can learn"),
+        ([NEVER, NEVER], "no rollout earned anything. Run SFT first"),
         ([ALWAYS], "solved already"),
-        ([NEVER, ALWAYS], "in each task all rollouts earn the same"),
-        ([replace(HALF, contrast=False)], "in each task each agent to train earns the same in all rollouts"),
-        ([Tried(place=0, rewards=(), contrast=False, failed=2)], "no rollout earned a reward"),
+        ([NEVER, ALWAYS], "no signal: in each task all rollouts earn the same"),
+        ([replace(HALF, contrast=False)], "no signal: in each task each trained agent earns the same in all rollouts"),
+        ([Tried(place=0, rewards=(), contrast=False, failed=2)], "no rollout has a reward"),
     ],
 )
 def test_verdict_is_plain(tried: list[Tried], says: str) -> None:

@@ -505,11 +505,11 @@ def test_held_out_tasks_that_are_trained_on_are_told(folder: Path, tiny_model: P
     (folder / "val.jsonl").write_text('{"q": "say 1"}\n{"q": "say it otherwise"}\n')
     small = ("--steps", "1", "--val", "val.jsonl", "--max-tokens", "5")
     both = train("cli_agent:run", *small, model=tiny_model)
-    assert "WARNING: 1 of 2 held-out tasks are training tasks, too" in both.stderr
+    assert "WARNING: 1 of 2 held-out tasks are also training tasks" in both.stderr
     (folder / "val.jsonl").write_text('{"q": "say it otherwise"}\n')
     apart = train("cli_agent:run", *small, "--out", "apart", model=tiny_model)
     assert apart.exit_code == 0
-    assert "held-out tasks are training tasks" not in apart.stderr
+    assert "are also training tasks" not in apart.stderr
 
 
 def test_without_held_out_tasks_rewards_say_what_they_are_of(folder: Path, tiny_model: Path) -> None:

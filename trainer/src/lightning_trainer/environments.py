@@ -2,7 +2,7 @@
 
 An environment has its tasks, its own loop and its own reward. `open_environment` writes its tasks to a file and names
 the function that runs the loop on one of them, with every model call at the attempt's gateway; so training, evaluating
-and all else work as with any program and any task file.
+and everything else work as with any program and any task file.
 """
 
 from __future__ import annotations

@@ -110,5 +110,5 @@ class Joins:
 
     def lines(self) -> list[str]:
         """Say it to people, one fact a line."""
-        found = [f"{self.joined} of {self.calls} model calls are joined to what the gateway recorded of them"]
+        found = [f"{self.joined} of {self.calls} model calls are joined with the gateway's records"]
         return found + [f"{count} not joined: {reason}" for reason, count in sorted(self.unjoined.items())]

@@ -118,7 +118,7 @@ class SdkTracker(EventTracker[SdkScope]):
         return finish
 
     def wrap_set_error(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the report of an error. It is kept also if the SDK does not keep it."""
+        """Wrap the report of an error. It is kept even if the SDK does not keep it."""
 
         def set_error(sdk: Any, error: Any) -> Any:
             if self.live and isinstance(error, Mapping) and error.get("message") in _NOT_FOUND:

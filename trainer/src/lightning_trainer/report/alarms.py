@@ -147,7 +147,7 @@ def held_out_falls(history: History) -> Found:
         text = (
             f"The held-out reward has fallen from {best:.2f} after {best_step} steps to {held_out[-1][1]:.2f},"
             f" while the training reward rose from {statistics.fmean(then):.2f} to {statistics.fmean(now):.2f}: the"
-            " training tasks are learned by heart. Use the checkpoint of that time, or train on more tasks."
+            " policy memorises the training tasks (overfitting). Use the best checkpoint, or train on more tasks."
         )
         yield "", text
 

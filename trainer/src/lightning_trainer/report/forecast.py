@@ -158,18 +158,18 @@ def verdict(tried: Sequence[Tried]) -> str:
     """Say plainly whether reinforcement learning has anything to learn from here."""
     counted = [task for task in tried if task.rewards]
     if not counted:
-        return "no rollout earned a reward: see what failed with `lightning-rl agents`"
-    signal = sum(task.contrast for task in counted) / len(counted)
+        return "no rollout has a reward. `lightning-rl agents` shows what failed"
+    signal = sum(task.contrast for task in counted)
     if signal:
-        return f"RL has something to learn from in {signal:.0%} of your tasks"
+        return f"{signal} of {amount(len(counted), 'tried task')} with a signal: RL can learn from them"
     rewards = {reward for task in counted for reward in task.rewards}
     if max(rewards) <= 0:
-        return "nothing is ever solved: SFT first, easier tasks, or a reward with more steps between bad and good"
+        return "no rollout earned anything. Run SFT first, or use easier tasks or a reward with more values between bad and good"
     if min(rewards) >= 1:
-        return "solved already: every rollout earned the full reward. Take harder tasks"
+        return "solved already: every rollout earned the full reward. Use harder tasks"
     alike = all(min(task.rewards) == max(task.rewards) for task in counted)
-    who = "all rollouts earn the same" if alike else "each agent to train earns the same in all rollouts"
-    return f"in each task {who}: more samples, a higher temperature, or a finer reward"
+    who = "all rollouts earn the same" if alike else "each trained agent earns the same in all rollouts"
+    return f"no signal: in each task {who}. Use more samples, a higher temperature, or a reward with more values"
 
 
 def _gpu(size: float, probe: Probe, plan: Plan, scale: float) -> dict[str, float]:

@@ -353,7 +353,7 @@ class Loop:
         if flat:
             untold = "no call has anything to give to the teacher"
             why = untold if self._run.config.teacher == SELF else "in each group all rewards are equal"
-            self._run.progress.note(f"step {self.state.step} teaches nothing: {why}")
+            self._run.progress.note(f"step {self.state.step} has no signal: {why}")
         self._refuse_flat(final=False)
 
     def _refuse_flat(self, *, final: bool) -> None:

@@ -110,8 +110,8 @@ def _note_risks(run: OpenRun) -> None:
         run.progress.note(LATE_LEFT_OUT)
     if both := shared(run.tasks, run.val):
         run.progress.note(
-            f"WARNING: {both} of {len(run.val)} held-out tasks are training tasks, too, so that learning these"
-            f" by heart pays. Keep tasks of {config.val} out of {config.data}."
+            f"WARNING: {both} of {len(run.val)} held-out tasks are also training tasks, so their reward also"
+            f" rises by memorising. Remove the tasks of {config.val} from {config.data}."
         )
 
 

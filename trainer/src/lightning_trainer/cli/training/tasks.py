@@ -122,7 +122,7 @@ def _print(tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
 
     from lightning_trainer.report.terminal import decimal, printable
 
-    table = Table("task", "mean", "best", "worst", "failed", "teaches", "what")
+    table = Table("number", "mean", "best", "worst", "failed", "signal", "task")
     for one in sorted(tried, key=lambda one: (one.mean is None, one.mean or 0.0)):
         known = one.mean is not None
         table.add_row(
@@ -160,7 +160,7 @@ def _keep(draft: Draft, tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
 
     kept = [tasks[one.place] for one in sorted(tried, key=lambda one: one.place) if one.contrast]
     if not kept:
-        raise NothingToLearnError(f"no task teaches anything, so {draft.path} is not written.")
+        raise NothingToLearnError(f"no task has a signal, so {draft.path} is not written.")
     draft.write(kept)
     draft.end()
     draft.name()

@@ -62,7 +62,7 @@ _SHORT = 80  # characters of an answer that a line shows
 @answered_agents_option("[default: those that a policy answered]")
 @name_by_option
 @click.option(
-    "--uncoupled", is_flag=True, help="Sample every later call again, also if its request equals a recorded one."
+    "--uncoupled", is_flag=True, help="Sample every later call again, even if its request equals a recorded one."
 )
 @click.option(
     "--tools",
