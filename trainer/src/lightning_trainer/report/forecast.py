@@ -164,7 +164,7 @@ def verdict(tried: Sequence[Tried]) -> str:
         return f"{signal} of {amount(len(counted), 'tried task')} with a signal: RL can learn from them"
     rewards = {reward for task in counted for reward in task.rewards}
     if max(rewards) <= 0:
-        return "no rollout earned anything. Run SFT first, or use easier tasks or a reward with more values between bad and good"
+        return "no rollout earned anything. Run SFT first, or use easier tasks or a finer reward"
     if min(rewards) >= 1:
         return "solved already: every rollout earned the full reward. Use harder tasks"
     alike = all(min(task.rewards) == max(task.rewards) for task in counted)
@@ -188,12 +188,12 @@ def _gpu(size: float, probe: Probe, plan: Plan, scale: float) -> dict[str, float
 
 
 def lines(facts: Mapping[str, Any]) -> list[str]:
-    """Say a forecast in lines for people."""
+    """Return a forecast as lines of text."""
     found = [str(facts["verdict"])]
     if facts["reward"] is not None:
         found.append(
-            f"reward {decimal(facts['reward'])} on the mean, {decimal(facts['reward_best_of_k'])} for the best of "
-            f"{facts['samples']} ({amount(facts['tasks_tried'], 'task')} tried)"
+            f"reward: mean {decimal(facts['reward'])}, best of {facts['samples']} rollouts"
+            f" {decimal(facts['reward_best_of_k'])} ({amount(facts['tasks_tried'], 'task')} tried)"
         )
     for name, agent in facts["agents"].items():
         earned = "" if agent["reward"] is None else f"reward {decimal(agent['reward'])}, "
@@ -202,18 +202,18 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     times = f"{facts['seconds_rollouts']:.1f} s of rollouts, {facts['seconds_update']:.1f} s of learning"
     read, written = facts["tokens_prompt_step"], facts["tokens_generated_step"]
     found += [
-        f"a step: {facts['seconds_step']:.1f} s ({times})",
+        f"time per step: {facts['seconds_step']:.1f} s ({times})",
         f"  {read:,} prompt tokens, {written:,} generated, {facts['rows_tokens_step']:,} in training rows",
-        f"the run: {amount(facts['steps'], 'step')}, {_duration(facts['seconds_run'])} here",
-        f"memory: {facts['memory_bytes'] / 1e9:.1f} GB of this process, measured; the agent's workers come to it",
+        f"time of the run: {_duration(facts['seconds_run'])} on this machine, {amount(facts['steps'], 'step')}",
+        f"memory: {facts['memory_bytes'] / 1e9:.1f} GB in this process (measured), plus the worker processes",
     ]
     if facts["gpu_memory_bytes"]:
-        found.append(f"GPU memory: {facts['gpu_memory_bytes'] / 1e9:.1f} GB of the learner's tensors, measured")
+        found.append(f"GPU memory: {facts['gpu_memory_bytes'] / 1e9:.1f} GB for the learner's tensors (measured)")
     if facts["disk_bytes"] is not None:
         found.append(
-            f"disk: {facts['disk_bytes'] / 1e9:.2f} GB at most, {facts['checkpoint_bytes'] / 1e9:.2f} GB a checkpoint"
+            f"disk: {facts['disk_bytes'] / 1e9:.2f} GB at most, {facts['checkpoint_bytes'] / 1e9:.2f} GB per checkpoint"
         )
-    found.append("the same run on GPUs (H100 80 GB), with assumed efficiencies, not measured:")
+    found.append("the same run on GPUs (H100, 80 GB), estimated from assumed efficiencies:")
     for name, gpu in facts["gpu"].items():
         count = f"{gpu['gpus']} GPU{'s' if gpu['gpus'] > 1 else ''}"
         found.append(f"  {name:>5}: {count}, {gpu['memory_gb']} GB, {gpu['gpu_hours_run']:.1f} GPU-hours")

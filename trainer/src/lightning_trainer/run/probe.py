@@ -190,7 +190,7 @@ def _learn(learner: Learner, rows: Sequence[Row], progress: Progress) -> dict[st
     """Return the metrics of an update, with its `update_seconds`; empty if no row has a gradient."""
     if not any(row.has_gradient for row in rows):
         return {}
-    progress.phase(f"learning from {len(rows)} rows, to be thrown away")
+    progress.phase(f"measuring an update on {len(rows)} rows, which is then discarded")
     began = time.monotonic()
     metrics = learner.update(rows)
     return {**metrics, "update_seconds": time.monotonic() - began}
