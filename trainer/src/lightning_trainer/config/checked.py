@@ -1,4 +1,4 @@
-"""Configurations whose mistakes are told in one error that says what to do."""
+"""Configurations that report all mistakes in one error, which says what to change."""
 
 from __future__ import annotations
 

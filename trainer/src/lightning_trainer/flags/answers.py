@@ -1,4 +1,4 @@
-"""Options of what answers the calls of agents, how it is loaded, and how it samples."""
+"""Options of the model that answers agents, how it is loaded, and how it samples."""
 
 from __future__ import annotations
 
