@@ -23,7 +23,7 @@ sampling_options = group_options(
 
 
 def subject_of(model: str | None, endpoint: str | None, key: str | None) -> Subject | None:
-    """Return what answers; None: nothing was named."""
+    """Return the model that answers; None if no option names one."""
     from lightning_trainer.session import answers
 
     if endpoint is not None:
