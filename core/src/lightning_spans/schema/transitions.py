@@ -46,7 +46,7 @@ class Transition:
         ended_ns: Unix time in nanoseconds at which the agent had its answer; None if not recorded.
         finish_reason: ``stop``, ``length``, ``tool_calls``, ...
         sampling: the sampling parameters in force, if the gateway recorded them.
-        error: why the call failed; None if it did not, and also if the client rejected a whole answer.
+        error: why the call failed; None if it did not, or if the client rejected a whole answer.
         rewards: the transition's own rewards (AIR, rewards for its span).
     """
 

@@ -169,12 +169,12 @@ def _read_lines(path: Path, most: int | None) -> Iterator[tuple[dict[str, Any], 
                     return  # a line without an end was being written when its process was killed
                 line = json.loads(text)
                 if not isinstance(line, dict) or not _is_one(line):
-                    raise ValueError("it is no line of a lineage file")
+                    raise ValueError("it is not a line of a lineage file")
                 yield line, _hash(line)
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise ConfigError(f"{path}, line {number}: it is no line of a lineage file: not what was written.") from None
+        raise ConfigError(f"{path}, line {number}: it is not a line of a lineage file: not what was written.") from None
 
 
 def _is_one(line: Mapping[str, Any]) -> bool:

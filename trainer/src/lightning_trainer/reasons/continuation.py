@@ -18,7 +18,7 @@ class ContinuationReason(Reason):
 
     BEGINS = "begins a conversation"
     JOINED = "joined"  # the prompt is an earlier call's own tokens, and new ones
-    FORKED = "forked: the chat template leaves earlier reasoning out, and all else keeps its own tokens"
+    FORKED = "forked: the chat template leaves earlier reasoning out, and everything else keeps its own tokens"
     # Why a prompt that goes on from an earlier call does not hold that call's own tokens.
     REWRITTEN = "history rewritten: the chat template shows an earlier answer otherwise, as without its thinking"
     HIDDEN = "answer not shown whole: the tokens sampled say more than the message that the agent got and sent back"

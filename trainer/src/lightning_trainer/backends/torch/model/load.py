@@ -266,7 +266,7 @@ def _end_tokens(causal: Any, tokenizer: Any, model: Path) -> frozenset[int]:
     listed = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
     if wrong := [each for each in listed if each is not None and not isinstance(each, int)]:
         raise ConfigError(
-            f"{model} names an end-of-turn token that is no id: {wrong[0]!r}. Fix generation_config.json."
+            f"{model} names an end-of-turn token that is not an id: {wrong[0]!r}. Fix generation_config.json."
         )
     found = {each for each in listed if each is not None}
     if not found:
