@@ -193,7 +193,7 @@ def test_everything_left_out_is_counted_with_its_reason(made: Made, tmp_path: Pa
     lines, done = run(made, tmp_path / "out.jsonl", agents=("writer",), min_reward=0.5)
     assert len(lines) == 1
     assert done.left_out == {
-        "a message has more than text": 1,
+        "a message holds more than text": 1,
         "agent not selected": 1,
         "answer truncated at max_tokens": 1,
         Ending.CRASHED.text: 1,
