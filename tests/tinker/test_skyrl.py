@@ -9,7 +9,9 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from lightning_spans.store import open_store
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.backends.tinker.adapter import Adapter
 from lightning_trainer.backends.tinker.describe import describe
@@ -28,7 +31,9 @@ from lightning_trainer.backends.tinker.options import make
 from lightning_trainer.backends.torch.learn.policy import TrainedWeights
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.kits.sft.dpo import Dpo
+from lightning_trainer.lineage.reading import read_lineage
 from lightning_trainer.rl.rows import Row
+from lightning_trainer.run.group_ids import step_of
 from support.models.tiny import make_tiny_model
 
 SERVE = Path(__file__).with_name("serve_skyrl.py")
@@ -242,16 +247,17 @@ def options(server: SkyRL, model: Path, **more: Any) -> TrainConfig:
     return TrainConfig(**{**given, **more})
 
 
-def rewards(folder: Path) -> list[float]:
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of each step."""
     if not (folder / "metrics.jsonl").exists():
         return []
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["reward"] for line in lines if line["kind"] == "train"]
+    return [line for line in lines if line["kind"] == "train"]
 
 
 def test_two_agents_learn_on_two_adapters(server: SkyRL, model: Path, folder: Path) -> None:
     result = train(options(server, model, steps=16))
-    told = rewards(folder / "out")
+    told = [line["reward"] for line in steps(folder / "out")]
     assert np.mean(told[-2:]) > np.mean(told[:2]) + 0.1, told
     learner = TorchLearner(result.checkpoint, device="cpu", dtype="float32")
     assert [engine.model for engine in learner.engines] == ["base", "writer", "checker"]
@@ -281,22 +287,55 @@ def test_two_runs_share_a_server(server: SkyRL, model: Path, tmp_path: Path) -> 
     assert all(np.allclose(alone[seed][0], together[seed][0], atol=1e-4) for seed in (1, 2))
 
 
-def test_server_that_is_killed_ends_the_run_which_resumes(
-    server: SkyRL, model: Path, folder: Path, monkeypatch
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_server_that_is_killed_ends_the_run_which_resumes_and_learns_from_each_call_once(
+    staleness: int, server: SkyRL, model: Path, folder: Path, monkeypatch
 ) -> None:
-    gradient, killed = Adapter.gradient, threading.Event()
+    """With staleness, calls of the next step's batch are sampled before each update, and after it."""
+    learn, gradient, killed = TinkerLearner.update, Adapter.gradient, threading.Event()
+
+    def update(self: TinkerLearner, rows: Sequence[Row]) -> dict[str, float]:
+        while staleness and not of_next_step(folder / "out"):
+            time.sleep(0.05)
+        return learn(self, rows)
 
     def gradient_or_kill(self: Adapter, *given: Any, **more: Any) -> None:
-        if len(rewards(folder / "out")) == 1 and not killed.is_set():
+        if len(steps(folder / "out")) == 2 and not killed.is_set():
             killed.set()
             server.kill()
         gradient(self, *given, **more)
 
+    monkeypatch.setattr(TinkerLearner, "update", update)
     monkeypatch.setattr(Adapter, "gradient", gradient_or_kill)
     with pytest.raises(TinkerError, match="has not answered for 10 s"):
-        train(options(server, model, steps=3))
+        train(options(server, model, steps=4, staleness=staleness))
     state = json.loads((folder / "out/checkpoint/state.json").read_text())
-    assert (killed.is_set(), state["step"]) == (True, 1)
+    assert (killed.is_set(), state["step"]) == (True, 2)
     server.start()
-    result = train(options(server, model, out=None, resume="out", steps=3))
-    assert (result.steps, len(rewards(folder / "out"))) == (3, 3)
+    result = train(options(server, model, out=None, resume="out", steps=4, staleness=staleness))
+    told = steps(result.folder)
+    assert result.steps == len(told) == 4
+    late = [0.0, 1.0, 0.0, 1.0]  # a run that begins or resumes has queued nothing ahead
+    assert [line["staleness_max"] for line in told] == (late if staleness else [0.0] * 4)
+    assert_learned_once(result.folder, told)
+
+
+def of_next_step(folder: Path) -> bool:
+    """Whether a call is recorded of the step after the one that learns, or there is no such step."""
+    number = len(steps(folder)) + 1
+    with closing(open_store(str(folder / "lightning.db"))) as store:
+        return number == 4 or any(
+            step_of((call.rollout_id or "").rpartition("-")[0]).number == number for call in store.calls()
+        )
+
+
+def assert_learned_once(folder: Path, told: Sequence[dict[str, Any]]) -> None:
+    """Each call that a step learned from is in no other step, and is recorded with the version that sampled it."""
+    learned = read_lineage(folder / "checkpoint").steps
+    assert max(Counter(call for step in learned for call in step["calls"]).values()) == 1
+    with closing(open_store(str(folder / "lightning.db"))) as store:
+        sampled = {call.call_id: call.policy_version for call in store.calls()}
+    for number, (step, metrics) in enumerate(zip(learned, told, strict=True)):
+        assert len(step["calls"]) == metrics["calls_trained"] == 2 * 16 * 2, "two agents, nothing dropped"
+        versions = {sampled[call] for call in step["calls"]}
+        assert (min(versions), max(versions) <= number) == (number - metrics["staleness_max"], True)
