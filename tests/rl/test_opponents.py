@@ -1,4 +1,7 @@
-"""Populations of past weights, in a game whose only equilibrium is known: rock, paper, scissors."""
+"""Populations of past weights, in a game whose only equilibrium is known: rock, paper, scissors.
+
+`python tests/rl/test_opponents.py` prints the table of docs/how-to/teams.md.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ BEATS = np.array([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]])  # payo
 TURN, GROUPS, ENTROPY = 20, 8, 0.2
 
 
-def exploitability(size: int, *, seed: int, turns: int = 120) -> float:
+def exploitability(size: int, *, seed: int, turns: int = 120, entropy: float = ENTROPY) -> float:
     """Let two players take turns of policy gradients; return what a best response earns from them, at the end of turns.
 
     Args:
         size: of each player's population; 0: each meets the newest weights of the other.
         seed: of the first weights, and of who meets what.
         turns: of both players; the second half is measured.
+        entropy: coefficient of the entropy bonus.
     """
     numbers = np.random.default_rng(seed)
     logits = {name: numbers.normal(size=3) for name in ("black", "white")}
@@ -36,7 +40,7 @@ def exploitability(size: int, *, seed: int, turns: int = 120) -> float:
             met = [choose_opponent(past, f"{seed}/{turn}/{step}/{group}") for group in range(GROUPS)]
             faced = [softmax(logits[other] if it is None or it.frozen is None else weights[it.frozen]) for it in met]
             policy = softmax(logits[own])
-            values = BEATS @ np.mean(faced, axis=0) - ENTROPY * np.log(policy)
+            values = BEATS @ np.mean(faced, axis=0) - entropy * np.log(policy)
             logits[own] = logits[own] + policy * (values - policy @ values)
         gaps.append(np.mean([(BEATS @ softmax(each)).max() for each in logits.values()]))
     return float(np.mean(gaps[turns // 2 :]))
@@ -76,3 +80,10 @@ def test_each_opponent_is_equally_likely_and_the_same_for_the_same_name() -> Non
     assert list(counts.values()) == pytest.approx([500, 500, 500, 1500], abs=120)
     assert found == [choose_opponent(past, f"0/1/{group}") for group in range(3000)]
     assert choose_opponent({}, "") is None
+
+
+if __name__ == "__main__":
+    for coefficient in (ENTROPY, 0.05):
+        for size in (0, 10, 20):
+            gaps = [f"{exploitability(size, seed=seed, entropy=coefficient):.2f}" for seed in range(4)]
+            print(f"entropy {coefficient}, population {size}:", *gaps)
