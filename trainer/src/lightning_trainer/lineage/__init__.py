@@ -1,1 +1,1 @@
-"""What a checkpoint learned from: written step by step while it learns, found again from either end."""
+"""The sources of a checkpoint: recorded at each training step, searchable from either end."""

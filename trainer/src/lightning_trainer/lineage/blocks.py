@@ -1,4 +1,4 @@
-"""Checkpoints that must not be served, such as those that learned from what was deleted since."""
+"""Checkpoints that must not be served, for example because they learned from data that was deleted later."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Final
 
 from lightning_spans.errors import ConfigError
 
-BLOCKED: Final = "blocked.json"  # in a checkpoint's folder; it goes along when the folder is copied
+BLOCKED: Final = "blocked.json"  # in a checkpoint's folder; copied with it
 ALLOW: Final = "--allow-blocked"
 
 
 def block_checkpoint(checkpoint: Path, reason: str, ids: Sequence[str] = ()) -> None:
-    """Block a checkpoint: nothing serves it any more. An earlier reason is kept.
+    """Block a checkpoint from being served. If it is already blocked, its reason is kept.
 
     Raises:
-        ConfigError: it can't be written.
+        ConfigError: the block cannot be written.
     """
     path = checkpoint / BLOCKED
     if path.exists():
@@ -31,7 +31,7 @@ def block_checkpoint(checkpoint: Path, reason: str, ids: Sequence[str] = ()) -> 
 
 
 def unblock_checkpoint(checkpoint: Path) -> bool:
-    """Allow a checkpoint again; returns whether it was blocked."""
+    """Unblock a checkpoint, and return whether it was blocked."""
     blocked = _folder_of_block(checkpoint)
     if blocked is not None:
         (blocked / BLOCKED).unlink()
@@ -39,7 +39,7 @@ def unblock_checkpoint(checkpoint: Path) -> bool:
 
 
 def block_of(checkpoint: Path) -> str | None:
-    """Return why a checkpoint, or the one that this adapter lies in, is blocked; None: it is not."""
+    """Return why a checkpoint, or the checkpoint that contains this adapter, is blocked; None: it is not."""
     blocked = _folder_of_block(checkpoint)
     if blocked is None:
         return None
@@ -51,10 +51,10 @@ def block_of(checkpoint: Path) -> str | None:
 
 
 def refuse_blocked(checkpoint: Path, *, allowed: bool) -> None:
-    """Refuse a checkpoint that is blocked.
+    """Reject a blocked checkpoint.
 
     Raises:
-        ConfigError: it is, and `allowed` is False.
+        ConfigError: it is blocked, and `allowed` is False.
     """
     reason = None if allowed else block_of(checkpoint)
     if reason is not None:

@@ -1,7 +1,7 @@
-"""A file of JSON lines, each with a hash over itself and the line before: whoever edits one breaks all that follow.
+"""A hash chain of JSON lines: each line has a hash of itself and the previous line, so an edit breaks all later lines.
 
-With a key each line has an HMAC-SHA256 of its hash, too. Without one, somebody who rewrites the whole file is found
-only by the heads that checkpoints keep.
+With a key, each line also has an HMAC-SHA256 of its hash. Without one, a rewrite of the whole file is detected only by
+the heads that checkpoints keep.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 
 KEY_VARIABLE: Final = "LIGHTNING_LINEAGE_KEY_FILE"
-_SHORTEST: Final = 16  # bytes of a key
+_SHORTEST: Final = 16  # bytes in a key
 _OWN: Final = frozenset({"n", "prev", "hash", "mac"})
-_TEXTS: Final = ("calls", "rewards", "rollouts", "attempts", "traces", "sources", "lines", "tenants")  # of a step
+# fields of a step
+_TEXTS: Final = ("calls", "rewards", "rollouts", "attempts", "traces", "sources", "lines", "tenants")
 _BLOCK: Final = 1 << 16
 
 
@@ -30,8 +31,8 @@ class Head:
     """The end of a chain.
 
     Attributes:
-        lines: how many there are.
-        hash: of the last one; empty where there is none.
+        lines: number of lines.
+        hash: hash of the last line; empty if there is none.
     """
 
     lines: int = 0
@@ -40,12 +41,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedChain:
-    """A chain that is whole.
+    """A chain whose links have all been verified.
 
     Attributes:
-        lines: what each line says, without what makes the chain, in order.
-        hashes: of each line.
-        signed: whether the signature of every line was checked; None: lines are signed, and no key was given.
+        lines: content of each line, in order, without the chain's own fields.
+        hashes: hash of each line.
+        signed: whether the signature of every line was checked; None: lines are signed, but no key was given.
     """
 
     lines: tuple[Mapping[str, Any], ...]
@@ -54,10 +55,10 @@ class VerifiedChain:
 
 
 def read_signing_key(path: Path | None = None) -> bytes | None:
-    """Read the key that signs: of this file, by default of the one that ``LIGHTNING_LINEAGE_KEY_FILE`` names.
+    """Read the signing key from this file, by default from the one named by ``LIGHTNING_LINEAGE_KEY_FILE``.
 
     Raises:
-        ConfigError: the file can't be read, or holds too little.
+        ConfigError: the file cannot be read, or the key is too short.
     """
     named = path or os.environ.get(KEY_VARIABLE)
     if not named:
@@ -72,14 +73,14 @@ def read_signing_key(path: Path | None = None) -> bytes | None:
 
 
 class ChainWriter:
-    """Appends to a chain, which goes on where an earlier writer stopped. May be used from any thread.
+    """Appends to a chain, continuing where an earlier writer stopped. May be used from any thread.
 
     Args:
-        path: of the file; made with its first line.
-        key: signs each line; None: they are not signed.
+        path: the file; created with its first line.
+        key: signs each line; None: lines are not signed.
 
     Raises:
-        ConfigError: what is there is no chain.
+        ConfigError: the existing file is not a chain.
     """
 
     def __init__(self, path: Path, key: bytes | None = None) -> None:
@@ -91,14 +92,14 @@ class ChainWriter:
 
     @property
     def head(self) -> Head:
-        """Where the chain ends."""
+        """The end of the chain."""
         return self._head
 
     def append(self, values: Mapping[str, Any]) -> Head:
-        """Write a line. It is on disk when this returns.
+        """Append a line. It is on disk when this returns.
 
         Raises:
-            OSError: it can't be written.
+            OSError: it cannot be written.
         """
         with self._lock:
             line = {"n": self._head.lines + 1, **values, "prev": self._head.hash}
@@ -114,10 +115,10 @@ class ChainWriter:
 
 
 def read_head(path: Path) -> Head:
-    """Read where a chain ends, from the end of its file.
+    """Read the head of a chain from the end of its file.
 
     Raises:
-        ConfigError: what is there is no chain.
+        ConfigError: the file is not a chain.
     """
     last = _last_line(path)
     if not last:
@@ -130,15 +131,15 @@ def read_head(path: Path) -> Head:
 
 
 def verify_chain(path: Path, key: bytes | None = None, *, lines: int | None = None) -> VerifiedChain:
-    """Read a chain and check every link of it.
+    """Read a chain and verify every link.
 
     Args:
-        path: of the file.
-        key: that lines must be signed with; None: signatures are not checked.
-        lines: how many of them, from the beginning; None: all.
+        path: the file.
+        key: key that the lines must be signed with; None: signatures are not checked.
+        lines: number of lines to read from the beginning; None: all.
 
     Raises:
-        ConfigError: the file can't be read, a line was changed, taken out or put in, or is not signed with the key.
+        ConfigError: the file cannot be read, or a line was changed, removed or inserted, or is not signed with the key.
     """
     before, found, hashes, signatures = "", list[Mapping[str, Any]](), list[str](), 0
     for number, (line, digest) in enumerate(_read_lines(path, lines), 1):
@@ -166,7 +167,7 @@ def _read_lines(path: Path, most: int | None) -> Iterator[tuple[dict[str, Any], 
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
                 if (most is not None and number > most) or not text.endswith(b"\n"):
-                    return  # a line without an end was being written when its process was killed
+                    return  # the process was killed while it wrote this incomplete line
                 line = json.loads(text)
                 if not isinstance(line, dict) or not _is_one(line):
                     raise ValueError("it is not a line of a lineage file")
@@ -178,7 +179,7 @@ def _read_lines(path: Path, most: int | None) -> Iterator[tuple[dict[str, Any], 
 
 
 def _is_one(line: Mapping[str, Any]) -> bool:
-    """Whether what a line says is of the types that are written: its hash proves nothing of a stranger's file."""
+    """Whether a line's values have the types that are written. A correct hash proves nothing about a foreign file."""
     prompts, parent = line.get("prompts", {}), line.get("parent")
     return (
         line.get("kind") in ("begin", "step")
@@ -228,7 +229,7 @@ def _last_line(path: Path) -> bytes:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off a last line without an end: its process was killed while it wrote."""
+    """Remove an incomplete last line: its process was killed while writing."""
     if not path.exists():
         return
     with path.open("rb+") as file:

@@ -1,4 +1,4 @@
-"""What a run starts from, as hashes: files of data, the program's code, its options."""
+"""The inputs of a run as hashes: data files, the program's code, and options."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_trainer.lineage.reading import head_of
 def read_facts(
     options: Mapping[str, Any], *, model: str, data: Iterable[Path | str | None], program: str | None
 ) -> RunFacts:
-    """Return what a run starts from.
+    """Return the inputs of a run.
 
     Args:
-        options: all of them; what is no JSON counts as its text.
-        model: what it starts with.
-        data: files, folders and patterns of data; stores and None are left out.
+        options: all of them; values that are not JSON count as their text.
+        model: the model that the run starts from.
+        data: data files, folders and patterns; stores and None are ignored.
         program: ``module:function``, or a command; None: no program runs.
     """
     return RunFacts(
@@ -36,12 +36,12 @@ def read_facts(
 
 
 def digest_of(values: Any) -> str:
-    """Return 64 hex digits that change when any of the values does."""
+    """Return 64 hex digits that change when any of the values changes."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def hash_files(name: str) -> list[dict[str, str]]:
-    """Hash a file, all files of a folder, or those that a pattern names."""
+    """Hash a file, all files of a folder, or those that match a pattern."""
     path = Path(name)
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.is_file())
@@ -56,7 +56,7 @@ def _hash_file(path: Path) -> str:
 
 
 def _hash_program(program: str) -> list[dict[str, str]]:
-    """Hash the module or package of a function; of a command the files that it names."""
+    """Hash the module or package of a function, or the files that a command names."""
     module, colon, _ = program.partition(":")
     if colon and all(part.isidentifier() for part in module.split(".")):
         return [{"path": str(path), "sha256": _hash_file(path)} for path in _files_of(module)]
@@ -64,7 +64,7 @@ def _hash_program(program: str) -> list[dict[str, str]]:
 
 
 def _files_of(module: str) -> list[Path]:
-    """Find the code of a module without importing it: of a package all of its files."""
+    """Return the source files of a module without importing it; for a package, all of its files."""
     top, *rest = module.split(".")
     for root in dict.fromkeys([Path.cwd(), *map(Path, sys.path)]):
         if (root / f"{top}.py").is_file() and not rest:

@@ -1,4 +1,4 @@
-"""The manifest of a run: one line when it begins or goes on, and one for what each step learned from."""
+"""The manifest of a run: one line when it starts or resumes, and one for the sources of each step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.lineage.chain import ChainWriter, read_head, read_signing_key
 
 MANIFEST: Final = "lineage.jsonl"  # in a run's folder
-POINTER: Final = "lineage.json"  # in a checkpoint: how much of the manifest it learned from
+POINTER: Final = "lineage.json"  # in a checkpoint: how much of the manifest counts for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a run starts from.
+    """The inputs of a run.
 
     Attributes:
-        model: what it starts with, as it was named.
-        parent: head of the lineage of the checkpoint that it starts with; None: that has none.
+        model: the model that it starts from, as named by the user.
+        parent: lineage head of the checkpoint that it starts from; None: that has no lineage.
         data: files, each with ``path`` and ``sha256``.
         code: the program's files, likewise.
         options: digest of the options.
@@ -38,18 +38,18 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSources:
-    """What a step learned from. Everything is sorted, each once.
+    """The sources of a step. All fields are sorted, without duplicates.
 
     Attributes:
-        calls: ids of the model calls.
-        rewards: ids of the rewards.
+        calls: ids of model calls.
+        rewards: ids of rewards.
         rollouts: ids of rollouts.
         attempts: ids of attempts.
         traces: ids of traces.
-        sources: who gave the rewards, and ``origin:NAME`` of what was recorded elsewhere than in this run.
+        sources: sources of the rewards, and ``origin:NAME`` of data that was recorded outside this run.
         prompts: digests of system prompts by agent.
-        lines: of data files, ``FILE, line N``.
-        tenants: whose data it is.
+        lines: lines of data files, ``FILE, line N``.
+        tenants: the tenants that the data belongs to.
     """
 
     calls: Sequence[str] = ()
@@ -67,7 +67,7 @@ _LISTS: Final = [each for each in fields(StepSources) if each.name != "prompts"]
 
 
 def merge_sources(parts: Sequence[StepSources]) -> StepSources:
-    """Return the sources of a step that is made of these parts."""
+    """Return the sources of a step that consists of these parts."""
     named = {each.name: sorted_once(one for part in parts for one in getattr(part, each.name)) for each in _LISTS}
     agents = sorted({agent for part in parts for agent in part.prompts})
     prompts = {agent: sorted_once(one for part in parts for one in part.prompts.get(agent, ())) for agent in agents}
@@ -78,10 +78,10 @@ class Manifest:
     """Writes the manifest of a run. May be used from any thread.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
 
     Raises:
-        ConfigError: the signing key or the file that is there can't be read.
+        ConfigError: the signing key or the existing file cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -89,11 +89,11 @@ class Manifest:
         self._chain = ChainWriter(self._path, read_signing_key())
 
     def begin(self, facts: RunFacts, step: int) -> None:
-        """Note what a run starts from, or goes on from after so many steps: what was learned later is void then."""
+        """Record the inputs of a run that starts, or resumes after `step` steps, which voids the later steps."""
         self._append({"kind": "begin", "step": step, "at_ns": time.time_ns(), **asdict(facts)})
 
     def add_step(self, step: int, sources: StepSources) -> None:
-        """Note what a step learns from; steps count from 0."""
+        """Record the sources of a step; steps count from 0."""
         values = {name: value for name, value in asdict(sources).items() if value}
         self._append({"kind": "step", "step": step, "at_ns": time.time_ns(), **values})
 
@@ -109,11 +109,11 @@ class Manifest:
 def mark_checkpoint(run: Path, checkpoint: Path, steps: int) -> None:
     """Write into a checkpoint how much of its run's manifest it learned from.
 
-    The manifest is linked into the checkpoint, so that it goes along when the checkpoint is copied.
+    The manifest is linked into the checkpoint, so that it is copied with the checkpoint.
 
     Raises:
-        OSError: it can't be written.
-        ConfigError: the manifest can't be read.
+        OSError: it cannot be written.
+        ConfigError: the manifest cannot be read.
     """
     manifest = run / MANIFEST
     if not manifest.exists():
@@ -130,5 +130,5 @@ def mark_checkpoint(run: Path, checkpoint: Path, steps: int) -> None:
 
 
 def sorted_once(values: Iterable[str | None]) -> list[str]:
-    """Return what is there, each once, in order."""
+    """Return the distinct non-empty values, sorted."""
     return sorted({value for value in values if value})

@@ -1,4 +1,4 @@
-"""Which live traces may be learned from: with consent, within their retention, of one tenant."""
+"""Which live traces may be used for training: with consent, within their retention period, of one tenant."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _DAY_NS: Final = 86_400 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permits:
-    """What is permitted.
+    """The conditions under which live traces may be used.
 
     Attributes:
-        assume_consent: whether live traces that state no consent are taken; those that deny it never are.
-        tenant: only live traces of this tenant; None: of any.
-        mix_tenants: whether what is taken may be of several tenants.
+        assume_consent: whether live traces that state no consent are used; traces that deny it never are.
+        tenant: use only live traces of this tenant; None: of any.
+        mix_tenants: whether a selection may contain several tenants.
     """
 
     assume_consent: bool = False
@@ -42,7 +42,7 @@ class Permits:
     mix_tenants: bool = False
 
     def reason_against(self, trace: Trace, now_ns: int | None = None) -> Unpermitted | None:
-        """Return why a trace must not be used; None: it may. Attempts of runners are the user's own, not live."""
+        """Return why a trace must not be used; None: it may be. Runners' attempts are the user's own, not live."""
         if trace.attempt_id is not None:
             return None
         terms = list(_terms_in(trace))
@@ -59,7 +59,7 @@ class Permits:
         return Unpermitted.OTHER_TENANT if self.tenant is not None and tenants != {self.tenant} else None
 
     def check_tenants(self, tenants: Collection[str]) -> None:
-        """Refuse a selection of several tenants.
+        """Reject a selection of several tenants.
 
         Raises:
             ConfigError: there are several, and none was chosen.
@@ -72,14 +72,14 @@ class Permits:
 
 
 def is_live(trace: Trace) -> bool:
-    """Whether a trace was recorded in production: outside of attempts, under another origin than training."""
+    """Whether a trace was recorded in production: outside of attempts, with an origin other than training."""
     return trace.attempt_id is None and any(
         node.span.origin != TRAINING or (node.call is not None and node.call.origin != TRAINING) for node in trace
     )
 
 
 def is_expired(trace: Trace, now_ns: int | None = None) -> bool:
-    """Whether the retention that any record of a trace states has passed."""
+    """Whether the retention period stated by any record of a trace has ended."""
     now = time.time_ns() if now_ns is None else now_ns
     return any(
         RETENTION in said and end_ns + read_days(said[RETENTION]) * _DAY_NS <= now for said, end_ns in _terms_in(trace)
@@ -87,12 +87,12 @@ def is_expired(trace: Trace, now_ns: int | None = None) -> bool:
 
 
 def tenants_of(trace: Trace) -> set[str]:
-    """Return the tenants that the records of a trace name."""
+    """Return the tenants that are named by the records of a trace."""
     return {str(said[TENANT]) for said, _ in _terms_in(trace) if said.get(TENANT)}
 
 
 def _terms_in(trace: Trace) -> Iterable[tuple[Mapping[str, Any], int]]:
-    """Return what each record of a trace states, with the time of its end."""
+    """Yield the terms stated by each record of a trace, with the record's end time."""
     for node in trace:
         yield node.span.attributes, node.span.end_ns
     calls = [node.call for node in trace] + [half.call for half in trace.lone_calls]

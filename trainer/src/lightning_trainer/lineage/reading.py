@@ -1,4 +1,4 @@
-"""The lineage of a checkpoint: the lines of its run's manifest that count for it, verified."""
+"""The lineage of a checkpoint: the verified manifest lines that count for it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_trainer.lineage.chain import VerifiedChain, verify_chain
 from lightning_trainer.lineage.manifest import MANIFEST, POINTER
 
 Line = Mapping[str, Any]
-IDS: Final = ("calls", "rewards", "rollouts", "attempts", "traces")  # of a step, what can be looked for
-_NEWEST: Final = ("checkpoint-best", "checkpoint")  # in a run's folder: the best is what `serve` takes
+IDS: Final = ("calls", "rewards", "rollouts", "attempts", "traces")  # searchable fields of a step
+_NEWEST: Final = ("checkpoint-best", "checkpoint")  # in a run's folder; `serve` prefers the best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class Pointer:
     """How much of a manifest a checkpoint learned from.
 
     Attributes:
-        lines: of the manifest.
-        head: hash of the last of them; it names the checkpoint's lineage.
-        steps: of the run before the checkpoint.
+        lines: number of lines of the manifest.
+        head: hash of the last of them; identifies the checkpoint's lineage.
+        steps: steps of the run before the checkpoint.
         run: folder of the run.
     """
 
@@ -37,16 +37,16 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLineage:
-    """What a checkpoint learned from.
+    """The sources of a checkpoint.
 
     Attributes:
         checkpoint: its folder.
-        manifest: the file that says so.
-        head: names its lineage.
-        signed: whether signatures were checked; None: there are some, and no key was given.
-        begun: what its run started from.
-        steps: what each of its steps learned from.
-        blocked: why it must not be served; None: it may.
+        manifest: the file that records them.
+        head: identifies its lineage.
+        signed: whether signatures were checked; None: lines are signed, but no key was given.
+        begun: the inputs of its run.
+        steps: the sources of each of its steps.
+        blocked: why it must not be served; None: it may be.
     """
 
     checkpoint: Path
@@ -58,7 +58,7 @@ class CheckpointLineage:
     blocked: str | None
 
     def all_of(self, name: str) -> list[str]:
-        """Return one kind of what its steps name, each once, sorted."""
+        """Return the distinct values of one field of its steps, sorted."""
         return sorted({one for step in self.steps for one in step.get(name, ())})
 
     @property
@@ -72,11 +72,11 @@ class CheckpointLineage:
 
 
 def read_lineage(name: Path, key: bytes | None = None) -> CheckpointLineage:
-    """Read and verify what a checkpoint learned from.
+    """Read and verify the sources of a checkpoint.
 
     Args:
         name: its folder, or that of its run.
-        key: that the manifest must be signed with; None: signatures are not checked.
+        key: key that the manifest must be signed with; None: signatures are not checked.
 
     Raises:
         ConfigError: it has no lineage, or the manifest was changed.
@@ -102,9 +102,9 @@ def read_lineage(name: Path, key: bytes | None = None) -> CheckpointLineage:
 
 
 def steps_of(chain: VerifiedChain, pointer: Pointer) -> Iterator[tuple[int, Line]]:
-    """Return the lines of steps that count for a checkpoint, each with its place.
+    """Return the lines of the steps that count for a checkpoint, each with its index in the chain.
 
-    Where a run went on from an earlier step, what it had learned after that is void.
+    If a run resumed from an earlier step, the steps that it had recorded after that are void.
     """
     kept: list[tuple[int, Line]] = []
     for place, line in enumerate(chain.lines[: pointer.lines]):
@@ -116,7 +116,7 @@ def steps_of(chain: VerifiedChain, pointer: Pointer) -> Iterator[tuple[int, Line
 
 
 def resolve_checkpoint(name: Path) -> Path:
-    """Return the folder of a checkpoint; of a run's folder the one that `serve` takes.
+    """Return the folder of a checkpoint; for a run's folder, the checkpoint that `serve` uses.
 
     Raises:
         ConfigError: there is no such folder.
@@ -128,7 +128,7 @@ def resolve_checkpoint(name: Path) -> Path:
 
 
 def read_pointer(checkpoint: Path) -> Pointer | None:
-    """Read how much a checkpoint learned from; None where it does not say."""
+    """Read how much of its manifest a checkpoint learned from; None if that is not recorded."""
     path = checkpoint / POINTER
     if not path.is_file():
         return None
@@ -142,7 +142,7 @@ def read_pointer(checkpoint: Path) -> Pointer | None:
 
 
 def head_of(name: Path) -> str | None:
-    """Return the head of the lineage of a checkpoint or run; None where it has none, or is no folder."""
+    """Return the lineage head of a checkpoint or run; None if it has none, or is not a folder."""
     if not name.is_dir():
         return None
     pointer = read_pointer(resolve_checkpoint(name))

@@ -1,4 +1,4 @@
-"""From a call, a trace or a rollout to the checkpoints that learned from it, and from a checkpoint to its parents."""
+"""Find the checkpoints that learned from a call, a trace or a rollout, and the parents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_trainer.lineage.reading import IDS, CheckpointLineage, Pointer, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AffectedCheckpoint:
-    """A checkpoint that learned from what was looked for.
+    """A checkpoint that learned from any of the requested ids.
 
     Attributes:
         folder: its folder.
-        ids: what it learned from itself; empty: it started from a checkpoint that did.
-        kinds: of these: ``calls``, ``rewards`` and so on.
-        steps: in which; steps count from 0.
+        ids: the ids that it learned from directly; empty: it started from a checkpoint that did.
+        kinds: kinds of these ids: ``calls``, ``rewards`` and so on.
+        steps: the steps that learned from them; steps count from 0.
     """
 
     folder: Path
@@ -37,15 +37,15 @@ class _Known:
 
 
 def find_checkpoints(runs: Path, ids: Collection[str], key: bytes | None = None) -> list[AffectedCheckpoint]:
-    """Find the checkpoints that learned from any of these, and those that started from such a one.
+    """Find the checkpoints that learned from any of these ids, and their descendants.
 
     Args:
-        runs: folder of runs; checkpoints are looked for at any depth.
+        runs: folder of runs; checkpoints are found at any depth.
         ids: of calls, rewards, rollouts, attempts or traces.
-        key: that manifests must be signed with; None: signatures are not checked.
+        key: key that manifests must be signed with; None: signatures are not checked.
 
     Returns:
-        Checkpoints in the order of their folders; first those that learned from it themselves.
+        Those that learned from the ids directly first; each part sorted by folder.
 
     Raises:
         ConfigError: a manifest was changed.
@@ -59,7 +59,7 @@ def find_checkpoints(runs: Path, ids: Collection[str], key: bytes | None = None)
 
 
 def find_ancestors(runs: Path, lineage: CheckpointLineage) -> list[Path]:
-    """Find the checkpoints that this one started from, nearest first, as far as they are in a folder of runs.
+    """Find the checkpoints that this one descends from, nearest first, if they are in a folder of runs.
 
     Raises:
         ConfigError: a manifest was changed.
@@ -75,7 +75,7 @@ def find_ancestors(runs: Path, lineage: CheckpointLineage) -> list[Path]:
 
 
 def describe(found: Sequence[AffectedCheckpoint]) -> list[str]:
-    """Say which checkpoints learned from what was looked for, a line each."""
+    """Describe the affected checkpoints, one line each."""
     lines = []
     for one in found:
         reason = block_of(one.folder)
@@ -87,7 +87,7 @@ def describe(found: Sequence[AffectedCheckpoint]) -> list[str]:
 
 
 def _known_checkpoints(runs: Path, ids: frozenset[str], key: bytes | None) -> Iterator[_Known]:
-    chains: dict[tuple[int, int], VerifiedChain] = {}  # by file: checkpoints of one run have links to one
+    chains: dict[tuple[int, int], VerifiedChain] = {}  # by file: the checkpoints of a run link to the same file
     for path in sorted(runs.rglob(POINTER)) if runs.is_dir() else ():
         manifest, pointer = path.with_name(MANIFEST), read_pointer(path.parent)
         if pointer is None or not manifest.is_file():

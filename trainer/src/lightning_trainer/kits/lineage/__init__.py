@@ -1,1 +1,1 @@
-"""The lineage of checkpoints: a callback that writes it, and the command that reads it."""
+"""Checkpoint lineage: a callback that writes it, and the command that reads it."""

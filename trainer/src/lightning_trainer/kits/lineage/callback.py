@@ -1,4 +1,4 @@
-"""Lineage as a callback of a run: a line of the manifest for each batch, a pointer in each checkpoint."""
+"""The callback that writes lineage: a manifest line for each batch, and a pointer in each checkpoint."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class LineageKind(CallbackKind):
-    """Takes part in every run."""
+    """The lineage callback's kind, active in every run."""
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
-        """Return what writes the manifest of a run.
+        """Return the callback that writes the manifest of a run.
 
         Raises:
-            ConfigError: the signing key, or the manifest of the run that goes on, can't be read.
+            ConfigError: the signing key, or the manifest of the resumed run, cannot be read.
         """
         run = context.run
         return nullcontext(LineageCallback(Manifest(run.folder), context))
 
 
 class LineageCallback(Callback):
-    """Writes what each step learns from.
+    """Writes the sources of each step.
 
     Args:
-        manifest: of the run.
-        context: what it is opened with.
+        manifest: manifest of the run.
+        context: context that the callback is opened with.
     """
 
     def __init__(self, manifest: Manifest, context: CallbackContext) -> None:
@@ -44,7 +44,7 @@ class LineageCallback(Callback):
         self._begun = False
 
     def after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, Mapping[str, float]]:
-        """Write what the batch is made of, before it is learned."""
+        """Write the sources of the batch before it is learned from."""
         if not self._begun:
             self._manifest.begin(run_facts(self._run.config), rollouts.step)
             self._begun = True
@@ -52,10 +52,10 @@ class LineageCallback(Callback):
         return batch, {}
 
     def _more_traces(self, batch: Batch, rollouts: StepRollouts) -> list[Trace]:
-        """Read the traces of rows that another callback added."""
+        """Read the traces of rows that were added by another callback."""
         added = {row.attempt_id for row in batch.rows} - {trace.attempt_id for trace in rollouts.seen}
         return traces_of(self._run.store, attempt_ids=sorted(added)) if added else []
 
     def after_save(self, checkpoint: Path, step: int) -> None:
-        """Write into a checkpoint which lines of the manifest count for it."""
+        """Write into a checkpoint which manifest lines count for it."""
         mark_checkpoint(self._run.folder, checkpoint, step)

@@ -1,4 +1,4 @@
-"""Lineage, registered through the hooks that anybody would use."""
+"""Registers lineage through the public hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_trainer.commands import Listed
 
 @hookimpl
 def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
-    """Register what writes the manifest."""
+    """Register the callback that writes the manifest."""
     from lightning_trainer.kits.lineage.callback import LineageKind
 
     register("lineage", LineageKind())
