@@ -1,20 +1,20 @@
-"""One way to name a model, for every command and every option. No torch at import.
+"""One way to name a model, for every command and every option. Does not import torch.
 
 A name is one of:
 
 - a model folder of transformers: ``./model``;
-- a checkpoint of a run, or the run's folder, which stands for its newest checkpoint: ``runs/2026-11-20``;
-- a hub id, with a revision (branch, tag or commit) where one is wanted: ``owner/model``, ``owner/model@main``;
-- ``smollm2-135m``, made once from the package that carries its weights.
+- a checkpoint of a run, or the run's folder, which means its newest checkpoint: ``runs/2026-11-20``;
+- a hub id, optionally with a revision (branch, tag or commit): ``owner/model``, ``owner/model@main``;
+- ``smollm2-135m``, made once from the package that contains its weights.
 
-A folder that is there goes before a hub id of the same name. The interface is two functions:
+An existing folder takes precedence over a hub id of the same name. The interface is two functions:
 
-    resolve(name) -> Path    the folder with its configuration, tokenizer and weights, all parts checked; what is not
-                             here is fetched or made first, which takes minutes
-    look(name) -> Model      what the name means: kind, folder (None where `resolve` would fetch or make it), revision.
-                             Takes milliseconds, and asks no network; to refuse a wrong name before anything is begun
+    resolve(name) -> Path    the folder with its configuration, tokenizer and weights, all parts checked; a model that
+                             is not here is fetched or made first, which takes minutes
+    look(name) -> Model      what the name means: kind, folder (None if `resolve` would fetch or make it), revision.
+                             Takes milliseconds and uses no network: it rejects a wrong name before any work starts
 
-Both raise `ConfigError` with what to do, the nearest name that there is included.
+Both raise `ConfigError` with what to do, including the nearest existing name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["BEST", "NEWEST", "SMOLLM2", "Model", "cache_folder", "check_adapter"
 Kind: TypeAlias = Literal["folder", "checkpoint", "hub", "made"]
 
 _HUB_ID: Final = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w][\w./-]*))?")
-NEWEST: Final = "checkpoint"  # in a run's folder: a link to the newest one
+NEWEST: Final = "checkpoint"  # in a run's folder: a link to its newest checkpoint
 BEST: Final = "checkpoint-best"  # likewise, to the one with the highest held-out reward
 _ALL: Final = "checkpoints"
 _LOG: Final = "metrics.jsonl"
@@ -47,12 +47,12 @@ WAYS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What a name means.
+    """The meaning of a name.
 
     Attributes:
-        name: as it was given.
-        kind: a model folder, a checkpoint of a run, a hub id, or one that is made (`smollm2-135m`).
-        folder: where it is; None where it has yet to be fetched or made.
+        name: as given.
+        kind: a model folder, a checkpoint of a run, a hub id, or a model that is made (`smollm2-135m`).
+        folder: its location; None if it has not been fetched or made yet.
         revision: of a hub id; None for its newest.
     """
 
@@ -63,7 +63,7 @@ class Model:
 
 
 def resolve(name: str | Path) -> Path:
-    """Return the folder of a model, fetching or making it if need be.
+    """Return the folder of a model; fetch or make it if necessary.
 
     Args:
         name: see the module.
@@ -82,7 +82,7 @@ def resolve(name: str | Path) -> Path:
 
 
 def look(name: str | Path) -> Model:
-    """Say what a name means, without fetching or loading anything.
+    """Return what a name means, without fetching or loading anything.
 
     Raises:
         ConfigError: it means nothing, or a part of the folder that it names is missing.
@@ -97,7 +97,7 @@ def look(name: str | Path) -> Model:
         raise ConfigError(f"model {name} is a file. Give its folder, which must also contain config.json.")
     if (match := _HUB_ID.fullmatch(name)) is not None:
         kept, revision = hub.cached(match[1], match[2]), match[2]
-        ours = folder.parent.is_dir() or folder.parts[0] == "runs"  # `runs/tuned` is no hub's
+        ours = folder.parent.is_dir() or folder.parts[0] == "runs"  # `runs/tuned` is not a hub id
         if kept is None and revision is None and ours:
             raise ConfigError(
                 f"model {name} does not exist: there is no {folder.name} in {folder.parent}{_near(folder)}. "
@@ -108,7 +108,7 @@ def look(name: str | Path) -> Model:
 
 
 def _of_folder(name: str, folder: Path) -> Model:
-    for checkpoint in (folder / BEST, folder / NEWEST):  # of a run: the best by held-out reward goes first
+    for checkpoint in (folder / BEST, folder / NEWEST):  # of a run: the best by held-out reward takes precedence
         if checkpoint.exists():
             check_folder(checkpoint)
             return Model(name=name, kind="checkpoint", folder=checkpoint.resolve())
@@ -123,5 +123,6 @@ def _of_folder(name: str, folder: Path) -> Model:
 def _near(folder: Path) -> str:
     beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
     names = {**{path.name: str(path) for path in beside if path.is_dir()}, SMOLLM2: SMOLLM2}
-    found = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.6)  # names alone: what is before them is alike
+    # names only, because their parents are the same
+    found = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.6)
     return f" (did you mean {names[found[0]]!r}?)" if found else ""

