@@ -1,1 +1,1 @@
-"""One way to run a program on tasks under a policy, and the folder that such work is resumed from."""
+"""The single way to run a program on tasks under a policy, and the folder from which such work is resumed."""

@@ -1,4 +1,4 @@
-"""The model that answers a program's agents: weights that are loaded here, a server, or the program's own endpoints."""
+"""The model that answers a program's agents: weights loaded here, a server, or the program's own endpoints."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _POLICY: Final = "policy"
 
 @dataclass(frozen=True, slots=True)
 class AsItIs:
-    """The program as it is: every call goes where it always goes."""
+    """The unmodified program: every call goes where it always goes."""
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         return "the program's own endpoints"
 
 
@@ -42,8 +42,8 @@ class Endpoint:
 
     Attributes:
         url: its base URL.
-        model: what it is asked for; None: its only one.
-        key: what it wants as bearer key.
+        model: name of the model to request; None: its only one.
+        key: its bearer key.
     """
 
     url: str
@@ -52,7 +52,7 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         return f"{self.model} at {self.url}" if self.model else self.url
 
 
@@ -62,7 +62,7 @@ class LocalModel:
 
     Attributes:
         model: a folder, a hub id, or a name that the backend knows.
-        run: the run that they come from, which says whose adapter is whose; None where they are of no run.
+        run: the run that produced them, which maps agents to adapters; None if they are not from a run.
     """
 
     model: str
@@ -70,7 +70,7 @@ class LocalModel:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         return self.model
 
 
@@ -83,7 +83,7 @@ class AnswerSource:
 
     Attributes:
         model: the name under which it is requested; None: calls go to the program's own endpoints.
-        engines: that are loaded here.
+        engines: engines that are loaded here.
         upstreams: servers elsewhere.
         policies: policy by agent, for agents that have their own.
     """
@@ -100,7 +100,7 @@ class AnswerSource:
 
 
 def read_subject(text: str, *, key: str | None = None) -> Subject:
-    """Read what somebody names: a URL, ``MODEL=URL``, a run, a checkpoint, a model folder, or a model's name.
+    """Parse what the user named: a URL, ``MODEL=URL``, a run, a checkpoint, a model folder, or a model's name.
 
     Raises:
         ConfigError: there is no such model, or a run has nothing to evaluate.
@@ -114,10 +114,10 @@ def read_subject(text: str, *, key: str | None = None) -> Subject:
 
 
 def endpoint(url: str, *, model: str | None = None, key: str | None = None) -> Endpoint:
-    """Read the address of a server; one without a path gets ``/v1``.
+    """Parse the address of a server; one without a path gets ``/v1``.
 
     Raises:
-        ConfigError: it is no URL.
+        ConfigError: it is not a URL.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"endpoint {url!r}: give a URL, such as http://127.0.0.1:8000/v1.")
@@ -125,32 +125,32 @@ def endpoint(url: str, *, model: str | None = None, key: str | None = None) -> E
 
 
 def chosen_agents(subject: Subject) -> tuple[str, ...] | None:
-    """Return the agents that a run trained; None where the subject is of no run, or all were."""
+    """Return the agents that a run trained; None if the subject is not from a run, or all were trained."""
     agents = _of_run(subject).get("agents")
     return tuple(agents) if agents else None
 
 
 def name_rules(subject: Subject) -> tuple[str, ...]:
-    """Return the rules by which a run named the agents of calls; empty where the subject is of no run."""
+    """Return the rules by which a run named the agents of calls; empty if the subject is not from a run."""
     return tuple(_of_run(subject).get("name_by") or ())
 
 
 def own_loading(subject: Subject) -> dict[str, Any]:
-    """Return how a run loaded its model: the form of its tool calls and its most tokens; {} where it is of no run."""
+    """Return how a run loaded its model: tool call format and maximum length; {} if the subject is not from a run."""
     options = _of_run(subject)
     longest = options.get("max_model_len")
     return chosen_format(options) | ({} if longest is None else {"max_model_len": longest})
 
 
 def refuse_unheard(options: Mapping[str, object], *sides: object) -> None:
-    """Refuse options of calls that come to a model named here, where none is: own endpoints hear nothing of them.
+    """Reject options for calls to a model named here, if none is named: the program's own endpoints ignore them.
 
     Args:
-        options: by name. None, () and ``asked`` are as without.
+        options: by name. None, () and ``asked`` count as not given.
         sides: subjects, and whatever else is compared.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: an option has no effect; the message names it.
     """
     given = [name for name, value in options.items() if value not in (None, (), "asked")]
     if given and not any(isinstance(side, Endpoint | LocalModel) for side in sides):
@@ -166,10 +166,10 @@ def open_answers(subject: Subject, **options: Any) -> Iterator[AnswerSource]:
 
     Args:
         subject: the model.
-        options: of the torch backend, for weights that are loaded here.
+        options: options of the torch backend, for weights that are loaded here.
 
     Raises:
-        ConfigError: it can't be loaded or reached.
+        ConfigError: it cannot be loaded or reached.
     """
     if isinstance(subject, AsItIs):
         yield AnswerSource()
@@ -209,7 +209,7 @@ def _weights(text: str) -> LocalModel:
 
 
 def _of_run(subject: Subject) -> dict[str, Any]:
-    """Return the options of the run that weights come from; {} where they are of none."""
+    """Return the options of the run that produced the weights; {} if they are not from a run."""
     return options_of(subject.run) if isinstance(subject, LocalModel) else {}
 
 
@@ -217,7 +217,7 @@ def only_model(subject: Endpoint) -> str:
     """Ask a server for its only model.
 
     Raises:
-        ConfigError: it can't be reached, does not say, or has several.
+        ConfigError: it cannot be reached, does not list its models, or does not have exactly one.
     """
     import httpx
 
@@ -238,10 +238,10 @@ def only_model(subject: Endpoint) -> str:
 
 
 def _reach(subject: Endpoint) -> None:
-    """Make sure that something is there; that it is slow, or does not tell its models, says nothing of its calls.
+    """Make sure that a server accepts connections. It may be slow or not list its models: its calls may still work.
 
     Raises:
-        ConfigError: it can't be reached.
+        ConfigError: it cannot be reached.
     """
     import httpx
 
@@ -250,10 +250,10 @@ def _reach(subject: Endpoint) -> None:
 
 
 def _models(subject: Endpoint) -> httpx.Response:
-    """Ask a server for its models.
+    """Request a server's list of models.
 
     Raises:
-        ConfigError: it can't be reached.
+        ConfigError: it cannot be reached.
         httpx.TransportError: it does not answer.
     """
     import httpx

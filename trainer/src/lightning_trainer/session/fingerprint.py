@@ -1,6 +1,7 @@
-"""The fingerprint of a program: what it gives each agent over many calls, by which a change is seen.
+"""The fingerprint of a program: what it gives each agent over many calls, used to detect changes.
 
-Values that change by themselves (dates, users' names, retrieved text) are no change: only what all calls shared counts.
+Values that change by themselves (dates, users' names, retrieved text) are not changes: only what all calls share
+counts.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from lightning_trainer.session.prompt_lines import (
     without_moments,
 )
 
-_DISTINCT: Final = 10  # first messages of users from which lines that all share are the program's, not the users'
-_REMEMBERED: Final = 10_000  # calls that need not be read again
+_DISTINCT: Final = 10  # distinct first user messages that make the lines shared by all the program's
+_REMEMBERED: Final = 10_000  # distinct calls that are remembered, so that repeated ones are not read again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentFingerprint:
-    """What all calls of an agent had in common.
+    """What all calls of an agent have in common.
 
     Attributes:
-        conversations: how many there were.
+        conversations: their number.
         prompt: lines that its system prompts share, None where they differ; without a system prompt, those of the
             users' first messages.
         system: whether its calls have a system prompt; None: some do.
-        tools: digests of the description and of the parameters of each tool, by name; None where it varies.
+        tools: digests of the description and of the parameters of each tool, by name; None if it varies.
         always: tools that every call offers.
     """
 
@@ -43,7 +44,7 @@ class AgentFingerprint:
     always: frozenset[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the fingerprint as JSON."""
         return {
             "conversations": self.conversations,
             "prompt": list(self.prompt),
@@ -54,7 +55,7 @@ class AgentFingerprint:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> AgentFingerprint:
-        """Read what `to_json` returned."""
+        """Read the result of `to_json`."""
         tools = {name: (digests[0], digests[1]) for name, digests in values["tools"].items()}
         return cls(
             conversations=values["conversations"],
@@ -67,18 +68,18 @@ class AgentFingerprint:
 
 @dataclass(slots=True)
 class AgentCalls:
-    """Adds up the calls of one agent."""
+    """Accumulator for the calls of one agent."""
 
     conversations: set[str] = field(default_factory=set)
     _seen: set[str] = field(default_factory=set)
     _prompt: SharedLines | None = None
-    _first: SharedLines | None = None  # of users' first messages, where there is no system prompt
+    _first: SharedLines | None = None  # of users' first messages, if there is no system prompt
     _firsts: set[str] = field(default_factory=set)
     _tools: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)
     _always: frozenset[str] | None = None
 
     def add(self, conversation: str, request: Mapping[str, Json]) -> None:
-        """Take a call."""
+        """Add a call."""
         self.conversations.add(conversation)
         prompt, tools = system_prompt(request), list(tools_of(request))
         first = "" if prompt else first_user_text(request)
@@ -108,7 +109,7 @@ class AgentCalls:
         self._always = names if self._always is None else self._always & names
 
     def fingerprint(self) -> AgentFingerprint:
-        """Return what they had in common."""
+        """Return what the calls have in common."""
         return AgentFingerprint(
             conversations=len(self.conversations),
             prompt=self._shared(),
@@ -128,7 +129,7 @@ class ProgramFingerprint:
     """What a program gives its agents.
 
     Attributes:
-        agents: by the agent's path.
+        agents: fingerprints by the agent's path.
         always: paths of the agents that call their model in every conversation.
     """
 
@@ -136,22 +137,22 @@ class ProgramFingerprint:
     always: frozenset[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the fingerprint as JSON."""
         agents = {path: agent.to_json() for path, agent in sorted(self.agents.items())}
         return {"agents": agents, "always": sorted(self.always)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ProgramFingerprint:
-        """Read what `to_json` returned."""
+        """Read the result of `to_json`."""
         agents = {path: AgentFingerprint.from_json(agent) for path, agent in values["agents"].items()}
         return cls(agents=agents, always=frozenset(values["always"]))
 
     def changes(self, path: str, served: AgentFingerprint) -> list[str]:
-        """Say how an agent that is served differs from the one that was evaluated; empty if it does not.
+        """Return how a served agent differs from the evaluated one; empty if it does not.
 
         Args:
-            path: of the agent.
-            served: calls of it in production.
+            path: path of the agent.
+            served: fingerprint of its calls in production.
         """
         evaluated = self.agents.get(path)
         if evaluated is None:

@@ -1,4 +1,4 @@
-"""The folder of work that can be resumed: made or found when it starts, locked meanwhile, removed if nothing began.
+"""The folder of work that can be resumed: created or found at the start, locked meanwhile, removed if nothing began.
 
 `train`, `sft`, `eval`, `improve` and `prompts` keep their work in such a folder.
 """
@@ -20,18 +20,18 @@ import psutil
 
 from lightning_spans.errors import ConfigError
 
-DIGESTS: Final = ("data", "tasks", "val")  # compared by a digest, which says nothing to a reader
-PRIVATE: Final = 0o700  # of new folders: options, numbers and learned tokens say as much as the store
+DIGESTS: Final = ("data", "tasks", "val")  # compared by a digest, which means nothing to a reader
+PRIVATE: Final = 0o700  # of new folders: options, numbers and learned tokens reveal as much as the store
 _LOCK: Final = ".lock"  # in the folder: locked while a process works there
-HOLDER: Final = ".held-by"  # beside it: which one
+HOLDER: Final = ".held-by"  # next to it: names that process
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process, until the block ends or the process does.
+    """Lock a folder for this process until the block or the process ends.
 
     Raises:
-        ConfigError: another process works there; the message says which.
+        ConfigError: another process works there, which the message names, or the folder cannot be locked.
     """
     from filelock import FileLock, Timeout
 
@@ -53,16 +53,16 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def check_unchanged(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], advice: str = "") -> None:
-    """Make sure that work which is resumed is the same work.
+    """Make sure that resumed work is the same work.
 
     Args:
-        folder: what is resumed.
-        before: what the work was started with: options, and digests under the names of `DIGESTS`.
+        folder: the folder that is resumed.
+        before: how the work was started: options, and digests under the names of `DIGESTS`.
         now: the same for this process. A name that `before` lacks is not compared: older versions wrote fewer.
         advice: what else the user should know, after the error.
 
     Raises:
-        ConfigError: something differs; the message names it, and an option with both values.
+        ConfigError: something differs; the message names it, and gives both values of an option.
     """
     for name, value in now.items():
         began = before.get(name, value)
@@ -77,9 +77,9 @@ def check_unchanged(folder: Path, before: Mapping[str, Any], now: Mapping[str, A
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process trains in a folder, told from what it left beside the lock: nothing here takes the lock.
+    """Whether a process trains in a folder, according to the file next to the lock. The lock itself is not taken.
 
-    A process of this machine that died without a word holds nothing; of another machine's its word is taken.
+    A process of this machine that no longer exists does not count; one of another machine is assumed to be alive.
     """
     found = re.match(r"process (\d+) on (.*), since ", _holder(folder))
     if found is None:
@@ -88,7 +88,7 @@ def is_held(folder: Path) -> bool:
 
 
 def in_use(folder: Path) -> str:
-    """Return the error of a folder in which another process works."""
+    """Return the error message for a folder in which another process works."""
     return (
         f"{folder} is in use: {_holder(folder)} works there. Wait until it has ended, stop it, or choose another --out."
     )
@@ -102,7 +102,7 @@ def _holder(folder: Path) -> str:
 
 
 def _clear(folder: Path) -> None:
-    """Remove everything in a folder but what keeps it for this process."""
+    """Remove everything in a folder except the lock and the file that names its holder."""
     for path in _content(folder):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -122,19 +122,19 @@ def open_folder(
     came_to_nothing: Callable[[Path], bool] = lambda _folder: False,
     keep_interrupted: bool = True,
 ) -> Iterator[Path]:
-    """Lock the folder of work that is resumed, or make a new one, which is removed again if the work never began.
+    """Lock the folder of resumed work, or create a new one, which is removed again if the work never began.
 
     Args:
         out: the new folder; None: one in `base`, named after the day.
-        resume: the folder of the work that is resumed; None: the work is new.
-        base: folder for those that nobody named.
-        begun: whether a folder has something to keep.
-        resumable: whether the work in a folder can be resumed, for the error; None: if it has begun.
-        came_to_nothing: whether a folder holds only what an earlier attempt left, which is removed.
+        resume: the folder of the work to resume; None: the work is new.
+        base: parent of folders that the user did not name.
+        begun: whether a folder contains something to keep.
+        resumable: whether the work in a folder can be resumed, for the error message; None: if it has begun.
+        came_to_nothing: whether a folder contains only leftovers of an earlier attempt, which are removed.
         keep_interrupted: whether a folder stays if the user stops the work before it has begun.
 
     Raises:
-        ConfigError: the folder can't be made, another process works there, or a new one is not empty.
+        ConfigError: the folder cannot be created, another process works there, or a new one is not empty.
     """
     if resume is not None:
         with held(resume):
@@ -163,10 +163,10 @@ def open_folder(
 
 
 def make_folder(out: Path | None, base: Path) -> Path:
-    """Make a folder, or one in `base` that is named after the day.
+    """Create a folder, or one in `base` that is named after the day.
 
     Raises:
-        ConfigError: it can't be made.
+        ConfigError: it cannot be created.
     """
     try:
         if out is None:
@@ -191,7 +191,7 @@ def _make_dated(base: Path) -> Path:
 
 
 def _leave(folder: Path, *, existed: bool) -> None:
-    """Leave a folder in which nothing began as it was found."""
+    """Restore a folder in which nothing began to its state before."""
     _clear(folder)
     for name in (_LOCK, HOLDER):
         (folder / name).unlink(missing_ok=True)

@@ -1,7 +1,6 @@
-"""The queue of one process in a store that others may share: what another queued is run by that one's program.
+"""A queue of one process in a store that others may share: each process runs only the rollouts that it queued.
 
-It also decides what is tried again: a failure that counts is the result of its rollout, so that a retry would be for
-nothing.
+It also decides what is retried: a failure that counts is the result of its rollout, so a retry would be useless.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from lightning_spans.store import Store
 
 
 class _OwnQueue:
-    """Hands everything on to a store, but for claims: those get what was queued through this one."""
+    """Proxy of a store, except for claims: those get only what was queued through this proxy."""
 
     def __init__(self, store: Store, is_result: Callable[[Store, End], bool]) -> None:
         self._store = store
         self._is_result = is_result
-        self._began: dict[str, None] = {}  # how the ids of what was queued begin
+        self._began: dict[str, None] = {}  # prefixes of the ids of queued rollouts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -36,7 +35,10 @@ class _OwnQueue:
     def claim(
         self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Sequence[str] | None = None
     ) -> list[AttemptRecord]:
-        """Start attempts for rollouts that were queued here; given `within`, for those of them that begin so."""
+        """Start attempts for rollouts that were queued here.
+
+        With `within`, only those with one of these id prefixes.
+        """
         asked = list(self._began)
         if within is not None:
             asked = [max(one, each, key=len) for one in asked for each in within if _meet(one, each)]
@@ -51,7 +53,7 @@ class _OwnQueue:
         rewards: Sequence[Reward] = (),
         error: str | None = None,
     ) -> RolloutStatus:
-        """End an attempt; one that failed in a way that counts is not tried again."""
+        """End an attempt; one with a failure that counts is not retried."""
         if not self._is_result(self._store, end := End(attempt_id, fence, status, tuple(rewards), error)):
             return self._store.finish(attempt_id, fence, status=status, rewards=rewards, error=error)
         (told,) = self._store.finish_all([replace(end, final=True)])
@@ -60,22 +62,25 @@ class _OwnQueue:
         return told
 
     def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
-        """End attempts, as `finish` does."""
+        """End attempts, like `finish`."""
         return self._store.finish_all([replace(end, final=self._is_result(self._store, end)) for end in ends])
 
 
 def own_queue(store: Store, is_result: Callable[[Store, End], bool] = lambda _, __: False) -> Store:
-    """Return the store with a queue of this process's own: nobody else's rollouts, left behind or waiting, are run.
+    """Return the store with a separate queue for this process: rollouts of others, left behind or waiting, are not run.
 
     Args:
-        store: it is in.
-        is_result: whether an end of an attempt is the result of its rollout, so that no other try would count.
+        store: the store that contains the queue.
+        is_result: whether an end of an attempt is the result of its rollout, so that no retry would count.
     """
     return cast(Store, _OwnQueue(store, is_result))
 
 
 def _beginning(rollout_id: str) -> str:
-    """Return the name before the colon, which the ids of a batch share, see `rl.rollouts.plan`; else all of it."""
+    """Return the prefix of an id up to the colon, which a batch shares (see `rl.rollouts.plan`).
+
+    Otherwise the whole id.
+    """
     name, colon, _ = rollout_id.rpartition(":")
     return f"{name}{colon}" or rollout_id
 

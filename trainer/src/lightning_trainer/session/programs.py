@@ -15,22 +15,22 @@ _DIGITS: Final = 16
 
 
 def digest(text: str) -> str:
-    """Return 16 hex digits that stand for a text."""
+    """Return 16 hex digits that identify a text."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]
 
 
 def system_prompt(request: Mapping[str, Json]) -> str:
-    """Return the system prompt of a request, whatever surface it came by; empty where it has none."""
+    """Return the system prompt of a request of any API; empty if it has none."""
     return "\n".join(_system_texts(request))
 
 
 def first_user_text(request: Mapping[str, Json]) -> str:
-    """Return the text of the user's first message; empty where there is none."""
+    """Return the text of the user's first message; empty if there is none."""
     return "\n".join(next((list(_texts(content)) for role, content in _messages(request) if role == "user"), []))
 
 
 def tools_of(request: Mapping[str, Json]) -> Iterator[tuple[str, str, str]]:
-    """Return name, description and parameters (as JSON) of each tool that a request offers, whatever its surface."""
+    """Yield name, description and parameters (as JSON) of each tool that a request of any API offers."""
     tools = request.get("tools")
     for tool in tools if isinstance(tools, list) else ():
         if isinstance(tool, Mapping):

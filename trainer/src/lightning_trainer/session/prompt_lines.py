@@ -1,6 +1,6 @@
-"""Lines of prompts: what many prompts share, and whether two programs can have written the prompts that were seen.
+"""Lines of prompts: what many prompts share, and whether one program can have written two sets of prompts.
 
-A prompt is a tuple of lines. A shared part is one in which `None` stands for whatever differs between the prompts.
+A prompt is a tuple of lines. In a shared part, `None` stands for whatever differs between the prompts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from lightning_trainer.session.programs import digest
 
 SharedLines: TypeAlias = tuple[str | None, ...]
-_MOST: Final = 2000  # lines of a prompt
+_MOST: Final = 2000  # lines of a prompt that are kept
 _LONGEST: Final = 2000  # characters of a line that are kept
 _SHOWN: Final = 80
 _MONTH: Final = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
@@ -38,12 +38,12 @@ _MOMENTS: Final = re.compile(
 
 
 def without_moments(text: str) -> str:
-    """Return a text in which dates, times and UUIDs are the same: they change by themselves."""
+    """Return a text with dates, times and UUIDs replaced by a placeholder: they change by themselves."""
     return _MOMENTS.sub("<time>", text)
 
 
 def lines_of(prompt: str) -> tuple[str, ...]:
-    """Return the lines of a prompt, without empty ones, and without dates and times."""
+    """Return the lines of a prompt, without empty ones, and with dates, times and UUIDs replaced."""
     stripped = (line.strip() for line in without_moments(prompt).splitlines())
     return tuple(_shorten(line) for line in stripped if line)[:_MOST]
 
@@ -53,7 +53,7 @@ def _shorten(line: str) -> str:
 
 
 def share(shared: SharedLines, lines: Sequence[str]) -> SharedLines:
-    """Return what a prompt leaves of the lines that all prompts before it shared."""
+    """Return the lines that a prompt shares with all prompts before it."""
     found: list[str | None] = []
     for tag, first, last, _, _ in _compare(shared, lines):
         if tag == "equal":
@@ -64,7 +64,7 @@ def share(shared: SharedLines, lines: Sequence[str]) -> SharedLines:
 
 
 def fit(one: SharedLines, other: SharedLines) -> bool:
-    """Whether one program can have written both: lines that differ all lie where one of the two varies."""
+    """Whether one program can have written both: all lines that differ are at places where one of the two varies."""
     places = _pass_gaps({0}, other)
     for line in one:
         if line is None:
@@ -88,7 +88,7 @@ def _pass_gaps(places: set[int], lines: SharedLines) -> set[int]:
 
 
 def describe_difference(evaluated: SharedLines, served: SharedLines) -> str:
-    """Name the lines by which two parts that do not fit differ, the evaluated one first."""
+    """Return a text that names the lines by which two parts that do not fit differ, the evaluated one first."""
     pairs = list(_changes(evaluated, served))
     if not pairs:
         return "the order of its lines differs"
@@ -106,7 +106,7 @@ def _shared_length(one: str, other: str) -> int:
 
 
 def _changes(evaluated: SharedLines, served: SharedLines) -> Iterator[tuple[str, str]]:
-    """Return pairs of lines; an empty one where a line is only in the other."""
+    """Yield pairs of lines; one is empty if a line is only in the other."""
     known_e, known_s = set(evaluated), set(served)
     for tag, first, last, begin, end in _compare(evaluated, served):
         if tag == "equal":
@@ -117,7 +117,8 @@ def _changes(evaluated: SharedLines, served: SharedLines) -> Iterator[tuple[str,
             continue
         if begin < end and served[begin] is None and len(old) > len(new):
             old = old[1:]
-        if first < last and evaluated[first] is None:  # what varies may be the first of the new lines, or else the last
+        # the varying part may be the first of the new lines, otherwise the last
+        if first < last and evaluated[first] is None:
             new = new[1:]
         elif None in evaluated[first:last]:
             new = new[:-1]

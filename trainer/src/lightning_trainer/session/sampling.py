@@ -1,4 +1,4 @@
-"""How the calls of a program's agents are sampled. This is the only place that turns options into a `Routing`."""
+"""How the calls of a program's agents are sampled. Only this module turns options into a `Routing`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning_trainer.naming import parse_rules
 if TYPE_CHECKING:
     from lightning_trainer.session.answers import AnswerSource
 
-UNKNOWN_POLICY: Final = "policy"  # requested by calls whose agent has no policy, if agents have their own: refused
-UNNAMED: Final = "agent"  # name of the one agent of a command that names none
+UNKNOWN_POLICY: Final = "policy"  # requested by calls of agents without a policy, if agents have their own: rejected
+UNNAMED: Final = "agent"  # name of the only agent of a command that names none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class SamplingOptions:
         temperature: set on all calls; None: that of the request.
         plain: whether top_p, top_k, min_p and penalties of requests are ignored, and recorded.
         max_tokens: maximum tokens of an answer if the request sets no limit.
-        seed: of sampling; None: 0 for weights that are loaded here, and none for servers.
+        seed: sampling seed; None: 0 for weights that are loaded here, and none for servers.
         name_by: rules that name the agents of calls; see `naming`.
         prompts: system prompts that replace those of agents, by rollout.
     """
@@ -42,14 +42,14 @@ class SamplingOptions:
     prompts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse a rule that can't be read before anything is started."""
+        """Reject an invalid rule before anything is started."""
         parse_rules(self.name_by)
 
     def routing(self, answers: AnswerSource, command: str | None) -> Routing:
-        """Say which calls the model answers, and how they are sampled.
+        """Return which calls the model answers, and how they are sampled.
 
         Args:
-            answers: the model; if it is none, no call is routed to it.
+            answers: the model; without one, no call is routed to it.
             command: the program, if it is a command.
         """
         own = answers.policies
@@ -69,7 +69,7 @@ class SamplingOptions:
 
 
 class SamplingFields(Protocol):
-    """Options that say how calls are sampled: the configurations of `train`, `eval` and `prompts` have them."""
+    """Sampling options that the configurations of `train`, `eval` and `prompts` share."""
 
     @property
     def agents(self) -> tuple[str, ...] | None: ...  # noqa: D102
@@ -86,7 +86,7 @@ class SamplingFields(Protocol):
 
 
 def sampling_of(config: SamplingFields) -> SamplingOptions:
-    """Return how a configuration samples."""
+    """Return the sampling options of a configuration."""
     return SamplingOptions(
         agents=config.agents,
         temperature=config.temperature,
@@ -98,12 +98,12 @@ def sampling_of(config: SamplingFields) -> SamplingOptions:
 
 
 def unnamed(command: str | None, agents: Sequence[str] | None, name_by: Sequence[object] = ()) -> str | None:
-    """Name the agent of a command's calls that nothing names: the only one selected, or `agent`.
+    """Return the agent name for a command's calls that nothing names: the only one selected, or `agent`.
 
     Args:
         command: the agent, if it is a command.
         agents: those selected; None: all.
-        name_by: rules that name others, so that the one selected may be one of those.
+        name_by: rules that name other agents, so that the only one selected may be one of those.
     """
     if command is None:
         return None

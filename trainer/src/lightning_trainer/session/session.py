@@ -1,6 +1,6 @@
-"""A session: a program's workers, a store with its own queue, and a server behind which a model answers.
+"""A session: a program's workers, a store with its own queue, and a server that routes calls to a model.
 
-Every command that runs a program does so through a session, so that all of them queue, sample and wait the same way.
+Every command that runs a program uses a session, so all of them queue, sample and wait the same way.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Session:
         store: the server's. Runners of this server get what is queued in it here, and nothing else that waits in the
             same database.
         runner: claims and ends rollouts with a key that permits nothing else.
-        url: of the server, without ``/v1``.
-        app: of the server. Its routing and its replays can be reached there.
+        url: URL of the server, without ``/v1``.
+        app: app of the server. It gives access to its routing and its replays.
         answers: the model that answers.
-        timeouts: how rollouts that took too long count.
+        timeouts: how rollouts that timed out count.
     """
 
     store: Store
@@ -74,10 +74,10 @@ class Session:
         """Wait until all these rollouts have ended, and return their outcomes.
 
         Args:
-            rollouts: that were queued.
-            progress: is told how many have ended.
-            what: what progress calls them.
-            check: called between looks; raises to give up.
+            rollouts: rollouts that were queued.
+            progress: callback for the number that have ended.
+            what: their name in progress events.
+            check: called between polls; raises to give up.
 
         Raises:
             LightningError: see `rollouts.wait`; rollouts that have not ended are cancelled.
@@ -122,15 +122,15 @@ def open_session(
         store: a database, or its URL; only one that is opened here is closed here.
         answers: opens the model that answers; see `answers.open_answers`.
         sampling: which calls it answers, and how.
-        workers: worker processes.
-        concurrency: attempts at once in each.
+        workers: number of worker processes.
+        concurrency: concurrent attempts in each.
         progress: callback for progress events.
-        logs: folder for what the program prints; None: a temporary one.
-        timeouts: how rollouts that took too long count.
-        failed: what failures count as. Where they count, the rollout is not tried again.
+        logs: folder for the program's output; None: a temporary one.
+        timeouts: how rollouts that timed out count.
+        failed: what failures count as. If they count, the rollout is not retried.
 
     Raises:
-        LightningError: the program can't be imported, or the model can't be loaded or reached.
+        LightningError: the program cannot be imported, or the model cannot be loaded or reached.
     """
     with ExitStack() as stack:
         runner = stack.enter_context(
@@ -149,13 +149,13 @@ def open_runner(
 
     Args:
         job: the program.
-        workers: worker processes.
-        concurrency: attempts at once in each.
-        progress: is told that the program is imported.
-        logs: folder for what the program prints; None: a temporary one.
+        workers: number of worker processes.
+        concurrency: concurrent attempts in each.
+        progress: callback that reports the import of the program.
+        logs: folder for the program's output; None: a temporary one.
 
     Raises:
-        LightningError: the program can't be imported or called.
+        LightningError: the program cannot be imported or called.
     """
     with ExitStack() as stack:
         folder = logs or stack.enter_context(temporary_folder("lightning-logs-"))
@@ -180,7 +180,7 @@ def serve(
     timeouts: Timeouts = "count",
     failed: Failed = "exclude",
 ) -> Iterator[Session]:
-    """Serve the store and the model, and let a runner that has started claim rollouts, until the block ends.
+    """Serve the store and the model, and let a started runner claim rollouts, until the block ends.
 
     Only what is queued in `Session.store`, or over the server's API, is claimed.
 
@@ -190,11 +190,11 @@ def serve(
         answers: the model.
         sampling: which calls it answers, and how.
         port: 0 takes a free one.
-        host: address to listen on. On another than this machine's own nothing is encrypted.
-        keys: of the server; None: new ones, which nobody else has.
+        host: address to listen on. If it is not this machine's loopback address, traffic is not encrypted.
+        keys: keys of the server; None: new ones, which nobody else has.
         extend: adds routes to the server's app.
-        timeouts: how rollouts that took too long count.
-        failed: what failures count as. Where they count, the rollout is not tried again.
+        timeouts: how rollouts that timed out count.
+        failed: what failures count as. If they count, the rollout is not retried.
 
     Raises:
         ConfigError: the port is in use.
@@ -223,10 +223,10 @@ def serve(
 
 @contextmanager
 def open_database(url: str) -> Iterator[Store]:
-    """Open a store of this machine's, and close it after the block.
+    """Open a store on this machine, and close it after the block.
 
     Raises:
-        ConfigError: it is another server's: that one has its own gateway and queue.
+        ConfigError: it belongs to another server, which has its own gateway and queue.
     """
     if url.startswith(("http://", "https://")):
         raise ConfigError(f"store {url}: give a database (a path, sqlite:/// or postgresql://), not a server.")
