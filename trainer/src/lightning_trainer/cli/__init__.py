@@ -1,4 +1,4 @@
-"""`lightning-rl`: one file for each command, here or in its kit, imported when the command is called."""
+"""The `lightning-rl` command line: one file per command, here or in its kit, imported when the command is called."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FRAME: Final = {
 
 
 def _in_order(kits: Mapping[str, Listed]) -> dict[str, Listed]:
-    """Return the commands of the frame and of the kits, each of these after the one that it names."""
+    """Return the commands of the frame and of the kits, each kit's command after the one that it names."""
     names = list(FRAME)
     waiting = dict(kits)
     while waiting:
@@ -79,14 +79,14 @@ FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LazyGroup(click.Group):
-    """Imports a command when it is called, and prints errors made on purpose on one screen."""
+    """Imports commands when they are called, and prints intended errors on one screen."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Name the commands, in the order a user meets them; then those of plugins."""
+        """Return the names of the commands in the order a user meets them, followed by those of plugins."""
         return [*COMMANDS, *_plugin_commands()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - likewise
-        """Import a command."""
+        """Return a command, imported."""
         if cmd_name not in COMMANDS:
             return _plugin_commands().get(cmd_name)
         return _import_command(COMMANDS[cmd_name])
@@ -94,7 +94,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; one that is nearly right is told the nearest."""
+        """Return the command; for a misspelt name, fail and suggest the nearest one."""
         import difflib
 
         name = args[0]
@@ -105,25 +105,25 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Offer the commands' names without importing them."""
+        """Return completions of the commands' names without importing them."""
         from click.shell_completion import CompletionItem
 
         own = [CompletionItem(name, help=each.help) for name, each in COMMANDS.items() if name.startswith(incomplete)]
         return own or click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - likewise
-        """List the commands; ours are not imported for it."""
+        """List the commands without importing ours."""
         with formatter.section("Commands"):
             others = [(name, each.get_short_help_str(200)) for name, each in _plugin_commands().items()]
             formatter.write_dl([*((name, each.help) for name, each in COMMANDS.items()), *others])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take ``--debug`` wherever it stands."""
+        """Accept ``--debug`` at any position."""
         ctx.obj = {"debug": "--debug" in args}
         return super().parse_args(ctx, [arg for arg in args if arg != "--debug"])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. An error made on purpose ends with its status, an interrupt with 130."""
+        """Run the command. An intended error exits with its own status, an interrupt with 130."""
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
@@ -149,12 +149,12 @@ class LazyGroup(click.Group):
 
 
 def _suggest(error: click.NoSuchOption) -> None:
-    """Suggest our name for the option, if another trainer has it under the name that was given."""
+    """Suggest our name for the option if the given name is another trainer's name for it."""
     if error.ctx is not None:
         known = {flag for parameter in error.ctx.command.params for flag in parameter.opts}
         ours = translate(error.option_name.lstrip("-"), {flag.lstrip("-").replace("-", "_") for flag in known})
         if ours is not None:
-            # click declares it final, and reads it when it shows the error
+            # click declares it final, but reads it when it shows the error
             error.possibilities = [f"--{ours.replace('_', '-')}"]  # type: ignore[misc]
 
 
@@ -164,10 +164,10 @@ def _import_command(listed: Listed) -> click.Command:
 
 
 def _plugin_commands() -> dict[str, click.Command]:
-    """Return the commands that plugins register by the hook `lightning_register_commands`.
+    """Return the commands that plugins register with the hook `lightning_register_commands`.
 
     Raises:
-        ConfigError: one has the name of a command of ours.
+        ConfigError: one has the name of one of our commands.
     """
     found = {name: each for name, each in registry.registered("command").items() if COMMANDS.get(name) != each}
     if taken := sorted(found.keys() & COMMANDS.keys()):
@@ -180,7 +180,7 @@ def _plugin_commands() -> dict[str, click.Command]:
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(debug: bool) -> None:  # noqa: ARG001 - click passes flags by name; parse_args has taken it
     """Train the agents of a program you already have, by reinforcement learning, agent by agent, by name."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would be drawn through our own display
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would be drawn over our own display
     bypass_for_loopback(os.environ)
     _log_to_stderr()
     stalls.configure(os.environ.get("LIGHTNING_BOUNDS"))
@@ -196,7 +196,7 @@ def main() -> None:
 
         hide_key(sys.orig_argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: names and texts have any letter
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: names and texts may contain any character
     cli(prog_name="lightning-rl")
 
 
@@ -206,13 +206,13 @@ def _log_to_stderr() -> None:
     from lightning_trainer.gateway.http.masking import masked
 
     class Formatter(PrintableFormatter):
-        """Masks keys, also those in tracebacks."""
+        """Masks keys, including those in tracebacks."""
 
         def format(self, record: logging.LogRecord) -> str:
             return masked(super().format(record))
 
     class Stderr(logging.StreamHandler[Any]):
-        """Writes to whatever stderr is at that moment: a live display puts itself in between."""
+        """Writes to the current stderr: a live display replaces it."""
 
         def emit(self, record: logging.LogRecord) -> None:
             self.stream = sys.stderr

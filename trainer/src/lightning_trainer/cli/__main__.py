@@ -1,4 +1,4 @@
-"""`python -m lightning_trainer.cli`: the same as `lightning-rl`."""
+"""`python -m lightning_trainer.cli`, the same as `lightning-rl`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner's key, out of sight of others: neither in its environment nor in its command line."""
+"""Hides a runner's key from other processes: it is neither in its environment nor in its command line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PASSED: Final = "LIGHTNING_KEY_FD"
 
 
 def hide_key(arguments: Sequence[str]) -> None:
-    """Start this program again without what leads to its key, which is handed over through a pipe.
+    """Restart this program without anything that leads to its key, which is passed through a pipe.
 
-    Every process of the machine may read a command line, and agents are children of the runner's. Does nothing where
-    neither ``--key-file`` nor ``LIGHTNING_KEY`` is there.
+    Every process of the machine can read a command line, and agents are child processes of the runner. Does nothing if
+    neither ``--key-file`` nor ``LIGHTNING_KEY`` is set.
 
     Args:
         arguments: of the program, as in `sys.orig_argv`.
@@ -33,7 +33,7 @@ def hide_key(arguments: Sequence[str]) -> None:
 
 
 def handed_over() -> dict[str, str | None]:
-    """Return ``key_file`` and ``key`` as `hide_key` handed them over; empty where it did not."""
+    """Return ``key_file`` and ``key`` as passed by `hide_key`; empty if it passed none."""
     number = os.environ.pop(_PASSED, None)
     if number is None:
         return {}

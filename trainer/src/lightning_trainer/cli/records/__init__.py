@@ -1,1 +1,1 @@
-"""Commands that read what was recorded: shown, compared, exported, done again, deleted."""
+"""Commands that read records: show, compare, export, recompute, delete."""

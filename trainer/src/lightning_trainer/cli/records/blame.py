@@ -84,7 +84,7 @@ def _store_of(run: Path, config: TrainConfig, *, trust: bool) -> str | None:
     """Return the store that a run's folder names; None: the one in the folder.
 
     Raises:
-        ConfigError: it names one, and is not trusted to.
+        ConfigError: it names one, and the folder is not trusted.
     """
     if config.store is not None and not trust:
         raise ConfigError(
@@ -104,8 +104,9 @@ def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[st
     values = read_kept(run, instead)
     if credit is not None:
         values |= {"credit": credit, "gamma": None, "credit_options": {}}
-        values |= dict.fromkeys(_OF_FORKS)  # what was drawn again is there; nothing is now
-    if values.get("credit") == "counterfactual":  # who earned it is told by alternatives; groups give riders as much
+        values |= dict.fromkeys(_OF_FORKS)  # the calls that were sampled again are recorded; none are sampled now
+    # the alternatives show who earned the reward; comparison within groups credits free riders equally
+    if values.get("credit") == "counterfactual":
         values["credit_options"] = {**(values.get("credit_options") or {}), "group": False}
     if gamma is not None:
         values["gamma"] = gamma
@@ -116,7 +117,7 @@ def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[st
 def _choose_rollouts(
     run: Path, rollouts: Sequence[Rollout], steps: Sequence[int], *, held_out: bool, shared: bool
 ) -> list[Rollout]:
-    """Keep the rollouts of a run that have ended, of these steps; with the forks that it made of them."""
+    """Return the ended rollouts of a run, of these steps, with the forks made from them."""
     from lightning_trainer.run.group_ids import groups_of, prefix_of
 
     mode = "val" if held_out else "train"

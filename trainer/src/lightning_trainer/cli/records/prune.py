@@ -28,7 +28,7 @@ _UNITS_S: Final = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
 def _age_s(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
-    """Read a time span such as ``12h`` or ``30d``, in seconds."""
+    """Parse a time span such as ``12h`` or ``30d``, in seconds."""
     if value is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", value)
@@ -125,10 +125,10 @@ def _refuse_contradictions(
     expired: bool,
     block_checkpoints: bool,
 ) -> None:
-    """Refuse options that contradict each other, or name nothing.
+    """Reject options that contradict each other or name nothing.
 
     Raises:
-        ConfigError: says which, and what to do.
+        ConfigError: names the options, and what to do.
     """
     named = bool(rollouts or traces)
     if expired and (age_s is not None or named):
@@ -142,14 +142,14 @@ def _refuse_contradictions(
 
 
 def _describe_choice(origin: str | None, named: int, age_s: float | None, store: str) -> str:
-    """Return the question before the deletion."""
+    """Return the question to confirm before the deletion."""
     what = "of every origin" if origin is None else f"of origin {origin}"
     count = f", {named} named" if named else ""
     return f"Delete traces {what}{count}{'' if age_s is None else ', by age'} in {store}?"
 
 
 def _find_expired(store: Store, origin: str | None) -> list[str]:
-    """Return the ids of the traces that are past their retention."""
+    """Return the ids of the traces past their retention."""
     from lightning_spans.store.traces import each_trace
     from lightning_trainer.lineage.permits import is_expired
 
@@ -158,17 +158,20 @@ def _find_expired(store: Store, origin: str | None) -> list[str]:
 
 
 def _find_affected(runs: Path, ids: Sequence[str]) -> list[AffectedCheckpoint]:
-    """Find the checkpoints that learned from what is named, before it is deleted: a broken manifest stops that."""
+    """Return the checkpoints that learned from these ids.
+
+    It runs before the deletion, which a broken manifest stops.
+    """
     from lightning_trainer.lineage.search import find_checkpoints
 
     return find_checkpoints(runs, ids) if ids else []
 
 
 def _ask(question: str) -> None:
-    """Ask, and end where the answer is no.
+    """Ask for confirmation, and stop if the answer is no.
 
     Raises:
-        ConfigError: no yes came, and no terminal is there to ask.
+        ConfigError: nothing was confirmed, and there is no terminal to ask.
     """
     try:
         click.confirm(question, abort=True)

@@ -60,7 +60,7 @@ def _print(rows: Sequence[RunSummary]) -> None:
         "run", "steps", "before", "after", "difference", "training reward", "", "time", "tokens", "checkpoint"
     )
     for row in rows:
-        ends = row.curve[:1] + row.curve[1:][-1:]  # of a single step one number
+        ends = row.curve[:1] + row.curve[1:][-1:]  # one number for a single step
         table.add_row(
             Text(printable(row.folder)),
             f"{row.steps}",

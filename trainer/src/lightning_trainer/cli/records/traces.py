@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lightning_spans.schema.rewards import Reward
     from lightning_spans.store import Store
 
-SHORT = 100  # characters of a text that a line of the tree shows
-GIVEN = ("run", "score", "emit_reward")  # sources of rewards that the user's own program gave
+SHORT = 100  # most characters of a text in a line of the tree
+GIVEN = ("run", "score", "emit_reward")  # sources of rewards from the user's own program
 
 
 @click.command(name="traces")
@@ -130,7 +130,7 @@ class TraceFilter:
     text: str | None
 
     def takes(self, trace: Trace) -> bool:
-        """Whether a trace is shown: it meets every condition that was set."""
+        """Whether a trace meets every condition that is set, and is shown."""
         from lightning_trainer.rl.scores import total
 
         if self.agents and not any(selects(self.agents, path) for path in trace.agent_paths):
@@ -148,7 +148,7 @@ class TraceFilter:
 
 
 def _refuse_unknown(store: Store, rollouts: Sequence[str]) -> None:
-    """Refuse rollouts that the store does not have.
+    """Reject rollouts that the store does not have.
 
     Raises:
         ConfigError: names them.
@@ -162,7 +162,7 @@ def _refuse_unknown(store: Store, rollouts: Sequence[str]) -> None:
 
 
 def _note_agents(traces: Iterable[Trace], seen: set[str]) -> Iterator[Trace]:
-    """Give traces on, and note the agents that called a model in them."""
+    """Yield the traces, and note the agents that called a model in them."""
     for trace in traces:
         seen.update(name_of(path) for path in trace.agent_paths)
         yield trace
@@ -186,7 +186,7 @@ def _write_tasks(path: Path, traces: Iterable[Trace], field: str, permits: Permi
     read, written, refused = 0, 0, 0
     left_out: Counter[str] = Counter()
     tenants: set[str] = set()
-    part = path.with_name(f"{path.name}.part")  # a file that is there is replaced by a whole one only
+    part = path.with_name(f"{path.name}.part")  # an existing file is only replaced by a complete one
     try:
         with part.open("w", encoding="utf-8") as file:
             for trace in traces:
@@ -236,7 +236,7 @@ def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord], *,
 
 
 def _by_node(trace: Trace) -> dict[str | None, list[Reward]]:
-    """Sort rewards by the span that they are tied to; None for those of the attempt, or of a span that is not there."""
+    """Group rewards by their span; None: those of the whole attempt, or of a span that is missing."""
     spans = {span_id: node.span.span_id for node in trace for span_id in (node.span.span_id, *node.merged)}
     found: dict[str | None, list[Reward]] = {}
     for reward in trace.rewards:
@@ -253,7 +253,7 @@ def _json_lines(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _grow(tree: Tree, trace: Trace, rewards: dict[str | None, list[Reward]], *, whole: bool) -> None:
-    """Hang every node under its parent; a stack, not recursion, because agents nest deeply."""
+    """Add every node below its parent. Uses a stack instead of recursion, because agents nest deeply."""
     stack: list[tuple[Tree, Node]] = [(tree, node) for node in reversed(trace.roots)]
     while stack:
         parent, node = stack.pop()
@@ -267,7 +267,7 @@ def _grow(tree: Tree, trace: Trace, rewards: dict[str | None, list[Reward]], *, 
 
 
 def _question_and_answer(node: Node) -> list[str]:
-    """Return what a model was asked last, and what it answered, each with its sign before it."""
+    """Return a model's last input and its answer, each with its sign in front."""
     from lightning_trainer.run.live_tasks import answered, asked
 
     question, reply = asked(node), answered(node)
@@ -300,7 +300,7 @@ def _line(node: Node) -> Text:
     from rich.text import Text
 
     span = node.span
-    name = span.name.removeprefix(f"{span.operation} ")  # OpenTelemetry's names begin with it
+    name = span.name.removeprefix(f"{span.operation} ")  # OpenTelemetry's span names begin with the operation
     line = Text(f"{span.operation} ", style="dim").append(name, style="bold")
     if span.agent and span.agent != name:
         line.append(f"  {span.agent}", style="magenta")

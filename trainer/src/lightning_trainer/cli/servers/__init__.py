@@ -1,1 +1,1 @@
-"""Commands that serve: models, stores, runners, and the keys that they ask for."""
+"""Commands that serve models and stores, start runners, and manage the keys for them."""

@@ -32,7 +32,7 @@ def command() -> None:
     """Create, list and revoke the keys of a server."""
 
 
-_TERMS = group_options(  # of the data that comes with a key
+_TERMS = group_options(  # of the data that is sent with a key
     click.option("--source", metavar="NAME", help="Where the data comes from."),
     click.option("--retention-days", type=float, help="Days after which it is neither used nor kept."),
     click.option("--consent", type=click.Choice(["granted", "denied"]), help="Whether it may be learned from."),

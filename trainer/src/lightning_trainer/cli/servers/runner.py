@@ -109,10 +109,10 @@ def command(*, url: str, key_file: Path | None, drain_s: float, **flags: Any) ->
 
 
 def _refuse_contradictions(flags: dict[str, Any]) -> None:
-    """Refuse options that contradict each other.
+    """Reject options that contradict each other.
 
     Raises:
-        ConfigError: says which, and what to do.
+        ConfigError: names the options, and what to do.
     """
     from lightning_trainer.config.mistakes import refuse
 
@@ -137,7 +137,7 @@ def _refuse_contradictions(flags: dict[str, Any]) -> None:
 
 
 def _make_runner(job: Job, flags: dict[str, Any]) -> tuple[Runner, int]:
-    """Make the runner, with its number of workers."""
+    """Return the runner and its number of workers."""
     from lightning_trainer.config.workers import cores
     from lightning_trainer.runner.environment import allowed
     from lightning_trainer.runner.own_users import parse_users
@@ -174,7 +174,7 @@ def _make_runner(job: Job, flags: dict[str, Any]) -> tuple[Runner, int]:
 
 
 def _store(url: str, key: str, key_file: Path | None) -> HttpStore:
-    """Open the server's store, with the key that is in the file at each time."""
+    """Open the server's store with the key that the file currently contains."""
     from lightning_spans.store.http import HttpStore
     from lightning_trainer.runner.key_file import KeyFromFile
 
@@ -182,7 +182,7 @@ def _store(url: str, key: str, key_file: Path | None) -> HttpStore:
 
 
 def _checked_key(url: str, key_file: Path | None, key: str | None) -> str:
-    """Read the key, and see that the server is there and takes it."""
+    """Return the key after checking that the server is reachable and accepts it."""
     from lightning_spans.errors import ConfigError, StoreError
     from lightning_spans.store.http import HttpStore
 
@@ -198,9 +198,9 @@ def _checked_key(url: str, key_file: Path | None, key: str | None) -> str:
 
 
 def _work_until_stopped(runner: Runner, store: HttpStore, facts: dict[str, Any], drain_s: float) -> None:
-    """Work until a first signal, then let rollouts end for so long, or until a second one."""
+    """Work until a first signal, then let rollouts finish for up to `drain_s` seconds or until a second signal."""
     asked, again = threading.Event(), threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own handlers
         signal.signal(number, lambda *_: (again if asked.is_set() else asked).set())
     try:
         runner.start()
@@ -227,7 +227,7 @@ def _ray(
     cpus: float,
     env: str | None,
 ) -> tuple[int, Start]:
-    """Join the cluster, and give the number of workers and what starts one there."""
+    """Join the cluster, and return the number of workers and the function that starts one there."""
     from lightning_spans.errors import ConfigError
     from lightning_trainer.runner.ray import Placement, RayWorker, connect
 

@@ -63,7 +63,7 @@ def command(
     folder = models.resolve(checkpoint)
     refuse_blocked(folder, allowed=allow_blocked)
     own = own_loading(read_subject(checkpoint))
-    with ExitStack() as stack:  # to load weights may take minutes: whether key and calls can be kept is known before
+    with ExitStack() as stack:  # loading weights may take minutes: first check that key and calls can be stored
         files = stack.enter_context(key_files(key_file))
         kept = stack.enter_context(open_database(store)) if store else NullStore()
         click.echo(f"loading {checkpoint} ...", err=True)
@@ -77,7 +77,7 @@ def command(
 
 
 def _name(name: str | None, folder: Path) -> str | None:
-    """Name the model, unless the folder has adapters, which are named."""
+    """Return the model's name; None if the folder contains adapters, which have their own names."""
     from lightning_spans.errors import ConfigError
     from lightning_trainer.policies import ADAPTERS_NAME
 

@@ -161,7 +161,7 @@ def command(
 
 
 def _upstreams(adapters: Path | None, flags: dict[str, Any]) -> Sequence[Upstream]:
-    """Read the servers that answer."""
+    """Read the upstream servers."""
     from lightning_trainer.cli.servers.upstreams import read_upstreams
 
     return read_upstreams(
@@ -176,7 +176,7 @@ def _upstreams(adapters: Path | None, flags: dict[str, Any]) -> Sequence[Upstrea
 
 
 def _settings(endpoint: str | None, models: Sequence[str], flags: dict[str, Any]) -> dict[str, Any]:
-    """Read what the gateway does with calls and spans: its routing, its limits and what it keeps of production."""
+    """Read the settings of the gateway: routing, limits, and what it keeps of production spans."""
     from lightning_spans.record.production import Live, parse_rate
     from lightning_spans.record.redaction import read_rules
     from lightning_trainer.gateway.settings import parse_limits
@@ -190,7 +190,7 @@ def _settings(endpoint: str | None, models: Sequence[str], flags: dict[str, Any]
 
 
 def _place(endpoint: str | None, flags: dict[str, Any]) -> ListenAddress:
-    """Read where the server listens, and how."""
+    """Read the address where the server listens, and its TLS options."""
     from lightning_trainer.cli.servers.serving import ListenAddress
 
     known_as = (urlsplit(endpoint).hostname or "",) if endpoint else ()
@@ -218,7 +218,7 @@ def _add_view(app: App, store: str, tokenizers: Sequence[str]) -> Views:
 def _routing(
     names: str | None, model: str | None, models: Sequence[str], endpoint: str | None, rules: Sequence[NameRule]
 ) -> Routing:
-    """Say which agents' calls go to which model."""
+    """Return which agents' calls go to which model."""
     from lightning_spans.errors import ConfigError
     from lightning_trainer.gateway.settings import Routing
 

@@ -1,4 +1,4 @@
-"""What `serve` and `server` share: keys in files, one line of JSON when ready, and a clean end."""
+"""Shared parts of `serve` and `server`: keys in files, one line of JSON when ready, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-STORE_S: Final = 60.0  # for a database that starts together with the server
+STORE_S: Final = 60.0  # for a database that starts at the same time as the server
 _STARTING: Final = re.compile(r"(?i)starting up|shutting down|connection refused|in recovery mode")
 
 
 @contextmanager
 def key_files(key_file: Path | None, *scopes: Scope, rotate: bool = False) -> Iterator[KeyFiles]:
-    """Make keys and write them where only their owner can read them.
+    """Create keys and write them where only their owner can read them.
 
     Args:
-        key_file: for the admin key; the secret lies beside it, so that keys outlive the server. None: a folder that
-            goes with the process.
-        scopes: others that get a file of their own beside it.
+        key_file: for the admin key; the secret is stored next to it, so that keys outlive the server. None: a folder
+            that is deleted with the process.
+        scopes: other scopes, each with its own file next to it.
         rotate: sign with a new secret; see `Keys.from_file`.
 
     Yields:
         The files, which `serve_until_stopped` renews.
 
     Raises:
-        ConfigError: a file can't be written.
+        ConfigError: a file cannot be written.
     """
     from lightning_trainer.gateway.auth.key_files import KeyFiles
     from lightning_trainer.gateway.auth.keys import Keys
@@ -62,10 +62,10 @@ def key_files(key_file: Path | None, *scopes: Scope, rotate: bool = False) -> It
 
 @contextmanager
 def opened_when_ready(url: str, *, wait_s: float = STORE_S, pause_s: float = 1.0) -> Iterator[Store]:
-    """Open a store as `session.open_database` does, but wait for a database that is still starting.
+    """Open a store like `session.open_database`, but wait for a database that is still starting.
 
     Raises:
-        StoreError: it can't be opened for another reason, or not within so many seconds.
+        StoreError: it cannot be opened for another reason, or not within `wait_s` seconds.
         ConfigError: see `session.open_database`.
     """
     from lightning_trainer.session.session import open_database
@@ -97,7 +97,7 @@ tls_options = group_options(
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Where to listen, and how; the fields are those of `ServerThread`."""
+    """The address and TLS options to listen with; the fields are those of `ServerThread`."""
 
     host: str
     port: int
@@ -108,7 +108,7 @@ class ListenAddress:
 
 
 def check_place(place: ListenAddress) -> None:
-    """Refuse a place where nothing can be served, before anything is made that a refusal would leave behind.
+    """Reject an address where nothing can be served, before anything is created that would be left behind.
 
     Raises:
         ConfigError: see `serve_until_stopped`.
@@ -128,17 +128,18 @@ def _server(app: Any, place: ListenAddress) -> ServerThread:
 def serve_until_stopped(
     app: Any, place: ListenAddress, files: KeyFiles, *, stopping: Callable[[], None] = lambda: None, **facts: Any
 ) -> None:
-    """Serve an app, say so in one line of JSON, and go on until Ctrl-C or SIGTERM. Its keys are renewed meanwhile.
+    """Serve an app, report it in one line of JSON, and renew its keys until Ctrl-C or SIGTERM.
 
     Args:
         app: the app.
-        place: where.
-        files: of its keys.
-        stopping: called before answers under way are waited for.
-        facts: more for that line.
+        place: where to listen.
+        files: the files of its keys.
+        stopping: called before waiting for responses in progress.
+        facts: further entries of that line.
 
     Raises:
-        ConfigError: the port is in use, the address is not of this machine, or encryption is wanted and not given.
+        ConfigError: the port is in use, the address is not of this machine, or encryption is required and not
+            configured.
     """
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""The key of each upstream: no server is sent another's."""
+"""The key of each upstream. No server is sent the key of another."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def with_keys(upstreams: Sequence[Upstream], named: Sequence[str], environment: 
     """Return upstreams with their keys.
 
     Args:
-        upstreams: as the command line names them.
-        named: ``MODEL=FILE`` of those whose key is in a file.
-        environment: has the others.
+        upstreams: as named on the command line.
+        named: ``MODEL=FILE`` for each whose key is in a file.
+        environment: contains the other keys.
 
     Raises:
-        ConfigError: a file can't be read or is no upstream's, or one key is there for servers of several owners.
+        ConfigError: a file cannot be read or belongs to no upstream, or one key would go to servers of several owners.
     """
     keys = {each.model: environment[_name(each)] for each in upstreams if environment.get(_name(each))}
     keys |= dict(_from_file(text, upstreams) for text in named)
@@ -54,7 +54,7 @@ def _from_file(text: str, upstreams: Sequence[Upstream]) -> tuple[str, str]:
 
 
 def _check_same_servers(upstreams: Sequence[Upstream]) -> None:
-    """See that one key is sent to the servers of one model alone, or of models at the same addresses."""
+    """Check that the shared key is sent only to the servers of one model, or of models at the same addresses."""
     places = {frozenset(urlsplit(url).netloc for url in (each.url, *each.replicas)) for each in upstreams}
     if len(places) > 1:
         names = ", ".join(_name(each) for each in upstreams)

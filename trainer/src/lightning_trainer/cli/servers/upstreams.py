@@ -1,4 +1,4 @@
-"""The upstreams that the command line names, with all that it says of each."""
+"""The upstreams that the command line names, with all their options."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def read_upstreams(
     tool_formats: Sequence[str],
     system_messages: str | None = None,
 ) -> list[Upstream]:
-    """Read the upstreams, with their keys, and with the adapters that they load now.
+    """Read the upstreams with their keys, and with the adapters that they load now.
 
     Args:
         texts: ``MODEL=URL[,URL...]``.
-        timeout_s: most seconds of an answer; None: any.
-        keys: ``MODEL=FILE`` of those whose key is in a file; the environment has the others.
-        adapters: checkpoint whose adapters the servers of the one upstream load.
+        timeout_s: time limit of an answer in seconds; None: none.
+        keys: ``MODEL=FILE`` for each whose key is in a file; the environment has the others.
+        adapters: checkpoint whose adapters are loaded by the servers of the only upstream.
         tokenizers: ``MODEL=FOLDER``.
         tool_formats: ``MODEL=NAME`` of those with a tokenizer.
-        system_messages: ``merge`` joins, for all tokenizers, messages that strict chat templates refuse.
+        system_messages: ``merge`` joins, for all tokenizers, messages that strict chat templates reject.
 
     Raises:
-        ConfigError: one of them is malformed, is about no upstream, or can't be read or loaded.
+        ConfigError: one of them is malformed, names no upstream, or cannot be read or loaded.
     """
     upstreams = with_keys([parse_upstream(text, total_s=timeout_s) for text in texts], keys, os.environ)
     upstreams += load_adapters(adapters, upstreams) if adapters else []
@@ -44,7 +44,7 @@ def read_upstreams(
 
 
 def read_provider(url: str | None) -> Upstream | None:
-    """Return where named agents' calls go that are not trained, with its key; None where no URL is given."""
+    """Return the upstream for calls of named agents that are not trained, with its key; None if no URL is given."""
     key = os.environ.get("LIGHTNING_PROVIDER_KEY")
     provider = parse_provider(url, key=key) if url else None
     remember(key)
@@ -57,8 +57,8 @@ def _with_tokenizers(
     """Return upstreams with the tokenizers that are named for them.
 
     Raises:
-        ConfigError: a name is no upstream's, a folder has no tokenizer with a chat template, or messages are to be
-            merged where there is no tokenizer.
+        ConfigError: a name matches no upstream, a folder has no tokenizer with a chat template, or messages should be
+            merged but there is no tokenizer.
     """
     from lightning_trainer.models.tokenizers import load_tokenizer
 
@@ -82,10 +82,10 @@ def _with_tokenizers(
 
 
 def _with_formats(upstreams: Sequence[Upstream], named: Sequence[str]) -> list[Upstream]:
-    """Return upstreams with the formats of tool calls that are named for them.
+    """Return upstreams with the tool-call formats that are named for them.
 
     Raises:
-        ConfigError: a name is no upstream's with a tokenizer, or there is no such format.
+        ConfigError: a name matches no upstream with a tokenizer, or there is no such format.
     """
     from lightning_trainer.gateway.formats.table import by_name
 

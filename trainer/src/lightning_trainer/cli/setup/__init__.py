@@ -1,1 +1,1 @@
-"""Commands for the first day: a project to begin with, and what works on this machine."""
+"""Commands for getting started: create a project, and check this machine."""

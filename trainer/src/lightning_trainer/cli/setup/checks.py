@@ -1,4 +1,4 @@
-"""What works on this machine, and what to do about what does not: facts for `lightning-rl doctor`."""
+"""Checks for `lightning-rl doctor`: what works on this machine, and how to fix what does not."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ FRAMEWORKS: Final = (
     "pydantic-ai-slim", "google-adk", "llama-index-core", "dspy", "strands-agents", "agno", "smolagents",
     "haystack-ai",
 )  # fmt: skip
-FOLLOWED: Final = ("anthropic", "google-genai", "ollama", "cohere", "litellm")  # clients that are not openai's
-ELSEWHERE: Final = ("boto3",)  # likewise, of whose calls only frameworks tell
+FOLLOWED: Final = ("anthropic", "google-genai", "ollama", "cohere", "litellm")  # clients other than openai's
+ELSEWHERE: Final = ("boto3",)  # likewise, but their calls are reported only by frameworks
 TRAINING: Final = ("torch", "transformers", "peft", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One fact.
+    """One check.
 
     Attributes:
-        what: what was looked at.
-        state: ``ok``, ``broken``, or ``absent`` where it is missing and nobody need miss it.
-        found: what was found.
-        do: what to do; empty where there is nothing to do.
+        what: what was checked.
+        state: ``ok``, ``broken``, or ``absent`` if it is missing but not required.
+        found: the finding.
+        do: what to do; empty if there is nothing to do.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Check:
 def examine(
     *, model: str | None = None, store: str | None = None, server: str | None = None, key: str | None = None
 ) -> Iterator[Check]:
-    """Look at this machine, and at a model, a store and a server where they are named."""
+    """Check this machine, and a model, a store and a server if they are named."""
     yield Check("Python", "ok", f"{platform.python_version()} on {platform.platform()}")
     for name in OURS:
         yield Check(name, "ok", _version(name) or "not installed as a package")
@@ -81,7 +81,7 @@ def _version(name: str) -> str | None:
 
 
 def _plugins() -> Iterator[Check]:
-    """Load every plugin, as attach() would, and bind its hooks once."""
+    """Load every plugin as attach() does, and bind its hooks once."""
     from lightning_spans import hooks as plugins
     from lightning_spans.hooks import PROJECT
 
@@ -108,21 +108,21 @@ def _bind(plugins: Any, name: str) -> str:
 
 
 class _Nowhere:
-    """A sink for the moment in which a plugin is tried."""
+    """A sink for the time while a plugin is tried."""
 
     def put(self, span: object, attempt: object) -> None:
-        """Let go of a span."""
+        """Discard a span."""
 
     def flush(self, timeout_s: float) -> bool:  # noqa: ARG002 - the protocol's signature
-        """Nothing waits."""
+        """Return True: nothing is waiting."""
         return True
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def _elsewhere() -> Iterator[Check]:
-    """Say of clients that are there what becomes of calls that are made with them."""
+    """Report for each installed client what happens to calls made with it."""
     for name in FOLLOWED:
         if (found := _version(name)) is not None:
             yield Check(f"client {name}", "ok", f"{found}; its calls are recorded, and go to the policy in training")
@@ -200,7 +200,7 @@ def _server(url: str, key: str | None) -> str:
 def _try_check(what: str, look: Callable[[], str], do: str) -> Check:
     try:
         return Check(what, "ok", look())
-    except LightningError as error:  # it says itself what to do
+    except LightningError as error:  # its message already says what to do
         return Check(what, "broken", str(error))
     except Exception as error:  # noqa: BLE001 - whatever is wrong is the finding
         return Check(what, "broken", f"{type(error).__name__}: {error}", do)

@@ -69,7 +69,7 @@ def command(
 
 
 def _print_tinker(url: str, model: str | None, *, as_json: bool) -> bool:
-    """Say what a Tinker server can do, and return whether the backend works with it; as JSON in one line, the last."""
+    """Print what a Tinker server supports, and return whether the backend works with it. JSON: one line, the last."""
     from lightning_trainer.backends.tinker.describe import describe, lines
 
     facts = describe(url, model)
@@ -85,13 +85,13 @@ def _print_tinker(url: str, model: str | None, *, as_json: bool) -> bool:
 def _print_template(
     model: str, chat_template: str | None, system_messages: str | None, tool_format: str | None, *, as_json: bool
 ) -> None:
-    """Say what a model's chat template does; as JSON in one line, the last."""
+    """Print what a model's chat template does. JSON: one line, the last."""
     from lightning_trainer.gateway.prompt.doctor import examined
     from lightning_trainer.models import look
     from lightning_trainer.models.tokenizers import load_tokenizer
 
     folder = look(model).folder
-    if folder is None:  # it is not fetched for this
+    if folder is None:  # not downloaded for this check
         return
     report = examined(load_tokenizer(folder, chat_template, system_messages), tool_format)
     if as_json:

@@ -1,1 +1,1 @@
-"""Commands that run a program on tasks, to learn from it or to measure it."""
+"""Commands that run a program on tasks, to train or to measure it."""

@@ -1,4 +1,4 @@
-"""What `lightning-rl agents` prints: a row an agent, and why it would be trained or not."""
+"""The output of `lightning-rl agents`: one row per agent, and why it would be trained or not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONLY_CALLS: Final = (
 
 
 def print_rows(rows: Sequence[AgentRow], *, as_json: bool) -> None:
-    """Print the agents, as a table or a JSON object each."""
+    """Print the agents as a table, or as one JSON object each."""
     if as_json:
         for row in rows:
             print_json(row.to_json())
@@ -31,7 +31,7 @@ def print_rows(rows: Sequence[AgentRow], *, as_json: bool) -> None:
 
 
 def print_joins(traces: Sequence[Trace], *, as_json: bool) -> None:
-    """Say what became of rewards and calls; that calls at their own endpoint have no tokens is as it should be."""
+    """Print how rewards and calls were joined. Calls at the agents' own endpoints have no tokens, which is expected."""
     from lightning_spans.adapter.trace import count_joins
     from lightning_trainer.report.agents import misspelt_rewards
 
@@ -84,12 +84,12 @@ def _print_table(rows: Sequence[AgentRow]) -> None:
 
 
 def _places(row: AgentRow) -> str:
-    """Say where it stands, where that is in several places: they can be selected apart."""
+    """Return the agent's paths if there are several, because each can be selected separately."""
     return f"; it is {', '.join(row.paths)}: name one of these to select it alone" if len(row.paths) > 1 else ""
 
 
 def _sources(row: AgentRow) -> str:
-    """Say where its reward came from, where there is more than one source."""
+    """Return the sources of its reward if there are several."""
     parts = [f"{value:+.3f} {source}" for source, value in row.reward_sources.items()]
     return f"; reward {' '.join(parts)}" if len(parts) > 1 else ""
 

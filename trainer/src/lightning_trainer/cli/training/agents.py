@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_trainer.session.answers import Subject
 
 
-_ALWAYS: Final = ("timeout_s", "columns")  # options that may stand where no program runs
+_ALWAYS: Final = ("timeout_s", "columns")  # options that are allowed when no program runs
 
 
 @click.command(name="agents")
@@ -138,7 +138,7 @@ def _open_environment(flags: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _read_trial(flags: dict[str, Any], chosen: tuple[str, ...] | None, count: int) -> Trial:
-    """Read what runs, on which tasks, and what answers its calls.
+    """Read the program, its tasks, and the model for its calls.
 
     Raises:
         LightningError: an option is missing, has a wrong value, or contradicts another.
@@ -177,10 +177,10 @@ def _read_trial(flags: dict[str, Any], chosen: tuple[str, ...] | None, count: in
 
 
 def _refuse_program_options(options: dict[str, Any]) -> None:
-    """Refuse what is of a program that runs here, where none is named.
+    """Reject options of a program that runs here if none is named.
 
     Raises:
-        LightningError: says which.
+        LightningError: names the options.
     """
     if names := [f"--{name.replace('_', '-')}" for name in given(options)]:
         raise LightningError(
@@ -190,7 +190,7 @@ def _refuse_program_options(options: dict[str, Any]) -> None:
 
 
 def _read_traces(store: str, key_file: Path | None) -> list[Trace]:
-    """Read the traces of a store, and say which attempts failed."""
+    """Read the traces of a store, and report which attempts failed."""
     from lightning_spans.store.traces import traces_of
 
     with reading(store, key_file) as source:
@@ -200,7 +200,7 @@ def _read_traces(store: str, key_file: Path | None) -> list[Trace]:
 
 
 def _subject(model: str | None, url: str | None) -> Subject:
-    """Say what answers: a server, a model, or, without either, what always does."""
+    """Return what answers the calls: a server, a model, or if neither is given the agents' own endpoints."""
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.session.answers import AsItIs, endpoint, read_subject
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_trainer.run.data import Task
 
 
-TRIAL_S = 30.0  # for rollouts, by default
+TRIAL_S = 30.0  # default time limit for rollouts
 LEFT_OUT = frozenset(
     {
         "target",
@@ -86,7 +86,7 @@ def command(
     if not isinstance(backend, Embedded):
         raise ConfigError(f"tasks are tried with a model in this process, and backend = {config.backend} has none.")
     tasks = load_tasks(config.data, config.columns)[:first]
-    with ExitStack() as stack:  # a trial may take hours: whether its tasks can be kept is known before
+    with ExitStack() as stack:  # a trial may take hours: first check that its tasks can be stored
         kept = stack.enter_context(closing(_draft(keep, config.data))) if keep is not None else None
         limit_s = TRIAL_S if first is None and keep is None else math.inf
         with Shown(f"trying up to {len(tasks)} tasks, {samples} times each") as progress:
@@ -138,10 +138,11 @@ def _print(tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
 
 
 def _draft(path: Path, data: Path) -> Draft:
-    """Begin the file of the tasks that are kept.
+    """Start the file for the tasks that are kept.
 
     Raises:
-        ConfigError: it can't be written, `train --data` would not read it, or it would replace all tasks by a few.
+        ConfigError: it cannot be written, `train --data` could not read it, or it would overwrite the file of all
+            tasks.
     """
     from lightning_spans.errors import ConfigError
     from lightning_trainer.kits.export.files import Draft

@@ -71,7 +71,7 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
 
 
 def _print_sentences(result: Result) -> None:
-    """Print what a person wants to know, on stderr."""
+    """Print the results for people, on stderr."""
     if result.checkpoint is not None:
         click.echo(f"curve: {result.folder / 'curve.png'}\nserve it: lightning-rl serve {result.folder}", err=True)
     for name, told in zip(("before", "after"), result.scores(), strict=True):
@@ -96,7 +96,7 @@ def _print_sentences(result: Result) -> None:
 
 
 def _facts(result: Result) -> dict[str, Any]:
-    """Return the last line of JSON."""
+    """Return the last line of output, which is JSON."""
     from lightning_trainer.intervals import Estimate
 
     before, after = result.scores()
@@ -128,7 +128,7 @@ def _facts(result: Result) -> dict[str, Any]:
 
 
 def _config(file: Path | None, flags: dict[str, Any]) -> TrainConfig:
-    """Put the options together: a run that goes on has those it began with, then the file's, then the flags."""
+    """Merge the options: flags override the file, which overrides the options of a resumed run."""
     if flags.get("resume"):
         from lightning_trainer.run.folders import read_config
 

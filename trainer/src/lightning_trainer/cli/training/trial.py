@@ -1,4 +1,4 @@
-"""A try of an agent on a few tasks: what `lightning-rl agents` runs."""
+"""A trial of an agent on a few tasks, for `lightning-rl agents`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from lightning_trainer.session.answers import Subject
     from lightning_trainer.session.sampling import SamplingOptions
 
-_AT_ONCE: Final = 4  # tasks in each worker
+_AT_ONCE: Final = 4  # concurrent tasks in each worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is run, and what answers."""
+    """A program with its tasks, and the model that answers its calls."""
 
     job: Job
     tasks: Sequence[Task]
@@ -38,10 +38,10 @@ class Trial:
 
 
 def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
-    """Run the tasks, once each.
+    """Run each task once.
 
     Returns:
-        Their traces, and what is wrong with a reward.
+        The traces, and what is wrong with a reward; None if nothing is.
     """
     import uuid
 
@@ -77,7 +77,7 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
         reward_error = None
         try:
             _tell(session.run(rollouts, progress, "tasks"), logs, at_home=at_home)
-        except RewardError as error:  # told after what was seen
+        except RewardError as error:  # reported after the traces
             reward_error = str(error)
         traces = traces_of(session.store, rollout_ids=[rollout.rollout_id for rollout in rollouts])
         missed = lines(runner.unrecorded)
@@ -107,14 +107,14 @@ def _tell(outcomes: Sequence[Outcome], logs: Path, *, at_home: bool) -> None:
 
 
 def _end_of_output(logs: Path, most: int = 6) -> str:
-    """Return the end of what the program printed: the folder goes, and nothing else has it."""
+    """Return the end of the program's output, because the folder is deleted and nothing else keeps it."""
     texts = (path.read_text(encoding="utf-8", errors="replace").rstrip() for path in sorted(logs.glob("*.log")))
     said = next((text for text in texts if text), "")
     return f"The program printed at last:\n{last_error(said, most)}" if said else ""
 
 
 def tell_errors(errors: Sequence[str], count: int, what: str) -> None:
-    """Say how many of these failed, and the last error; nothing where none did."""
+    """Print how many of these failed, and the last error; nothing if none did."""
     if errors:
         last = printable(last_error(errors[-1]), lines=True)
         click.echo(f"{len(errors)} of {count} {what} failed. The last error:\n{last}", err=True)

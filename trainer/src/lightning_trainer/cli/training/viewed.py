@@ -1,4 +1,4 @@
-"""`train --view`: the run's own viewer, in a process of its own, so that who looks takes no time from who trains."""
+"""`train --view`: the run's own viewer, in its own process, so that viewing takes no time from training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from lightning_trainer.report.progress import Progress
 
 
 def with_folder(config: TrainConfig) -> TrainConfig:
-    """Return the options with a folder for the run, named as it would itself: a viewer has to be told which it is."""
+    """Return the options with a folder for the run, named as the run would name it.
+
+    The viewer needs to know the folder.
+    """
     if config.resume is not None or config.out is not None:
         return config
     from lightning_trainer.run.folders import RUNS
@@ -30,10 +33,10 @@ def with_folder(config: TrainConfig) -> TrainConfig:
 
 
 class Viewed(Progress):
-    """Tells another what happens, and starts a viewer when the run begins.
+    """Forwards progress to another callback, and starts a viewer when the run begins.
 
     Args:
-        progress: the other.
+        progress: the other callback.
         folder: of the run, or a checkpoint in it.
     """
 
@@ -51,7 +54,7 @@ class Viewed(Progress):
             self._viewer.wait()
 
     def _look(self) -> None:
-        """Start the viewer once the folder says what is trained."""
+        """Start the viewer once the folder records what is trained."""
         if self._viewer is not None or self._folder is None:
             return
         folders = (self._folder, *self._folder.resolve().parents)
@@ -72,27 +75,27 @@ class Viewed(Progress):
         self._progress.note(f"look at it: {json.loads(line)['url']}" if line else "the viewer did not start")
 
     def begin(self, step: int, steps: int) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._progress.begin(step, steps)
         self._look()
 
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._progress.phase(name, done, total)
         self._look()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._progress.step(step, metrics)
 
     def note(self, text: str) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._progress.note(text)
 
     def stopping(self) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._progress.stopping()
 
     def alarms(self, texts: Sequence[str]) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._progress.alarms(texts)
