@@ -1,8 +1,8 @@
-"""Forks: an earlier attempt run again up to one of its calls, and on from there with another answer.
+"""Forks: an earlier attempt is run again up to one of its calls, and continues from there with another answer.
 
-`recorded` reads the attempt, `plan` makes rollouts that a session or any runner runs, and `result` returns
-their outcome. `lightning_trainer.kits.replay` does all of it with a program and a model. Public names are imported
-when they are used, so that registering the kit costs next to nothing.
+`recorded` reads the attempt, `plan` makes rollouts that a session or any runner runs, and `result` returns their
+outcome. `lightning_trainer.kits.replay` does all of it with a program and a model. Public names are imported when they
+are used, so that registering the kit costs next to nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The forks of a step as a callback of a run: they are run before the batch is made, and are compared in it."""
+"""The forks of a step as a callback of a run: they run before the batch is made, and are compared in it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ForksKind(CallbackKind):
     """Forks rollouts in runs whose credit compares alternatives, or that measure coalitions of agents."""
 
     def wanted(self, config: TrainConfig) -> bool:
-        """Return whether rollouts are forked."""
+        """Whether rollouts are forked."""
         return config.forked or config.by_coalitions
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
-        """Return what forks the rollouts of each step.
+        """Return the callback that forks the rollouts of each step.
 
         Raises:
-            ConfigError: coalitions need the frozen base, and it is not served.
+            ConfigError: coalitions need the frozen base model, and it is not served.
         """
         config = context.run.config
         if config.by_coalitions and BASE not in [engine.model for engine in context.learner.engines]:
@@ -44,7 +44,7 @@ class ForksCallback(Callback):
     """Samples calls of a step's rollouts again.
 
     Args:
-        context: what it is opened with.
+        context: the run's parts.
     """
 
     def __init__(self, context: CallbackContext) -> None:
@@ -58,7 +58,7 @@ class ForksCallback(Callback):
         return {SPREAD: self._spread}
 
     def before_batch(self, rollouts: StepRollouts) -> Extra:
-        """Run the forks of a step; returns them, and what they cost."""
+        """Run the forks of a step. Returns them and their cost."""
         config, began = self._run.config, time.monotonic()
         with waiting("rows", f"the calls of {len(rollouts.outcomes)} rollouts to be chosen from"):
             plan = plan_forks(config, self._session.store, rollouts)
@@ -70,14 +70,14 @@ class ForksCallback(Callback):
             self._run.progress.note(found.line)
         self._log_reasons(plan, found)
         numbers, spread = self._compare(rollouts, forks)
-        if config.by_coalitions:  # they are measured, and nothing is trained on them
+        if config.by_coalitions:  # coalitions are measured, and nothing is trained on them
             forks = []
         metrics = {**found.metrics, **numbers, "fork_seconds": time.monotonic() - began}
         self._spread = {**rollouts.kept.get(SPREAD, {}), **spread}
         return Extra(outcomes=forks, metrics=metrics)
 
     def _compare(self, rollouts: StepRollouts, forks: list[Outcome]) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Return what each agent of a team adds, and how far the alternatives to each agent's calls differ."""
+        """Return what each agent of a team adds, and the spread of rewards of alternatives to its calls."""
         config, outcomes = self._run.config, [*rollouts.outcomes, *forks]
         shares, spread = {}, {}
         if config.fork_at == "disagreement":
@@ -87,7 +87,7 @@ class ForksCallback(Callback):
         return shares, spread
 
     def _log_reasons(self, plan: ForkPlan, found: Forked) -> None:
-        """Say why forks ended or could not be made, each reason once."""
+        """Log why forks ended or could not be made, each reason once."""
         for reasons, text in (
             (found.ended, "forks were not as their record"),
             (plan.refused, "calls could not be forked"),

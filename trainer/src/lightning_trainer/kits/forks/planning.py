@@ -1,4 +1,4 @@
-"""Rollouts that fork an earlier attempt; what can't be forked is refused before anything runs."""
+"""Rollouts that fork an earlier attempt. A fork that is not possible is rejected before anything runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_trainer.gateway.replay.session import side_effects_after
 from lightning_trainer.rl.scores import total
 from lightning_trainer.runner.target import JUDGE
 
-MODE = "fork"  # of the rollouts
+MODE = "fork"  # mode of the rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Recorded:
     """An attempt that can be forked.
 
     Attributes:
-        record: what its models and tools were asked, and answered.
-        task: what it was given; None where that is not on record, as of what was traced outside a runner.
-        rewards: that it earned.
+        record: requests to its models and tools, and their answers.
+        task: its task; None if it is not recorded, for example in a trace that no runner made.
+        rewards: its rewards.
         status: how it ended; None outside a runner.
         timeout_s: time limit of a try.
     """
@@ -40,12 +40,12 @@ class Recorded:
 
     @property
     def attempt_id(self) -> str:
-        """Its id."""
+        """Id of the attempt."""
         return self.record.attempt_id
 
     @property
     def reward(self) -> float | None:
-        """What it earned, as far as a fork can earn it again: without what a judge gave. None where that is nothing."""
+        """The reward that a fork can earn too: without those of a judge. None if there is none."""
         own = [reward for reward in self.rewards if reward.source != JUDGE]
         return total(own) if own else None
 
@@ -54,12 +54,12 @@ def recorded(store: Store, *, rollout_id: str | None = None, attempt_id: str | N
     """Read the attempt to fork.
 
     Args:
-        store: where it is.
-        rollout_id: the rollout: its successful attempt is taken, else its last.
+        store: contains it.
+        rollout_id: the rollout: its successful attempt is taken, otherwise its last.
         attempt_id: the attempt itself, or the trace of one that no runner made.
 
     Raises:
-        ConfigError: it is not there, still runs, or has no model call.
+        ConfigError: it is not in the store, still runs, or has no model call.
     """
     found = _attempt(store, rollout_id, attempt_id)
     name = attempt_id if found is None else found.attempt_id
@@ -99,21 +99,21 @@ def plan(
     tokens: bool = True,
     place: str | None = None,
 ) -> list[Rollout]:
-    """Make the rollouts of a fork: one for each alternative. Each has one try: a retry of a fork ends at the same call.
+    """Make the rollouts of a fork: one per alternative. Each has one try: a retry of a fork ends at the same call.
 
     Args:
-        recorded: what is forked.
-        name: of the fork; ids follow from it, so it is unique in the store.
+        recorded: the attempt to fork.
+        name: of the fork; the ids are made from it, so it is unique in the store.
         replay: which call, and how; `draw` and `attempt_id` are filled in here.
         times: number of alternatives.
-        first: number of the first: a later plan with other numbers samples others.
-        group_id: of the rollouts; None: made of `name`.
+        first: number of the first: a later plan with other numbers samples other alternatives.
+        group_id: of the rollouts; None: made from `name`.
         timeout_s: time limit; None: the recorded rollout's.
-        tokens: refuse a call without recorded tokens, as where alternatives are compared by them.
-        place: told in the ids apart from what else is done with this record; None: the number of the call.
+        tokens: reject a call without recorded tokens, for when alternatives are compared by them.
+        place: part of the ids that separates this fork from others of the same record; None: the number of the call.
 
     Raises:
-        ConfigError: this can't be forked; says why.
+        ConfigError: a fork is not possible; the message says why.
     """
     if recorded.task is None:
         raise ConfigError(f"attempt {recorded.attempt_id} has no task on record: no runner made it. Give its task.")
@@ -164,7 +164,7 @@ def _check(record: Record, replay: Replay, *, tokens: bool) -> None:
 
 
 def _check_stand_ins(record: Record, replay: Replay) -> None:
-    """Refuse a replay in which agents are answered anew where that might run a tool with side effects again."""
+    """Reject a replay that samples agents' calls again if a tool with side effects might run again."""
     anew = [call.number for call in record.calls if any(selects(replay.fresh, agent) for agent in call.agents)]
     if not anew or replay.tools == "refuse":
         return

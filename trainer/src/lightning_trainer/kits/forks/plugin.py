@@ -1,4 +1,4 @@
-"""The forks of a step, registered through the hook that anybody would use."""
+"""Registration of the forks of a step, through the same hook as any plugin."""
 
 from __future__ import annotations
 

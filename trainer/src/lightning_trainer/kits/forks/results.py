@@ -1,4 +1,4 @@
-"""What became of a fork: the recorded reward beside those of the continuations, and the forks that ended early."""
+"""The results of a fork: the recorded reward, those of the continuations, and the forks that ended early."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Continuation:
 
     Attributes:
         attempt_id: its attempt.
-        reward: what it earned; None where the program failed, or nobody gave it a reward.
-        answer: what the forked call said; None where it failed, or is not on record.
-        error: why the program failed; None where it did not.
+        reward: its reward; None if the program failed, or gave none.
+        answer: answer to the forked call; None if the call failed, or is not recorded.
+        error: why the program failed; None if it did not.
     """
 
     attempt_id: str
@@ -43,7 +43,7 @@ class EndedFork:
     """A fork that differed from its record before the forked call.
 
     Attributes:
-        attempt_id: its attempt; None where it never began.
+        attempt_id: its attempt; None if it never began.
         reason: the first difference.
     """
 
@@ -56,9 +56,9 @@ class ForkResult:
     """The results of a fork.
 
     Attributes:
-        recorded: the reward of the recorded attempt, without what a judge gave; None where it has none.
-        continuations: that went on, in the order of their numbers.
-        ended: that did not come to the forked call, or were not as recorded.
+        recorded: the reward of the recorded attempt, without those of a judge; None if it has none.
+        continuations: forks that continued, in the order of their numbers.
+        ended: forks that did not reach the forked call, or differed from the record.
     """
 
     recorded: float | None
@@ -82,8 +82,8 @@ def result(store: Store, recorded: Recorded, outcomes: Sequence[Outcome]) -> For
     """Return the results of a fork's rollouts.
 
     Args:
-        store: where they ran.
-        recorded: what was forked.
+        store: store in which they ran.
+        recorded: the forked attempt.
         outcomes: of the rollouts that `plan` made, as `Local.run` returns them.
     """
     attempts = [outcome.attempts[-1] for outcome in outcomes if outcome.attempts]
@@ -111,13 +111,13 @@ def result(store: Store, recorded: Recorded, outcomes: Sequence[Outcome]) -> For
 
 
 def _own_answer(store: Store, recorded: Recorded, attempt: AttemptRecord, calls: Sequence[Call]) -> Message | None:
-    """Return what the program's own endpoint answered to the forked call: no gateway saw it, but its span is there."""
+    """Return the answer of the program's own endpoint to the forked call, which only the call's span records."""
     replay = attempt.rollout.replay
     if replay is None or replay.call is None or any(FORKED in call.sampling for call in calls):
         return None
     try:
         made = read_record(store, attempt.attempt_id).calls
-    except ConfigError:  # it has no calls
+    except ConfigError:  # the attempt has no calls
         return None
     fork = recorded.record.calls[replay.call]
     same = (call for call in made if call.asked.key == fork.asked.key and call.agents == fork.agents)

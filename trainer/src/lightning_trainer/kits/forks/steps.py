@@ -1,4 +1,4 @@
-"""The forks of a step: which calls of its rollouts are drawn again, and what became of it."""
+"""The forks of a step: which calls of its rollouts are sampled again, and the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from lightning_trainer.rl.credit.played import Played
     from lightning_trainer.rl.rollouts import Outcome
 
-SPREAD: Final = "spread"  # in what a run keeps: by agent, the deviation of the rewards of alternatives to its calls
+# in the state that a run keeps: by agent, the deviation of the rewards of alternatives to its calls
+SPREAD: Final = "spread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ class ForkPlan:
 
     Attributes:
         rollouts: of all forks.
-        records: the attempt of each call that is drawn again, or of each whose coalitions are run.
-        by_coalitions: whether it is their coalitions.
-        refused: calls or attempts of which it can't be, by reason.
+        records: the attempt of each call that is sampled again, or of each rollout whose coalitions are run.
+        by_coalitions: whether these are coalitions.
+        refused: calls or attempts that cannot be forked, by reason.
     """
 
     rollouts: tuple[Rollout, ...] = ()
@@ -53,7 +54,7 @@ class ForkPlan:
 
     @property
     def phase(self) -> str:
-        """Say what is run."""
+        """What is run, for the progress display."""
         count = len(self.records)
         return f"coalitions of {count} rollouts" if self.by_coalitions else f"alternatives of {count} calls"
 
@@ -63,7 +64,7 @@ def plan_forks(config: TrainConfig, store: Store, rollouts: StepRollouts) -> For
 
     Args:
         config: of the run.
-        store: where the rollouts are.
+        store: contains the rollouts.
         rollouts: of the step.
     """
     if config.by_coalitions:
@@ -84,7 +85,7 @@ def _alternatives(config: TrainConfig, store: Store, rollouts: StepRollouts) -> 
     records: list[str] = []
     refused: Counter[str] = Counter()
     read: dict[str, Recorded] = {}
-    # One that can't be forked gives its place to the next, except where the weights are those of a number of places.
+    # A call that cannot be forked is replaced by the next, unless the weights are for a fixed number of calls.
     count = config.fork_count // config.alternatives if config.fork_at == "entropy" else len(found)
     for point in choose(found, count, config.fork_at, numbers, spread=rollouts.kept.get(SPREAD)):
         left = config.fork_count - len(made)
@@ -108,7 +109,7 @@ def _alternatives(config: TrainConfig, store: Store, rollouts: StepRollouts) -> 
 
 
 def replay_of(config: TrainConfig, point: Candidate) -> Replay:
-    """Say how a call is drawn again in a run."""
+    """Return the replay that samples a call again in a run."""
     return _with_tools(config, Replay(attempt_id=point.record, call=point.call, weight=point.weight))
 
 
@@ -159,7 +160,7 @@ def _coalitions_of(
     """Return the runs of one rollout's coalitions.
 
     Raises:
-        ConfigError: it can't be run again, or nobody is there to share with.
+        ConfigError: it cannot be run again, or has no team of at least two agents.
     """
     if len(team) < 2:
         raise ConfigError(
@@ -169,7 +170,7 @@ def _coalitions_of(
     read = recorded(store, attempt_id=attempt_id)
     made: list[Rollout] = []
     for number, some in enumerate(drawn):
-        # One `draw` for all of them: the base says the same to the same request.
+        # One `draw` for all of them: the base model gives the same answer to the same request.
         without = tuple(agent for agent in team if agent not in some)
         asked = Replay(attempt_id=attempt_id, beyond="sample", fresh=without, model=BASE)
         made += plan(
@@ -194,12 +195,12 @@ def _learns(config: TrainConfig, call: Transition) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """What became of a step's forks.
+    """The results of a step's forks.
 
     Attributes:
-        ended: those that were not as their record, by reason.
-        metrics: the same, and what it cost, as numbers by name.
-        what: was done, for people.
+        ended: forks that differed from their record, by reason.
+        metrics: their number, and the cost of all forks, as numbers by name.
+        what: what was run, in words.
     """
 
     ended: Mapping[str, int]
@@ -208,7 +209,7 @@ class Forked:
 
     @property
     def line(self) -> str:
-        """Say to people what forks cost."""
+        """The cost of the forks as one line of text."""
         m = self.metrics
         return (
             f"{m['forks']:.0f} forks, {self.what}: {m['fork_calls_drawn']:.0f} model calls made"
@@ -219,7 +220,7 @@ class Forked:
 
 
 def forked(plan: ForkPlan, outcomes: Sequence[Outcome], traces: Traces) -> Forked:
-    """Count forks and what they cost.
+    """Count forks and their cost.
 
     Args:
         plan: what was to be run.
@@ -255,7 +256,7 @@ def forked(plan: ForkPlan, outcomes: Sequence[Outcome], traces: Traces) -> Forke
 
 
 def agent_shares(played: Sequence[Played]) -> dict[str, float]:
-    """Return what each agent added in the mean over a step's rollouts, and the standard error of that, by name."""
+    """Return, by metric name, the mean that each agent added over a step's rollouts, and its standard error."""
     found = shares(list(added(played).values()))
     values = {f"shapley/{agent}": share.value for agent, share in found.items()}
     errors = {f"shapley_error/{agent}": s.error for agent, s in found.items() if math.isfinite(s.error)}
@@ -263,10 +264,10 @@ def agent_shares(played: Sequence[Played]) -> dict[str, float]:
 
 
 def refuse_ended(plan: ForkPlan, found: Forked) -> None:
-    """Refuse a program that can't be brought back to a single one of its calls.
+    """Reject a program if none of its forks reached their call.
 
     Raises:
-        AgentFailedError: says what differs, or why nothing could be forked.
+        AgentFailedError: the message says what differs, or why nothing could be forked.
     """
     reasons = Counter(found.ended) or Counter(plan.refused)
     if not plan.rollouts or sum(found.ended.values()) == len(plan.rollouts):
@@ -284,12 +285,12 @@ def _begun_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _attempts(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the attempt of each fork that began: it has one try."""
+    """Return the attempt of each fork that began: each has one try."""
     return [outcome.attempts[-1].attempt_id for outcome in _begun_outcomes(outcomes)]
 
 
 def _calls(trace: Trace | None) -> list[Node]:
-    """Return the calls that came to the gateway."""
+    """Return the calls that reached the gateway."""
     return [] if trace is None else [node for node in trace.chats if node.call is not None]
 
 
@@ -298,6 +299,6 @@ def _record(outcome: Outcome) -> str:
 
 
 def _rest(calls: Sequence[Node], record: Trace | None) -> float:
-    """Return the calls of a fork from the first that was drawn on, in shares of its record's."""
+    """Return the number of a fork's calls from the first sampled one on, relative to its record's calls."""
     place = next((n for n, node in enumerate(calls) if not is_replayed(node)), len(calls))
     return 0.0 if record is None else (len(calls) - place) / max(1, len(record.chats))
