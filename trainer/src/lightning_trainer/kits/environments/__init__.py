@@ -1,1 +1,1 @@
-"""Kinds of environments that exist: `verifiers` environments and OpenEnv servers."""
+"""Kinds of environments: `verifiers` environments and OpenEnv servers."""

@@ -1,4 +1,4 @@
-"""Where the model calls of an environment's agents go: to the gateway of their attempt, else to the user's endpoint."""
+"""The endpoint of an environment's agents: the gateway of their attempt, otherwise the user's endpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_spans.record.context import current_attempt
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-AGENT: Final = "agent"  # of environments that have one agent and no name for it
+AGENT: Final = "agent"  # for environments with one unnamed agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class AttemptEndpoint:
 
     Attributes:
         url: base URL, with ``/v1``.
-        model: what to ask for.
+        model: model name of the requests.
         key: bearer key.
-        headers: to send with every call; they name the agent.
+        headers: sent with every call; they name the agent.
     """
 
     url: str
@@ -36,17 +36,17 @@ class AttemptEndpoint:
     headers: dict[str, str] = field(default_factory=dict)
 
     def client(self) -> AsyncOpenAI:
-        """Return an OpenAI client for it."""
+        """Return an OpenAI client for this endpoint."""
         from openai import AsyncOpenAI
 
         return AsyncOpenAI(base_url=self.url, api_key=self.key, default_headers=self.headers)
 
     @contextmanager
     def key_in_environment(self) -> Iterator[str]:
-        """Put the key into an environment variable of its own inside the block, for who takes keys from nowhere else.
+        """Set a new environment variable to the key inside the block, for libraries that only read keys from there.
 
         Yields:
-            The variable's name. Attempts in one process have different ones, for each has its own key.
+            The variable's name. Attempts in one process have different ones, because each has its own key.
         """
         name = f"LIGHTNING_KEY_{uuid.uuid4().hex}"
         os.environ[name] = self.key
@@ -57,10 +57,10 @@ class AttemptEndpoint:
 
 
 def endpoint(agent: str = AGENT) -> AttemptEndpoint:
-    """Return where this agent's calls go in the current attempt.
+    """Return the endpoint of this agent in the current attempt.
 
     Raises:
-        ConfigError: no gateway takes them, and the environment variables name no endpoint.
+        ConfigError: no gateway takes its calls, and the environment variables name no endpoint.
     """
     attempt = current_attempt()
     if attempt is not None and attempt.reroutes(agent):

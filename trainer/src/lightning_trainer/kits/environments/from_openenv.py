@@ -1,12 +1,12 @@
-"""OpenEnv servers, by their URL. A server gives observations and takes actions; the loop with a model is here.
+"""OpenEnv servers, by URL. A server gives observations and takes actions; the loop with a model is here.
 
-Its tasks are what `reset` takes: the indices of a split, where the server tells its splits; else seeds, 0 and up. An
-action is a call of one of its tools, where the server has tools (MCP), and JSON in the model's answer otherwise, or the
-bare answer where the action has one field that must be there. An episode ends when the server says that it is done,
-when the model calls no tool, or after ``max_turns`` calls. Its reward is the sum of what the steps gave.
+Its tasks are arguments of `reset`: the indices of a split if the server lists its splits, otherwise seeds, from 0. An
+action is a call of one of its tools if the server has tools (MCP); otherwise it is JSON in the model's answer, or the
+bare answer if the action has one required field. An episode ends when the server reports that it is done, when the
+model calls no tool, or after ``max_turns`` calls. Its reward is the sum of the steps' rewards.
 
-Options: ``split`` and ``val_split`` (train, and test or validation, where the server has them), ``max_turns`` (20),
-``system`` (a system prompt instead of ours), and ``reset``, a table of further arguments of every reset.
+Options: ``split`` and ``val_split`` (default: train, and test or validation if the server has them), ``max_turns``
+(20), ``system`` (a system prompt instead of ours), and ``reset``, a table of further arguments of every reset.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _HELD_OUT: Final = ("test", "validation", "val", "eval", "dev")
 def tasks(
     name: str, options: Mapping[str, Any], count: int, held_out: int
 ) -> tuple[Sequence[dict[str, Json]], Sequence[dict[str, Json]]]:
-    """Return what to reset the server with, to learn from and held out.
+    """Return the arguments of the server's reset for the training tasks and for the held-out ones.
 
     Raises:
-        ConfigError: openenv is not installed, no server answers there, or an option is not known.
+        ConfigError: openenv is not installed, no server answers at the URL, or an option is unknown.
     """
     _require_openenv()
     if unknown := sorted(set(options) - _OPTIONS):
@@ -68,7 +68,8 @@ async def run(task: dict[str, Any]) -> float:
     Returns:
         The sum of the steps' rewards.
     """
-    await asyncio.to_thread(_require_openenv)  # its import takes seconds, which the attempts beside this one need
+    # in a thread because the import takes seconds, and other attempts run meanwhile
+    await asyncio.to_thread(_require_openenv)
     from openenv.core import GenericEnvClient
 
     name, options = task["environment"], task["options"]
@@ -86,8 +87,8 @@ class _Loop(ABC):
 
     Args:
         server: client of the OpenEnv server, connected.
-        client: of what answers.
-        there: what answers.
+        client: client of the model's endpoint.
+        there: the model's endpoint.
         schema: of the server's actions.
         options: of the environment.
     """
@@ -110,7 +111,7 @@ class _Loop(ABC):
         self._total = 0.0
 
     async def play(self, begun: Any) -> float:
-        """Take turns from the first observation on."""
+        """Play the episode from its first observation. Returns the sum of the rewards."""
         await self._begin(begun)
         done = begun.done
         for _ in range(self._options.get("max_turns", _MAX_TURNS)):
@@ -131,16 +132,16 @@ class _Loop(ABC):
 
     @abstractmethod
     async def _act(self, message: Any) -> bool:
-        """Do what an answer says, and return whether the episode is over."""
+        """Carry out the actions of an answer, and return whether the episode is over."""
 
     async def _step(self, action: Mapping[str, Any]) -> tuple[str, bool]:
-        """Take a step, and return what to tell the model, and whether the episode is over.
+        """Take a step, and return the text for the model, and whether the episode is over.
 
-        An action that the server refuses is no step: the model is told why.
+        An action that the server rejects is not a step: the model gets the reason.
         """
         try:
             result = await self._server.step(dict(action))
-        except RuntimeError as error:  # the only one that openenv has
+        except RuntimeError as error:  # the only error class that openenv has
             if "VALIDATION_ERROR" not in str(error):
                 raise
             return f"This is not a valid action. Its fields: {self._fields()}", False
@@ -158,7 +159,7 @@ class _Loop(ABC):
 
 
 class _Answers(_Loop):
-    """Each answer of the model is an action."""
+    """The loop in which each answer of the model is an action."""
 
     async def _begin(self, begun: Any) -> None:
         how = (
@@ -182,7 +183,7 @@ class _Answers(_Loop):
         return done
 
     def _action(self, text: str) -> dict[str, Any] | str:
-        """Read an answer as an action, or say what is wrong with it."""
+        """Return the action in an answer, or a text that says what is wrong with it."""
         if text.startswith("```") and text.endswith("```"):
             text = "\n".join(text.splitlines()[1:-1]).strip()
         try:
@@ -199,7 +200,7 @@ class _Answers(_Loop):
 
 
 class _Tools(_Loop):
-    """The model calls the server's tools, as its API has them."""
+    """The loop in which the model calls the server's tools through the tool calls of the API."""
 
     async def _begin(self, begun: Any) -> None:
         listed = await self._server.step({"type": "list_tools"})
@@ -235,9 +236,9 @@ class _Tools(_Loop):
 
 
 def _text(observation: Any) -> str:
-    """Write an observation for a model: its only text, else JSON, without what it says of the episode.
+    """Return an observation as text for a model: its only text, otherwise JSON, without done, reward and metadata.
 
-    Environments of tools have no fields of their own for it, and tell the task in the metadata.
+    Tool environments have no other fields, and give the task in the metadata: then the metadata are used.
     """
     said = {
         name: value
@@ -261,7 +262,7 @@ def _choose_split(named: Any, splits: Mapping[str, int], usual: Sequence[str]) -
 
 
 def _splits(http: httpx.Client) -> dict[str, int]:
-    """Return the number of tasks by split; none where the server tells no tasks (older ones have no such routes)."""
+    """Return the number of tasks by split; empty if the server lists no tasks (older ones have no such routes)."""
     listed = http.get("/list_environments")
     if listed.status_code != httpx.codes.OK:
         return {}

@@ -1,6 +1,6 @@
 """Environments of `verifiers`, by the name of their installed module.
 
-Two generations are read. From verifiers 0.4 on, and for modules of ``verifiers.v1`` before: tasksets, played by
+Two generations are supported. From verifiers 0.4 on, and for modules of ``verifiers.v1`` before: tasksets, played by
 harnesses; an option is a dotted path into the environment's configuration (``taskset.num_tasks``,
 ``agent.harness.id``), as for ``verifiers``' own commands. Before 0.4: modules with ``load_environment``; an option is
 one of its arguments.
@@ -25,10 +25,10 @@ INSTALL: Final = 'Run: pip install "lightning-trainer[verifiers]"'
 def tasks(
     name: str, options: Mapping[str, Any], count: int, held_out: int
 ) -> tuple[Sequence[dict[str, Json]], Sequence[dict[str, Json]]]:
-    """Return tasks to learn from and held-out ones.
+    """Return training tasks and held-out ones.
 
     Raises:
-        ConfigError: verifiers or the environment is not installed, or it refuses the options.
+        ConfigError: verifiers or the environment is not installed, or it rejects the options.
     """
     generation = _generation(name)
     try:
@@ -46,9 +46,9 @@ async def run(task: dict[str, Any]) -> float | dict[str, float]:
         task: a row of `tasks`, with the environment's name and options.
 
     Returns:
-        The reward of its rubric; by agent where the environment has several.
+        The reward of its rubric; by agent if the environment has several.
     """
-    # Importing takes seconds, which the attempts beside this one need.
+    # In a thread because the import takes seconds, and other attempts run meanwhile.
     generation = await asyncio.to_thread(_generation, task["environment"])
     found: float | dict[str, float] = await generation.play(task["environment"], task["options"], task["task"])
     return found
@@ -78,7 +78,7 @@ def _generation(name: str) -> Any:
 
 
 def module_name(name: str) -> str:
-    """Return the module of an environment: its name may be that of a hub, ``owner/name@version``."""
+    """Return the module of an environment, whose name may be that of a hub, ``owner/name@version``."""
     return name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 

@@ -1,4 +1,4 @@
-"""Kinds of environments, registered through the hook that anybody would use."""
+"""Registration of the kinds of environments, through the same hook as any plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of verifiers before 0.4: ``load_environment(...)`` gives data sets, a loop and a rubric."""
+"""Environments of verifiers before 0.4: ``load_environment(...)`` returns data sets, a loop and a rubric."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOCK: Final = threading.Lock()
 def tasks(
     name: str, options: Mapping[str, Any], count: int, held_out: int
 ) -> tuple[Sequence[dict[str, Json]], Sequence[dict[str, Json]]]:
-    """Return the first rows of its training data; held-out ones are of its evaluation data where it has some."""
+    """Return the first rows of the training data. Held-out rows are from the evaluation data if there are any."""
     environment = _load_environment(name, json.dumps(dict(options), sort_keys=True))
     environment.build_eval_dataset()
     if environment.eval_dataset is not None:
@@ -33,7 +33,7 @@ def tasks(
 
 
 async def play(name: str, options: Mapping[str, Any], task: Mapping[str, Any]) -> float:
-    """Run its loop on a row, and return its rubric's reward.
+    """Run the environment's loop on a row, and return its rubric's reward.
 
     Raises:
         AgentFailedError: the loop failed.
@@ -55,7 +55,7 @@ async def play(name: str, options: Mapping[str, Any], task: Mapping[str, Any]) -
 
 
 def _load_under_lock(name: str, options: str) -> Any:
-    with _LOCK:  # several attempts begin together, and it is loaded once
+    with _LOCK:  # several attempts begin at once, and it is loaded once
         return _load_environment(name, options)
 
 
@@ -73,7 +73,7 @@ def _load_environment(name: str, options: str) -> Any:
 
 
 class _IgnoredSignals:
-    """What verifiers 0.3 takes of `signal`, without effect."""
+    """The part of `signal` that verifiers 0.3 uses, without effect."""
 
     SIGINT = signal.SIGINT
     SIGTERM = signal.SIGTERM
@@ -85,9 +85,9 @@ class _IgnoredSignals:
 
 @contextmanager
 def _leaving_signals(module: Any) -> Iterator[None]:
-    """Keep environments from taking Ctrl-C and SIGTERM, which are the runner's, and which a thread must not take.
+    """Keep environments from handling Ctrl-C and SIGTERM: the runner does, and a thread must not.
 
-    Each environment of verifiers 0.3 does so when it is made. What it would do then it also does when Python ends.
+    Each environment of verifiers 0.3 sets handlers when it is made. Their cleanup also runs when Python exits.
     """
     kept = getattr(module, "signal", None)
     if kept is not signal:

@@ -1,8 +1,8 @@
 """Environments of verifiers from 0.4 on: a taskset, and agents that play it, each by a harness in a runtime.
 
-Calls go through verifiers' own interception server and from there to the gateway. Where neither the environment nor an
-option says otherwise, an agent is played by the `null` harness (a chat loop with the taskset's tools, which executes no
-code) in a process of this machine; verifiers would take its `bash` harness in a cloud's sandbox.
+Calls go through verifiers' own interception server and from there to the gateway. Unless the environment or an option
+sets them, an agent is played by the `null` harness (a chat loop with the taskset's tools, which executes no code) in a
+process of this machine; the default of verifiers is its `bash` harness in a cloud sandbox.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tasks(
 
 
 async def play(name: str, options: Mapping[str, Any], task: Mapping[str, Any]) -> float | dict[str, float]:
-    """Run one episode, and return its reward, by agent where there are several.
+    """Run one episode, and return its reward, by agent if there are several.
 
     Raises:
         AgentFailedError: the episode failed.
@@ -62,7 +62,7 @@ def _rewards(traces: Sequence[Any], *, several: bool) -> float | dict[str, float
 
 
 def _config(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the environment's configuration: the author's, then ours where nobody said, then the options."""
+    """Return the environment's configuration: options override the author's values, which override our defaults."""
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import default_harness_id, env_config_type, resolve_env_config
 
@@ -84,7 +84,7 @@ def _nest_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted options as nested tables.
 
     Raises:
-        ConfigError: one is a value and a table.
+        ConfigError: an option is both a value and a table.
     """
     nested: dict[str, Any] = {}
     for path, value in options.items():
@@ -99,7 +99,7 @@ def _nest_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _at_their_endpoints(config: Any, stack: ExitStack) -> tuple[Any, list[Any]]:
-    """Lead each agent that has no endpoint and no model of its own to where its calls go.
+    """Set the endpoint of each agent that has neither an endpoint nor a model.
 
     Returns:
         The configuration, and the agents in it.
