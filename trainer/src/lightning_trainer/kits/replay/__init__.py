@@ -1,4 +1,4 @@
-"""Recorded attempts run again: with another answer to one call, against new code, or against another model.
+"""Recorded attempts run again: with another answer to one call, with new code, or with another model.
 
 Public names are imported when they are used, so that registering the commands costs next to nothing.
 """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_trainer.kits.replay.forking import ForkedAttempt
     from lightning_trainer.session.answers import Subject
 
-_SHORT = 80  # characters of an answer that a line shows
+_SHORT = 80  # most characters of an answer in a line
 
 
 @click.command(name="fork")
@@ -142,14 +142,14 @@ def command(
     else:
         screen().print(_tree(found, config.call or 0))
     if not found.result.continuations:
-        click.get_current_context().exit(2)  # the program is not as recorded, and the reasons were said
+        click.get_current_context().exit(2)  # the program differs from the record; the reasons are printed above
 
 
 def _instead(text: str | None, file: Path | None, subject: Subject | None, key: str | None) -> Subject | None:
-    """Return what answers the forked call alone, with the key in the file; that of another server is not sent to it.
+    """Return the model of the forked call, with the key in the file; the key of another server is not sent to it.
 
     Raises:
-        ConfigError: there is no such model, or a key that is no server's.
+        ConfigError: there is no such model, or a key is given without a server.
     """
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.session.answers import Endpoint, read_subject

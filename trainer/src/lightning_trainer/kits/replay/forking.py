@@ -1,4 +1,4 @@
-"""`fork()`: what would have happened, had one call of a recorded attempt gone otherwise."""
+"""`fork()`: what would have happened with one call of a recorded attempt changed."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class ForkConfig:
     """Which call of which attempt is sampled again, and how.
 
     Attributes:
-        store: URL of the database that has the record; the forks are kept there too.
-        rollout: the rollout; its successful attempt is forked, else its last. None: `attempt` names it.
+        store: URL of the database with the record; the forks are recorded there too.
+        rollout: the rollout; its successful attempt is forked, otherwise its last. None: `attempt` names it.
         attempt: the attempt itself.
         call: number of the call, from 0 in the order of start; None in a dry run.
         times: number of continuations.
-        program: what runs, and the model of its calls.
+        program: program to run, and the model of its calls.
         instead: model of the forked call; None: the same as for the others.
-        say: text in place of its answer.
-        coupled: after the call a request equal to a recorded one gets the recorded answer.
+        say: text that replaces its answer.
+        coupled: whether, after the call, a request equal to a recorded one gets the recorded answer.
         tools: how tool calls are handled, see `Replay`.
         run_tools: names or globs of tools that are always run.
         refuse_tools: names or globs of tools that are never run.
-        data: tasks among which the rollout's must be; None: not looked at.
+        data: file of tasks that must contain the rollout's; None: not checked.
         dry_run: replay the whole record and sample nothing.
     """
 
@@ -66,7 +66,7 @@ class ForkConfig:
 
 @dataclass(frozen=True, slots=True)
 class ForkedAttempt:
-    """A fork, and the attempt it is of.
+    """A fork, and the forked attempt.
 
     Attributes:
         recorded: the attempt.
@@ -85,7 +85,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
         progress: callback for progress events. Default: none.
 
     Raises:
-        LightningError: it can't be forked, or an option is wrong.
+        LightningError: a fork is not possible, or an option is wrong.
     """
     progress = progress or Silent()
     if (config.rollout is None) == (config.attempt is None):
@@ -113,7 +113,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
             say=config.say,
         )
         if config.dry_run and config.call is not None and config.call >= len(source.record.calls):
-            plan(source, name="check", replay=replace(replay, call=config.call), tokens=False)  # raises
+            plan(source, name="check", replay=replace(replay, call=config.call), tokens=False)  # raises the error
         refuse_unseen(program, source.record, allowed=config.tools == "run" or "*" in config.run_tools)
         name = f"fork-{uuid.uuid4().hex[:8]}"
         made = plan(source, name=name, replay=replay, times=1 if config.dry_run else config.times, tokens=False)
@@ -138,16 +138,16 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
 
 
 def policy_agents(record: Record) -> tuple[str, ...]:
-    """Name the agents that a policy of a gateway answered."""
+    """Return the names of the agents whose calls a gateway's policy answered."""
     found = dict.fromkeys(call.agent for call in record.calls if call.node.call is not None and call.agent is not None)
     return tuple(found)
 
 
 def _check_answers(config: ForkConfig, program: Program, source: Recorded) -> None:
-    """Refuse a fork that nobody could answer exactly.
+    """Reject a fork whose call no given model can answer exactly.
 
     Raises:
-        ConfigError: says what to give.
+        ConfigError: the message says which option to give.
     """
     if config.call is None or config.dry_run:
         return

@@ -1,4 +1,4 @@
-"""Replays, registered through the hooks that anybody would use."""
+"""Registration of the replay commands, through the same hooks as any plugin."""
 
 from __future__ import annotations
 

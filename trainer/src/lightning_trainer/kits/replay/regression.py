@@ -1,4 +1,4 @@
-"""`replay_all()`: recorded attempts against new code or another model: which still succeed, and where they part."""
+"""`replay_all()`: recorded attempts with new code or another model: which still succeed, and where they differ."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayConfig:
-    """What is run again, and against what.
+    """What is replayed, and with which program.
 
     Attributes:
-        store: URL of the database that has the records; the replays are kept there too.
+        store: URL of the database with the records; the replays are recorded there too.
         rollouts: ids of rollouts, attempts or traces; empty: all rollouts that succeeded.
-        file: the same, a line each: an id, or an object with ``rollout_id``, ``attempt_id`` or ``trace_id`` and,
-            where that is not on record, the ``task``.
-        program: what runs. Its subject, where there is one, answers its agents in all calls: another model is tried.
+        file: the same, one per line: an id, or an object with ``rollout_id``, ``attempt_id`` or ``trace_id`` and, if it
+            is not recorded, the ``task``.
+        program: program to run. Its subject, if there is one, answers all calls of its agents: another model is tried.
         run_tools: names or globs of tools that are run; all others get their recorded results, or end the replay.
-        stop: end a replay at the first request that is not as recorded, in place of going on.
-        success: least reward that is a success; None: the recorded one.
+        stop: end a replay at the first request that differs from the record, instead of continuing.
+        success: minimum reward of a success; None: the recorded one.
     """
 
     store: str
@@ -60,16 +60,16 @@ class ReplayConfig:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A record that was run again.
+    """A record that was replayed.
 
     Attributes:
-        name: the id that was given.
-        attempt_id: the replay; None where it could not begin.
-        recorded: the reward then, without what a judge gave; None where there was none.
-        reward: the reward now; None where there is none.
+        name: the requested id.
+        attempt_id: the replay; None if it could not begin.
+        recorded: the recorded reward, without those of a judge; None if there was none.
+        reward: the new reward; None if there is none.
         succeeds: whether it is a success.
-        parted: the first request or tool that was not as recorded; None where all were.
-        reason: why it ended early, failed or could not begin; None where it did not.
+        parted: the first request or tool that differed from the record; None if all were equal.
+        reason: why it ended early, failed or could not begin; None if it did not.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Replayed:
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as an object."""
+        """Return the replay as a JSON object."""
         return {
             "rollout": self.name,
             "attempt_id": self.attempt_id,
@@ -98,14 +98,14 @@ class Regression:
     """Results of all replays.
 
     Attributes:
-        replayed: one of each record, in their order.
+        replayed: one result per record, in their order.
     """
 
     replayed: tuple[Replayed, ...]
 
     @property
     def succeeded(self) -> int:
-        """How many succeed."""
+        """Number of successful replays."""
         return sum(each.succeeds for each in self.replayed)
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
     """Run recorded attempts again with their tools' recorded results.
 
     Args:
-        config: which, and against what.
+        config: which attempts, and with which program.
         progress: callback for progress events. Default: none.
 
     Raises:
@@ -133,7 +133,7 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
     program = from_run(config.program, config.store)
     refuse_judge(program)
     refuse_idle(config.program, config.program.subject)
-    program = program if tried else replace(program, subject=None)  # the run's model is not what is tried
+    program = program if tried else replace(program, subject=None)  # the run's own model is not tried
     with open_database(config.store) as store, deferred() as check:
         sources: dict[str, Recorded | str] = {
             name: _source(store, name, task) for name, task in _choose_attempts(config, store)
@@ -214,7 +214,7 @@ def _source(store: Store, name: str, task: Mapping[str, Json] | None) -> Recorde
 
 
 def _choose_attempts(config: ReplayConfig, store: Store) -> Sequence[tuple[str, Mapping[str, Json] | None]]:
-    """Return the ids of what is replayed, each with the task that was given for it."""
+    """Return the ids to replay, each with the task that the file gives for it."""
     wanted: list[tuple[str, Mapping[str, Json] | None]] = [(name, None) for name in config.rollouts]
     if config.file is not None:
         try:

@@ -1,4 +1,4 @@
-"""A program that is run again: its runner, a server on the store of its record, and what answers there."""
+"""A program that is run again: its runner, a server on the store of its record, and the models of its calls."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class Program:
     """The program to run again, and the model of its calls.
 
     Attributes:
-        target: ``module:function``; None where `command` is given, or the run of the store says it.
+        target: ``module:function``; None if `command` is given, or if the store's run names it.
         command: the agent as a command.
         reward: ``module:function``, called as score(task, result); None: the agent gives the reward.
         agents: names or globs of the agents that `subject` answers; None: those that a policy answered in the record.
         subject: model of their calls that are not in the record; None: the program's own endpoints.
-        temperature: forced on their calls; None: as asked.
-        max_tokens: most tokens of an answer that names no limit.
+        temperature: forced on their calls; None: as requested.
+        max_tokens: most tokens of an answer whose request sets no limit.
         plain: whether top_p, top_k, min_p and penalties are left out, as in training.
         seed: of the samples.
-        workers: worker processes; None: one a core, and no more than there is work for.
+        workers: worker processes; None: one per core, and no more than there is work for.
         concurrency: attempts at once in each.
         timeout_s: time limit of an attempt; None: that of its record.
         load: further options of the backend that loads weights.
         name_by: rules that name the agents of calls; see `naming`.
-        work: of a command: where it works, and what gives its reward.
-        isolate: whether each attempt gets a process of its own; that of a run does if the run's did.
+        work: of a command: its working directory, and the source of its reward.
+        isolate: whether each attempt gets its own process; also true if the run's attempts did.
     """
 
     target: str | None = None
@@ -76,10 +76,10 @@ class Program:
     isolate: bool = False
 
     def sampling_of(self, agents: Sequence[str]) -> SamplingOptions:
-        """Return how calls are sampled that are not in the record.
+        """Return how calls that are not in the record are sampled.
 
         Args:
-            agents: whose calls the subject answers, if `agents` does not say.
+            agents: whose calls the subject answers, if the field `agents` names none.
         """
         return SamplingOptions(
             agents=self.agents,
@@ -93,12 +93,12 @@ class Program:
 
 
 def from_run(program: Program, store: str) -> Program:
-    """Fill in what is not given from the run that the store is of: what ran, who is trained, the newest checkpoint.
+    """Fill in missing options from the store's run: the program, the trained agents, the newest checkpoint.
 
-    A command works where that of the run did, also another one.
+    A command uses the working directory of the run's command, even if it is another command.
 
     Raises:
-        ConfigError: nobody says what to run, or what the run keeps can't be read.
+        ConfigError: no program is named, or the run's files cannot be read.
     """
     path = store.removeprefix("sqlite:///")
     run = None if "://" in path else Path(path).expanduser().parent
@@ -128,21 +128,21 @@ def from_run(program: Program, store: str) -> Program:
 
 
 def _work(values: Mapping[str, Any], reward: str | None) -> Work:
-    """Return where a run's command works, and what gives its reward, unless something else does."""
+    """Return where a run's command works, and the source of its reward, unless `reward` replaces it."""
     own = dict.fromkeys(("reward_command", "restore", "reward_from", "reward_range")) if reward is not None else {}
     return Work.of({**values, **own})
 
 
 def refuse_unseen(program: Program, record: Record, *, allowed: bool) -> None:
-    """Refuse a command that records nothing itself: nobody could put recorded results in the place of its tools.
+    """Reject a command that records nothing itself: its tools cannot get recorded results.
 
     Args:
-        program: what is run again.
-        record: what it left.
+        program: program to run again.
+        record: its record.
         allowed: whether all its tools may run again.
 
     Raises:
-        ConfigError: it is such a command, and its tools may not.
+        ConfigError: it is such a command, and its tools may not run again.
     """
     alone = all(call.node.span.attributes.get(FRAMEWORK) == GATEWAY for call in record.calls)
     if program.command is not None and alone and not allowed:
@@ -153,23 +153,23 @@ def refuse_unseen(program: Program, record: Record, *, allowed: bool) -> None:
 
 
 def refuse_idle(program: Program, *sides: Subject | None) -> None:
-    """Refuse options of calls that are drawn here, where none is.
+    """Reject sampling options if no call is sampled here.
 
     Args:
-        program: as it was asked for.
-        sides: what answers calls here.
+        program: as requested.
+        sides: models of the calls.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: the message names the options.
     """
     refuse_unheard({"temperature": program.temperature, "max_tokens": program.max_tokens}, *sides)
 
 
 def refuse_judge(program: Program) -> None:
-    """Refuse a judge, who ranks the rollouts of a group against each other.
+    """Reject a judge, which ranks the rollouts of a group against each other.
 
     Raises:
-        ConfigError: the run's rewards, or those asked for, are a judge's.
+        ConfigError: the run's rewards, or the requested ones, are a judge's.
     """
     if program.reward == JUDGE:
         raise ConfigError(
@@ -192,19 +192,19 @@ def open_replays(
     """Open a session on the store of the records, until the block ends.
 
     Args:
-        program: what runs, and what answers.
-        store: has the records; the caller closes it.
-        agents: whose calls the program's subject answers, if the program does not say.
+        program: program to run, and its model.
+        store: contains the records; the caller closes it.
+        agents: whose calls the program's subject answers, if the program does not name them.
         work: number of rollouts.
         progress: callback for progress events.
-        instead: answers forked calls in the place of the subject.
+        instead: model of the forked calls, in place of the subject.
         needs_reward: whether an attempt without a reward is an error.
 
     Yields:
         The session, and the name of the model that answers forked calls; None without one.
 
     Raises:
-        ConfigError: a run is at work on the store.
+        ConfigError: a run uses the store.
     """
     _refuse_busy(store)
     workers = worker_count(program.workers, work, 1 if program.isolate else program.concurrency)
@@ -225,7 +225,7 @@ def open_replays(
 
 
 def _refuse_busy(store: Store) -> None:
-    """Refuse a store with rollouts of somebody else's: either runner would take the other's."""
+    """Reject a store with queued or running rollouts: each runner would take the other's."""
     busy = len(store.rollouts(status="queued")) + len(store.rollouts(status="running"))
     if busy:
         what = "1 rollout of it waits or runs" if busy == 1 else f"{busy} rollouts of it wait or run"
