@@ -1,1 +1,1 @@
-"""Learning from data: conversations, preference pairs, a teacher. What acts here comes from files or from stores."""
+"""Learning from data: conversations, preference pairs, a teacher. The data comes from files or stores."""

@@ -1,4 +1,4 @@
-"""From conversations to rows: chosen by agent, written for a tokenizer, held out by task, each left out counted."""
+"""Turn conversations into rows: selected by agent, tokenized, split by task, with every omission counted."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from lightning_trainer.rl.rows import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsToLearn:
-    """What is learned from.
+    """Rows made from conversations.
 
     Attributes:
         rows: of conversations; each token's advantage is 1.
         left_out: conversations that are in no row, by reason.
-        recorded: rows with the tokens that an engine recorded.
+        recorded: number of rows with the tokens that an engine recorded.
     """
 
     rows: list[Row]
@@ -39,14 +39,14 @@ class RowsToLearn:
 
 
 def check_agents(data: Sequence[Example], agents: tuple[str, ...] | None) -> None:
-    """Refuse a name or glob of an agent that no conversation is of, where they name any.
+    """Reject a name or glob that matches no agent of the conversations, if these name any.
 
     Args:
-        data: all that was read: a part of it need not have every agent.
+        data: everything that was read: a part of it need not contain every agent.
         agents: names and globs; None: all.
 
     Raises:
-        UnknownAgentError: an agent is named here that the data does not have.
+        UnknownAgentError: `agents` names an agent that the data does not have.
     """
     seen = {said.path for said in data if said.path is not None}
     if seen:
@@ -54,12 +54,12 @@ def check_agents(data: Sequence[Example], agents: tuple[str, ...] | None) -> Non
 
 
 def named(data: Sequence[Example], agents: tuple[str, ...] | None) -> Callable[[Example], str | None]:
-    """Return what says whose words a conversation holds.
+    """Return a function that gives the agent of a conversation.
 
-    Data that names no agent is of the one that is named here.
+    If the data names no agent, all of it belongs to the one in `agents`.
 
     Raises:
-        DataError: it names none, and several are named here.
+        DataError: the data names no agent, and `agents` names several.
     """
     if agents is None or any(said.path is not None for said in data):
         return lambda said: None if said.path is None else label(said.path, agents)
@@ -80,18 +80,18 @@ def make_rows(
     max_length: int,
     min_reward: float | None = None,
 ) -> RowsToLearn:
-    """Write conversations as rows.
+    """Turn conversations into rows.
 
     Args:
         data: conversations.
         renderer: of the model.
-        agents: names or globs of those whose words are learned; None: all.
-        policies: adapters of agents; where there are none all share the weights.
-        max_length: longest row.
-        min_reward: least reward; None: any.
+        agents: names or globs of the agents whose answers are learned; None: all.
+        policies: adapters of agents; if there are none, all agents share the weights.
+        max_length: maximum tokens of a row.
+        min_reward: minimum reward; None: any.
 
     Raises:
-        DataError: nothing is left to learn from; the message has the reasons.
+        DataError: nothing is left to learn from; the message lists the reasons.
     """
     agent_of = named(data, agents)
     left_out: Counter[str] = Counter()
@@ -159,11 +159,11 @@ def _nothing(data: Sequence[Example], left_out: Counter[str]) -> str:
 
 
 def held_out(data: Sequence[Example], share: float, left_out: Counter[str]) -> tuple[list[Example], list[Example]]:
-    """Split conversations: no task, no group and no first prompt is in both parts.
+    """Split conversations so that no task, group or first prompt is in both parts.
 
     Args:
         data: what was read.
-        share: of the tasks.
+        share: of the tasks to hold out.
         left_out: counts the conversations that are in neither part.
     """
     if not share:
@@ -181,7 +181,7 @@ def held_out(data: Sequence[Example], share: float, left_out: Counter[str]) -> t
 
 
 def _opening(said: Example) -> str:
-    """Digest what stands before the first answer."""
+    """Return a digest of everything before the first answer."""
     if said.messages:
         return digest(list(said.messages[: said.answers[0]] if said.answers else said.messages))
     labels = said.labels or ()
@@ -190,15 +190,15 @@ def _opening(said: Example) -> str:
 
 
 def batches(rows: Sequence[Row], size: int, steps: int, seed: int, together: int = 1) -> Iterator[list[Row]]:
-    """Return the rows of each step: every epoch goes through all of them, in an order of its own.
+    """Yield the rows of each step. Every epoch contains all rows, in its own order.
 
     Args:
         rows: to learn from.
         size: rows in a step.
-        steps: how many.
+        steps: number of steps.
         seed: of the orders.
-        together: rows that stand next to each other by their beginnings are drawn so many at a time: what they have in
-            common goes forward once. They are cut at other places in each epoch.
+        together: number of rows with similar beginnings that stay together, so that their common prefix is computed
+            once. Each epoch cuts these runs at other places.
     """
     places = list(range(len(rows)))
     if together > 1:
@@ -214,7 +214,7 @@ def batches(rows: Sequence[Row], size: int, steps: int, seed: int, together: int
 
 
 def _shuffle_runs(places: Sequence[int], together: int, numbers: random.Random) -> list[int]:
-    """Cut places into runs of neighbours, and return all of them with the runs in a random order."""
+    """Cut places into runs of neighbours, and return all places with the runs in random order."""
     first = numbers.randrange(together) if together > 1 else 0
     runs = [places[max(0, start) : start + together] for start in range(-first, len(places), together)]
     numbers.shuffle(runs)

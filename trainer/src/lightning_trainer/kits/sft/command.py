@@ -21,7 +21,7 @@ def _note(name: str) -> str:
 @click.argument("data", nargs=-1, metavar="[DATA... | TARGET]")
 @click.option("--data", "tasks", type=click.Path(path_type=Path), help="Tasks to sample on (rounds).")
 @resume_option("Resume the interrupted run in this folder, after its last complete round or from its saved state.")
-@click.option("--max-tokens", hidden=True)  # its name in earlier versions: the configuration says the new one
+@click.option("--max-tokens", hidden=True)  # name in earlier versions; the configuration's error gives the new one
 @config_options(RoundsConfig, leave_out=frozenset({"data", "target", "tasks"}), notes=_note)
 def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, **flags: Any) -> None:
     """Fine-tune on conversations from files (.jsonl, .json, .parquet; from `export`, or a public data set) and stores.

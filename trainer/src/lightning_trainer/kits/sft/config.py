@@ -1,4 +1,4 @@
-"""The configuration of `lightning-rl sft`: one frozen value, checked whole when it is made."""
+"""The configuration of `lightning-rl sft`: one frozen value, fully checked when it is created."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_trainer.options.work import WorkOptions
 
 OF_FILES: Final = frozenset(
     {"data", "eval_every", "held_out", "loss", "origin", "patience", *PermitOptions.model_fields}
-)  # and not of rounds
+)  # not options of rounds
 
 _RENAMED: Final = (
     "max_tokens limits an answer in all commands, so the limit of a conversation in sft is now max_length. Write"
@@ -29,12 +29,12 @@ _RENAMED: Final = (
 
 
 def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run that an earlier version began, under the names that they have now."""
+    """Return the options of a run that an earlier version began, under their current names."""
     return {"max_length" if name == "max_tokens" else name: value for name, value in values.items()}
 
 
 class SftConfig(PermitOptions, CheckedRecord):
-    """What to learn, from what, and how.
+    """Options of `lightning-rl sft`.
 
     Raises:
         ConfigError: an option is unknown, has a wrong value, or contradicts another one.
@@ -145,7 +145,7 @@ class SftConfig(PermitOptions, CheckedRecord):
         return config
 
     def learner_options(self) -> dict[str, Any]:
-        """Return the learner's options, but for those that follow from the data."""
+        """Return the learner's options, except those that follow from the data."""
         from lightning_trainer.policies import parse
 
         names = (
@@ -166,7 +166,7 @@ class SftConfig(PermitOptions, CheckedRecord):
 
 
 class RoundFields(SftConfig):
-    """The options that only rounds have."""
+    """Options that only rounds have."""
 
     rounds: int = Field(ge=1)
     """Rejection sampling: number of rounds. In each, TARGET runs on the tasks of --data with the current weights, and
@@ -188,7 +188,7 @@ class RoundFields(SftConfig):
 
 
 class RoundsConfig(WorkOptions, LimitOptions, FailureOptions, AgentOptions, RoundFields):
-    """What to sample and learn, in rounds. Of `SftConfig`, what is about files and their held-out loss is not used.
+    """Options of rejection sampling. Those of `SftConfig` about files and their held-out loss are not used.
 
     Raises:
         ConfigError: an option is unknown, has a wrong value, or contradicts another one.
@@ -207,16 +207,16 @@ class RoundsConfig(WorkOptions, LimitOptions, FailureOptions, AgentOptions, Roun
                 "workers = 0: rounds sample on this machine. Give 1 or more, or leave workers out.": self.workers == 0,
             }
         )
-        parse_rules(self.name_by)  # or refuse
+        parse_rules(self.name_by)  # raises if a rule is invalid
         self.work.check(command=self.command, reward=self.reward)
         return self
 
     @property
     def declared(self) -> tuple[float, float] | None:
-        """The range of all rewards, where that is known."""
+        """The range of all rewards, if it is known."""
         return self.work.declared(command=self.command, reward=self.reward)
 
     @property
     def kept(self) -> int:
-        """Attempts of each group and agent that are learned."""
+        """Number of attempts of each group and agent that are learned."""
         return self.best or 1

@@ -1,4 +1,4 @@
-"""Conversations of files and stores, in whatever of the usual shapes they come."""
+"""Conversations of files and stores, in all common formats."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ _ROLES: Final = {
     "function_response": "tool", "developer": "system",
 }  # fmt: skip
 PROVENANCE: Final = ("call_ids", "reward_ids", "rollout_id", "attempt_id", "trace_id", "origin", "tenant")
-_SHOWN: Final = 5  # files of a folder
+_SHOWN: Final = 5  # files of a folder that an error lists
 WANTED: Final = (
     "messages (role, content), conversations (from, value), prompt and completion, instruction and output, or input_ids"
     " and labels"
 )
-_FIELDS: Final = frozenset({  # all that is read of a row; what else a file has may be of any type
+_FIELDS: Final = frozenset({  # all fields that are read; other columns of a file may have any type
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
     "chosen", "rejected", "rewards", "input_ids", "labels", "prompt_ids", "chosen_ids", "rejected_ids", "answers",
     "agent", "agent_path", "reward", "group_id", "rollout_id", "task_id", "attempt_id", "trace_id", "call_ids",
     "reward_ids", "origin", "tenant", "chosen_from", "rejected_from",
 })  # fmt: skip
-_CALL: Final = "function_call"  # a turn of ShareGPT's shape
+_CALL: Final = "function_call"  # a turn in ShareGPT's format
 _SHAPES: Final = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
 class SilentError(DataError):
-    """A conversation has nothing to learn in it."""
+    """A conversation has no answer to learn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """Something to learn from.
+    """A training example.
 
     Attributes:
-        messages: what was said; empty where only tokens are known.
-        answers: places of the messages to learn.
-        tools: those that were offered.
-        ids: (T,) recorded tokens; None where there are none.
-        labels: (T,) the same, and below 0 what is not learned.
-        agent: whose words these are; None where the data says nothing.
-        agent_path: where that one stands, outermost first; None where that is its name alone.
-        reward: what they earned; None where nobody said.
-        group: what was drawn for one task; None where nobody said.
-        task: which task that was, the same in every run; None where nobody said.
+        messages: of the conversation; empty if only tokens are known.
+        answers: indices of the messages to learn.
+        tools: that were offered.
+        ids: (T,) recorded tokens; None if there are none.
+        labels: (T,) the same tokens, but below 0 for those that are not learned.
+        agent: that gave the answers; None if the data does not name it.
+        agent_path: path of the agent, outermost first; None if it is the name alone.
+        reward: of the answers; None if unknown.
+        group: of rollouts sampled for one task; None if unknown.
+        task: id of the task, the same in every run; None if unknown.
         source: file and line.
-        provenance: ids of the records that it was made of, by their names in the line; empty where it names none.
+        provenance: ids of the records that it was made of, by field name of the line; empty if the line names none.
     """
 
     messages: tuple[Message, ...]
@@ -78,25 +78,25 @@ class Example:
 
     @property
     def path(self) -> str | None:
-        """Where its agent stands, as names and globs are compared with; None where the data names none."""
+        """The path of its agent, which names and globs are matched against; None if the data names no agent."""
         return None if self.agent is None else path_of(self.agent, self.agent_path)
 
 
 def is_store(name: str) -> bool:
-    """Whether this names a store, and no file of data."""
+    """Whether this names a store instead of a data file."""
     return "://" in name or Path(name).suffix in (".db", ".sqlite", ".sqlite3")
 
 
 def read_file(path: Path, left_out: Counter[str]) -> list[Example]:
-    """Read a file; its name's ending tells the kind.
+    """Read a file; the suffix of its name gives the format.
 
     Args:
         path: of the file.
-        left_out: counts conversations in which the assistant says nothing, such as those that were cut.
+        left_out: counts conversations without an answer of the assistant, such as truncated ones.
 
     Raises:
-        DataError: it is missing, empty, of another kind, a line of it is none of the shapes that are known, or the
-            assistant says nothing in all of it.
+        DataError: the file is missing, empty or of another format, a line of it has no known format, or no conversation
+            contains an answer of the assistant.
     """
     found, silent = [], None
     for row, faulty in read_rows(path):
@@ -113,10 +113,10 @@ def read_file(path: Path, left_out: Counter[str]) -> list[Example]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[DataRow, FaultyRows]]:
-    """Read the objects of a file, each with what counts those that are left out.
+    """Read the objects of a file, each with the counter of rows that are left out.
 
     Raises:
-        DataError: it is missing, of another kind, or most rows of it can't be read.
+        DataError: the file is missing, of another format, or most of its rows cannot be read.
     """
     if path.is_dir():
         raise DataError(f"data {path} is a folder. Name a .jsonl, .json or .parquet file, or a store.{_files_in(path)}")
@@ -141,7 +141,7 @@ def _readers() -> dict[str, Callable[[Path], Iterator[DataRow]]]:
 
 
 def _files_in(folder: Path) -> str:
-    """Say which files of a folder, such as a data set's, may be named: the first few."""
+    """List the first few data files in a folder, such as a data set's, for an error message."""
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _readers() and path.is_file())
     if not found:
         return ""
@@ -153,8 +153,8 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
     """Read one line.
 
     Raises:
-        SilentError: the assistant says nothing in it that is to be learned.
-        DataError: it has none of the fields that are known, or they hold something else.
+        SilentError: it contains no answer of the assistant to learn.
+        DataError: it has none of the known fields, or they contain something else.
     """
     try:
         messages, answers = _messages_and_places(line)
@@ -184,14 +184,17 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
 
 
 def _provenance(line: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the ids that `export` writes into a line; what a user's own file has under these names may be anything."""
+    """Return the ids that `export` writes into a line.
+
+    In a user's own file, fields of these names may contain anything.
+    """
     listed = {name: value if isinstance(value := line.get(name), list) else [value] for name in PROVENANCE}
     found = {name: tuple(one for one in values if isinstance(one, str)) for name, values in listed.items()}
     return {name: values for name, values in found.items() if values}
 
 
 def _name(value: Any) -> str | None:
-    """Return what a task or a group is called: a text or a whole number."""
+    """Return the name of a task or a group: a text or an integer."""
     return str(value) if isinstance(value, str) or type(value) is int else None
 
 
@@ -204,12 +207,12 @@ def _reward(value: Any) -> float | None:
 
 
 def list_fields(line: Mapping[str, Any]) -> str:
-    """Name the fields of a line, for an error message."""
+    """List the fields of a line, for an error message."""
     return f"the fields {', '.join(sorted(map(str, line)))}" if line else "no fields"
 
 
 def _messages_and_places(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
-    """Return the messages of a line, and the places of those to learn. A system prompt may stand beside the turns."""
+    """Return the messages of a line, and the indices of those to learn. A separate system prompt comes first."""
     messages, answers = _turns(line)
     system = line.get("system")
     if not system or (messages and messages[0]["role"] == "system"):
@@ -238,17 +241,17 @@ def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
         return messages, [len(messages) - 1]
     if line.get("input_ids") is not None and line.get("labels") is not None:
         return [], []
-    if any(shape <= line.keys() for shape in _SHAPES):  # and empty
+    if any(shape <= line.keys() for shape in _SHAPES):  # known format, but empty
         return [], []
     raise ValueError("nothing here is known")
 
 
 def _learned_places(messages: Sequence[Message], given: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the places of answers, without empty ones and those of weight 0, as OpenAI's fine-tuning has it.
+    """Return the indices of answers, except empty ones and those of weight 0, as in OpenAI's fine-tuning.
 
     Args:
-        messages: as templates take them.
-        given: the same as they stand in the line.
+        messages: as templates accept them.
+        given: the same messages as in the line.
     """
     said = (
         place for place in answer_places(messages) if messages[place]["content"] or messages[place].get("tool_calls")
@@ -261,7 +264,7 @@ def _exchange(asked: str, answered: str) -> list[Message]:
 
 
 def _turn(turn: Mapping[str, Any]) -> Message:
-    """Return a turn of ShareGPT's shape; one of the other shape is taken, too."""
+    """Return a turn in ShareGPT's format; a turn with a role is accepted too."""
     if "role" in turn:
         return dict(turn)
     if str(turn["from"]).lower() == _CALL:
@@ -273,7 +276,7 @@ def _turn(turn: Mapping[str, Any]) -> Message:
 
 
 def _calls(value: Any) -> list[Message]:
-    """Return the calls that a turn from `function_call` holds: one or a list, as JSON text or as data."""
+    """Return the calls in a turn from `function_call`: one or a list, as JSON text or as data."""
     read = read_json(value) if isinstance(value, str) else value
     calls = read if isinstance(read, list) else [read]
     if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
@@ -289,10 +292,10 @@ def _object(value: Any) -> Any:
 
 
 def to_messages(value: Any, role: str) -> list[Message]:
-    """Return messages as they are, and a text as one message of this role.
+    """Return messages unchanged, and a text as one message of this role.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the value is neither.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -302,7 +305,7 @@ def to_messages(value: Any, role: str) -> list[Message]:
 
 
 def answer_places(messages: Sequence[Message]) -> list[int]:
-    """Return the places of the assistant's messages, empty ones among them."""
+    """Return the indices of the assistant's messages, including empty ones."""
     return [place for place, message in enumerate(messages) if message["role"] == "assistant"]
 
 
@@ -316,7 +319,7 @@ def _tools(value: Any) -> tuple[Any, ...]:
 
 
 def _tool(tool: Any) -> Any:
-    """Return a tool in OpenAI's shape; beside ShareGPT's conversations, the function stands alone."""
+    """Return a tool in OpenAI's format; ShareGPT's conversations give only the function."""
     bare = isinstance(tool, Mapping) and "function" not in tool and isinstance(tool.get("name"), str)
     return {"type": "function", "function": tool} if bare else tool
 
@@ -335,5 +338,5 @@ def _tokens(line: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int,
 
 
 def read_lines_of_store(lines: Iterable[Mapping[str, Any]], name: str) -> list[Example]:
-    """Read what `lightning_trainer.kits.export` chose of a store."""
+    """Read the lines that `lightning_trainer.kits.export` selected from a store."""
     return [conversation(line, f"{name}, line {number}") for number, line in enumerate(lines, 1)]

@@ -1,8 +1,8 @@
-"""Direct preference optimisation (DPO, arXiv 2305.18290): of two answers to one prompt, the better more than the worse.
+"""Direct preference optimisation (DPO, arXiv 2305.18290): prefer the better of two answers to one prompt.
 
-The loss of a pair is - log sigmoid(beta (margin)), the margin being how much more the better answer has gained over the
-starting model than the worse one has, in log-probability. Its gradient is that of the two answers' log-probabilities,
-each times beta sigmoid(- beta margin): so it goes through the learner's own update, by `likelihood`.
+The loss of a pair is - log sigmoid(beta (margin)). The margin is how much more the better answer has gained over the
+starting model than the worse one, in log-probability. The gradient is that of the two answers' log-probabilities, each
+times beta sigmoid(- beta margin), so it uses the learner's own update, through `likelihood`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BETA: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two rows, and how likely the starting model finds them."""
+    """Two rows, and their log-probabilities under the starting model."""
 
     chosen: Row
     rejected: Row
@@ -37,9 +37,9 @@ class Dpo:
     """Learns from pairs.
 
     Args:
-        learner: takes the steps. Its weights as they are now are the starting model.
+        learner: takes the steps. Its current weights are the starting model.
         rows: pairs, as two rows each.
-        beta: how much the policy is held to the starting model.
+        beta: how strongly the policy is held to the starting model.
     """
 
     def __init__(self, learner: Learner, rows: Sequence[tuple[Row, Row]], beta: float) -> None:
@@ -52,12 +52,12 @@ class Dpo:
         }
 
     def update(self, batch: Sequence[Row]) -> dict[str, float]:
-        """Take a step on the pairs of these better answers."""
+        """Take a step on the pairs of these better answers, and return its metrics."""
         pairs = [self._pairs[row.attempt_id] for row in batch]
         margins = self._margins(pairs)
         rows = []
         for pair, margin in zip(pairs, margins, strict=True):
-            pull = 2 * self._beta * _sigmoid(-self._beta * margin)  # a row weighs half as much as a pair
+            pull = 2 * self._beta * _sigmoid(-self._beta * margin)  # a row has half the weight of a pair
             rows += [_weigh_row(pair.chosen, pull), _weigh_row(pair.rejected, -pull)]
         metrics = self._learner.update(rows)
         return {**metrics, **self._loss_metrics(margins)}
@@ -89,7 +89,7 @@ def _weigh_row(row: Row, advantage: float) -> Row:
 
 
 def matched(chosen: RowsToLearn, rejected: RowsToLearn) -> tuple[list[tuple[Row, Row]], Counter[str]]:
-    """Put the rows of pairs together again; a pair of which one answer is left out is left out whole.
+    """Join the rows of each pair; if one answer of a pair is left out, the pair is left out.
 
     Raises:
         DataError: no pair is left.
@@ -105,6 +105,6 @@ def matched(chosen: RowsToLearn, rejected: RowsToLearn) -> tuple[list[tuple[Row,
 
 
 def _single(rows: RowsToLearn) -> dict[str, Row]:
-    """Return the rows of conversations that are one row each."""
+    """Return the rows of conversations that consist of one row."""
     count = Counter(row.attempt_id for row in rows.rows)
     return {row.attempt_id: row for row in rows.rows if count[row.attempt_id] == 1}

@@ -1,4 +1,4 @@
-"""The loop: batches, a look at the held-out loss now and then, the weights of the lowest kept."""
+"""The loop: take steps, evaluate the held-out loss from time to time, and keep the weights with the lowest loss."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from lightning_trainer.rl.rows import Row
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.state import LONGEST_UNSAVED_S
 
-_LOOKED_AT: Final = 200  # most held-out rows: more tell little more, and cost
-_RISE: Final = 0.1  # of the steps, in which the learning rate rises
+_LOOKED_AT: Final = 200  # maximum held-out rows: more add cost but little information
+_RISE: Final = 0.1  # share of the steps in which the learning rate rises
 _LONGEST_RISE: Final = 20
-_LOOKS: Final = 4  # in an epoch
-_SELDOMEST: Final = 50  # steps between two looks, at most
+_LOOKS: Final = 4  # evaluations per epoch
+_SELDOMEST: Final = 50  # maximum steps between two evaluations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """What came of it.
+    """Result of the loop.
 
     Attributes:
-        before: mean loss of a token before: of held-out rows where there are any, else of some that are learned.
-        after: likewise with the weights that were kept.
-        steps: that were taken.
-        best: steps after which the weights were kept.
-        tokens: learned, those of several epochs each time.
-        seconds: that steps and looks took.
+        before: mean loss per token before learning: of held-out rows if there are any, otherwise of some training rows.
+        after: the same with the weights that were kept.
+        steps: number of steps taken.
+        best: number of steps after which the weights were kept.
+        tokens: number of tokens learned, counted again in each epoch.
+        seconds: duration of steps and evaluations.
     """
 
     before: float
@@ -56,23 +56,23 @@ class Fit:
     Attributes:
         learner: takes the steps.
         rows: to learn from.
-        held_out: to look at; empty: it never stops early, and the last weights are kept.
-        folder: gets ``checkpoint``.
+        held_out: rows to evaluate; empty: it never stops early, and the last weights are kept.
+        folder: where ``checkpoint`` is written.
         log: of metrics.
         progress: callback for progress events.
-        check: raises where somebody asked the program to stop.
+        check: raises if the program was asked to stop.
         batch_size: rows in a step.
-        steps: of them all.
-        eval_every: steps between two looks; None: four in an epoch.
-        group_by_prefix: rows that are drawn together for their common beginnings.
-        patience: looks without a lower loss after which it stops.
+        steps: total number of steps.
+        eval_every: steps between two evaluations; None: four per epoch.
+        group_by_prefix: number of rows that are batched together because of their common prefix.
+        patience: evaluations without a lower loss after which it stops.
         seed: of the order.
-        from_step: number of the first step in the log, where others came before.
+        from_step: number of the first step in the log, if other steps came before.
         update: learns from a batch; None: `Learner.update`.
-        loss: what is looked at; None: the mean loss of a token.
-        standing: where it stands: at first where an earlier life did, and the learner is as it was then.
-        keep: keeps where this one stands, and the learner as it is: every quarter of an hour, and when asked to stop.
-        lineage: notes what each step learns from, and marks checkpoints; None: nobody does.
+        loss: what is evaluated; None: the mean loss per token.
+        standing: state of the loop; initially that of an earlier process, with the learner restored to it.
+        keep: saves the state of the loop and the learner: every quarter of an hour, and on an interrupt.
+        lineage: records what each step learns from, and marks checkpoints; None: nothing is recorded.
     """
 
     learner: Learner
@@ -101,8 +101,8 @@ class Fit:
         """Take the steps.
 
         Raises:
-            Interrupted: somebody asked to stop; the newest weights are saved, unless better ones are, and where it
-                stands is kept.
+            Interrupted: the program was asked to stop; the newest weights are saved unless better ones are, and so is
+                the state of the loop.
         """
         self._began -= self.standing.seconds
         before = self._look(0) if self.standing.before is None else self.standing.before
@@ -158,7 +158,7 @@ class Fit:
         return self.eval_every or max(1, min(_SELDOMEST, in_epoch // _LOOKS))
 
     def _stops(self) -> bool:
-        """Look, keep the weights if they are the best, and say whether it was long ago that any were."""
+        """Whether patience is exhausted, after an evaluation that saves the weights if they are the best."""
         if not self.held_out:
             return False
         self._see(self._look(self.standing.taken))
@@ -174,7 +174,7 @@ class Fit:
         return loss
 
     def _see(self, loss: float) -> None:
-        """Save the weights if no loss was lower; else count the look."""
+        """Save the weights if no loss was lower; otherwise count the evaluation."""
         now = self.standing
         if loss < math.inf and (not self.held_out or now.lowest is None or loss < now.lowest):
             self.standing = replace(now, lowest=loss, best=now.taken, waited=0)
@@ -195,13 +195,13 @@ _SHOWN: Final[tuple[str, ...]] = (
 
 
 def mean_loss(learner: Learner, rows: Sequence[Row]) -> float:
-    """Return the mean over tokens of what is learned of - log p, in nats."""
+    """Return the mean of - log p over the learned tokens, in nats."""
     found = learner.logprobs(rows)
     total = sum(float(each.sum(dtype="f8")) for each in found)
     return -total / max(1, sum(len(each) for each in found))
 
 
 def schedule(steps: int) -> tuple[int, int]:
-    """Return the steps in which the learning rate rises, and all of them."""
+    """Return the number of steps in which the learning rate rises, and the total."""
     rise = min(_LONGEST_RISE, math.ceil(_RISE * steps))
     return rise, max(steps, rise + 1)

@@ -1,4 +1,4 @@
-"""The manifest of what is learned from examples: files and lines, and the records that they were made of."""
+"""The manifest of examples that are learned: files and lines, and the records that they were made of."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _KINDS = {
 
 
 def sft_facts(config: SftConfig) -> RunFacts:
-    """Return what learning starts from: its model, its files, its options."""
+    """Return what learning starts from: the model, the files, the options."""
     files = [name for name in config.data if not is_store(name)]
     return read_facts(config.model_dump(mode="json"), model=str(config.model), data=[*files, config.val], program=None)
 
 
 class LineageWriter:
-    """Writes what each step of `Fit` learns from.
+    """Records what each step of `Fit` learns from.
 
     Args:
         folder: of the run.
-        facts: what it starts from.
-        taken: steps that were taken before.
+        facts: what the run starts from.
+        taken: number of steps taken before.
     """
 
     def __init__(self, folder: Path, facts: RunFacts, taken: int) -> None:
@@ -41,11 +41,11 @@ class LineageWriter:
         self._begun = False
 
     def learning_from(self, examples: Sequence[Example], worse: Sequence[Example] = ()) -> None:
-        """Hear of the examples that the next rows are made of; of pairs the worse answers, too."""
+        """Set the examples that the next rows are made of; for pairs, the worse answers too."""
         self._examples, self._worse = examples, worse
 
     def add_step(self, step: int, rows: Iterable[Row]) -> None:
-        """Note what a step learns from."""
+        """Record what a step learns from."""
         if not self._begun:
             self._manifest.begin(self._facts, self._taken)
             self._begun = True
@@ -54,12 +54,12 @@ class LineageWriter:
         self._manifest.add_step(step, sources_of_examples(examples))
 
     def mark(self, checkpoint: Path, steps: int) -> None:
-        """Write into a checkpoint of so many steps which lines of the manifest count for it."""
+        """Write into a checkpoint of this many steps which lines of the manifest apply to it."""
         mark_checkpoint(self._folder, checkpoint, steps)
 
 
 def sources_of_examples(examples: Sequence[Example]) -> StepSources:
-    """Return what examples are made of."""
+    """Return the sources of examples."""
     prompts: dict[str, set[str]] = {}
     for example in examples:
         said = system_prompt({"messages": list(example.messages)})

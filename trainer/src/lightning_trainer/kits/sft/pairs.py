@@ -1,4 +1,4 @@
-"""Preference pairs of files: two answers to one prompt, in whatever of the usual shapes they come."""
+"""Preference pairs of files: two answers to one prompt, in all common formats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_BOTH: Final = (
     "system",
     "origin",
     "tenant",
-)  # answers of a pair
+)  # fields that both answers of a pair share
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Preferred:
 
     @property
     def same(self) -> bool:
-        """Whether both answers are the same: neither is the better one."""
+        """Whether both answers are the same, so that neither is better."""
         one, other = self.chosen, self.rejected
         if one.ids is not None and other.ids is not None:
             return one.ids == other.ids
@@ -53,7 +53,7 @@ def read_pairs(path: Path) -> list[Preferred]:
     """Read a file of preference pairs.
 
     Raises:
-        DataError: it is missing, empty, of another kind, or a line of it is no pair.
+        DataError: the file is missing, empty or of another format, or a line of it is not a pair.
     """
     found = []
     for row, faulty in read_rows(path):
@@ -67,23 +67,23 @@ def read_pairs(path: Path) -> list[Preferred]:
 
 
 def preferred(line: Mapping[str, Any], source: str) -> Preferred:
-    """Read one pair: ``prompt``, ``chosen`` and ``rejected``, or two conversations that begin alike.
+    """Read one pair: ``prompt``, ``chosen`` and ``rejected``, or two conversations with the same beginning.
 
     Raises:
-        DataError: the fields are not there, or hold something else.
+        DataError: the fields are missing, or contain something else.
     """
     try:
         asked = to_messages(line["prompt"], "user") if line.get("prompt") else []
         told = [to_messages(line[name], "assistant") for name in ("chosen", "rejected")]
         opening = _opening(told[0])
-        if asked and opening[-len(asked) :] == asked:  # whole conversations beside what was asked last in them
+        if asked and opening[-len(asked) :] == asked:  # whole conversations next to their last prompt
             asked = opening
-        if asked and all(side[: len(asked)] == asked for side in told):  # whole conversations beside their prompt
+        if asked and all(side[: len(asked)] == asked for side in told):  # whole conversations next to their prompt
             told = [side[len(asked) :] for side in told]
         sides = [[*asked, *side] for side in told]
         differ = (place for place, (a, b) in enumerate(zip(*sides, strict=False)) if a != b)
         shortest = min(map(len, sides))
-        first = len(asked) or next(differ, shortest - (len(sides[0]) == len(sides[1])))  # of equal ones the last
+        first = len(asked) or next(differ, shortest - (len(sides[0]) == len(sides[1])))  # if both are equal, the last
         rewards = _rewards(line.get("rewards"))
         made = []
         for name, messages, reward in zip(("chosen", "rejected"), sides, rewards, strict=True):
@@ -113,10 +113,10 @@ def _opening(messages: Sequence[Message]) -> list[Message]:
 
 
 def _rewards(value: Any) -> tuple[Any, Any]:
-    """Return what the better and the worse answer earned, where it is said.
+    """Return the rewards of the better and the worse answer, if they are given.
 
     Raises:
-        ValueError: these are not two numbers, or the better answer earned less.
+        ValueError: they are not two numbers, or the better answer earned less.
     """
     if not value:
         return None, None

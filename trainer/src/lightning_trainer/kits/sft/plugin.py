@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, registered through the hooks that anybody would use."""
+"""Supervised fine-tuning, registered through the public hooks."""
 
 from __future__ import annotations
 

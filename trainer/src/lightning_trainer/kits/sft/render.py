@@ -1,6 +1,6 @@
-"""Conversations as tokens: the recorded ones where they are this tokenizer's, else what its chat template writes.
+"""Conversations as tokens: recorded tokens if this tokenizer made them, otherwise the chat template's output.
 
-Only what the agent said is learned, its end-of-turn token included. What follows that token until the next turn is
+Only the agent's answers are learned, including their end-of-turn token. What follows that token until the next turn is
 written by the template, never by the model.
 """
 
@@ -24,8 +24,8 @@ class Rendered:
 
     Attributes:
         ids: (T,) token ids.
-        learned: (T,) True where the token is learned; never the first.
-        recorded: whether they are those that an engine recorded.
+        learned: (T,) True if the token is learned; never the first.
+        recorded: whether an engine recorded these tokens.
     """
 
     ids: list[int]
@@ -34,11 +34,11 @@ class Rendered:
 
 
 class UnrenderableError(Exception):
-    """A conversation can't be written for this model; the text is the reason."""
+    """A conversation cannot be rendered for this model; the text is the reason."""
 
 
 class Renderer:
-    """Writes conversations for one tokenizer.
+    """Renders conversations for one tokenizer.
 
     Args:
         tokenizer: with its chat template.
@@ -52,10 +52,10 @@ class Renderer:
         self._close = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(end_tokens)
 
     def render(self, said: Example) -> list[Rendered]:
-        """Return the tokens of a conversation: of several, where its template writes earlier turns in another way.
+        """Return the tokens of a conversation: several sequences if its template rewrites earlier turns.
 
         Raises:
-            UnrenderableError: says why not.
+            UnrenderableError: with the reason.
         """
         if said.ids is not None and said.labels is not None and self._is_ours(said):
             learned = [label >= 0 for label in said.labels]
@@ -72,10 +72,10 @@ class Renderer:
             raise UnrenderableError(f"{Unlearned.REFUSED}: {error}") from None
 
     def _is_ours(self, said: Example) -> bool:
-        """Whether recorded tokens are this tokenizer's: it writes the text of the prompt with just these.
+        """Whether recorded tokens are this tokenizer's: the prompt's text encodes to exactly these tokens.
 
-        Prompts are encoded from text; what a model says need not be. Where the messages are known, the prompt's text
-        holds what the first of them says.
+        Prompts are encoded from text; a model's answers need not be. If the messages are known, the prompt's text
+        contains the content of the first non-empty one.
         """
         ids, labels = said.ids or (), said.labels or ()
         if not ids or min(ids) < 0 or max(ids) >= self._size:
@@ -87,7 +87,7 @@ class Renderer:
         return self._format.encode(text) == prompt and asked in text
 
     def _render_answers(self, said: Example) -> Iterator[Rendered]:
-        """Write answer by answer. One that goes on from the text before shares its tokens, as in the gateway."""
+        """Render answer by answer. An answer that continues the text before it shares its tokens, as in the gateway."""
         text, ids, learned = "", list[int](), list[bool]()
         for place in said.answers:
             prompt, answer = self._turn(said.messages[: place + 1], said.tools)
@@ -102,14 +102,17 @@ class Renderer:
         yield Rendered(ids, learned)
 
     def _answer(self, text: str) -> tuple[str, list[int]]:
-        """Return an answer up to its end-of-turn token, as text and as tokens; a template without one gets one."""
+        """Return an answer up to its end-of-turn token, as text and as tokens.
+
+        If it has no such token, one is added.
+        """
         ends = [text.find(end) + len(end) for end in self._end_texts if end in text]
         words = text[: min(ends)] if ends else text
         own = self._format.encode(words)
         return words, own if ends else [*own, self._close]
 
     def _turn(self, messages: Sequence[Any], tools: Sequence[Any]) -> tuple[str, str]:
-        """Return what stands before the last message's words, and them with what follows."""
+        """Return the text before the content of the last message, and the text from there on."""
         before = self._format.render(messages[:-1], tools)
         whole = self._format.render(messages, tools, prompt=False)
         common = next(

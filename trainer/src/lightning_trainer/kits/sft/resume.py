@@ -1,6 +1,6 @@
-"""What learning goes on from, kept in the run's folder until it has ended: where it stands, and what the learner needs.
+"""The state to resume learning from, kept in the run's folder until it has finished: of the loop and of the learner.
 
-The learner's part is whole before the file that names it says so, and stays until a newer one is named: whenever a
+The learner's part is complete before the file names it, and stays until the file names a newer one. So whenever a
 process is killed, one of the two is there.
 """
 
@@ -19,19 +19,19 @@ from lightning_trainer.config.files import read_kept
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.run.folders import run_folder
 
-CHECKPOINT: Final = "checkpoint"  # in the run's folder: the weights alone, of the best step or the newest round
-_SLOTS: Final = ("resume-a", "resume-b")  # there: the learner's part, in one of them
+CHECKPOINT: Final = "checkpoint"  # in the run's folder: only the weights, of the best step or the newest round
+_SLOTS: Final = ("resume-a", "resume-b")  # also there: the learner's part, in one of them
 
 
 def keep(folder: Path, name: str, values: Mapping[str, Any], learner: Learner, before: str) -> str:
-    """Keep where learning stands.
+    """Save the state of learning.
 
     Args:
         folder: of the run.
         name: of the file.
-        values: what the file holds; ``weights`` is added.
-        learner: its weights, masters and moments are kept.
-        before: ``weights`` of what was kept before, which goes; "" where nothing was.
+        values: content of the file; ``weights`` is added.
+        learner: its weights, master weights and moments are saved.
+        before: ``weights`` of the previous save, which is removed; "" if there was none.
 
     Returns:
         ``weights``: the folder of the learner's part.
@@ -45,10 +45,10 @@ def keep(folder: Path, name: str, values: Mapping[str, Any], learner: Learner, b
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
-    """Read where learning stands.
+    """Read the state of learning.
 
     Raises:
-        ConfigError: nothing is kept, or it can't be read.
+        ConfigError: nothing was saved, or it cannot be read.
     """
     try:
         values: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -63,12 +63,12 @@ def read(folder: Path, name: str) -> dict[str, Any]:
 
 
 def damaged(folder: Path, name: str, error: Exception) -> ConfigError:
-    """Return the error of a file that holds something else."""
+    """Return the error for a file with unexpected content."""
     return ConfigError(f"{folder / name} can't be read: {error!r}. Start a new run.")
 
 
 def forget(folder: Path, name: str) -> None:
-    """Remove what only going on needs."""
+    """Remove what only resuming needs."""
     (folder / name).unlink(missing_ok=True)
     for slot in _SLOTS:
         shutil.rmtree(folder / slot, ignore_errors=True)
@@ -76,7 +76,7 @@ def forget(folder: Path, name: str) -> None:
 
 @contextmanager
 def learning_folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
-    """Open the folder of a run, and sweep what a process that was killed left half written.
+    """Open the folder of a run, and remove what a killed process left half written.
 
     Raises:
         ConfigError: see `run_folder`.
@@ -89,10 +89,10 @@ def learning_folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
 
 
 def began_with(folder: Path) -> dict[str, Any]:
-    """Read the options that learning began with; those that were not set are left out.
+    """Read the options that learning began with, except those that were not set.
 
     Raises:
-        ConfigError: they can't be read.
+        ConfigError: they cannot be read.
     """
     values = read_kept(folder, "Start a new run.")
     return {name: value for name, value in values.items() if value is not None and name != "out"}

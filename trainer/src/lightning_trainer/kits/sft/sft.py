@@ -1,4 +1,4 @@
-"""`sft()`: reads the data, opens the learner, learns, leaves a checkpoint."""
+"""`sft()`: read the data, open the learner, learn, and leave a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ _EPOCHS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What came of it.
+    """Result of `sft()`.
 
     Attributes:
         fitted: losses and steps.
-        folder: the run's.
-        checkpoint: a model folder; `train --model` and `serve` take it.
-        rows: learned from.
-        held_out: rows to tell when to stop.
-        recorded: rows, of both, with the tokens that an engine recorded.
-        left_out: conversations in none, by reason.
+        folder: of the run.
+        checkpoint: a model folder; `train --model` and `serve` accept it.
+        rows: number of rows learned from.
+        held_out: number of held-out rows, for early stopping.
+        recorded: number of rows, of both kinds, with the tokens that an engine recorded.
+        left_out: conversations in no row, by reason.
     """
 
     fitted: Fitted
@@ -70,17 +70,17 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
     """Learn from conversations.
 
     Args:
-        config: from what, and how; of what goes on, what `resumed` returned.
+        config: the options; to resume, those that `resumed` returned.
         progress: callback for progress events. Default: none.
-        resume: folder of a run that was cut off.
+        resume: folder of an interrupted run.
 
     Raises:
-        LightningError: an option or a file is wrong, or there is nothing to learn. No folder is left then.
-        Interrupted: somebody asked to stop; what was learned is saved.
+        LightningError: an option or a file is wrong, or there is nothing to learn. Then no folder is left.
+        Interrupted: the program was asked to stop; what was learned is saved.
     """
     progress = progress or Silent()
     backend: Backend = registry.by_name("backend", config.backend)
-    look(config.model)  # or refuse
+    look(config.model)  # raises if the model is not found
     data = read(config)
     config.permits.check_tenants(data.tenants)
     with ExitStack() as stack:
@@ -120,28 +120,28 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
 
 
 def resumed(folder: Path) -> SftConfig:
-    """Return the options of a run that goes on.
+    """Return the options of a run to resume.
 
     Raises:
         ConfigError: there is none.
     """
-    read_state(folder, STATE_NAME)  # or refuse
+    read_state(folder, STATE_NAME)  # raises if there is no state
     return SftConfig(**with_current_names(began_with(folder)))
 
 
 def options_of(config: SftConfig) -> dict[str, object]:
-    """Return the learner's options: those that were given, and the loss."""
+    """Return the learner's options: the configured ones, and the loss."""
     weights = "token-mean" if config.loss == "likelihood" else "sequence-sum"
     return {"loss_aggregation": weights, "algorithm": LIKELIHOOD, **config.learner_options()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """What was read.
+    """The data that was read.
 
     Attributes:
-        training: to learn from; of pairs the better answers.
-        held_out: to look at.
+        training: examples to learn from; of pairs, the better answers.
+        held_out: examples to evaluate.
         left_out: what stores left out and what is in neither part, by reason.
         worse: of pairs, the worse answers of `training` and of `held_out`.
     """
@@ -153,25 +153,25 @@ class Data:
 
     @property
     def tenants(self) -> set[str]:
-        """Tenants of live traces among it, as `export` writes them into lines."""
+        """Tenants of live traces in the data, as `export` writes them into lines."""
         parts = (self.training, self.held_out, *(self.worse or ()))
         said = (each.provenance for part in parts for each in part if "origin" in each.provenance)
         return {name for one in said for text in one.get("tenant", ()) for name in text.split("; ")}
 
     @property
     def digest(self) -> str:
-        """Text that changes when anything of it does."""
+        """A text that changes if any part of the data does."""
         parts = (self.training, self.held_out, *(self.worse or ()))
         return digest(
             [[replace(each, source="", provenance={}) for each in part] for part in parts]
-        )  # the same from another folder
+        )  # without source and provenance: the same data in another folder has the same digest
 
 
 def read(config: SftConfig) -> Data:
-    """Read what is to be learned and what is held out.
+    """Read the data to learn and the held-out data.
 
     Raises:
-        LightningError: a file or a store is missing or wrong, or holds nothing.
+        LightningError: a file or a store is missing or wrong, or contains nothing.
     """
     if not config.data:
         raise ConfigError("name what to learn from: files of conversations, or stores.")
@@ -219,15 +219,15 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
 
 
 def _different(pairs: Sequence[Preferred], left_out: Counter[str], place: str) -> list[Preferred]:
-    """Leave out pairs that say nothing, and count them.
+    """Leave out pairs whose answers are the same, and count them.
 
     Args:
         pairs: that were read.
         left_out: counts them.
-        place: where they come from, for the error.
+        place: source of the pairs, for the error.
 
     Raises:
-        DataError: no other is there.
+        DataError: no other pair is left.
     """
     found = [pair for pair in pairs if not pair.same]
     if not found:
@@ -260,7 +260,7 @@ def _from_store(name: str, config: SftConfig, left_out: Counter[str]) -> list[Li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What the loop gets."""
+    """Input of the loop."""
 
     rows: list[Row]
     held_out: list[Row]
@@ -276,7 +276,7 @@ def _task(config: SftConfig, learner: Learner, data: Data) -> _Task:
         left_out = data.left_out + rows.left_out + looked_at.left_out
         recorded = rows.recorded + looked_at.recorded
         return _Task(rows=rows.rows, held_out=looked_at.rows, recorded=recorded, left_out=left_out)
-    anything = config.model_copy(update={"min_reward": None})  # of the worse answers
+    anything = config.model_copy(update={"min_reward": None})  # for the worse answers: any reward
     pairs, left_out = matched(rows, _rows(anything, learner, data.worse[0]))
     held: list[tuple[Row, Row]] = []
     if looked_at.rows:
@@ -285,7 +285,7 @@ def _task(config: SftConfig, learner: Learner, data: Data) -> _Task:
         except DataError:
             if config.val is not None:
                 raise
-            held, more = [], Counter({Unlearned.ONE_LEFT_OUT: len(looked_at.rows)})  # nothing is looked at then
+            held, more = [], Counter({Unlearned.ONE_LEFT_OUT: len(looked_at.rows)})  # then nothing is evaluated
         left_out += more
         held = [(_rename_row(chosen), _rename_row(rejected)) for chosen, rejected in held]
     dpo = Dpo(learner, [*pairs, *held], config.beta or BETA)
@@ -308,7 +308,7 @@ def _rows(config: SftConfig, learner: Learner, data: Sequence[Example]) -> RowsT
 
 
 def _held_out_rows(config: SftConfig, learner: Learner, data: Sequence[Example]) -> RowsToLearn:
-    """Write what is held out; where all of it is left out, nothing is looked at, unless a file was named for it."""
+    """Make the held-out rows. If all are left out, nothing is evaluated, unless a file was named for it."""
     try:
         return _rows(config, learner, data) if data else RowsToLearn(rows=[], left_out=Counter(), recorded=0)
     except DataError:
@@ -318,12 +318,12 @@ def _held_out_rows(config: SftConfig, learner: Learner, data: Sequence[Example])
 
 
 def steps_of(config: SftConfig, rows: Sequence[Row]) -> int:
-    """Return the steps of all epochs."""
+    """Return the number of steps of all epochs."""
     return config.steps or max(1, math.ceil((config.epochs or _EPOCHS) * len(rows) / config.batch_size))
 
 
 def _rename_row(row: Row) -> Row:
-    """Give a held-out row a name that no row of training has."""
+    """Give a held-out row a name that no training row has."""
     return replace(row, attempt_id=f"held out {row.attempt_id}")
 
 

@@ -1,4 +1,4 @@
-"""Where learning from files stands, as kept in the run's folder until it has ended."""
+"""The state of learning from files, as saved in the run's folder until it has finished."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ STATE_NAME: Final = "learning.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where the loop stands.
+    """The state of the loop.
 
     Attributes:
-        taken: steps.
-        before: loss that was seen before the first; None: not looked yet.
-        lowest: loss that was seen since; None: none was.
-        best: steps after which it was.
-        waited: looks since then.
-        tokens: learned.
-        seconds: that steps and looks took.
+        taken: number of steps taken.
+        before: loss before the first step; None: not evaluated yet.
+        lowest: lowest loss evaluated since; None: none yet.
+        best: number of steps after which it was evaluated.
+        waited: number of evaluations since then.
+        tokens: number of tokens learned.
+        seconds: duration of steps and evaluations.
     """
 
     taken: int = 0
@@ -38,13 +38,13 @@ class Standing:
 
 @dataclass(slots=True, kw_only=True)
 class Kept:
-    """What is kept of a run, first of nothing.
+    """The saved state of a run; empty at first.
 
     Attributes:
         folder: of the run.
-        data: fingerprint of what is learned and looked at.
-        standing: where it stands.
-        weights: folder in it of the learner's part; "" while nothing is kept.
+        data: fingerprint of the training and held-out data.
+        standing: state of the loop.
+        weights: folder in it of the learner's part; "" while nothing is saved.
     """
 
     folder: Path
@@ -54,10 +54,10 @@ class Kept:
 
     @classmethod
     def read(cls, folder: Path, data: str) -> Kept:
-        """Read what an earlier life kept.
+        """Read the state that an earlier process saved.
 
         Raises:
-            ConfigError: nothing is kept, it can't be read, or the data is not what it was.
+            ConfigError: nothing was saved, it cannot be read, or the data has changed.
         """
         values = resume.read(folder, STATE_NAME)
         try:
@@ -68,16 +68,16 @@ class Kept:
         return kept
 
     def restore(self, learner: Learner) -> None:
-        """Bring a learner to where it was.
+        """Restore a learner to the saved state.
 
         Raises:
-            ConfigError: what was kept is of another model.
+            ConfigError: the saved state belongs to another model.
         """
         if self.weights:
             learner.load(self.folder / self.weights)
 
     def keep(self, learner: Learner, standing: Standing) -> None:
-        """Keep where a learner stands; what was kept before goes."""
+        """Save the state of a learner, and remove the previous one."""
         values = {"data": self.data, "standing": asdict(standing)}
         self.weights = resume.keep(self.folder, STATE_NAME, values, learner, self.weights)
         self.standing = standing

@@ -1,8 +1,8 @@
-"""Rejection sampling: the program runs on the current weights, what earned most is learned, and again.
+"""Rejection sampling: run the program on the current weights, learn the best attempts, and repeat.
 
-Each round begins with the weights that the last one left. A round's attempts are compared within their task; those that
-earned no more than the worst of the round teach nothing, so that a policy which solves no task does not learn from its
-failures.
+Each round starts from the weights of the round before. The attempts of a round are compared within their task. Those
+that earned no more than the worst of the round are not learned, so that a policy that solves no task does not learn
+from its failures.
 
-After each round what going on exactly needs is kept (`state.RoundsState`), until the last one is done.
+After each round except the last, the state for an exact resume is saved (`state.RoundsState`).
 """

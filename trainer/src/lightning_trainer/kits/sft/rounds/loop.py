@@ -1,4 +1,4 @@
-"""The rounds: sampled on the current weights, what earned most is learned, and again."""
+"""The loop over rounds: sample on the current weights, learn the best attempts, and repeat."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from lightning_trainer.session.session import Session
 
 @dataclass(kw_only=True)
 class RoundLoop:
-    """Takes the rounds.
+    """Runs the rounds.
 
     Attributes:
-        began: monotonic time at which they would have begun in one go.
+        began: monotonic time at which the rounds would have begun without an interruption.
     """
 
     config: RoundsConfig
@@ -66,7 +66,7 @@ class RoundLoop:
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> Rounds:
-        """Take the rounds that are to come; one in which nothing is better than the rest is the last."""
+        """Run the remaining rounds. A round in which no attempt is better than the others ends them."""
         done = list(self.state.done)
         before = self.state.before if done else self._held_out(0)
         for number in range(len(done) + 1, self.config.rounds + 1):
@@ -92,7 +92,7 @@ class RoundLoop:
         return time.monotonic() - self.began
 
     def _keep(self, state: RoundsState) -> None:
-        """Keep what going on exactly needs; what a round before kept goes."""
+        """Save the state for an exact resume, and remove that of the round before."""
         self.progress.phase("saving")
         values = asdict(replace(state, seconds=self._seconds))
         self.state = replace(state, weights=keep(self.folder, STATE_NAME, values, self.learner, self.state.weights))
@@ -129,10 +129,10 @@ class RoundLoop:
         return outcomes
 
     def _held_out(self, number: int) -> float | None:
-        """Run the held-out tasks, with the same seeds each time."""
+        """Run the held-out tasks, with the same seeds each time, and return the mean reward."""
         if not self.val:
             return None
-        name = f"{self.name}.{number}:v"  # seeds follow from what stands after the colon
+        name = f"{self.name}.{number}:v"  # seeds depend on what follows the colon
         outcomes = self._sample(self.val, name, self.config.val_samples, "held-out tasks", "val")
         found = score(outcomes, self.config.failed, self.config.agents, self.config.declared)
         self.log.add("val", self.steps, found.metrics(), {BY_TASK: found.by_task if self.judge is None else {}})
@@ -140,7 +140,7 @@ class RoundLoop:
         return found.reward
 
     def _best(self, outcomes: Sequence[Outcome]) -> tuple[list[Row], Counter[str]]:
-        """Return rows of what earned most.
+        """Return rows of the best attempts.
 
         Raises:
             NothingToLearnError: no attempt earned more than another.
@@ -166,16 +166,16 @@ class RoundLoop:
                 policies=parse(config.policies),
                 max_length=min(config.max_length or limit, limit),
             )
-        except DataError as error:  # a round that teaches nothing ends the rounds, and keeps what was learned before
+        except DataError as error:  # without anything to learn, the rounds end; what was learned before is kept
             raise NothingToLearnError(str(error)) from None
         return made.rows, left_out + made.left_out
 
     def _lines(self, rollout_ids: tuple[str, ...]) -> tuple[list[Line], Counter[str]]:
-        """Read what earned most, and count what is left out.
+        """Read the best attempts, and count what is left out.
 
         Raises:
-            NothingToLearnError: none of the agents spoke, which did in the rounds before.
-            UnknownAgentError: none of the agents spoke in the first round.
+            NothingToLearnError: none of the agents made a call, although they did in earlier rounds.
+            UnknownAgentError: none of the agents made a call in the first round.
         """
         config = self.config
         wanted = Wanted(
@@ -192,7 +192,7 @@ class RoundLoop:
 
     def _learn(self, rows: list[Row]) -> Fitted:
         config = self.config
-        if not (self.folder / CONFIG_NAME).exists():  # from here on the folder stays
+        if not (self.folder / CONFIG_NAME).exists():  # from here on, the folder is kept
             write_atomically(self.folder / CONFIG_NAME, to_json(config).encode())
         return Fit(
             learner=self.learner, rows=rows, held_out=(), folder=self.folder, log=self.log, progress=self.progress,
@@ -207,7 +207,7 @@ def _path_of(line: Line) -> str:
 
 
 def _is_better(line: Line, outcomes: Sequence[Outcome], failed: Failed) -> bool:
-    """Whether an agent earned more in an attempt than in the worst of the round, which may be a failure."""
+    """Whether an agent earned more in an attempt than in the worst of the round, which may be a failed one."""
     crashed = reward_of_failures(outcomes, failed)
     earned = [
         crashed

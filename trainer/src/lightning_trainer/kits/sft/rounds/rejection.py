@@ -1,4 +1,4 @@
-"""`rejection_sampling()`: opens what rounds need, begins or goes on, and stops when asked."""
+"""`rejection_sampling()`: open what rounds need, start or resume them, and stop on request."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from lightning_trainer.session.session import STORE_NAME, cancel_left_over, open
 
 
 def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *, resume: Path | None = None) -> Rounds:
-    """Sample, keep the best, learn, and again.
+    """Sample, keep the best attempts, learn them, and repeat.
 
     Args:
-        config: on what, and how; of rounds that go on, what `resumed` returned.
+        config: the options; to resume, those that `resumed` returned.
         progress: callback for progress events. Default: none.
-        resume: folder of rounds to go on with, after the last one that was done.
+        resume: folder of rounds to resume, after the last completed one.
 
     Raises:
-        LightningError: an option, a file or the agent is wrong, or the first round has nothing to learn. No folder is
-            left then.
-        Interrupted: somebody asked to stop; what was learned is saved.
+        LightningError: an option, a file or the agent is wrong, or the first round has nothing to learn. Then no folder
+            is left.
+        Interrupted: the program was asked to stop; what was learned is saved.
     """
     began, progress = time.monotonic(), progress or Silent()
     backend: Backend = registry.by_name("backend", config.backend)
-    look(config.model)  # or refuse
+    look(config.model)  # raises if the model is not found
     tasks = load_tasks(config.tasks, config.columns)
     val = load_tasks(config.val, config.columns) if config.val else []
     judging = read_judge(config.reward, config.judge)
@@ -105,12 +105,12 @@ def _stop_message(folder: Path) -> str:
 
 
 def resumed(folder: Path) -> RoundsConfig:
-    """Return the options of rounds that go on.
+    """Return the options of rounds to resume.
 
     Raises:
         ConfigError: there are none.
     """
-    RoundsState.read(folder)  # or refuse
+    RoundsState.read(folder)  # raises if there is no state
     kept = with_current_names(began_with(folder))
     return RoundsConfig(**{name: value for name, value in kept.items() if name not in OF_FILES})
 
@@ -122,7 +122,10 @@ def _resumable(folder: Path, data: str) -> RoundsState:
 
 
 def _options(config: RoundsConfig, tasks: int) -> dict[str, object]:
-    """Return the learner's options. How many steps are to come is not known, so the learning rate rises and stays."""
+    """Return the learner's options.
+
+    The number of steps is not known, so the learning rate rises and then stays constant.
+    """
     steps = config.rounds * (config.steps or max(1, tasks * config.kept // config.batch_size))
     return {"warmup_steps": schedule(steps)[0], **options_of(config)}
 

@@ -1,4 +1,4 @@
-"""What came of rounds, and where they stand, as kept in the run's folder."""
+"""The results of rounds, and their state as saved in the run's folder."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Final
 from lightning_trainer.kits.sft import resume
 from lightning_trainer.kits.sft.fit import Fitted
 
-STATE_NAME: Final = "rounds.json"  # in the run's folder, while rounds are to come
-RESULT_NAME: Final = "result.json"  # there, once all are done: what they came to
+STATE_NAME: Final = "rounds.json"  # in the run's folder, until the last round is done
+RESULT_NAME: Final = "result.json"  # also there, after the last round: the results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What came of one round.
+    """Result of one round.
 
     Attributes:
         number: from 1.
-        reward: mean of what was sampled, before the round's learning.
-        rows: learned from.
+        reward: mean reward of the samples, before the round's learning.
+        rows: number of rows learned from.
         fitted: losses and steps.
         held_out: mean reward of the held-out tasks after it; None without such tasks.
         left_out: calls and conversations in no row, by reason.
@@ -35,7 +35,7 @@ class Round:
     left_out: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the command prints of it."""
+        """Return what the command prints about the round."""
         return {
             "round": self.number, "reward": self.reward, "rows": self.rows, "steps": self.fitted.steps,
             "loss_before": self.fitted.before, "loss_after": self.fitted.after, "held_out": self.held_out,
@@ -44,20 +44,20 @@ class Round:
 
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> Round:
-        """Read what `dataclasses.asdict` gave."""
+        """Read the output of `dataclasses.asdict`."""
         return cls(**{**values, "fitted": Fitted(**values["fitted"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundsState:
-    """Where the rounds stand, as kept in the run's folder.
+    """The state of the rounds, as saved in the run's folder.
 
     Attributes:
-        done: the rounds that are.
+        done: completed rounds.
         before: mean reward of the held-out tasks before the first.
         data: fingerprint of the tasks.
-        weights: folder beside it with weights and optimiser; "" before the first round is done.
-        seconds: time that the rounds have taken.
+        weights: folder next to the file with weights and optimiser state; "" before the first round is done.
+        seconds: duration of the rounds.
     """
 
     data: str
@@ -68,15 +68,15 @@ class RoundsState:
 
     @property
     def steps(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
         return sum(each.fitted.steps for each in self.done)
 
     @classmethod
     def read(cls, folder: Path) -> RoundsState:
-        """Read it.
+        """Read the state.
 
         Raises:
-            ConfigError: there is none, or it can't be read.
+            ConfigError: there is none, or it cannot be read.
         """
         values = resume.read(folder, STATE_NAME)
         try:
@@ -87,14 +87,14 @@ class RoundsState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """What came of all rounds.
+    """Result of all rounds.
 
     Attributes:
         rounds: those in which something was learned; at least one.
-        folder: the run's.
-        checkpoint: a model folder with the weights of the last one.
+        folder: of the run.
+        checkpoint: a model folder with the weights of the last round.
         before: mean reward of the held-out tasks before the first; None without such tasks.
-        seconds: time that they took, those of earlier parts included.
+        seconds: duration, including that of earlier parts.
     """
 
     rounds: tuple[Round, ...]
