@@ -1,1 +1,1 @@
-"""What generates for a learner: the contract in `contract`, and engines that run outside of the learner's process."""
+"""Engines that generate for a learner: the contract in `contract`, and engines outside of the learner's process."""

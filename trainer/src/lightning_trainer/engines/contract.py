@@ -1,8 +1,8 @@
-"""What an engine is to a learner: a version of a policy goes in, tokens and the version that sampled them come out.
+"""The contract of an engine: it takes versions of a policy, and returns tokens and the version that sampled them.
 
 An engine is registered under a name by the hook `lightning_register_engines` and chosen by the option `engine`. A
-learner opens it, publishes each new version of its policies to it, and hands its `Engine`s to the gateway, one for each
-policy. Nothing else passes between them, so that any server which samples from token ids can be an engine.
+learner opens it, publishes each new version of its policies to it, and passes its `Engine`s to the gateway, one for
+each policy. Nothing else is exchanged, so any server that samples from token ids can be an engine.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ WriteWeights: TypeAlias = Callable[[str, Path], None]
 
 
 class EngineError(LightningError):
-    """An engine can't start, has ended for good, or samples from other weights than it should."""
+    """An engine cannot start, has ended permanently, or samples from other weights than it should."""
 
     exit_status = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What an engine is to serve, known before anything is loaded.
+    """What an engine must serve, known before anything is loaded.
 
     Attributes:
         model: folder of the model.
-        policies: names of the LoRA adapters over it; empty: one policy.
+        policies: names of the LoRA adapters on it; empty: one policy.
         copies: those of them that are frozen copies of others, whose weights change only between steps.
-        lora_rank: rank of the adapters; 0: all weights learn.
+        lora_rank: rank of the adapters; 0: all weights are trained.
         base_bits: bits of the learner's frozen weights under the adapters; None: `dtype`.
         staleness: steps by which the weights of a rollout may be older than the newest.
-        slots: most answers that are sampled at once.
-        max_model_len: most tokens of prompt and answer; None: the model's own limit.
+        slots: maximum number of answers that are sampled at once.
+        max_model_len: maximum tokens of prompt and answer; None: the model's own limit.
         dtype: number format of the weights: auto, float32 or bfloat16.
-        device: where the learner works.
-        seed: of sampling without a seed of its own.
+        device: device of the learner.
+        seed: sampling seed for requests without their own.
         tool_format: how the model writes tool calls; None: as its chat template does.
-        python: interpreter of the environment that the engine is installed in; None: this one's.
-        urls: base URLs of servers that run already; empty: the engine starts its own.
-        gpus: GPUs of the engine, as CUDA_VISIBLE_DEVICES has them; None: the learner's.
-        learner_bytes: memory that the learner needs on its device in an update.
-        learner_idle_bytes: and between updates.
-        options: further ones of the engine by name.
+        python: interpreter of the environment in which the engine is installed; None: this one's.
+        urls: base URLs of servers that are already running; empty: the engine starts its own.
+        gpus: GPUs of the engine, in the format of CUDA_VISIBLE_DEVICES; None: the learner's.
+        learner_bytes: memory that the learner needs on its device during an update.
+        learner_idle_bytes: the same between updates.
+        options: further options of the engine, by name.
     """
 
     model: Path
@@ -79,12 +79,12 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldModel:
-    """The model that the learner holds.
+    """The learner's model.
 
     Attributes:
-        name: under which it is served: the policy's, or that of the frozen model under several adapters.
+        name: name under which it is served: the policy's, or that of the frozen model under several adapters.
         tokenizer: with its chat template.
-        max_model_len: most tokens of prompt and answer.
+        max_model_len: maximum tokens of prompt and answer.
         loaded: the learner's own object, for an engine that generates with the same weights.
         write: writes the model into a folder with the weights that the learner computes with; None: they are those of
             the request's model.
@@ -100,25 +100,25 @@ class HeldModel:
 
 
 class PolicyEngines(Protocol):
-    """An engine that is open: it samples from every policy of a learner.
+    """An open engine: it samples from every policy of a learner.
 
     Attributes:
-        random: gives seeds to samples without one; its state is part of a checkpoint.
+        random: provides seeds for samples without one; its state is part of a checkpoint.
     """
 
     random: random.Random
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """One for each policy, by its `model`; of several adapters the frozen model first."""
+        """One engine for each policy, by its `model`; with several adapters, the frozen model first."""
         ...
 
     def still(self) -> AbstractContextManager[None]:
-        """Hold answers back inside the block, where the learner changes weights that the engine shares."""
+        """Hold answers back within the block, in which the learner changes weights that the engine shares."""
         ...
 
     def publish(self, versions: Mapping[str, int], write: WriteWeights) -> None:
-        """Sample the next answers from new weights. An answer under way ends on the weights that it began with.
+        """Sample the next answers from new weights. An answer in progress ends on the weights with which it began.
 
         Args:
             versions: numbers of the new weights, by policy.
@@ -133,7 +133,7 @@ class PolicyEngines(Protocol):
         """Return the natural log-probabilities of all tokens but the first, under the newest weights at temperature 1.
 
         Returns:
-            None where the engine shares the learner's weights, so that there is nothing to compare.
+            None if the engine shares the learner's weights, so that there is nothing to compare.
 
         Raises:
             EngineError: the engine fails.
@@ -150,32 +150,32 @@ class RestingEngines(Protocol):
     """An open engine that can give its memory to the learner."""
 
     def rest(self) -> AbstractContextManager[None]:
-        """Give the engine's memory to the learner inside the block, an update, if there is not enough for both.
+        """Give the engine's memory to the learner within the block, an update, if there is not enough for both.
 
         Answers wait meanwhile.
 
         Raises:
-            EngineError: it does not, or does not take it back.
+            EngineError: it does not give its memory, or does not take it back.
         """
         ...
 
 
 class EngineKind(Protocol):
-    """An engine that can be chosen by its name."""
+    """An engine that can be chosen by name."""
 
     def check(self, request: EngineRequest) -> None:
-        """Refuse what can't work. Nothing has been loaded yet.
+        """Reject a request that cannot work. Nothing has been loaded yet.
 
         Raises:
-            ConfigError: says what to change.
+            ConfigError: the message says what to change.
         """
         ...
 
     def plan(self, request: EngineRequest) -> Sequence[str]:
-        """Say in lines how memory is divided, for ``--dry-run``.
+        """Return lines that describe how memory is divided, for ``--dry-run``.
 
         Raises:
-            ConfigError: memory does not suffice; says for what, and what to change.
+            ConfigError: there is too little memory; the message says for what, and what to change.
         """
         ...
 
@@ -183,21 +183,21 @@ class EngineKind(Protocol):
         """Start the engine and wait until it answers.
 
         Raises:
-            LightningError: it does not start; has its own last error.
+            LightningError: it does not start; the message contains its last error.
         """
         ...
 
 
 def samples_apart(engine: Engine) -> bool:
-    """Return whether an engine samples during an update: one that can end by itself has weights of its own.
+    """Whether an engine samples during an update: one that can end by itself has its own weights.
 
-    One that holds answers back meanwhile says so by ``waits_for_updates``.
+    An engine that holds answers back meanwhile declares this with ``waits_for_updates``.
     """
     return getattr(engine, "check", None) is not None and not getattr(engine, "waits_for_updates", False)
 
 
 def check_engines(engines: Sequence[Engine]) -> None:
-    """Raise what has ended an engine for good: its method ``check``, where it has one.
+    """Raise the error that has ended an engine permanently, by its method ``check`` if it has one.
 
     Raises:
         EngineError: one has ended.

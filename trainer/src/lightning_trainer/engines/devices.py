@@ -1,4 +1,4 @@
-"""The GPUs of this machine and their memory, as NVIDIA's driver or torch reports it."""
+"""The GPUs of this machine and their memory, as reported by NVIDIA's driver or torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DEVICES: Final = "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nou
 
 
 def gpu_totals() -> list[int]:
-    """Return the bytes of each NVIDIA GPU. Asks the driver, and torch only if something else has imported it."""
+    """Return the bytes of each NVIDIA GPU. Asks the driver; if that fails, torch, if it is already imported."""
     try:
         command = _DEVICES.split()
         told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603 - ours
@@ -23,7 +23,7 @@ def gpu_totals() -> list[int]:
 
 
 def gpu_total(device: str) -> int | None:
-    """Return the bytes of the GPU that a device of torch names: auto, cuda, cuda:1; None: it names none."""
+    """Return the bytes of the GPU that a torch device names (auto, cuda, cuda:1); None if it names none."""
     kind, _, number = device.partition(":")
     totals = gpu_totals() if kind in ("auto", "cuda") else []
     place = int(number or 0)

@@ -1,4 +1,4 @@
-"""Answers wait while the weights of a server change under them."""
+"""A gate that holds answers back while the weights of a server change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENDS_S: Final = 3600.0  # longest wait for answers in progress before weights c
 
 
 class Gate:
-    """Lets answers through, or holds them back while a server's weights change under them."""
+    """Let answers through, or hold them back while a server's weights change."""
 
     def __init__(self) -> None:
         self._state = threading.Condition()
@@ -23,7 +23,7 @@ class Gate:
 
     @asynccontextmanager
     async def passed(self) -> AsyncIterator[None]:
-        """Count an answer that is under way; it waits before while the gate is shut."""
+        """Count an answer in progress; while the gate is shut, wait before."""
         while not self._enter():  # noqa: ASYNC110 - callers are on several event loops
             await asyncio.sleep(_LOOK_S)
         try:
@@ -41,7 +41,7 @@ class Gate:
 
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Wait until no answer is under way, and hold the next ones back inside the block.
+        """Wait until no answer is in progress, and hold new ones back within the block.
 
         Raises:
             EngineError: answers do not end.

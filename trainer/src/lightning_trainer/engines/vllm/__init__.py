@@ -1,1 +1,1 @@
-"""vLLM as the engine of a learner, in processes of its own, reached over its public HTTP interface."""
+"""vLLM as the engine of a learner, in separate processes, used over its public HTTP interface."""

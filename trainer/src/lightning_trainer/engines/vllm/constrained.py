@@ -2,7 +2,7 @@
 
 vLLM removes the tokens that a grammar forbids before it computes log-probabilities, so it reports those among the
 allowed tokens. The policy's own come from a second request, which reads prompt and answer. Their ratio is the
-probability of all allowed tokens: where it is about 1, the grammar left the choice to the policy, and the token is
+probability of all allowed tokens: if it is about 1, the grammar left the choice to the policy, and the token is
 trained.
 """
 
@@ -15,11 +15,12 @@ from typing import Any, Final
 
 from lightning_trainer.gateway.engine import Sampled, Sampling
 
-_FORBIDDEN: Final = 0.05  # more forbidden probability steers; in bfloat16, less is within the noise of two passes
+# a larger forbidden probability counts as steering; in bfloat16, less is within the noise of two passes
+_FORBIDDEN: Final = 0.05
 
 
 def marks(sampling: Sampling) -> bool:
-    """Return whether the ratio says which tokens were steered: a grammar changes the distribution, and nothing else."""
+    """Whether the ratio shows which tokens were steered: only a grammar changes the distribution."""
     plain = replace(sampling, grammar=None, max_tokens=None, stop=(), seed=None)
     return sampling.grammar is not None and plain == Sampling()
 
@@ -30,7 +31,7 @@ def scoring_request(model: str, tokens: Sequence[int]) -> dict[str, Any]:
 
 
 def read_scores(reply: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
-    """Read the answer to `scoring_request`.
+    """Parse the answer to `scoring_request`.
 
     Raises:
         ValueError, KeyError, TypeError, IndexError: it has another form.
@@ -40,18 +41,18 @@ def read_scores(reply: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
 
 
 def mark_steered(pieces: Sequence[Sampled], own: Sequence[float]) -> list[Sampled]:
-    """Return an answer with the policy's own log-probabilities, and the tokens marked that a grammar steered.
+    """Return an answer with the policy's own log-probabilities, and with the tokens marked that a grammar steered.
 
     Args:
         pieces: with log-probabilities among the allowed tokens.
-        own: the policy's, of the first tokens of the answer; those without one count as steered.
+        own: the policy's, of the first tokens of the answer; tokens without one count as steered.
     """
     known = [*own, *[math.nan] * (sum(len(piece.token_ids) for piece in pieces) - len(own))]
     marked, first = [], 0
     for piece in pieces:
         mine = known[first : first + len(piece.token_ids)]
         first += len(mine)
-        # written so that a log-probability that is not a number steers
+        # written so that a NaN log-probability counts as steered
         free = [
             1.0 - math.exp(logprob - among) <= _FORBIDDEN for logprob, among in zip(mine, piece.logprobs, strict=True)
         ]

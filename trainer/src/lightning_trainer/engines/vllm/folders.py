@@ -1,4 +1,4 @@
-"""Folders in memory, from which vLLM reads weights. What dead processes left in memory is removed."""
+"""Folders in memory from which vLLM reads weights. Those left in memory by dead processes are removed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FOLDER: Final = re.compile(r"lightning-engine-(\d+)-")
 
 
 def make_folder(place: Path | None = None, need: int = 0) -> Path:
-    """Make a folder that other users can read too: vLLM may run as one.
+    """Create a folder that other users can read too: vLLM may run as one.
 
     Args:
-        place: where; None: in memory, or on disk if memory has no room.
+        place: its path; None: in memory, or on disk if memory has no room.
         need: bytes that will be written to it.
     """
     made = Path(tempfile.mkdtemp(prefix=f"lightning-engine-{os.getpid()}-", dir=place or ram_folder(need)))
@@ -26,7 +26,7 @@ def make_folder(place: Path | None = None, need: int = 0) -> Path:
 
 
 def ram_folder(need: int = 0) -> Path:
-    """Return a folder in memory, or the temporary folder if there is none or it has no room for so many bytes."""
+    """Return a folder in memory, or the temporary folder if there is none or it has no room for this many bytes."""
     folder = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
     if not os.access(folder, os.W_OK):
         return Path(tempfile.gettempdir())

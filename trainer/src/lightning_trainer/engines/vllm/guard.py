@@ -1,4 +1,4 @@
-"""Asks for vLLM's key on every path of the server. vLLM itself asks for it under ``/v1`` only.
+"""Middleware that requires vLLM's key on every path of the server. vLLM itself requires it under ``/v1`` only.
 
 Without it, any user of the machine could replace the weights through vLLM's development paths. It is copied next to the
 server's log and imported there by vLLM, so it imports nothing of ours.

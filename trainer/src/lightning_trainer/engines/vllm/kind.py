@@ -32,7 +32,7 @@ from lightning_trainer.engines.vllm.weights import development_mode
 from lightning_trainer.gateway.upstream.adapters import vllm_rank
 from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
 
-_OURS: Final = {  # options of the server that the run itself sets, or reads
+_OURS: Final = {  # options of the server that the run itself sets or reads
     "model", "served_model_name", "host", "port", "api_key", "enable_lora", "max_loras", "max_lora_rank",
     "logprobs_mode", "enable_sleep_mode",
 }  # fmt: skip
@@ -44,10 +44,10 @@ class VllmKind:
     """See `EngineKind`."""
 
     def check(self, request: EngineRequest) -> None:
-        """Refuse what can't work: `EngineKind.check`.
+        """Reject a request that cannot work: `EngineKind.check`.
 
         Raises:
-            ConfigError: says what to change.
+            ConfigError: the message says what to change.
         """
         if request.lora_rank:
             vllm_rank(request.lora_rank)
@@ -78,7 +78,7 @@ class VllmKind:
             raise ConfigError(f"engine = vllm: vLLM is not installed {where}. {_INSTALL}.")
 
     def plan(self, request: EngineRequest) -> Sequence[str]:
-        """Say how memory is divided: `EngineKind.plan`.
+        """Return how memory is divided: `EngineKind.plan`.
 
         Raises:
             ConfigError: see `plan_memory`.
@@ -92,7 +92,7 @@ class VllmKind:
         return [f"engine: vLLM, --max-loras {_places(request)} --max-lora-rank {vllm_rank(request.lora_rank)}, {where}"]
 
     def open(self, request: EngineRequest, held: HeldModel) -> VllmPolicies:
-        """Start the server, or connect to those that are named: `EngineKind.open`.
+        """Start the server, or connect to the named ones: `EngineKind.open`.
 
         Raises:
             LightningError: it does not start, or they do not answer.
@@ -132,7 +132,7 @@ class OwnServer:
         self.key: str | None = self._process.key
 
     def start(self, policies: VllmPolicies) -> None:
-        """Start it.
+        """Start the server.
 
         Raises:
             EngineError: it ended before it answered.
@@ -147,7 +147,7 @@ class OwnServer:
 
     @property
     def process(self) -> VllmProcess:
-        """The process."""
+        """The server's process."""
         return self._process
 
     @property
@@ -156,17 +156,17 @@ class OwnServer:
         return (self._process.url,)
 
     async def ready(self) -> None:
-        """Wait until it answers: `Servers.ready`."""
+        """Wait until the server answers: `Servers.ready`."""
         while not self._process.up:
             self.check()
             await asyncio.sleep(_LOCAL_S)
 
     def wait(self) -> None:
-        """Wait until it answers: `Servers.wait`."""
+        """Wait until the server answers: `Servers.wait`."""
         self._process.wait()
 
     def suspect(self) -> None:
-        """Look whether it has ended."""
+        """Check whether the server has ended."""
         self._process.suspect()
 
     def settled(self) -> None:
@@ -175,7 +175,7 @@ class OwnServer:
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
-        """Let it sleep inside the block, if memory is short."""
+        """Let the server sleep within the block, if memory is short."""
         if not self.sleeps:
             yield
             return
@@ -188,7 +188,7 @@ class OwnServer:
                 wake_up(self._process)
 
     def check(self) -> None:
-        """Raise what has ended it for good.
+        """Raise the error that has ended the server permanently.
 
         Raises:
             EngineError: it has ended.
@@ -197,7 +197,7 @@ class OwnServer:
             raise self._process.failure
 
     def close(self) -> None:
-        """End it; its output stays only where it failed."""
+        """Stop the server; its output is kept only if it failed."""
         self._process.stop()
         if self._copy is not None:
             shutil.rmtree(self._copy, ignore_errors=True)
@@ -206,16 +206,16 @@ class OwnServer:
 
 
 class Elsewhere:
-    """Servers that run already: `Servers`."""
+    """Servers that are already running: `Servers`."""
 
     def __init__(self, urls: Sequence[str], key: str | None) -> None:
         self.urls, self.key = tuple(urls), key
 
     async def ready(self) -> None:
-        """They are, as far as is known."""
+        """Do nothing: they count as ready."""
 
     def wait(self) -> None:
-        """Make sure that they answer for the frozen model under the right name.
+        """Make sure that all servers answer for the frozen model under the right name.
 
         Raises:
             EngineError: one does not.
@@ -262,7 +262,7 @@ def is_installed() -> bool:
 
 
 def _write_model(request: EngineRequest, write: Callable[[Path], None]) -> Path:
-    """Write the learner's model for the server to read, into memory if it has room."""
+    """Write the learner's model for the server to read, into memory if there is room."""
     folder = make_folder(need=sum(path.stat().st_size for path in request.model.glob("*.safetensors")))
     try:
         write(folder)
@@ -273,9 +273,9 @@ def _write_model(request: EngineRequest, write: Callable[[Path], None]) -> Path:
 
 
 def _places(request: EngineRequest) -> int:
-    """Return how many adapters may answer at once: of each policy the newest, older ones, and the one to come.
+    """Return the number of adapters that may answer at once: of each policy the newest, older ones, and the next one.
 
-    A copy needs one place, and each policy one more for the copy to come.
+    A copy needs one slot, and each policy one more for the next copy.
     """
     policies = max(1, len(request.policies) - len(request.copies))
     return policies * (request.staleness + 2) + (len(request.copies) + policies if request.copies else 0)
@@ -290,7 +290,7 @@ def _options(request: EngineRequest, held: HeldModel, memory: MemoryPlan | None)
         "max_num_seqs": request.slots,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "structured_outputs_config": json.dumps({"backend": "guidance"}),  # which reads our grammars
+        "structured_outputs_config": json.dumps({"backend": "guidance"}),  # the backend that reads our grammars
         "seed": request.seed,
         "enforce_eager": on_cpu,
         "gpu_memory_utilization": None if memory is None else memory.share,
@@ -318,7 +318,7 @@ def _check_all_weights(request: EngineRequest) -> None:
 
 
 def _gpu_plan(request: EngineRequest) -> MemoryPlan | None:
-    """Divide the GPU that vLLM gets; None where it runs on a processor, or the model is of a kind not known here."""
+    """Divide the GPU that vLLM gets; None if it runs on a processor, or if the kind of model is not known here."""
     totals = gpu_totals()
     shape = read_shape(str(request.model))
     if not totals or request.device == "cpu" or shape is None:

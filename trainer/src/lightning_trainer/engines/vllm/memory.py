@@ -1,13 +1,13 @@
-"""How one GPU is divided between vLLM and the learner. Pure: numbers in, numbers out.
+"""How one GPU is divided between vLLM and the learner. Pure functions of numbers.
 
     vLLM      weights + adapters + overhead + cache
     learner   what it says that it needs
     cache     2 layers kv_width bytes for each token; as many tokens as fit, at most slots x max_model_len
 
-If both do not fit side by side, vLLM can sleep while the learner learns. Then the larger of two sums counts: what the
-learner keeps between updates and all of vLLM, or all of the learner and what vLLM keeps asleep.
+If both do not fit side by side, vLLM can sleep while the learner trains. Then the larger of two sums counts: what the
+learner keeps between updates plus all of vLLM, or all of the learner plus what vLLM keeps asleep.
 
-The overhead, 2 GiB of CUDA context, graphs and activations, is an assumption; and so is what it keeps asleep, 1.5 GiB.
+The overhead, 2 GiB of CUDA context, graphs and activations, is an assumption; so is the 1.5 GiB that vLLM keeps asleep.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_trainer.models.shape import Shape
 
 OVERHEAD: Final = 2 * 2**30
 ASLEEP: Final = 3 * 2**29
-SPARE: Final = 0.04  # of the GPU, which nobody plans with
+SPARE: Final = 0.04  # share of the GPU that is left unplanned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ class MemoryPlan:
 
     Attributes:
         total: of the GPU.
-        learner: of the learner in an update; 0 where it has another GPU.
+        learner: of the learner during an update; 0 if it has another GPU.
         idle: of the learner while vLLM samples.
         weights: of vLLM's copy of the model, adapters included.
         cache: of vLLM's key-value cache.
-        tokens: that the cache holds.
-        sleeps: whether vLLM sleeps in an update.
+        tokens: number of tokens that fit into the cache.
+        sleeps: whether vLLM sleeps during an update.
     """
 
     total: int
@@ -47,17 +47,17 @@ class MemoryPlan:
 
     @property
     def served(self) -> int:
-        """What vLLM takes while it samples."""
+        """Memory of vLLM while it samples."""
         return self.weights + self.cache + OVERHEAD
 
     @property
     def share(self) -> float:
-        """What vLLM may take of the GPU: its ``--gpu-memory-utilization``."""
+        """The share of the GPU that vLLM may use: its ``--gpu-memory-utilization``."""
         return round(self.served / self.total, 3)
 
     @property
     def line(self) -> str:
-        """The plan in a sentence."""
+        """The plan as a sentence."""
         asleep = ""
         if self.sleeps:
             asleep = (
@@ -72,7 +72,7 @@ class MemoryPlan:
 
 
 def least_memory(shape: Shape, *, width: int, context: int) -> int:
-    """Return the least that vLLM takes while it samples: with a cache of one answer."""
+    """Return the least memory of vLLM while it samples: with a cache for one answer."""
     return width * shape.parameters + OVERHEAD + 2 * shape.layers * shape.kv_width * width * context
 
 
@@ -94,13 +94,13 @@ def plan_memory(
         total: bytes of the GPU.
         width: bytes of each weight, and of each number in the cache.
         slots: answers at once.
-        context: most tokens of each.
+        context: maximum tokens of each.
         adapters: weights of all adapters that are loaded at once.
-        learner: bytes that the learner needs on this GPU in an update.
-        idle: bytes that it needs between updates, if vLLM may sleep in them; None: it may not.
+        learner: bytes that the learner needs on this GPU during an update.
+        idle: bytes that it needs between updates, if vLLM may sleep during them; None: it may not.
 
     Raises:
-        ConfigError: not one answer fits; says how much is missing.
+        ConfigError: not even one answer fits; the message says how much is missing.
     """
     weights = width * (shape.parameters + adapters)
     token = 2 * shape.layers * shape.kv_width * width
@@ -130,5 +130,5 @@ def plan_memory(
 
 
 def gib(number: float) -> str:
-    """Return bytes as people read them."""
+    """Return bytes as text in GiB."""
     return f"{number / 2**30:.1f} GiB"

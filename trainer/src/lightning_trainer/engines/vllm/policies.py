@@ -1,4 +1,4 @@
-"""The policies of a learner on vLLM servers: each version is an adapter under a name of its own."""
+"""The policies of a learner on vLLM servers: each version is an adapter with its own name."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING, Comple
 from lightning_trainer.gateway.upstream.upstream import SILENCE_S
 
 logger = logging.getLogger(__name__)
-BASE_NAME: Final = "base"  # of the frozen model on the servers
+BASE_NAME: Final = "base"  # name of the frozen model on the servers
 _WIRE: Final = CompletionsProtocol(grammars=True)
-_CALLS_S: Final = 3600.0  # that old calls are waited for before the next version is loaded
-_TRIES: Final = 3  # of a request of which nothing was sampled
+_CALLS_S: Final = 3600.0  # how long old calls may delay the loading of the next version
+_TRIES: Final = 3  # of a request of which nothing was sampled yet
 
 
 class ServedPolicy:
-    """One policy on the servers: `Engine`. An answer ends on the version that it began with, which each piece names."""
+    """One policy on the servers: `Engine`.
+
+    An answer ends on the version with which it began, which each piece names.
+    """
 
     abilities = ADJUSTING | {"grammar"}
 
@@ -62,11 +65,11 @@ class ServedPolicy:
         return self.names.newest.version or 0
 
     def marks(self, sampling: Sampling) -> bool:
-        """Return whether steered tokens of such an answer are marked: see `marks_steered`."""
+        """Whether steered tokens of such an answer are marked: see `marks_steered`."""
         return marks(sampling)
 
     def check(self) -> None:
-        """Raise what has ended the engine for good.
+        """Raise the error that has ended the engine permanently.
 
         Raises:
             EngineError: it has ended.
@@ -74,18 +77,18 @@ class ServedPolicy:
         self._owner.servers.check()
 
     async def disconnect(self) -> None:
-        """Close the connections of this event loop, which ends."""
+        """Close the connections of this event loop, which is about to end."""
         await self._owner.disconnect()
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
         """Sample one answer: `Engine.generate`.
 
-        A request that fails before its first token is sent again, to a server that was started again if need be.
+        A request that fails before its first token is sent again, if necessary to a restarted server.
 
         Raises:
             ValueError: the prompt is empty or leaves no room in the context.
             Refusal: the server's own, or it broke off within the answer.
-            EngineError: no server will ever answer.
+            EngineError: the servers have ended permanently.
         """
         room = self.max_model_len - len(prompt)
         if not prompt or room < 1:
@@ -115,17 +118,17 @@ class VllmPolicies:
     Args:
         request: what is served.
         held: the learner's model.
-        servers: that answer for the frozen model under the name `BASE_NAME`.
-        folder: where adapters are written for the servers to read; None: one in memory, which goes with this.
+        servers: servers that answer for the frozen model under the name `BASE_NAME`.
+        folder: where adapters are written for the servers to read; None: one in memory, which is removed on `close`.
     """
 
     def __init__(self, request: EngineRequest, held: HeldModel, servers: Servers, folder: Path | None = None) -> None:
         self.request, self.held, self.servers = request, held, servers
         self.random = random.Random(request.seed)
         self._folder = make_folder(folder)
-        self._tag = secrets.token_hex(3)  # servers of somebody else's may serve other runs, too
-        self.gate = Gate()  # shut while all weights are replaced; adapters get a name of their own instead
-        self._weights: Path | None = None  # the newest of a policy whose weights all learn
+        self._tag = secrets.token_hex(3)  # servers that others started may serve other runs, too
+        self.gate = Gate()  # shut while all weights are replaced; adapters get their own names instead
+        self._weights: Path | None = None  # the newest, of a policy whose weights are all trained
         self._lock = threading.Lock()
         self._unloader = ThreadPoolExecutor(1, "vllm-unload")
         self._connections: dict[asyncio.AbstractEventLoop, Connection] = {}
@@ -136,7 +139,7 @@ class VllmPolicies:
 
     @property
     def engines(self) -> tuple[ServedPolicy, ...]:
-        """One for each policy; of several adapters the frozen model first."""
+        """One engine for each policy; with several adapters, the frozen model first."""
         return tuple(self._policies.values())
 
     @property
@@ -146,12 +149,12 @@ class VllmPolicies:
         return [name for name in names if name != BASE_NAME]
 
     def still(self) -> AbstractContextManager[None]:
-        """Hold nothing back: the servers have weights of their own."""
+        """Hold nothing back: the servers have their own weights."""
         return nullcontext()
 
     @contextmanager
     def rest(self) -> Iterator[None]:
-        """Let the server sleep inside the block if memory is short: `RestingEngines.rest`.
+        """Let the server sleep within the block if memory is short: `RestingEngines.rest`.
 
         Adapters are neither loaded nor unloaded meanwhile.
 
@@ -161,10 +164,10 @@ class VllmPolicies:
         with self.gate.shut() if self.servers.sleeps else nullcontext():
             with self._lock, self.servers.asleep():
                 yield
-            self.servers.wait()  # one that crashed is started again, and loads what is in use
+            self.servers.wait()  # a crashed server is restarted, and loads what is in use
 
     def publish(self, versions: Mapping[str, int], write: WriteWeights) -> None:
-        """Load new adapters and let the next answers be theirs: `PolicyEngines.publish`.
+        """Load new adapters and use them for the next answers: `PolicyEngines.publish`.
 
         Raises:
             EngineError: the servers do not take one, or calls of old versions do not end.
@@ -198,7 +201,7 @@ class VllmPolicies:
             with waiting("engine", f"answers of {name} to end, and vLLM to take its weights {version}"):
                 write(name, folder)
                 with self.gate.shut():
-                    self._weights = folder  # also what a server gets that is started again meanwhile
+                    self._weights = folder  # also loaded by a server that is restarted meanwhile
                     self._send(partial(self._load_weights, folder))
                     self._policies[name].names.switch(BASE_NAME, version)
             if before is not None:
@@ -206,7 +209,7 @@ class VllmPolicies:
         self.servers.settled()
 
     def logprobs(self, policy: str, tokens: Sequence[int]) -> list[float]:
-        """Ask what the newest weights say of tokens: `PolicyEngines.logprobs`.
+        """Return the log-probabilities of tokens under the newest weights: `PolicyEngines.logprobs`.
 
         Raises:
             EngineError: the server fails.
@@ -225,7 +228,7 @@ class VllmPolicies:
                 raise EngineError(f"vLLM does not say how likely tokens are under {policy}: {error}") from None
 
     def reload(self, url: str) -> None:
-        """Load what is in use into a server that was started again."""
+        """Load what is in use into a restarted server."""
         if self._weights is not None:
             replace_weights([url], self.servers.key, self._weights)
             return
@@ -234,7 +237,7 @@ class VllmPolicies:
                 servers.load(served, self._folder / served, self.request.lora_rank)
 
     def close(self) -> None:
-        """End the servers that were started, and remove the adapters."""
+        """Stop the servers that were started, and remove the adapters."""
         self._unloader.shutdown(wait=True)
         self.servers.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -245,8 +248,8 @@ class VllmPolicies:
         """Sample one answer from one version.
 
         Raises:
-            BrokenError: a server can't be reached, or broke off.
-            Refusal: its own.
+            BrokenError: a server cannot be reached, or broke off.
+            Refusal: the server's own.
         """
         http = self._connection()
         replica = self._replica()
@@ -272,15 +275,15 @@ class VllmPolicies:
     async def constrained(
         self, served: ServedName, prompt: Sequence[int], most: int, sampling: Sampling
     ) -> AsyncIterator[Sampled]:
-        """Sample one answer that follows a grammar, and mark what the grammar steered. Its pieces come at the end.
+        """Sample one answer that follows a grammar, and mark the steered tokens. Its pieces come at the end.
 
         Raises:
-            BrokenError: a server can't be reached, broke off, or does not score the answer.
-            Refusal: its own.
+            BrokenError: a server cannot be reached, broke off, or does not score the answer.
+            Refusal: the server's own.
         """
         pieces = [piece async for piece in self.stream(served, prompt, most, sampling)]
         ids = [token for piece in pieces for token in piece.token_ids]
-        tokens = [*prompt, *ids][: self.held.max_model_len - 1]  # a request needs room for one more
+        tokens = [*prompt, *ids][: self.held.max_model_len - 1]  # the scoring request needs room for one more
         http, replica = self._connection(), self._replica()
         reply = await http.page(replica, _WIRE.path, scoring_request(served.name, tokens))
         try:
@@ -291,13 +294,13 @@ class VllmPolicies:
             yield piece
 
     async def disconnect(self) -> None:
-        """Close the connections of this event loop, which ends."""
+        """Close the connections of this event loop, which is about to end."""
         connection = self._connections.pop(asyncio.get_running_loop(), None)
         if connection is not None:
             await connection.close()
 
     def _connection(self) -> Connection:
-        """Return the connections of the event loop that asks."""
+        """Return the connections of the current event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._connections:
             waits_for = f"vLLM to answer for {self.held.name}"
@@ -307,7 +310,7 @@ class VllmPolicies:
         return self._connections[loop]
 
     def _replica(self) -> Replica:
-        """Return the server with the least to do."""
+        """Return the server with the fewest requests in flight."""
         known = [self._raw.setdefault(url, Replica(url)) for url in self.servers.urls]
         return min(known, key=lambda replica: replica.in_flight)
 
@@ -337,7 +340,7 @@ class VllmPolicies:
         try:
             with self._lock, AdapterServers(self.servers.urls, self.servers.key) as servers:
                 servers.unload(served)
-        except ConfigError as error:  # a server that is started again does not have it
+        except ConfigError as error:  # a restarted server does not have it
             logger.debug("%s was not unloaded: %s", served, error)
         shutil.rmtree(self._folder / served, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""A vLLM server as a process of its own: started, watched, started again after a crash, stopped."""
+"""A vLLM server as a separate process: started, watched, restarted after a crash, stopped."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ import httpx
 from lightning_spans.errors import ConfigError
 from lightning_trainer.engines.contract import EngineError
 
-_START_S: Final = 1800.0  # on a busy machine imports alone take minutes
+_START_S: Final = 1800.0  # on a busy machine, imports alone take minutes
 _STOP_S: Final = 30.0
 _LOOK_S: Final = 0.5
 _ENDING_S: Final = 10.0
-_CRASHES: Final = 3  # in a row, without new weights between them
+_CRASHES: Final = 3  # in a row, without new weights in between
 _SUPERVISED: Final = str(Path(__file__).with_name("supervised.py"))
-_TAIL: Final = 64 * 1024  # bytes of the log's end in which its last error is looked for
+_TAIL: Final = 64 * 1024  # bytes at the end of the log that are searched for the last error
 _ERROR: Final = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d: -]+\[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
 _VAGUE: Final = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered")
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the environment of an interpreter has.
+    """The packages in the environment of an interpreter.
 
     Attributes:
         vllm: whether vLLM can be imported.
-        flashinfer: whether flashinfer can.
-        version: of vLLM's distribution; None where it has none.
+        flashinfer: whether flashinfer can be imported.
+        version: of vLLM's distribution; None if there is none.
     """
 
     vllm: bool
@@ -58,7 +58,7 @@ print(json.dumps([u.find_spec("vllm") is not None, u.find_spec("flashinfer") is 
 
 
 def look(python: Path | None) -> Environment:
-    """Say what the environment of an interpreter has; None: this one's.
+    """Return what the environment of an interpreter contains; None: this one's.
 
     Raises:
         ConfigError: the interpreter does not run.
@@ -73,13 +73,13 @@ def look(python: Path | None) -> Environment:
 
 
 def environment_of(given: Mapping[str, str], found: Environment, *, gpus: str | None, cpu_cache: int) -> dict[str, str]:
-    """Return the variables of a vLLM server.
+    """Return the environment variables of a vLLM server.
 
     Args:
         given: this process's.
-        found: what the server's environment has.
-        gpus: of the server, as CUDA_VISIBLE_DEVICES has them; None: as here.
-        cpu_cache: GiB of the key-value cache where vLLM runs on a processor.
+        found: what the server's environment contains.
+        gpus: GPUs of the server, in the format of CUDA_VISIBLE_DEVICES; None: those of this process.
+        cpu_cache: GiB of the key-value cache if vLLM runs on a processor.
     """
     chosen = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -93,13 +93,13 @@ def environment_of(given: Mapping[str, str], found: Environment, *, gpus: str | 
 
 
 class VllmProcess:
-    """A server that is started again when it crashes, on another port.
+    """A server that is restarted when it crashes, on another port.
 
     Args:
-        command: starts it, but for its address.
-        env: its variables.
-        log: gets its output.
-        again: called with the server's URL each time that it answers, before others may use it.
+        command: its command without its address.
+        env: its environment variables.
+        log: file for its output.
+        again: called with the server's URL each time it starts to answer, before others may use it.
     """
 
     def __init__(
@@ -124,26 +124,26 @@ class VllmProcess:
         """Start the server and wait until it answers.
 
         Raises:
-            EngineError: it ended before; has its own last error.
+            EngineError: it ended before; the message contains its last error.
         """
         self._launch()
         self._watcher.start()
 
     @property
     def up(self) -> bool:
-        """Whether it answers, as far as is known."""
+        """Whether the server answers, as far as is known."""
         return self._up.is_set()
 
     @property
     def url(self) -> str:
-        """Base URL, with its ``/v1``; it changes when the server starts again."""
+        """Base URL, with its ``/v1``; it changes when the server restarts."""
         return self._url
 
     def wait(self, timeout_s: float = _START_S) -> str:
-        """Wait until the server answers. Returns its URL.
+        """Wait until the server answers, and return its URL.
 
         Raises:
-            EngineError: it has ended for good, or does not answer for so long.
+            EngineError: it has ended permanently, or does not answer within the timeout.
         """
         until = time.monotonic() + timeout_s
         while not self._up.wait(_LOOK_S):
@@ -154,7 +154,7 @@ class VllmProcess:
         return self._url
 
     def suspect(self) -> None:
-        """Say that a request failed: the server counts as down where its process has ended."""
+        """Handle a failed request: the server counts as down if its process has ended."""
         if self._process is not None and self._process.poll() is not None:
             self._up.clear()
 
@@ -168,15 +168,15 @@ class VllmProcess:
         return self._process.poll() is not None
 
     def hold(self) -> None:
-        """Do not start the server again before `release`."""
+        """Do not restart the server before `release`."""
         self._may_start.clear()
 
     def release(self) -> None:
-        """Start the server again if it ended since `hold`."""
+        """Restart the server if it ended since `hold`."""
         self._may_start.set()
 
     def stop(self) -> None:
-        """End the server and its workers."""
+        """Stop the server and its workers."""
         self._closing.set()
         self._may_start.set()
         self._end()
@@ -216,7 +216,7 @@ class VllmProcess:
                 time.sleep(_LOOK_S)
 
     def _watch(self) -> None:
-        """Start the server again whenever it has ended."""
+        """Restart the server whenever it has ended."""
         while not self._closing.is_set():
             process = self._process
             if process is not None:
@@ -239,7 +239,7 @@ class VllmProcess:
             self.restarts += 1
 
     def _end(self) -> None:
-        """End the server with all that it started; the supervisor does it when its input ends."""
+        """Stop the server with all that it started; the supervisor does this when its input ends."""
         process = self._process
         if process is None:
             return
@@ -254,7 +254,7 @@ class VllmProcess:
 
 
 def last_error(log: Path) -> str:
-    """Return the last line of a server's log that says what went wrong, rather than that something did."""
+    """Return the last line of a server's log that names the cause of a failure, rather than the failure alone."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL))
@@ -268,12 +268,13 @@ def last_error(log: Path) -> str:
 
 
 def command_of(python: Path | None, model: Path, options: Mapping[str, Any]) -> list[str]:
-    """Return the command that starts a server of a model, but for its address.
+    """Return the command that starts a server of a model, without its address.
 
     Args:
         python: interpreter of its environment; None: this one.
-        model: folder.
-        options: of ``vllm serve`` by name, underscores for hyphens; true is a flag, false and None leave it out.
+        model: folder of the model.
+        options: options of ``vllm serve`` by name, with underscores for hyphens; true is a flag, false and None omit
+            it.
     """
     command = [str(python or sys.executable), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""Where vLLM answers: a process of ours (`kind.OwnServer`), or servers of somebody else's (`kind.Elsewhere`)."""
+"""The vLLM servers of an engine: a process of ours (`kind.OwnServer`), or servers of others (`kind.Elsewhere`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Servers(Protocol):
-    """Where vLLM answers: a process of ours, or servers of somebody else's."""
+    """The vLLM servers of an engine: a process of ours, or servers of others."""
 
     key: str | None
 
@@ -18,36 +18,36 @@ class Servers(Protocol):
         ...
 
     async def ready(self) -> None:
-        """Wait until they answer.
+        """Wait until the servers answer.
 
         Raises:
-            EngineError: they never will.
+            EngineError: they have ended permanently.
         """
         ...
 
     def wait(self) -> None:
-        """Wait until they answer, as `ready` does."""
+        """Wait until the servers answer, like `ready`."""
         ...
 
     def suspect(self) -> None:
-        """Say that a request to them failed."""
+        """Report that a request to the servers failed."""
         ...
 
     def settled(self) -> None:
-        """Say that they took new weights, so that earlier crashes no longer count."""
+        """Report that the servers took new weights, so that earlier crashes no longer count."""
         ...
 
     @property
     def sleeps(self) -> bool:
-        """Whether they sleep in updates."""
+        """Whether the servers sleep during updates."""
         ...
 
     def asleep(self) -> AbstractContextManager[None]:
-        """Let them sleep inside the block, if they do."""
+        """Let the servers sleep within the block, if they do."""
         ...
 
     def check(self) -> None:
-        """Raise what has ended them for good.
+        """Raise the error that has ended the servers permanently.
 
         Raises:
             EngineError: they have ended.
@@ -55,5 +55,5 @@ class Servers(Protocol):
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop what was started."""
         ...

@@ -1,6 +1,6 @@
 """vLLM's sleep mode: the server gives its GPU memory to the learner for an update, and takes it back.
 
-Level 1 is used: vLLM copies its weights and adapters to the machine's memory and forgets its keys and values. Level 2
+Level 1 is used: vLLM copies its weights and adapters to the machine's memory and discards its keys and values. Level 2
 would drop both. It restores the model's own buffers only, not those of adapters, which its tables still list as loaded
 (vLLM 0.27.1, `v1/worker/gpu_worker.py`); and all weights would have to be read twice in each step.
 """
@@ -18,7 +18,7 @@ _SLEEP_S: Final = 600.0  # copies of all weights, on a machine that may be busy
 
 
 def fall_asleep(process: VllmProcess) -> None:
-    """Let a server sleep. If it crashes, it is not started again before `wake_up`: it would find no memory.
+    """Put a server to sleep. If it crashes, it is not restarted before `wake_up`: it would find no memory.
 
     Raises:
         EngineError: it does not fall asleep.
@@ -29,7 +29,7 @@ def fall_asleep(process: VllmProcess) -> None:
 
 
 def wake_up(process: VllmProcess) -> None:
-    """Wake a server, or start it again if it crashed while it slept.
+    """Wake a server, or restart it if it crashed while it slept.
 
     Raises:
         EngineError: it does not wake up.

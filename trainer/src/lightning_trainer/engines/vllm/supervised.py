@@ -1,7 +1,7 @@
-"""Run a command and everything that it starts until it ends, or until whoever started this has ended.
+"""Run a command and everything that it starts until it ends, or until the process that started this one has ended.
 
 Run as a program, with the command as arguments. It imports nothing of ours. Its standard input is a pipe whose other
-end the starter holds: the end of that, also after SIGKILL, ends the command.
+end is held by the starter: when that end closes, also after SIGKILL, the command is ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _end_with_starter(child: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """Return the exit status of the command."""
+    """Run the command and return its exit status."""
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603 - what it is for
     threading.Thread(target=_end_with_starter, args=(child,), daemon=True).start()
     status = child.wait()

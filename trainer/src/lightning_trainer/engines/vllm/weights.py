@@ -1,4 +1,4 @@
-"""All weights of a policy on a vLLM server: read from a folder into a server that runs."""
+"""All weights of a policy on a vLLM server: read from a folder into a running server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _GUARD: Final = "lightning_vllm_guard"
 
 
 def replace_weights(urls: Sequence[str], key: str | None, folder: Path) -> None:
-    """Read weights into servers, and forget the keys and values that earlier weights computed.
+    """Load weights into servers, and discard the keys and values that earlier weights computed.
 
     Args:
         urls: of the servers, which run in vLLM's development mode.
         key: of the servers.
-        folder: that they can read.
+        folder: a folder that they can read.
 
     Raises:
         ConfigError: a server does not take them.
@@ -44,10 +44,10 @@ def _post(client: httpx.Client, url: str, body: Any) -> None:
 
 
 def development_mode(folder: Path, path: str | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Return variables and options of a server whose weights can be replaced, with its key asked for on every path.
+    """Return variables and options of a server whose weights can be replaced, with its key required on every path.
 
     Args:
-        folder: gets the module that asks for it.
+        folder: gets the module that requires the key.
         path: PYTHONPATH so far.
     """
     shutil.copy(Path(__file__).with_name("guard.py"), folder / f"{_GUARD}.py")
