@@ -51,7 +51,8 @@ class WarmWorkers:
             with theirs:
                 words = [sys.executable, "-m", "support.warm_workers", str(theirs.fileno())]
                 folder = Path(__file__).parents[1]
-                self._process = subprocess.Popen(words, cwd=folder, pass_fds=[theirs.fileno()])
+                # in a session of its own: a signal to the group of a test is not for it
+                self._process = subprocess.Popen(words, cwd=folder, pass_fds=[theirs.fileno()], start_new_session=True)
         return self._line
 
     def close(self) -> None:
@@ -76,7 +77,13 @@ class WarmWorkers:
             undo.callback(os.close, told)
             undo.callback(os.close, ending)
             output = undo.enter_context(_open_log(log))
-            socket.send_fds(self._connected(), [asked], [theirs.fileno(), told, output.fileno(), ending])
+            fds = [theirs.fileno(), told, output.fileno(), ending]
+            try:
+                socket.send_fds(self._connected(), [asked], fds)
+            except BrokenPipeError:  # a test has ended it: another takes its place
+                self.close()
+                self._line = None
+                socket.send_fds(self._connected(), [asked], fds)
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(status, "rb"))
