@@ -1,1 +1,1 @@
-"""From a checkpoint to users: which policy answers an agent in production, per agent, with a way back."""
+"""Deployment of policies from checkpoint to users, per agent, with rollback."""

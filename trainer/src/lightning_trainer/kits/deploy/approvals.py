@@ -1,6 +1,6 @@
-"""A person's approval of a candidate: a row that the server signs for the holder of an approver's key.
+"""A person's approval of a candidate: a row that the server signs for the holder of an approver key.
 
-No other key, an admin's included, can have one made, and a row that was written in another way has no valid signature.
+No other key, not even an admin's, can create one, and a row that was written in another way has no valid signature.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_trainer.gateway.intake.route import KeyedRoute
 from lightning_trainer.kits.deploy.table import keep, read_histories
 from lightning_trainer.kits.deploy.transitions import Note, approve, is_tried, named_in
 
-APPROVAL: Final = "approval"  # in the details of a row: the signed text
+APPROVAL: Final = "approval"  # in a row's details: the signed text
 NEEDS_APPROVAL: Final = "needs_approval"  # in the details of the row that names the candidate
 PATH: Final = "/api/deployments/approve"
 _ANSWER_S: Final = 30.0
@@ -41,10 +41,10 @@ def needs_approval(history: Sequence[Deployment]) -> bool:
 
 
 class Approvals:
-    """Signs approvals, and checks them.
+    """Signs and verifies approvals.
 
     Args:
-        keys: of the server.
+        keys: the server's keys.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -53,10 +53,10 @@ class Approvals:
 
     @classmethod
     def beside(cls, key_file: Path | None) -> Approvals:
-        """Use the secret next to the server's key file.
+        """Create an instance from the secret next to the server's key file.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no secret.
         """
         secret = None if key_file is None else key_file.with_name(f"{key_file.name}.secret")
         if secret is None or not secret.is_file():
@@ -67,10 +67,10 @@ class Approvals:
         return cls(Keys.from_file(secret))
 
     def approve(self, history: Sequence[Deployment], agent: str, holder: Grant, reason: str) -> Deployment:
-        """Return the row with which the holder of a key approves the candidate.
+        """Return the row by which the holder of a key approves the candidate.
 
         Raises:
-            ConfigError: the agent's candidate is in no canary.
+            ConfigError: the agent's candidate is not in a canary.
         """
         at_ns, person = time.time_ns(), holder.holder or "unnamed"
         approved = approve(history[-1] if history else None, agent, Note(reason or "approved", person, at_ns))
@@ -78,11 +78,11 @@ class Approvals:
         return replace(approved, details={APPROVAL: str(text)})
 
     def check(self, history: Sequence[Deployment], promoted: str) -> None:
-        """Refuse the promotion of a policy that a person has to approve and has not.
+        """Reject the promotion of a policy that needs a person's approval and does not have it.
 
         Raises:
-            ConfigError: no row since the candidate was named holds an approval of it that this server signed, or the
-                key with which it was given is revoked.
+            ConfigError: no row since the candidate was named has an approval of it that this server signed, or the
+                approving key is revoked.
         """
         if not needs_approval(history):
             return
@@ -107,7 +107,7 @@ class Approvals:
 
 
 def _subject(history: Sequence[Deployment]) -> list[Any]:
-    """Return what is approved: this candidate as it was named this time, not another of the same name."""
+    """Return what is approved: this naming of the candidate, not another one with the same name."""
     named = named_in(history)
     if named is None:
         return []
@@ -115,11 +115,11 @@ def _subject(history: Sequence[Deployment]) -> list[Any]:
 
 
 class _GuardedStore:
-    """A store that keeps no promotion without its approval.
+    """A store that rejects promotions without a required approval.
 
     Args:
-        inner: the store.
-        approvals: checks them.
+        inner: the wrapped store.
+        approvals: verifies approvals.
     """
 
     def __init__(self, inner: Store, approvals: Approvals) -> None:
@@ -130,7 +130,7 @@ class _GuardedStore:
         return getattr(self._inner, name)
 
     def add_deployments(self, deployments: Sequence[Deployment]) -> int:
-        """Keep transitions.
+        """Write transitions.
 
         Raises:
             ConfigError: one of them makes a policy stable that needs an approval and has none; nothing is written.
@@ -146,18 +146,18 @@ class _GuardedStore:
 
 
 def _changes_stable(before: Sequence[Deployment], following: Deployment) -> bool:
-    """Whether a row brings a policy to all users; a rollback to one that they had does not."""
+    """Whether a row makes a new policy stable; a rollback to an earlier stable policy does not."""
     returns = following.stage == "rolled_back" and following.stable in {one.stable for one in before}
     return following.stable != before[-1].stable and not returns
 
 
 class ApprovalBody(BaseModel):
-    """What an approval says.
+    """The request body of an approval.
 
     Attributes:
-        agent: whose candidate it is.
-        candidate: its name; the approval is refused if the agent has another by now. None: whichever it is.
-        reason: for the history.
+        agent: the agent whose candidate is approved.
+        candidate: its name; the approval is rejected if the agent has another by now. None: any candidate.
+        reason: reason for the history.
     """
 
     agent: str
@@ -170,7 +170,7 @@ router: Final = APIRouter(route_class=KeyedRoute)
 
 @router.post(PATH, name="approve")
 def _approve(request: Request, body: ApprovalBody, grant: Annotated[Grant, Depends(Needs("approver"))]) -> Response:
-    """Approve the candidate of an agent, which is in a canary, and return the row."""
+    """Approve an agent's candidate, which is in a canary, and return the row."""
     state = request.app.state
     history = read_histories(state.store).get(body.agent, [])
     made = Approvals(state.keys).approve(history, body.agent, grant, body.reason)
@@ -181,10 +181,10 @@ def _approve(request: Request, body: ApprovalBody, grant: Annotated[Grant, Depen
 
 
 def guard_promotions(app: Any) -> None:
-    """Have a server make approvals, and refuse every promotion that needs one and has none.
+    """Let a server sign approvals, and reject every promotion that needs one and has none.
 
     Args:
-        app: of `gateway.app.create_app`.
+        app: result of `gateway.app.create_app`.
     """
     app.state.store = _GuardedStore(app.state.store, Approvals(app.state.keys))
     app.include_router(router)
@@ -196,10 +196,10 @@ def is_url(store: str) -> bool:
 
 
 def request_approval(server: str, key: str | None, agent: str, candidate: str | None, reason: str) -> dict[str, Any]:
-    """Have a server sign an approval; return its row.
+    """Request an approval that the server signs, and return its row.
 
     Raises:
-        ConfigError: that is no server's URL, the server refuses, or it can't be reached.
+        ConfigError: this is not a server's URL, the server refuses, or it cannot be reached.
     """
     if not is_url(server):
         raise ConfigError(f"--store {server!r}: give the URL of the server. It signs the approval.")

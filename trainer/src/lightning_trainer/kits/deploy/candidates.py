@@ -1,4 +1,4 @@
-"""The policy that the options of `lightning-rl deploy candidate` name."""
+"""The policy that is named by the options of `lightning-rl deploy candidate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def read_policy(agent: str, checkpoint: Path | None, name: str | None, base: str
     """Return the policy that the options name.
 
     Raises:
-        ConfigError: they name none or two, or the checkpoint does not hold the adapter.
+        ConfigError: they name none or two, or the checkpoint does not contain the adapter.
     """
     if (checkpoint is None) == (model is None):
         raise ConfigError("deploy candidate: give either --checkpoint with --base, or --model.")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_trainer.kits.deploy.transitions import Note
 
 _reason_option = click.option("--reason", default="", metavar="TEXT", help="Why, for the history.")
-_GATE: Final = ("wait_days", "worse", "better", "false_promotion", "power")  # numbers of the gate
+_GATE: Final = ("wait_days", "worse", "better", "false_promotion", "power")  # options of the gate
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
 
@@ -49,7 +49,7 @@ _transition_options = group_options(
 
 
 def _share(context: click.Context, option: click.Parameter, value: str) -> float:
-    """Read a share such as ``5%`` or ``0.05``."""
+    """Parse a share such as ``5%`` or ``0.05``."""
     found = _SHARE.fullmatch(value)
     if found is None:
         raise click.BadParameter(f"{value!r}: give a share such as 5% or 0.05", context, option)
@@ -73,7 +73,7 @@ _outcomes_option = click.option(
 
 
 def _gate_options(function: F) -> F:
-    """Add the numbers of the gate, with their defaults and help from the record that the loop has, too."""
+    """Add the gate's options, with defaults and help from the record that the loop also uses."""
     from lightning_trainer.kits.deploy.options import CanaryOptions
 
     fields = {name: CanaryOptions.model_fields[name] for name in _GATE}
@@ -85,7 +85,7 @@ def _gate_options(function: F) -> F:
 
 
 def _bounds(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
-    """Read bounds such as ``failed=2%``."""
+    """Parse bounds such as ``failed=2%``."""
     pairs = [value.rpartition("=") if "=" in value else (value, "", "") for value in values]  # a source may contain "="
     return {name: _share(context, option, share) for name, _, share in pairs}
 
@@ -317,7 +317,7 @@ def promote(*, override: bool, allow_blocked: bool, agent: str, **options: Any) 
 
     def make(history: Sequence[Deployment], note: Note, store: Store) -> Deployment:
         if not history:
-            return promote(None, agent, note)  # refuses, and says what to do
+            return promote(None, agent, note)  # raises an error that says what to do
         where = {"url": options["store"], "key_file": options["key_file"]}
         return make_promotion(store, history, note, **where, override=override, allow_blocked=allow_blocked)
 
@@ -343,7 +343,7 @@ def check(*, store: str, key_file: Path | None, as_json: bool) -> None:
             try:
                 if (rejected := reject(opened, history)) is not None:
                     keep(opened, rejected)
-            except ConfigError as problem:  # one agent's outcomes must not keep the others' candidates
+            except ConfigError as problem:  # one agent's outcomes must not block the other agents
                 problems.append(problem)
         if problems:
             raise problems[0]
@@ -370,7 +370,7 @@ def rollback(*, agent: str, **options: Any) -> None:
 def _change(
     agent: str, options: Mapping[str, Any], transition: Callable[[Sequence[Deployment], Note, Store], Deployment]
 ) -> None:
-    """Read an agent's history, write the transition that follows, and show it."""
+    """Read an agent's history, write the next transition, and show it."""
     from lightning_trainer.kits.deploy.display import read_findings, show, status_json
     from lightning_trainer.kits.deploy.table import keep, read_histories
     from lightning_trainer.kits.deploy.transitions import Note

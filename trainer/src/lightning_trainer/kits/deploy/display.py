@@ -1,4 +1,4 @@
-"""What `lightning-rl deploy` shows of agents: a table, a line for each finding, or JSON."""
+"""Output of `lightning-rl deploy`: a table of agents, a line for each finding, or JSON."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_trainer.kits.deploy.shadow.summary import describe_shadow
 Histories: TypeAlias = Mapping[str, Sequence[Deployment]]  # by agent, oldest first
 Findings: TypeAlias = Mapping[
     str, Any
-]  # what is known of an agent's candidate: `gate`, `guardrails`, `shadow`, `program`; None where nothing
+]  # findings about an agent's candidate: `gate`, `guardrails`, `shadow`, `program`; None if unknown
 
 
 def read_findings(store: Store, histories: Histories) -> dict[str, Findings]:
-    """Read what is known of the candidate of each agent."""
+    """Read the findings about the candidate of each agent."""
     return {
         agent: {
             "gate": describe_gate(store, history),

@@ -1,9 +1,8 @@
-"""The gate: whether a candidate's outcomes are good enough to promote it, with error bounds stated in advance.
+"""The gate: decides whether a candidate's outcomes justify its promotion, with error bounds stated in advance.
 
-Conversations are compared within the time in which one share was in force, since who comes and how well all goes
-changes with time. The difference of the means, weighted by its information, then behaves like a Brownian motion in
-information time, whatever the outcomes are distributed like (Jennison and Turnbull, Group Sequential Methods, 2000,
-section 3).
+Conversations are compared within each period of constant share, because users and success rates change with time. The
+difference of the means, weighted by its information, then behaves like a Brownian motion in information time, for any
+distribution of the outcomes (Jennison and Turnbull, Group Sequential Methods, 2000, section 3).
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from lightning_spans.errors import ConfigError
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 Decision: TypeAlias = Literal["promote", "reject", "wait"]
-FEWEST: Final = 100  # outcomes of each policy before anything is decided: the variance is estimated from them
+FEWEST: Final = 100  # outcomes of each policy before any decision: the variance is estimated from them
 _PRIOR: Final = 20.0
 _MISSED: Final = 0.05  # share of the intervals that may ever miss the difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What the gate promises. Outcomes are between 0 and 1, so 0.02 is two points of a success rate.
+    """The error bounds of the gate. Outcomes are between 0 and 1, so 0.02 is two points of a success rate.
 
     Attributes:
         worse: a candidate that is worse by this is promoted with at most the probability `false_promotion`.
-        better: one that is better by this is promoted with at least the probability `power`.
+        better: a candidate that is better by this is promoted with at least the probability `power`.
         false_promotion: see `worse`.
         power: see `better`.
     """
@@ -47,7 +46,7 @@ class Bounds:
                 raise ConfigError(f"the gate's {name} is {getattr(self, name):g}. Give a number between 0 and 1.")
 
     def information(self, difference: float) -> float:
-        """Return the mean information at the decision for a candidate of this difference (Wald's identity).
+        """Return the mean information at the decision for a candidate with this difference (Wald's identity).
 
         Information is 1 over the variance of the estimated difference.
         """
@@ -65,18 +64,18 @@ class Bounds:
         """Return the mean number of outcomes until a candidate that is better by `better` is promoted.
 
         Args:
-            share: of the conversations that the candidate answers, below 1.
-            variance: of an outcome; 0.25 is the largest for a success rate.
+            share: share of the conversations that the candidate answers, below 1.
+            variance: variance of an outcome; 0.25 is the largest for a success rate.
         """
         return math.ceil(self.information(self.better) * variance / (share * (1.0 - share)))
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Outcomes of one policy in one stratum; each field may be an array, for many tests at once.
+    """Outcomes of one policy in one stratum. Each field may be an array, for many tests at once.
 
     Attributes:
-        n: how many.
+        n: number of outcomes.
         total: their sum.
         squares: the sum of their squares.
     """
@@ -87,13 +86,13 @@ class Sums:
 
     @classmethod
     def of(cls, outcomes: Sequence[float]) -> Sums:
-        """Add up outcomes."""
+        """Sum up outcomes."""
         return cls(float(len(outcomes)), float(sum(outcomes)), float(sum(one * one for one in outcomes)))
 
     def mean_and_variance(self) -> tuple[FloatArray, FloatArray]:
-        """Return the mean, and the variance of the mean as if `_PRIOR` successes and failures more had been seen.
+        """Return the mean, and the variance of the mean with `_PRIOR` additional successes and failures.
 
-        Without them a lucky candidate of a high success rate would seem to vary less, and so be promoted too often.
+        Without them, a lucky candidate with a high success rate would seem to vary less, and be promoted too often.
         """
         n, total = np.asarray(self.n) + 2.0 * _PRIOR, np.asarray(self.total) + _PRIOR
         spread = (np.asarray(self.squares) + _PRIOR) / n - (total / n) ** 2
@@ -103,15 +102,15 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the outcomes say.
+    """The evidence in the outcomes, and the decision.
 
     Attributes:
-        candidate: outcomes of the candidate.
-        stable: outcomes of the stable policy.
-        difference: of their means, candidate less stable; None while there are too few.
-        low: lower end of its interval, which holds at all looks at once with 95 %; None likewise.
+        candidate: number of outcomes of the candidate.
+        stable: number of outcomes of the stable policy.
+        difference: difference of their means, candidate minus stable; None while there are too few.
+        low: lower end of its interval, which covers all looks at once with 95 %; None likewise.
         high: upper end.
-        decision: what follows.
+        decision: the gate's decision.
     """
 
     candidate: int
@@ -127,11 +126,11 @@ def log_ratio(strata: Sequence[tuple[Sums, Sums]], bounds: Bounds) -> tuple[Floa
 
     Wald's sequential probability ratio test (Annals of Mathematical Statistics 16, 1945). The ratio is a nonnegative
     martingale under "worse", and so is its inverse under "better". Ville's inequality therefore bounds both errors for
-    any number of looks at any times: the probability is at most `false_promotion` that the ratio ever passes
+    any number of looks at any times: the probability is at most `false_promotion` that the ratio ever exceeds
     1/`false_promotion`, and at most 1 - `power` that it ever falls below 1 - `power`.
 
     Args:
-        strata: the candidate's and the stable policy's outcomes, for each time in which one share was in force.
+        strata: outcomes of the candidate and of the stable policy, for each period of constant share.
         bounds: the two hypotheses.
     """
     weighted, information = np.asarray(0.0), np.asarray(0.0)
@@ -154,7 +153,7 @@ def decide(ratio: FloatArray, fewest: Any, bounds: Bounds) -> FloatArray:
 
 
 def weigh(strata: Sequence[tuple[Sequence[float], Sequence[float]]], bounds: Bounds) -> Evidence:
-    """Return what outcomes say; see `log_ratio`."""
+    """Return the evidence in outcomes; see `log_ratio`."""
     sums = [(Sums.of(candidate), Sums.of(stable)) for candidate, stable in strata]
     numbers = [int(sum(arm.n for arm in arms)) for arms in zip(*sums, strict=True)] if sums else [0, 0]
     if min(numbers) < FEWEST:
@@ -168,7 +167,7 @@ def weigh(strata: Sequence[tuple[Sequence[float], Sequence[float]]], bounds: Bou
 
 
 def half_width(information: float, bounds: Bounds) -> float:
-    """Return half the interval of a difference that is looked at again and again.
+    """Return half the width of an interval of the difference that is valid for repeated looks.
 
     The asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas (arXiv 2103.06476), narrowest
     at the information at which the test is expected to end.

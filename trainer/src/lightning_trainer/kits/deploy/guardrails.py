@@ -1,7 +1,7 @@
 """Guardrails of a canary: the candidate's shares of bad calls, compared with those of the stable policy.
 
-Each bound is stated before the first call. An alarm is raised when the whole interval of the difference, which holds at
-all looks at once (`gate.half_width`), is above the bound.
+Each bound is stated before the first call. An alarm is raised if the whole interval of the difference, which covers all
+looks at once (`gate.half_width`), is above the bound.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from lightning_trainer.kits.deploy.gate import Bounds, Evidence, weigh
 from lightning_trainer.kits.deploy.routing import MARK, talk_of
 
 TOOL_FAILED: Final = "tool-failed"
-OUTCOME: Final = "outcome:"  # with a source of rewards behind it
+OUTCOME: Final = "outcome:"  # followed by a source of rewards
 _NAME: Final = re.compile(r"(failed|refused|cut)|(slower|longer)-than-(\d+(?:\.\d+)?)")
 _REFUSED: Final = frozenset({"content_filter", "refusal", "safety"})
 
 IsBad = Callable[[Call], bool]
 Value: TypeAlias = tuple[
     str, int, bool, bool
-]  # conversation, number of the deployment, the candidate's or not, bad or not
+]  # conversation, number of the deployment, whether it is the candidate's, whether it is bad
 _AT_ONCE: Final = 500  # traces whose spans are read at once
 
 
 def is_bad(name: str) -> IsBad:
-    """Return what a guardrail counts.
+    """Return the condition that a guardrail counts.
 
     Raises:
-        ConfigError: there is no such guardrail.
+        ConfigError: the guardrail is unknown.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -53,10 +53,10 @@ def is_bad(name: str) -> IsBad:
 
 
 def check_bounds(bounds: Mapping[str, float]) -> None:
-    """Refuse bounds that can't be judged.
+    """Reject invalid bounds.
 
     Raises:
-        ConfigError: a guardrail is not known, or a bound is not at least 0 and below 1.
+        ConfigError: a guardrail is unknown, or a bound is not at least 0 and below 1.
     """
     for name, bound in bounds.items():
         if name != TOOL_FAILED and not (name.startswith(OUTCOME) and name != OUTCOME):
@@ -68,10 +68,10 @@ def check_bounds(bounds: Mapping[str, float]) -> None:
 def weigh_guardrails(
     store: Store, canaries: Sequence[Deployment], bounds: Mapping[str, float]
 ) -> dict[str, tuple[float, Evidence]]:
-    """Read the calls of a canary, and return the bound of each guardrail on calls and tools, and what they say.
+    """Read the calls of a canary, and return bound and evidence for each guardrail on calls and tools.
 
     Args:
-        store: has the calls.
+        store: contains the calls.
         canaries: the candidate's canaries, oldest first, not empty.
         bounds: by guardrail, how much larger the candidate's share of bad calls may be.
     """
@@ -90,12 +90,12 @@ def weigh_guardrails(
 
 
 def raises_alarm(bound: float, evidence: Evidence) -> bool:
-    """Whether the candidate's share is certainly larger than the bound allows."""
+    """Whether the whole interval of the difference is above the bound."""
     return evidence.low is not None and evidence.low > bound
 
 
 def _read_calls(store: Store, canaries: Sequence[Deployment]) -> Iterator[tuple[Call, int, bool]]:
-    """Return each call of the canary, the number of its deployment, and whether it was the candidate's."""
+    """Yield each call of the canary, the number of its deployment, and whether it was the candidate's."""
     numbers, current, older = {one.number for one in canaries}, canaries[-1], 0
     for call in each(store, Call, newest_first=True):
         older = older + 1 if call.end_ns < canaries[0].at_ns else 0
@@ -111,7 +111,7 @@ def _read_calls(store: Store, canaries: Sequence[Deployment]) -> Iterator[tuple[
 
 
 def _read_tools(store: Store, agent: str, calls: Sequence[tuple[Call, int, bool]]) -> list[Value]:
-    """Return which of the tools failed that the agent called in the traces of these calls."""
+    """Return, for each tool that the agent called in the traces of these calls, whether it failed."""
     owners = {call.trace_id: (talk_of(call), number, candidate) for call, number, candidate in calls if call.trace_id}
     traces = list(owners)
     wheres = [Where(trace_ids=traces[first : first + _AT_ONCE]) for first in range(0, len(traces), _AT_ONCE)]
@@ -124,7 +124,7 @@ def _read_tools(store: Store, agent: str, calls: Sequence[tuple[Call, int, bool]
 
 
 def _weigh(values: Sequence[Value]) -> Evidence:
-    """Compare the shares, each conversation with the same weight: its calls are not independent."""
+    """Compare the shares. Each conversation has the same weight, because its calls are not independent."""
     talks: defaultdict[tuple[int, bool, str], list[float]] = defaultdict(list)
     for talk, number, candidate, bad in values:
         talks[number, candidate, talk].append(float(bad))

@@ -1,4 +1,4 @@
-"""Options of a canary and its gate, which `deploy canary` and the loop share."""
+"""Options of a canary and its gate, shared by `deploy canary` and the loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROMISES: Final = Bounds()
 
 
 class CanaryOptions(OptionRecord):
-    """The canary and its gate."""
+    """Options of a canary and its gate."""
 
     share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """Share of the conversations."""
@@ -35,10 +35,10 @@ class CanaryOptions(OptionRecord):
 
     @property
     def rules(self) -> GateRules:
-        """Return what the gate promises.
+        """The rules of the gate.
 
         Raises:
-            ConfigError: a bound or a guardrail is wrong.
+            ConfigError: a bound or a guardrail is invalid.
         """
         bounds = Bounds(worse=self.worse, better=self.better, false_promotion=self.false_promotion, power=self.power)
         return GateRules(bounds=bounds, sources=self.outcomes, wait_s=self.wait_days * 86_400.0, guardrails=self.guards)

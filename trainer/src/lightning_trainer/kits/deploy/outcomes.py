@@ -19,22 +19,22 @@ from lightning_trainer.kits.deploy.guardrails import OUTCOME, check_bounds, rais
 from lightning_trainer.kits.deploy.program_changes import check_program
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 
-GATE = "gate"  # in the details of a canary: what its gate promises, written before the first outcome
+GATE = "gate"  # in the details of a canary: the rules of its gate, written before the first outcome
 _AT_ONCE = 2000  # conversations whose rewards are read at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRules:
-    """How a canary is judged.
+    """The rules by which a canary is judged.
 
     Attributes:
         bounds: the error bounds.
-        sources: whose rewards count; empty: all.
-        wait_s: age of a conversation from which it counts, so that outcomes that come late count like others.
+        sources: sources of the rewards that count; empty: all.
+        wait_s: age in seconds from which a conversation counts, so that late outcomes count like others.
         guardrails: by name, how much larger the candidate's share of bad calls may be.
 
     Raises:
-        ConfigError: a guardrail is not known, or its bound is no share.
+        ConfigError: a guardrail is unknown, or its bound is not a share.
     """
 
     bounds: Bounds
@@ -46,13 +46,13 @@ class GateRules:
         check_bounds(self.guardrails)
 
     def to_details(self) -> dict[str, Any]:
-        """Return what is written into the canary's details."""
+        """Return the rules as stored in the canary's details."""
         others = {"sources": list(self.sources), "wait_s": self.wait_s, "guardrails": dict(self.guardrails)}
         return {GATE: {**asdict(self.bounds), **others}}
 
 
 def rules_of(history: Sequence[Deployment]) -> GateRules | None:
-    """Return the rules that the candidate's first canary stated; None where it is in none."""
+    """Return the rules that the candidate's first canary stated; None if it is not in a canary."""
     found = next((one.details[GATE] for one in _canaries(history) if GATE in one.details), None)
     if found is None:
         return None
@@ -67,7 +67,7 @@ def rules_of(history: Sequence[Deployment]) -> GateRules | None:
 
 
 def _canaries(history: Sequence[Deployment]) -> list[Deployment]:
-    """Return the transitions of the candidate that is in a canary now, oldest first."""
+    """Return the canary transitions of the candidate that is in a canary now, oldest first."""
     if not history or history[-1].stage != "canary":
         return []
     since = max(place for place, one in enumerate(history) if one.stage == "candidate")
@@ -75,10 +75,10 @@ def _canaries(history: Sequence[Deployment]) -> list[Deployment]:
 
 
 def read_evidence(store: Store, history: Sequence[Deployment]) -> Evidence | None:
-    """Read the outcomes of a canary, and return what they say; None where the agent is in none.
+    """Read the outcomes of a canary, and return their evidence; None if the agent is not in a canary.
 
-    A conversation counts for the policy that it was given to, also where the other answered for it: else failing would
-    make a candidate look better.
+    A conversation counts for the policy that it was assigned to, even if the other policy answered instead: otherwise
+    failures would make a candidate look better.
 
     Raises:
         ConfigError: a reward is not between 0 and 1.
@@ -92,7 +92,7 @@ def read_evidence(store: Store, history: Sequence[Deployment]) -> Evidence | Non
 def _strata(
     store: Store, history: Sequence[Deployment], sources: Sequence[str], wait_s: float
 ) -> list[tuple[list[float], list[float]]]:
-    """Return the outcomes of candidate and stable policy for each share of the canary, from some sources."""
+    """Return the outcomes of candidate and stable policy for each share of the canary, from the given sources."""
     numbers = {one.number for one in _canaries(history)}
     current, until_ns = history[-1], time.time_ns() - int(wait_s * 1e9)
     given = [
@@ -109,7 +109,7 @@ def _strata(
 
 
 def read_outcomes(store: Store, agent: str, conversations: Sequence[str], sources: Sequence[str]) -> dict[str, float]:
-    """Return the mean reward of each conversation that has one, for the agent or for all of it.
+    """Return the mean reward, for the agent or for the whole conversation, of each conversation that has one.
 
     Raises:
         ConfigError: a reward is not between 0 and 1.
@@ -136,20 +136,20 @@ def _counts(reward: Reward, agent: str, sources: Sequence[str]) -> bool:
 
 
 def describe_gate(store: Store, history: Sequence[Deployment]) -> dict[str, Any] | None:
-    """Return what the gate says, as JSON; None where the agent is in no canary."""
+    """Return the gate's evidence as JSON; None if the agent is not in a canary."""
     rules, evidence = rules_of(history), read_evidence(store, history)
     if rules is None or evidence is None:
         return None
     share = history[-1].share
-    needed = rules.bounds.needed(share) if share < 1.0 else None  # at 100 % nothing is left to compare with
+    needed = rules.bounds.needed(share) if share < 1.0 else None  # at 100 % there is nothing to compare with
     return {"n": evidence.candidate + evidence.stable, **asdict(evidence), "needed": needed}
 
 
 def check_promotion(store: Store, history: Sequence[Deployment], *, override: bool) -> dict[str, Any]:
-    """Return the details of a promotion that the gate, or a person in its place, lets through.
+    """Return the details of a promotion that is permitted by the gate or, if `override` is set, by a person.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it is not permitted.
     """
     evidence, found = read_evidence(store, history), describe_gate(store, history)
     if evidence is None or found is None:
@@ -173,9 +173,9 @@ def check_promotion(store: Store, history: Sequence[Deployment], *, override: bo
 
 
 def reject(store: Store, history: Sequence[Deployment]) -> Deployment | None:
-    """Return the rollback of a candidate that a guardrail or the gate rejects; None where neither does.
+    """Return the rollback of a candidate that a guardrail or the gate rejects; None if neither does.
 
-    Guardrails go first: they hold even if outcomes are missing or can't be read.
+    Guardrails are checked first: they apply even if outcomes are missing or invalid.
     """
     if rules_of(history) is None:
         return None
@@ -192,7 +192,10 @@ def reject(store: Store, history: Sequence[Deployment]) -> Deployment | None:
 
 
 def describe_guardrails(store: Store, history: Sequence[Deployment]) -> dict[str, dict[str, Any]] | None:
-    """Return what each guardrail of the canary says, as JSON; None where the agent is in no canary or has none."""
+    """Return the evidence of each guardrail of the canary as JSON.
+
+    None if the agent is not in a canary or has no guardrails.
+    """
     rules = rules_of(history)
     if rules is None or not rules.guardrails:
         return None
@@ -213,7 +216,7 @@ def describe_guardrails(store: Store, history: Sequence[Deployment]) -> dict[str
 
 
 def _held_back(guarded: Mapping[str, Mapping[str, Any]] | None) -> str | None:
-    """Return why guardrails allow no promotion yet; None where they do.
+    """Return why guardrails do not permit a promotion yet; None if they do.
 
     An alarm needs certainty. A promotion needs more than its absence: outcomes that arrive late must be there, and the
     best estimate must be within the bound. Otherwise a gate that decides early would be ahead of its guardrails.
@@ -231,7 +234,7 @@ def _held_back(guarded: Mapping[str, Mapping[str, Any]] | None) -> str | None:
 
 
 def _alarm_of(guarded: Mapping[str, Mapping[str, Any]] | None) -> str | None:
-    """Return what the guardrails that are passed say; None where there are none."""
+    """Return a message about the guardrails that raise an alarm; None if none does."""
     told = [
         f"the guardrail {name} is passed: {seen['difference']:+.3f} [{seen['low']:+.3f}, {seen['high']:+.3f}], at most"
         f" {seen['bound']:+g} is allowed, {seen['candidate']} and {seen['stable']} conversations"

@@ -1,4 +1,4 @@
-"""Deployment, registered through the hooks that anybody would use."""
+"""Registers deployment through the public hooks."""
 
 from __future__ import annotations
 

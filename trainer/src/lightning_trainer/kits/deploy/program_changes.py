@@ -1,4 +1,4 @@
-"""What the recorded calls of a deployment say of its program, and the refusal of a promotion if it has changed."""
+"""Describes program changes in the recorded calls of a deployment, and rejects a promotion if there are any."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_trainer.kits.deploy.routing import MARK, talk_of
 from lightning_trainer.kits.deploy.transitions import is_tried
 from lightning_trainer.session.fingerprint import ProgramFingerprint
 
-_MOST: Final = 5000  # calls that are read of a policy that has been promoted
-_TRACES: Final = 500  # newest traces in which agents are looked for
+_MOST: Final = 5000  # calls to read for a promoted policy
+_TRACES: Final = 500  # newest traces that are searched for agents
 _AT_ONCE: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class _ProgramCall:
-    """What is compared of a call: its request is held only while its trace may turn out to be the program's."""
+    """The compared parts of a call. Its request is kept only while its trace may turn out to be the program's."""
 
     path: str
     conversation: str
@@ -34,10 +34,7 @@ class _ProgramCall:
 
 
 def describe_program(store: Store, history: Sequence[Deployment]) -> dict[str, Any] | None:
-    """Return how the program that is served differs from the one that was evaluated, as JSON.
-
-    None: nothing is known of an evaluation.
-    """
+    """Return how the deployed program differs from the evaluated one, as JSON; None if no evaluation is known."""
     evaluated = evaluated_program(history)
     if evaluated is None:
         return None
@@ -59,10 +56,10 @@ def describe_program(store: Store, history: Sequence[Deployment]) -> dict[str, A
 
 
 def check_program(store: Store, history: Sequence[Deployment]) -> None:
-    """Refuse the promotion of a candidate whose program has changed since it was evaluated.
+    """Reject the promotion of a candidate whose program has changed since its evaluation.
 
     Raises:
-        ConfigError: it has; says what.
+        ConfigError: it has changed; the message says how.
     """
     found = describe_program(store, history)
     if found is not None and found["changes"]:
@@ -74,7 +71,7 @@ def check_program(store: Store, history: Sequence[Deployment]) -> None:
 
 
 def _read_calls(store: Store, history: Sequence[Deployment]) -> Iterator[tuple[_ProgramCall, bool]]:
-    """Return the calls since the policy was named or promoted, newest first, and whether the agent itself made them."""
+    """Yield the calls since the policy was named or promoted, newest first, and whether the agent itself made them."""
     current, named = history[-1], named_row(history)
     since = named if is_tried(current) and named is not None else current
     older = 0
@@ -90,9 +87,9 @@ def _read_calls(store: Store, history: Sequence[Deployment]) -> Iterator[tuple[_
 
 
 def _missing_agents(store: Store, evaluated: ProgramFingerprint, traces: Sequence[str]) -> list[str]:
-    """Name agents that worked in every evaluated rollout and in none of a window of traces.
+    """Return messages about agents that called a model in every evaluated rollout but in no trace of some window.
 
-    Only the spans of an attached program show all agents; traces without spans are left out.
+    Only the spans of an attached program show all agents; traces without spans are ignored.
     """
     wanted = {name_of(path): path for path in evaluated.always}
     heard: dict[str, set[str]] = {}

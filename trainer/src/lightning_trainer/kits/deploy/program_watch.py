@@ -1,4 +1,4 @@
-"""Compares the calls of a program in production with the fingerprint that was taken when it was evaluated."""
+"""Compares the calls of a program in production with the fingerprint from its evaluation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_trainer.kits.deploy.transitions import is_tried
 from lightning_trainer.session.fingerprint import AgentCalls, ProgramFingerprint
 
 PROGRAM: Final = "program"  # in the details of the row that names a candidate
-WINDOW: Final = 20  # conversations that are judged together: of fewer, all may be of one user or of one minute
-_REST_S: Final = 30.0  # of a server between two windows, so that its calls do not pay for it
+WINDOW: Final = 20  # conversations that are compared together: fewer may all come from one user or one minute
+_REST_S: Final = 30.0  # pause of a server between two windows, which limits the cost for its calls
 
 
 def named_row(history: Sequence[Deployment]) -> Deployment | None:
-    """Return the row that named the policy whose evaluation counts: the candidate, or what was promoted last."""
+    """Return the row that named the policy whose evaluation counts: the candidate, or the last promoted policy."""
     current = history[-1] if history else None
     if current is None or not (is_tried(current) or current.stage == "stable"):
         return None
@@ -27,28 +27,28 @@ def named_row(history: Sequence[Deployment]) -> Deployment | None:
 
 
 def evaluated_program(history: Sequence[Deployment]) -> ProgramFingerprint | None:
-    """Return the program that the agent's newest policy was evaluated with; None where that is not known."""
+    """Return the program that the agent's newest policy was evaluated with; None if it is unknown."""
     named = named_row(history)
     found = None if named is None else named.details.get(PROGRAM)
     return ProgramFingerprint.from_json(found) if isinstance(found, Mapping) else None
 
 
 class ProgramWatch:
-    """Says how a program differs from the one that was evaluated, as soon as enough conversations show it.
+    """Detects how a program differs from the evaluated one, as soon as there are enough conversations.
 
-    The calls of each agent are judged in windows of `WINDOW` conversations, so that a change in the middle of a canary
-    is seen, too.
+    The calls of each agent are compared in windows of `WINDOW` conversations, so that a change in the middle of a
+    canary is also detected.
 
     Args:
-        evaluated: the program at its evaluation.
+        evaluated: fingerprint of the program at its evaluation.
         rest_s: seconds without work after each window.
-        clock: gives the time in seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
         self, evaluated: ProgramFingerprint, *, rest_s: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.changes: dict[str, None] = {}  # in the order in which they were seen
+        self.changes: dict[str, None] = {}  # in the order in which they were detected
         self._evaluated = evaluated
         self._rest_s = rest_s
         self._clock = clock
@@ -56,7 +56,7 @@ class ProgramWatch:
         self._next_s: dict[str, float] = {}
 
     def add(self, path: str, conversation: str, request: Mapping[str, Any]) -> list[str]:
-        """Take a call; return the changes that were not known before it."""
+        """Add a call, and return the newly detected changes."""
         known = self._known_as(path)
         if self._clock() < self._next_s.get(known, 0.0):
             return []
@@ -73,7 +73,7 @@ class ProgramWatch:
         return found
 
     def _known_as(self, path: str) -> str:
-        """Return the path that the evaluation has for an agent: a program that is not attached sends its name alone."""
+        """Return an agent's path in the evaluation. A program that is not attached sends only the agent's name."""
         agents = self._evaluated.agents
         if path in agents or "/" in path:
             return path
@@ -82,7 +82,7 @@ class ProgramWatch:
 
 
 class ProgramWatches:
-    """The watches of a server, by agent."""
+    """The program watches of a server, by agent."""
 
     def __init__(self) -> None:
         self._watches: dict[str, tuple[ProgramFingerprint, ProgramWatch]] = {}
@@ -90,7 +90,7 @@ class ProgramWatches:
     def add(
         self, agent: str, evaluated: ProgramFingerprint, path: str, conversation: str, request: Mapping[str, Any]
     ) -> list[str]:
-        """Take a call of a deployed agent; return the changes that were not known before it."""
+        """Add a call of a deployed agent, and return the newly detected changes."""
         known = self._watches.get(agent)
         if known is None or known[0] != evaluated:
             known = self._watches[agent] = evaluated, ProgramWatch(evaluated, rest_s=_REST_S)

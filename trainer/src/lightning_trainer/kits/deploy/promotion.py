@@ -1,4 +1,4 @@
-"""A promotion with all that it needs: a canary, an unblocked checkpoint, an approval, and the gate."""
+"""Promotions and their requirements: a canary, an unblocked checkpoint, an approval, and the gate."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def make_promotion(
     """Return the transition that promotes an agent's candidate.
 
     Args:
-        store: has the outcomes.
-        history: of the agent, oldest first, not empty.
-        note: why and who.
-        url: of the store.
-        key_file: the server's own, where the store is no server: an approval is verified with its secret.
+        store: contains the outcomes.
+        history: history of the agent, oldest first, not empty.
+        note: reason and actor.
+        url: URL of the store.
+        key_file: the server's own, if the store is not a server: its secret verifies an approval.
         override: promote without the gate.
-        allow_blocked: also promote a checkpoint that is blocked.
+        allow_blocked: also promote a blocked checkpoint.
 
     Raises:
-        ConfigError: something that it needs is missing.
+        ConfigError: a requirement is not met.
     """
     made = promote(history[-1], history[-1].agent, note)
     if history[-1].checkpoint is not None:

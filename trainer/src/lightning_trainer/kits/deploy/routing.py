@@ -1,4 +1,4 @@
-"""Which policy answers a call of a deployed agent: the stable one, or in a canary the candidate."""
+"""Chooses the policy that answers a call of a deployed agent: the stable policy or, in a canary, the candidate."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from lightning_trainer.session.fingerprint import ProgramFingerprint
 logger = logging.getLogger(__name__)
 CONVERSATION_HEADER: Final = b"x-lightning-conversation"
 MARK: Final = "deployment"  # in the sampling of a call: number of the deployment that chose its policy
-CONVERSATION: Final = "conversation"  # likewise: the name of the conversation; of an attempt's call its own id says it
+CONVERSATION: Final = "conversation"  # likewise: name of the conversation; calls of an attempt use the attempt's id
 _LONGEST: Final = 200  # characters of a conversation's name
-_REMEMBERED: Final = 100_000  # conversations; the store has all of them
+_REMEMBERED: Final = 100_000  # conversations in memory; the store has all of them
 
 
 class Copier(Protocol):
     """Lets candidates answer copies of live calls."""
 
     def offer(self, call: IncomingCall, deployment: Deployment, conversation: str) -> None:
-        """Take a copy of a call that was answered. Never waits and never raises."""
+        """Accept a copy of a call that was answered. Never waits and never raises."""
         ...
 
 
 class DeploymentRouter:
-    """Gives each conversation of a deployed agent to one policy, and leaves all other calls as they are.
+    """Assigns each conversation of a deployed agent to one policy, and leaves all other calls unchanged.
 
-    A conversation is an attempt; outside of attempts what the header ``x-lightning-conversation`` names, or else all
-    calls whose messages begin alike. The store remembers which policy it was given to.
+    A conversation is an attempt. Outside of attempts it is named by the header ``x-lightning-conversation``, or
+    consists of all calls whose messages start identically. The store records its policy.
 
     Args:
-        store: has the assignments.
-        copier: gets copies of the calls of agents whose candidate is in a shadow; None: nothing does.
-        alarm: is called with the agent for each change of its program since the evaluation.
+        store: contains the assignments.
+        copier: gets copies of the calls of agents whose candidate is in a shadow; None: no copies are made.
+        alarm: called with the agent for each change of its program since the evaluation.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class DeploymentRouter:
         self._assigned: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def update(self, agents: Mapping[str, AgentPolicies]) -> None:
-        """Route the calls that come from now on by these deployments. May be called from any thread."""
+        """Route new calls according to these deployments. May be called from any thread."""
         self._names, self._agents = Policies({name: name for name in agents}), agents
 
     def takes(self, grant: Grant) -> bool:
-        """Whether the agent of a call may be a deployed one; a replay is answered from its record."""
+        """Whether the agent of a call may be a deployed one. A replay is answered from its record."""
         return bool(self._agents) and not grant.replay
 
     async def answer(self, call: IncomingCall) -> None:
-        """Have a policy answer.
+        """Answer a call with the assigned policy.
 
         Raises:
-            Refusal: the stable policy can't answer.
+            Refusal: the stable policy cannot answer.
             ClientGoneError: the client closed the connection.
         """
         call.open(call.pending.requested.request)
@@ -100,7 +100,7 @@ class DeploymentRouter:
     def _compare_program(
         self, agent: str, evaluated: ProgramFingerprint, conversation: str, call: IncomingCall
     ) -> None:
-        """Raise an alarm if the program is not the one that was evaluated. Never raises an error."""
+        """Raise an alarm if the program differs from the evaluated one. Never raises an exception."""
         requested = call.pending.requested
         try:
             path = str(requested.agent)
@@ -111,7 +111,7 @@ class DeploymentRouter:
             logger.exception("a call of %s was not compared with the evaluation", agent)
 
     async def _chosen(self, agent: str, conversation: str, policies: AgentPolicies, served: Mapping[str, Any]) -> str:
-        """Return the policy that a conversation was given to, which is chosen where this is its first call."""
+        """Return the policy that a conversation is assigned to. Its first call assigns it."""
         key = (agent, conversation)
         known = self._assigned.get(key)
         if known is not None:
@@ -130,7 +130,7 @@ class DeploymentRouter:
         return policy
 
     def _assign(self, assignment: Assignment) -> str:
-        """Write an assignment; return the policy of the one that was there before, if any."""
+        """Write an assignment. Return its policy, or that of the assignment that already existed."""
         if self._store.add_assignments([assignment]):
             return assignment.policy
         found = self._store.page(Assignment, Where(attempt_ids=[assignment.attempt_id])).records
@@ -142,7 +142,7 @@ def _is_copied(current: Deployment, conversation: str) -> bool:
 
 
 def _stable(policies: AgentPolicies, served: Mapping[str, Any]) -> str:
-    """Return the stable policy; while its adapter is not loaded, the one before it.
+    """Return the stable policy or, while its adapter is not loaded, an earlier one.
 
     Raises:
         Refusal: none of them is served here.
@@ -174,12 +174,12 @@ def conversation_of(call: IncomingCall) -> str:
 
 
 def talk_of(call: Call) -> str:
-    """Return the conversation of a recorded call, under the name by which it is rewarded."""
+    """Return the conversation of a recorded call, under the name that its rewards use."""
     return str(call.attempt_id or call.sampling.get(CONVERSATION) or f"messages:{beginning_of(call.request)}")
 
 
 def beginning_of(request: Mapping[str, Any]) -> str:
-    """Return a hash of the messages up to the user's first, which stay the same while a conversation goes on."""
+    """Return a hash of the messages up to the first user message, which stay the same within a conversation."""
     messages = request.get("messages")
     found = messages if isinstance(messages, list) else [request.get("prompt")]
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in found]
@@ -188,6 +188,9 @@ def beginning_of(request: Mapping[str, Any]) -> str:
 
 
 def draw(agent: str, candidate: str, conversation: str) -> float:
-    """Return a number in [0, 1) that the three fix: a larger share keeps all conversations of a smaller one."""
+    """Return a number in [0, 1), determined by the arguments.
+
+    A larger share keeps all conversations of a smaller one.
+    """
     digest = hashlib.sha256("\0".join((agent, candidate, conversation)).encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

@@ -1,4 +1,4 @@
-"""A server that follows the table of deployments: it routes at once, and loads adapters beside that."""
+"""A server that follows the table of deployments: it routes immediately, and loads adapters in the background."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from lightning_trainer.kits.deploy.table import adapters_to_load, policies_of, r
 from lightning_trainer.kits.deploy.transitions import Policy
 
 logger = masking_logger(__name__)
-EVERY_S: Final = 0.5  # between looks at the table; a rollback is in force after at most this and a read
+EVERY_S: Final = 0.5  # seconds between reads of the table; a rollback takes effect after at most this and one read
 _WHOLE_S: Final = 3.0
-_CHECK_S: Final = 10.0  # between looks at servers, which lose their adapters when they start again
-_FIRST_S: Final = 30.0  # a server waits so long for its adapters before it says that it is ready
+_CHECK_S: Final = 10.0  # seconds between checks of servers, which lose their adapters when they restart
+_FIRST_S: Final = 30.0  # a server waits this long for its adapters before it reports that it is ready
 KEPT: Final = 3  # earlier stable policies of an agent that stay loaded
 
 
 class DeploymentTableReader:
-    """Reads the table, and tells the router when it has changed.
+    """Reads the table, and updates the router if it has changed.
 
     Args:
-        store: has the table.
-        router: is told.
+        store: contains the table.
+        router: the router to update.
     """
 
     def __init__(self, store: Store, router: DeploymentRouter) -> None:
@@ -51,13 +51,13 @@ class DeploymentTableReader:
         self.histories: Mapping[str, Sequence[Deployment]] = {}
 
     def read(self) -> bool:
-        """Read the table where it has changed. Returns whether it has.
+        """Read the table if it has changed, and return whether it has.
 
-        The newest row tells. On PostgreSQL a row may become visible after one that arrived later, so all of it is read
-        again every `_WHOLE_S`, too.
+        The newest row shows a change. On PostgreSQL a row may become visible after one that arrived later, so the whole
+        table is also read again every `_WHOLE_S`.
 
         Raises:
-            StoreError: it can't be read; what was read before stays in force.
+            StoreError: it cannot be read; the earlier state stays in force.
         """
         newest = self._store.page(Deployment, newest_first=True, limit=1).records
         now_s = time.monotonic()
@@ -76,8 +76,8 @@ class AdapterLoader:
     """Loads the adapters of deployments into the servers of their base, and serves each under its own name.
 
     Args:
-        models: those that are served.
-        kept: earlier stable policies of an agent that stay loaded.
+        models: the served models.
+        kept: number of earlier stable policies of an agent that stay loaded.
     """
 
     def __init__(self, models: ServedModels, kept: int = KEPT) -> None:
@@ -88,7 +88,7 @@ class AdapterLoader:
         self.problems: dict[str, str] = {}  # why an adapter is not loaded, by name
 
     def load(self, histories: Mapping[str, Sequence[Deployment]]) -> None:
-        """Load what is wanted and not there, and unload what is not wanted any more and answers no call."""
+        """Load wanted adapters that are missing, and unload unwanted ones that have no call in progress."""
         wanted = adapters_to_load(histories, self._kept)
         for policy in wanted.values():
             self._load(policy)
@@ -131,10 +131,10 @@ class AdapterLoader:
 
 @contextmanager
 def deploying(app: Any) -> Iterator[None]:
-    """Follow the table of deployments while the block runs.
+    """Follow the table of deployments within the block.
 
     Args:
-        app: of `gateway.app.create_app`.
+        app: result of `gateway.app.create_app`.
     """
     copies = ShadowCopies(app.state.store, count=_counter(app.metrics))
     app.state.gateway.end_with(copies.close)
@@ -156,7 +156,7 @@ def deploying(app: Any) -> Iterator[None]:
 
 
 def _counter(metrics: Metrics) -> Callable[[str], None]:
-    """Return what counts copies of live calls on the page ``/metrics``."""
+    """Return the function that counts copies of live calls for ``/metrics``."""
     copies = Counter(
         "lightning_shadow_copies",
         "copies of live calls for candidates in a shadow, by result",
@@ -167,7 +167,7 @@ def _counter(metrics: Metrics) -> Callable[[str], None]:
 
 
 def _program_counter(metrics: Metrics) -> Callable[[str], None]:
-    """Return what counts changes of programs on the page ``/metrics``."""
+    """Return the function that counts program changes for ``/metrics``."""
     changes = Counter(
         "lightning_program_changes",
         "differences between a deployed agent's program and the one that was evaluated",
@@ -179,7 +179,7 @@ def _program_counter(metrics: Metrics) -> Callable[[str], None]:
 
 @dataclass(frozen=True, slots=True)
 class _Signals:
-    """What the two threads tell each other: the table changed, all was loaded once, the server stops."""
+    """Signals of the two threads: the table changed, all adapters were loaded once, the server stops."""
 
     changed: threading.Event = field(default_factory=threading.Event)
     loaded: threading.Event = field(default_factory=threading.Event)

@@ -1,4 +1,4 @@
-"""The table of deployments: what is in force, and one transaction for each transition."""
+"""The table of deployments: its current state, and one transaction for each transition."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_trainer.session.fingerprint import ProgramFingerprint
 
 @dataclass(frozen=True, slots=True)
 class AgentPolicies:
-    """What the history of an agent says about its policies.
+    """The policies in the history of an agent.
 
     Attributes:
         current: the newest transition.
-        retired: policies that were stable before and never rolled back, newest first: a conversation that began with
-            one may end with it.
-        evaluated: the program with which the newest policy was evaluated; None where that is not known.
+        retired: earlier stable policies that were never rolled back, newest first: a conversation that started with one
+            may end with it.
+        evaluated: the program that the newest policy was evaluated with; None if it is unknown.
     """
 
     current: Deployment
@@ -31,7 +31,7 @@ class AgentPolicies:
     evaluated: ProgramFingerprint | None = None
 
     def may_answer(self, policy: str) -> bool:
-        """Whether a conversation that was given to a policy stays with it."""
+        """Whether a conversation that was assigned to a policy stays with it."""
         current = self.current
         if policy == current.candidate:
             return current.stage == "canary"
@@ -47,24 +47,24 @@ def read_histories(store: Store) -> dict[str, list[Deployment]]:
 
 
 def policies_of(history: Sequence[Deployment]) -> AgentPolicies:
-    """Return what a history says: oldest first, not empty."""
+    """Return the policies in a history: oldest first, not empty."""
     stable: dict[str, None] = {}
     for one in history:
         if one.stage == "rolled_back" and one.candidate is not None:
             stable.pop(one.candidate, None)
         stable.pop(one.stable, None)
-        stable[one.stable] = None  # last: it is the newest
+        stable[one.stable] = None  # last, because it is the newest
     current = history[-1]
     retired = tuple(policy for policy in reversed(stable) if policy != current.stable)
     return AgentPolicies(current, retired, evaluated_program(history))
 
 
 def adapters_to_load(histories: Mapping[str, Sequence[Deployment]], kept: int) -> dict[str, Policy]:
-    """Return the adapters that answer or may soon have to, by name.
+    """Return the adapters that answer calls or may have to soon, by name.
 
     Args:
         histories: transitions by agent, oldest first.
-        kept: how many earlier stable policies of each agent stay loaded.
+        kept: number of earlier stable policies of each agent that stay loaded.
     """
     folders = {
         str(one.candidate): Policy(str(one.candidate), one.checkpoint, one.base)
@@ -85,12 +85,12 @@ def keep(store: Store, deployment: Deployment) -> None:
     """Write a transition, in one transaction.
 
     Raises:
-        ConfigError: somebody made another one since the agent's policies were read; nothing is written.
+        ConfigError: another transition was made since the agent's policies were read; nothing is written.
     """
     if store.add_deployments([deployment]):
         return
     known = _of(each(store, Deployment), deployment)
-    if known != deployment:  # equal: the answer to the first request was lost, and this is the second
+    if known != deployment:  # equal: the response to the first request was lost, and this is a retry
         what = "another transition" if known is None else f"{known.stage}, by {known.actor or 'somebody'}"
         raise ConfigError(
             f"{deployment.agent} was changed meanwhile ({what}). Look at `lightning-rl deploy status` and try again."

@@ -1,4 +1,4 @@
-"""The states of an agent's policy, and what may follow which: deployments in, the next deployment out.
+"""The stages of an agent's policy, and their transitions: deployments in, the next deployment out.
 
 candidate ──▶ shadow ──▶ canary ──▶ stable
     └────────────┴───────────┴─────────┴──▶ rolled_back
@@ -21,7 +21,7 @@ _TRIED: Final[tuple[Stage, ...]] = ("candidate", "shadow", "canary")
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is written with a transition.
+    """Reason, actor and time of a transition.
 
     Attributes:
         reason: why it is made.
@@ -39,8 +39,8 @@ class Policy:
     """A policy that can be a candidate.
 
     Attributes:
-        name: of a model on the server, or of an adapter ``NAME@HASH``.
-        checkpoint: the adapter's folder; None: the server has it under its name.
+        name: name of a model on the server, or of an adapter ``NAME@HASH``.
+        checkpoint: the adapter's folder; None: the server has the policy under its name.
         base: the model on whose servers the adapter is loaded; None likewise.
     """
 
@@ -50,29 +50,29 @@ class Policy:
 
 
 def is_tried(deployment: Deployment | None) -> bool:
-    """Whether a candidate is on its way."""
+    """Whether there is a candidate that is neither promoted nor rolled back."""
     return deployment is not None and deployment.stage in _TRIED
 
 
 def named_in(history: Sequence[Deployment]) -> Deployment | None:
-    """Return the row that named the newest candidate; None where there has been none."""
+    """Return the row that named the newest candidate; None if there has been none."""
     return next((one for one in reversed(history) if one.stage == "candidate"), None)
 
 
 def name_candidate(
     current: Deployment | None, agent: str, policy: Policy, note: Note, *, stable: str | None = None
 ) -> Deployment:
-    """Return the transition that names a candidate, which answers nobody yet.
+    """Return the transition that names a candidate, which does not answer users yet.
 
     Args:
-        current: the agent's newest; None: it has none.
+        current: the agent's newest deployment; None: it has none.
         agent: its name.
         policy: the candidate.
-        note: why and who.
+        note: reason and actor.
         stable: the policy that answers the agent today; needed for its first candidate.
 
     Raises:
-        ConfigError: a candidate is on its way, or it is not known which policy is stable.
+        ConfigError: there already is a candidate, or the stable policy is unknown.
     """
     if current is not None and is_tried(current):
         raise ConfigError(
@@ -107,7 +107,7 @@ def begin_shadow(current: Deployment | None, agent: str, share: float, note: Not
     """Return the transition after which the candidate gets copies of a share of the conversations.
 
     Raises:
-        ConfigError: there is no candidate, it answers users already, or the share is not above 0 and at most 1.
+        ConfigError: there is no candidate, it already answers users, or the share is not above 0 and at most 1.
     """
     tried = _tried(current, agent)
     if tried.stage == "canary":
@@ -126,10 +126,10 @@ def begin_canary(current: Deployment | None, agent: str, share: float, note: Not
 
 
 def approve(current: Deployment | None, agent: str, note: Note) -> Deployment:
-    """Return the transition with which a person approves the candidate; nothing else changes.
+    """Return the transition by which a person approves the candidate; nothing else changes.
 
     Raises:
-        ConfigError: the candidate is in no canary, so nothing is known of it yet.
+        ConfigError: the candidate is not in a canary, so nothing is known about it yet.
     """
     return _next(_in_canary(current, agent), note)
 
@@ -138,7 +138,7 @@ def promote(current: Deployment | None, agent: str, note: Note) -> Deployment:
     """Return the transition after which the candidate is the stable policy.
 
     Raises:
-        ConfigError: the candidate has answered no user: it is in no canary.
+        ConfigError: the candidate has not answered users: it is not in a canary.
     """
     tried = _in_canary(current, agent)
     stable = str(tried.candidate)
@@ -149,12 +149,12 @@ def roll_back(history: Sequence[Deployment], agent: str, note: Note) -> Deployme
     """Return the transition that ends a candidate, or returns from the last promotion to the policy before it.
 
     Args:
-        history: of the agent, oldest first.
+        history: history of the agent, oldest first.
         agent: its name.
-        note: why and who.
+        note: reason and actor.
 
     Raises:
-        ConfigError: there is nothing to return from.
+        ConfigError: there is nothing to roll back.
     """
     current = history[-1] if history else None
     if current is not None and is_tried(current):

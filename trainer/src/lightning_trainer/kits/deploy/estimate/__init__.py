@@ -1,1 +1,1 @@
-"""What a candidate would earn, estimated from recorded calls of the stable policy before any user gets its answers."""
+"""Estimates a candidate's outcome from recorded calls of the stable policy, before the candidate answers users."""

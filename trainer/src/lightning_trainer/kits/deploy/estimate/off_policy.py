@@ -1,4 +1,4 @@
-"""Self-normalised importance sampling. Pure functions.
+"""Self-normalised importance sampling, as pure functions.
 
 Axis: `_N` conversations.
 """
@@ -12,23 +12,23 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-FEWEST: Final = 100.0  # effective conversations below which nothing is claimed, as at the gate
+FEWEST: Final = 100.0  # effective conversations below which there is no estimate, as at the gate
 CLIP: Final = 20.0
-MOST_CLIPPED: Final = 0.05  # share of the whole weight that clipping may have taken
+MOST_CLIPPED: Final = 0.05  # largest share of the total weight that clipping may remove
 _NORMAL: Final = 1.959963984540054  # 95 %
 
 
 @dataclass(frozen=True, slots=True)
 class OffPolicyEstimate:
-    """The mean outcome of a candidate, from conversations of another policy.
+    """The mean outcome of a candidate, estimated from conversations of another policy.
 
     Attributes:
-        n: conversations.
-        effective: effective sample size (Kish): how many conversations of the candidate's own they are worth.
-        clipped: share of the whole weight that clipping took; the estimate is biased by at most about as much.
+        n: number of conversations.
+        effective: effective sample size (Kish): the equivalent number of the candidate's own conversations.
+        clipped: share of the total weight that clipping removed; the bias of the estimate is at most about as large.
         stable: mean outcome of the policy that answered.
-        candidate: estimated mean outcome of the candidate; None if the estimate is uninformative, as all that follow.
-        difference: candidate less stable.
+        candidate: estimated mean outcome of the candidate; None, like the next three, if the estimate is uninformative.
+        difference: candidate minus stable.
         low: lower end of its 95 % interval.
         high: upper end.
         refused: why the estimate is uninformative; None if it is not.
@@ -54,13 +54,14 @@ def estimate(
 ) -> OffPolicyEstimate:
     """Estimate the mean outcome of a candidate from conversations that the stable policy answered.
 
-    A conversation is weighted by the ratio of the probabilities of its sampled tokens under both policies, at most
+    The weight of a conversation is the ratio of the probabilities of its sampled tokens under both policies, at most
     `clip` (Ionides, Truncated Importance Sampling, 2008). The weighted mean is divided by the sum of the weights
-    (Hesterberg 1995), so it stays within the outcomes. The interval of the difference follows from the delta method.
+    (Hesterberg 1995), so it stays within the range of the outcomes. The interval of the difference follows from the
+    delta method.
 
     Args:
         outcomes_N: (N,) outcome of each conversation.
-        log_ratios_N: (N,) log-probability of its tokens under the candidate less that under the stable policy.
+        log_ratios_N: (N,) log-probability of its tokens under the candidate minus that under the stable policy.
         clip: largest weight.
         fewest: effective sample size below which the estimate is refused.
     """

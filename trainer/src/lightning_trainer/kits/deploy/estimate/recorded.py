@@ -24,7 +24,7 @@ from lightning_trainer.kits.deploy.routing import talk_of
 from lightning_trainer.kits.deploy.transitions import is_tried
 from lightning_trainer.rl.rows import Row
 
-MOST: Final = 2000  # calls that are read, newest first
+MOST: Final = 2000  # calls to read, newest first
 
 Score = Callable[[Sequence[Row]], Sequence[NDArray[np.float64]]]
 """Returns the log-probability of each sampled token of each row under the candidate."""
@@ -32,12 +32,12 @@ Score = Callable[[Sequence[Row]], Sequence[NDArray[np.float64]]]
 
 @dataclass(frozen=True, slots=True)
 class RecordedEstimate:
-    """An estimate, and what it rests on.
+    """An estimate, and the calls that it is based on.
 
     Attributes:
         estimate: the numbers.
-        calls: that were scored.
-        left_out: other calls of the stable policy, by reason.
+        calls: number of scored calls.
+        left_out: number of other calls of the stable policy, by reason.
     """
 
     estimate: OffPolicyEstimate
@@ -45,15 +45,15 @@ class RecordedEstimate:
     left_out: Mapping[str, int]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the estimate as JSON."""
         return {**asdict(self.estimate), "calls": self.calls, "left_out": dict(self.left_out)}
 
 
 def check_candidate(history: Sequence[Deployment], agent: str) -> Deployment:
-    """Return the deployment whose candidate answers no user yet.
+    """Return the deployment whose candidate does not answer users yet.
 
     Raises:
-        ConfigError: there is none, or it is in a canary, whose own outcomes say more.
+        ConfigError: there is none, or it is in a canary, whose own outcomes are more informative.
     """
     current = history[-1] if history else None
     if current is None or not is_tried(current):
@@ -69,11 +69,11 @@ def estimate_from_records(
     """Estimate the candidate's mean outcome from the stable policy's newest calls of the agent.
 
     Args:
-        store: has calls and rewards.
+        store: contains the calls and rewards.
         current: the agent's newest deployment.
         score: returns the candidate's log-probabilities.
-        sources: rewards that count; empty: all.
-        most: calls that are read.
+        sources: sources of the rewards that count; empty: all.
+        most: largest number of calls to read.
     """
     left_out: Counter[str] = Counter()
     talks = _read_talks(store, current, most, left_out)
@@ -113,7 +113,10 @@ def _read_talks(store: Store, current: Deployment, most: int, left_out: Counter[
 
 
 def _problem(call: Call) -> str | None:
-    """Say why a call's recorded log-probabilities are not the policy's own for all that was sampled."""
+    """Return why a call's recorded log-probabilities are not the policy's own for all sampled tokens.
+
+    None if they are.
+    """
     if call.error is not None:
         return "it failed"
     if len(call.choices) != 1:

@@ -1,1 +1,1 @@
-"""A candidate that answers copies of live calls: no user sees its answers or waits for them."""
+"""Shadow deployment: a candidate answers copies of live calls, and no user sees its answers or waits for them."""

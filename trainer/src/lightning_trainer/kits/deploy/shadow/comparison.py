@@ -1,4 +1,4 @@
-"""What one copy shows: whether the candidate answers as the stable policy did, by which rules, and at what cost."""
+"""The result of one copy: whether the candidate agrees with the stable policy, which rules it breaks, and its cost."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Kind: TypeAlias = Literal["text", "tool call"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowRules:
-    """How copies are compared, as the shadow's details state it.
+    """How copies are compared, as stated in the shadow's details.
 
     Attributes:
-        rules: names of guardrails; counted for both policies.
-        judge: options of the judge that compares answers which differ (`kits.judging`); None: there is none.
+        rules: names of guardrails, counted for both policies.
+        judge: options of the judge that compares different answers (`kits.judging`); None: no judge.
 
     Raises:
-        ConfigError: a rule is not known, or an option of the judge is wrong.
+        ConfigError: a rule is unknown, or an option of the judge is invalid.
     """
 
     rules: tuple[str, ...] = RULES
@@ -39,15 +39,15 @@ class ShadowRules:
             read_options(self.judge)
 
     def to_details(self) -> dict[str, Any]:
-        """Return what is written into the shadow's details."""
+        """Return the rules as stored in the shadow's details."""
         return {"rules": list(self.rules), "judge": None if self.judge is None else dict(self.judge)}
 
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> ShadowRules:
-        """Read `to_details`.
+        """Read the result of `to_details`.
 
         Raises:
-            ConfigError: they are not of this form.
+            ConfigError: the details do not have this form.
         """
         try:
             return cls(rules=tuple(details["rules"]), judge=details["judge"])
@@ -56,10 +56,10 @@ class ShadowRules:
 
 
 def agreement(stable: Call, candidate: Call) -> tuple[Kind, bool]:
-    """Return what the stable policy answered with, and whether the candidate did the same.
+    """Return the kind of the stable policy's answer, and whether the candidate agrees.
 
-    Tool calls agree if they are the same tools with the same arguments, in whatever order and form the arguments are
-    written. Texts agree if they are equal up to white space.
+    Tool calls agree if they have the same tools with the same arguments, in any order and format of the arguments.
+    Texts agree if they are equal except for white space.
     """
     messages = [_message(call) for call in (stable, candidate)]
     theirs, own = ([call.signature for call in tool_calls(message)] for message in messages)
@@ -70,11 +70,11 @@ def agreement(stable: Call, candidate: Call) -> tuple[Kind, bool]:
 
 
 def measure(call: Call, usage: Mapping[str, Any], rules: Sequence[str]) -> dict[str, Any]:
-    """Return what an answer cost and which rules it breaks.
+    """Return the cost of an answer and the rules that it breaks.
 
     Args:
         call: its record.
-        usage: tokens as the upstream counts them, for a call without recorded tokens.
+        usage: tokens as counted by the upstream, for a call without recorded tokens.
         rules: names of guardrails.
     """
     sampled = [choice.token_ids for choice in call.choices if choice.token_ids is not None]

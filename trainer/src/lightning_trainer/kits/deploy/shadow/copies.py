@@ -1,8 +1,8 @@
-"""Copies of live calls, answered by a candidate beside the users' own: a bounded queue, and what no longer fits counts.
+"""Answers copies of live calls with a candidate: a bounded queue, which counts the copies that it drops.
 
-Tools are not executed. Where the candidate calls the tools that the stable policy called, with the same arguments, the
-recorded results answer it: the next copy continues with its own message. Where it calls others there is no result, so
-the rest of that turn is not copied.
+Tools are not executed. If the candidate calls the same tools as the stable policy, with the same arguments, the
+recorded results are used, and the next copy continues with the candidate's own message. If it calls other tools, there
+is no result, so the rest of that turn is not copied.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from lightning_trainer.kits.deploy.shadow.comparison import ShadowRules, agreeme
 from lightning_trainer.kits.deploy.shadow.judging import AnswerJudge
 
 logger = logging.getLogger(__name__)
-MOST_WAITING: Final = 256  # copies that wait or are being answered; more are dropped and counted
-AT_ONCE: Final = 4  # that the candidate answers at once
-_LONGEST_S: Final = 300.0  # of an answer
+MOST_WAITING: Final = 256  # waiting and running copies; further ones are dropped and counted
+AT_ONCE: Final = 4  # copies that are answered at once
+_LONGEST_S: Final = 300.0  # longest time of an answer
 _REMEMBERED: Final = 10_000  # answers with tool calls
-_NOBODY: Final = Grant("caller", None, None, None, 0.0)  # a copy is of no attempt and counts for no key
+_NOBODY: Final = Grant("caller", None, None, None, 0.0)  # a copy belongs to no attempt and counts for no key
 _ToolCallIds: TypeAlias = tuple[str, tuple[str, ...]]  # the conversation, and the ids of a message's calls
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCall:
-    """A live call that was answered, and whose copy the candidate gets.
+    """An answered live call to copy to the candidate.
 
     Attributes:
         deployment: the shadow.
-        conversation: which it belongs to.
-        requested: what the user's program requested.
-        answer: the record of the stable policy's answer.
-        usage: its tokens as the upstream counts them.
-        candidate: answers the copy.
-        routing: as it was when the request came.
+        conversation: the conversation that it belongs to.
+        requested: request of the user's program.
+        answer: record of the stable policy's answer.
+        usage: its tokens as counted by the upstream.
+        candidate: the model that answers the copy.
+        routing: the routing at the time of the request.
     """
 
     deployment: Deployment
@@ -66,17 +66,17 @@ class LiveCall:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The conversation of this agent."""
+        """The agent and the conversation."""
         return self.deployment.agent, self.conversation
 
 
 class ShadowCopies:
-    """Lets candidates answer copies of live calls, and keeps what came of it.
+    """Lets candidates answer copies of live calls, and stores the results.
 
     Args:
-        store: takes the records.
-        count: is told what became of each copy: ``answered``, ``failed``, ``dropped``, ``off path``.
-        most: copies that may wait.
+        store: stores the records.
+        count: called with the result of each copy: ``answered``, ``failed``, ``dropped``, ``off path``.
+        most: largest number of waiting copies.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class ShadowCopies:
         self._judge = AnswerJudge()
         self._tasks: dict[asyncio.Task[None], tuple[str, str]] = {}
         self._last: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._uncopied: Counter[tuple[str, int, str]] = Counter()  # by agent, deployment and why
+        self._uncopied: Counter[tuple[str, int, str]] = Counter()  # by agent, deployment and reason
         self._answers: OrderedDict[_ToolCallIds, Mapping[str, Any] | None] = OrderedDict()  # None: not the same calls
 
     def offer(self, call: IncomingCall, deployment: Deployment, conversation: str) -> None:
-        """Take a copy of a live call that was answered. Never waits and never raises."""
+        """Accept a copy of a live call that was answered. Never waits and never raises."""
         try:
             candidate = call.models.by_name().get(str(deployment.candidate))
-            if candidate is None:  # its adapter is not loaded yet; the server's log says so
+            if candidate is None:  # its adapter is not loaded yet; see the server's log
                 return
             if len(self._tasks) >= self._most:
                 self._pass_over(deployment, "dropped")
@@ -124,7 +124,7 @@ class ShadowCopies:
             del self._last[key]
 
     async def close(self) -> None:
-        """Drop what waits: the server stops."""
+        """Drop the waiting copies: the server stops."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -132,7 +132,7 @@ class ShadowCopies:
         self._judge.close()
 
     async def _follow(self, live: LiveCall, before: asyncio.Task[None] | None) -> None:
-        """Answer a copy after the one before it in its conversation, whose answer it may contain."""
+        """Answer a copy after the previous one of its conversation, whose answer it may contain."""
         if before is not None:
             await asyncio.wait([before])
         async with self._places:
@@ -166,7 +166,7 @@ class ShadowCopies:
         self._count("answered" if call.error is None else "failed")
 
     async def _keep(self, live: LiveCall, call: Call, mark: dict[str, Any]) -> None:
-        """Write the record, without the request, which the live call has. It is deleted with the trace of that call."""
+        """Write the record without the request, which the live call has. It is deleted with that call's trace."""
         name, number = live.deployment.agent, live.deployment.number
         uncopied = {why: self._uncopied.pop((name, number, why), 0) for why in ("dropped", "off path")}
         marks = {MARK: number, SHADOW: {**mark, **uncopied}}
@@ -179,9 +179,9 @@ class ShadowCopies:
             raise
 
     def _request_of(self, live: LiveCall) -> Mapping[str, Any] | None:
-        """Return what the candidate is asked, with its own messages where it called the same tools.
+        """Return the candidate's request, with its own messages where it called the same tools.
 
-        None: it called other tools in this turn, which nobody ran.
+        None: it called other tools in this turn, which were not run.
         """
         plain = {"stream", "stream_options"}
         request = {name: value for name, value in live.requested.request.items() if name not in plain}
@@ -202,7 +202,10 @@ class ShadowCopies:
         return {**request, "messages": own}
 
     def _remember(self, live: LiveCall, call: Call | None) -> None:
-        """Note what the candidate said where the stable policy called tools; `call` is None if it called others."""
+        """Record the candidate's message if the stable policy called tools.
+
+        `call` is None if the candidate called others.
+        """
         message = live.answer.choices[0].message if live.answer.choices else {}
         if not (ids := _call_ids(message)):
             return
@@ -213,7 +216,7 @@ class ShadowCopies:
 
 
 async def _answer(live: LiveCall, request: Mapping[str, Any]) -> tuple[Call, SampledCall]:
-    """Have the candidate answer; return the record, with the error where it failed."""
+    """Get the candidate's answer, and return its record, which contains the error if it failed."""
     requested = replace(
         live.requested,
         request=request,
@@ -237,11 +240,11 @@ async def _answer(live: LiveCall, request: Mapping[str, Any]) -> tuple[Call, Sam
 
 
 async def _send_nowhere(message: Message) -> None:
-    """Drop an answer: no user gets it."""
+    """Discard an answer: no user gets it."""
 
 
 async def _keep_later(pending: PendingCall) -> None:
-    """Keep nothing yet: the record is written with the comparison."""
+    """Store nothing yet: the record is written with the comparison."""
 
 
 def _role(message: Any) -> Any:

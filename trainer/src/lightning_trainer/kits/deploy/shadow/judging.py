@@ -24,15 +24,15 @@ class AnswerJudge:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._clients: dict[str, httpx.Client] = {}  # by endpoint and file of the key
+        self._clients: dict[str, httpx.Client] = {}  # by endpoint and key file
 
     def compare(self, table: Mapping[str, Any], stable: Call, candidate: Call) -> dict[str, Any]:
-        """Return the score of each, or why there is none.
+        """Return the score of each answer, or why there is none.
 
         Args:
             table: options of the judge.
             stable: the stable policy's answer.
-            candidate: the candidate's, to the same request.
+            candidate: the candidate's answer to the same request.
         """
         try:
             options = read_options(table)
@@ -41,7 +41,7 @@ class AnswerJudge:
             return {"error": str(error)}
         both = {"stable": stable, "candidate": candidate}
         names = sorted(both)
-        if hashlib.sha256(candidate.call_id.encode()).digest()[0] % 2:  # no policy always comes first
+        if hashlib.sha256(candidate.call_id.encode()).digest()[0] % 2:  # so that neither policy always comes first
             names.reverse()
         answer = ask(client, options, [entries_of(Trace.build([], [both[name]])) for name in names])
         if answer.scores is None:

@@ -1,4 +1,4 @@
-"""What the copies of a shadow say of its candidate, read from their records."""
+"""The summary of a shadow: the results of a candidate's copies, read from their records."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_trainer.kits.deploy.routing import MARK
 from lightning_trainer.kits.deploy.transitions import is_tried, named_in
 
 _BOTH: Final = ("candidate", "stable")
-_EQUAL: Final = {"candidate": 0.5, "stable": 0.5}  # equal answers, which no judge is asked about
+_EQUAL: Final = {"candidate": 0.5, "stable": 0.5}  # equal answers, which are not sent to a judge
 
 
 def describe_shadow(store: Store, history: Sequence[Deployment]) -> dict[str, Any] | None:
-    """Return what the copies say of the candidate on its way, as JSON; None where it has been in no shadow."""
+    """Return the results of the current candidate's copies as JSON; None if it has not been in a shadow."""
     named = named_in(history)
     if named is None or not is_tried(history[-1]):
         return None
@@ -41,7 +41,7 @@ def _belongs(call: Call, agent: str, numbers: set[int]) -> bool:
 
 
 def summarize(calls: Sequence[Call], share: float) -> dict[str, Any]:
-    """Add up copies. Every conversation has the same weight: its calls are not independent."""
+    """Summarise copies. Every conversation has the same weight, because its calls are not independent."""
     marks = [call.sampling[SHADOW] for call in calls]
     answered = [mark for mark, call in zip(marks, calls, strict=True) if call.error is None]
     by_kind = {kind: [mark for mark in marks if mark["kind"] == kind] for kind in ("text", "tool call")}
@@ -80,7 +80,7 @@ def _agrees(mark: Mapping[str, Any]) -> float:
 
 
 def _judged(marks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return how much better the judge finds the candidate; None where no judge was asked."""
+    """Return by how much the judge prefers the candidate; None if no judge was called."""
     asked = [mark for mark in marks if "judge" in mark]
     if not asked:
         return None
@@ -102,14 +102,14 @@ def _judged(marks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def _rules(marks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the share of the answers of both policies that break a rule, by rule."""
+    """Return each policy's share of answers that break a rule, by rule."""
     broken = {name: Counter(rule for mark in marks for rule in mark[name]["rules"]) for name in _BOTH}
     names = sorted(broken["candidate"] | broken["stable"])
     return {rule: {name: broken[name][rule] / len(marks) for name in _BOTH} for rule in names}
 
 
 def _tokens(marks: Sequence[Mapping[str, Any]], name: str) -> dict[str, float | None]:
-    """Return the mean number of tokens of a call, as far as the server counted them."""
+    """Return the mean number of tokens per call, over the calls with a known number."""
     found = {}
     for kind in ("prompt_tokens", "completion_tokens"):
         counts = [mark[name][kind] for mark in marks if mark[name][kind] is not None]
