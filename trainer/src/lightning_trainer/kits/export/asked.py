@@ -1,4 +1,4 @@
-"""What a model call was asked, on whichever API: messages and tools as chat completions have them."""
+"""The request of a model call of any API, as messages and tools in the form of chat completions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ANTHROPICS: Final = frozenset({"tool_use", "tool_result", "thinking", "redacted
 
 
 class UnreadableError(Exception):
-    """A call can't be told as a conversation; the text is the reason."""
+    """A call cannot be written as a conversation; the text is the reason."""
 
 
 def asked(request: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return messages and tools of a request.
 
     Raises:
-        UnreadableError: it has no messages, not all of them, or tools that are no functions.
+        UnreadableError: it has no messages, not all of them, or tools that are not functions.
     """
     if any(request.get(name) for name in _EARLIER) or isinstance(request.get("prompt"), Mapping):
         raise UnreadableError(Unexported.ELSEWHERE)
@@ -50,7 +50,7 @@ def _of_responses(request: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _is_anthropics(request: Mapping[str, Any]) -> bool:
-    """Whether this is a request of Anthropic's Messages: chat completions have none of these."""
+    """Whether this is a request of Anthropic's Messages API: chat completions have none of these fields."""
     if "system" in request or any("input_schema" in tool for tool in _objects(request.get("tools"))):
         return True
     messages = _objects(request.get("messages"))
@@ -74,7 +74,7 @@ def _functions(tools: Any) -> Iterator[Any]:
     for tool in _objects(tools):
         if isinstance(tool.get("function"), Mapping):
             yield tool
-        elif isinstance(tool.get("name"), str):  # as some instrumentations tell them
+        elif isinstance(tool.get("name"), str):  # the form of some instrumentations
             yield {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
         else:
             raise UnreadableError(Unexported.NO_FUNCTION)

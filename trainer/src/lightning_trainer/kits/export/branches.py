@@ -1,4 +1,4 @@
-"""Calls of one attempt that go on from each other share a line, as they share a row in training."""
+"""Calls of one attempt that continue each other share a line, as they share a row in training."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from lightning_spans.schema.transitions import Transition
 from lightning_trainer.kits.export.chat import THOUGHTS, CallChat, Message, spoken
 from lightning_trainer.rl.prefixes import OpenSequences
 
-NOT_TRAINED = -100  # torch's index of labels that no loss looks at
+NOT_TRAINED = -100  # torch's index of labels that the loss ignores
 
 
 @dataclass(frozen=True, slots=True)
 class BranchCall:
-    """A call, and the conversation that it is where one was asked for."""
+    """A call, and its conversation if the format needs one."""
 
     call: Transition
     exchange: CallChat | None = None
 
     @property
     def ids(self) -> NDArray[np.int32] | None:
-        """(P + A,) the tokens of prompt and answer; None where not recorded."""
+        """(P + A,) tokens of prompt and answer; None if they were not recorded."""
         tokens = self.call.tokens
         return None if tokens is None else np.array(tokens.prompt + tokens.response, dtype=np.int32)
 
 
-Branch = list[BranchCall]  # each goes on from the one before
+Branch = list[BranchCall]  # each call continues the one before
 
 
 def branches(calls: Sequence[BranchCall]) -> list[Branch]:
-    """Put each call onto the longest branch of its agent and weights that it continues, or on one of its own.
+    """Append each call to the longest branch of its agent and weights that it continues, or start a new branch.
 
-    What continues what is seen by tokens where both calls have them, else by messages. A branch is continued once.
+    Two calls are compared by tokens if both have them, otherwise by messages. A branch is continued once.
     """
     found: list[Branch] = []
     by_tokens: defaultdict[object, OpenSequences[Branch]] = defaultdict(OpenSequences)
     by_messages: defaultdict[object, dict[bytes, list[Branch]]] = defaultdict(dict)
     for said in sorted(calls, key=lambda each: (each.call.turn, each.call.choice)):
         call, ids = said.call, said.ids
-        # Tools stand in a prompt, so calls with others are not told by one line.
+        # Tools are part of a prompt, so calls with different tools cannot share a line.
         tools = None if said.exchange is None else dumps(said.exchange.tools)
         kind = (call.agent, call.policy, call.policy_version, tools)
         if ids is not None and call.tokens is not None:
@@ -73,7 +73,7 @@ def _by_messages(said: BranchCall, still_open: dict[bytes, list[Branch]], found:
 
 
 def _marks(messages: Sequence[bytes]) -> list[bytes]:
-    """Return a digest of each beginning of a conversation."""
+    """Return a digest of each prefix of a conversation."""
     digest, marks = hashlib.sha256(), []
     for message in messages:
         digest.update(len(message).to_bytes(8) + message)
@@ -82,10 +82,10 @@ def _marks(messages: Sequence[bytes]) -> list[bytes]:
 
 
 def tokens_of(branch: Branch) -> tuple[list[int], list[int]] | None:
-    """Return (T,) tokens of a branch and (T,) labels: the same where the model said them, else `NOT_TRAINED`.
+    """Return (T,) tokens of a branch and (T,) labels: the token if the model sampled it, otherwise `NOT_TRAINED`.
 
     Returns:
-        None where no tokens were recorded.
+        None if no tokens were recorded.
     """
     ids = branch[-1].ids
     if ids is None:
@@ -99,9 +99,10 @@ def tokens_of(branch: Branch) -> tuple[list[int], list[int]] | None:
 
 
 def messages_of(branch: Branch) -> list[Message]:
-    """Return the conversation of a branch, with the thoughts of earlier answers where the program told none of them.
+    """Return the conversation of a branch, with the thoughts of earlier answers if the program left them out.
 
-    Where tokens say that a call goes on from an answer, its thoughts were read, whatever its messages say.
+    If the tokens show that a call continues an answer, the model read that answer's thoughts, whatever the call's
+    messages contain.
     """
     last = branch[-1].exchange
     whole = [] if last is None else last.whole
@@ -113,9 +114,9 @@ def messages_of(branch: Branch) -> list[Message]:
 
 
 def answers_in(branch: Branch) -> list[int]:
-    """Return the places, among the messages of the last call and its answer, of what the model said itself.
+    """Return the indices of the model's own answers among the messages of the last call and its answer.
 
-    Other messages of the assistant, such as examples in a prompt, are nobody's answers here.
+    Other messages of the assistant, such as examples in a prompt, do not count.
     """
     last = branch[-1].exchange
     if last is None:
@@ -125,7 +126,7 @@ def answers_in(branch: Branch) -> list[int]:
 
 
 def _place(said: BranchCall) -> int:
-    """Return where the answer of a call stands in the conversation of a branch."""
+    """Return the index of a call's answer in the conversation of a branch."""
     return -1 if said.exchange is None else len(said.exchange.messages)
 
 

@@ -1,4 +1,4 @@
-"""Lines that may be written: each with what decides whether it is."""
+"""Candidate lines, each with the values that decide whether it is written."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from lightning_trainer.rl.rows import why_no_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineCandidate:
-    """What is known of a line while the store is read.
+    """The known values of a line while the store is read.
 
     Attributes:
         place: of the line in the spool.
-        calls: model calls in it.
-        agent: who made them.
-        reward: what the agent earned in the attempt.
+        calls: number of model calls in it.
+        agent: agent that made them.
+        reward: the agent's reward in the attempt.
         group: attempts that are compared.
         attempt: the attempt, or the trace.
-        task: digest of the task; None where nobody named one.
-        opening: digest of what the attempt's first call was asked.
+        task: digest of the task; None if it is unknown.
+        opening: digest of the request of the attempt's first call.
         validation: whether it was run to validate.
-        prompt: digest of what the line's answer was asked.
-        content: digest of all that is learned from.
+        prompt: digest of the request of the line's answer.
+        content: digest of everything that is trained on.
     """
 
     place: int
@@ -53,12 +53,12 @@ class LineCandidate:
 
 
 def lines_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[tuple[Line, dict[str, Any]]]:
-    """Make the lines of an attempt, each with the fields of `LineCandidate` that say what it holds.
+    """Make the lines of an attempt, each with the fields of `LineCandidate` except its place.
 
     Args:
         episode: the attempt.
-        wanted: the format among it.
-        left_out: counts the calls that are in none, by reason.
+        wanted: options, such as the format.
+        left_out: counts the calls that are in no line, by reason.
     """
     said = list(_branch_calls(episode, wanted, left_out))
     parts = [[each] for each in said] if wanted.format == "dpo" else branches(said)
@@ -113,7 +113,7 @@ def _read(call: Transition, wanted: Wanted, *, left: bool) -> tuple[str | None, 
 
 
 def _line(branch: Branch, wanted: Wanted) -> Line:
-    """Return what is learned from; `dpo` puts two of them together later."""
+    """Return the training content of a line; `dpo` joins two of them later."""
     tokens = tokens_of(branch) if wanted.ids or wanted.format == "tokens" else None
     exact = {} if tokens is None else dict(zip(("input_ids", "labels"), tokens, strict=True))
     last = branch[-1].exchange
@@ -147,7 +147,7 @@ def _provenance(branch: Branch, episode: StoredEpisode, reward: float | None, ag
 
 
 def _lineage(branch: Branch, episode: StoredEpisode) -> Line:
-    """Return the ids by which a checkpoint that learns from the line is found again."""
+    """Return the ids by which a checkpoint that was trained on the line is found again."""
     nodes = {node.span.span_id: node for node in episode.trace.chats}
     own = [nodes[said.call.span_id] for said in branch if said.call.span_id in nodes]
     return {
@@ -159,7 +159,7 @@ def _lineage(branch: Branch, episode: StoredEpisode) -> Line:
 
 
 def _digests(branch: Branch) -> tuple[str, str]:
-    """Digest what the first answer of a line was asked, and all of the line that is learned from."""
+    """Return digests of the request of a line's first answer, and of everything in the line that is trained on."""
     first, last = branch[0], branch[-1]
     if last.exchange is None or first.exchange is None:
         tokens = last.call.tokens

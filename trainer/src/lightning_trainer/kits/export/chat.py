@@ -1,4 +1,4 @@
-"""What was said in a model call, as the messages and tools that chat templates and other trainers take."""
+"""The content of a model call, as messages and tools in the form that chat templates and other trainers take."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_trainer.kits.export.wanted import Unexported
 
 Message = dict[str, Any]
 THOUGHTS: Final = "reasoning_content"
-_OTHER_THOUGHTS: Final = "reasoning"  # as newer vLLM and OpenRouter name it
-# In small letters, of OpenAI's APIs; and of Anthropic, Google and Bedrock, where a framework tells of a call to them.
+_OTHER_THOUGHTS: Final = "reasoning"  # the name in newer vLLM and OpenRouter
+# In lower case: the reasons of OpenAI's APIs, and those of Anthropic, Google and Bedrock as frameworks record them.
 _CUT: Final = {
     **dict.fromkeys(("length", "max_output_tokens", "max_tokens", "model_context_window_exceeded"), Unexported.CUT),
     **dict.fromkeys(
@@ -34,9 +34,9 @@ class CallChat:
     """One model call as a conversation.
 
     Attributes:
-        messages: what was asked.
-        answer: what the model said.
-        tools: those that it might call, in OpenAI's shape.
+        messages: of the request.
+        answer: the model's message.
+        tools: tools that it could call, in OpenAI's form.
     """
 
     messages: tuple[Message, ...]
@@ -45,15 +45,15 @@ class CallChat:
 
     @property
     def whole(self) -> list[Message]:
-        """All messages, the answer last."""
+        """All messages, with the answer last."""
         return [*self.messages, self.answer]
 
 
 def exchange(call: Transition) -> CallChat:
-    """Read a call.
+    """Return a call as a conversation.
 
     Raises:
-        UnreadableError: it has no messages, one that is no text, or no whole answer.
+        UnreadableError: it has no messages, one that is not text, or no complete answer.
     """
     messages, tools = asked(call.request)
     if (reason := (call.finish_reason or "").lower()) in _CUT:
@@ -78,7 +78,7 @@ def _said_in(output: list[Any]) -> Message:
 
 
 def is_text(value: Any) -> bool:
-    """Whether UTF-8 can hold all of it: not half of an emoji, which no tokenizer and few readers take."""
+    """Whether UTF-8 can encode all of it: no half of an emoji, which no tokenizer and few readers accept."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -87,16 +87,16 @@ def is_text(value: Any) -> bool:
 
 
 def plain(message: Any) -> Message:
-    """Return a message as templates take it: content as text, arguments of tools as data, nothing that is None.
+    """Return a message in the form of templates: content as text, arguments of tools as data, no None values.
 
-    A developer's message is the system's: most templates know no other, and some drop what they do not know.
+    A developer message becomes a system message: most templates know no other role, and some drop unknown ones.
 
     Raises:
         UnreadableError: its content is more than text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise UnreadableError(Unexported.NO_MESSAGES)
-    if message.get("function_call"):  # of before there were tools: no template writes it
+    if message.get("function_call"):  # from before tools existed: no template writes it
         raise UnreadableError(Unexported.NO_FUNCTION)
     role = "system" if message["role"] == "developer" else message["role"]  # as in the gateway's prompts
     found: Message = {"role": role, "content": _text(message.get("content"))}
@@ -118,20 +118,21 @@ def _text(content: Any) -> str:
     read = [text for text in texts if isinstance(text, str)]
     if len(read) < len(texts):
         raise UnreadableError(Unexported.NOT_TEXT)
-    return "\n".join(read)  # as the gateway and vLLM join them
+    return "\n".join(read)  # the gateway and vLLM join them in this way
 
 
 def _tool_call(call: Any) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UnreadableError(Unexported.NO_MESSAGES)
-    arguments = as_data(function.get("arguments") or "{}")  # what is no JSON stays text, as in the gateway's prompts
+    # text that is not JSON stays text, as in the gateway's prompts
+    arguments = as_data(function.get("arguments") or "{}")
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def spoken(messages: Sequence[Message]) -> list[bytes]:
-    """Return each message as bytes by which it is compared, without ids, which programs make anew."""
+    """Return each message as bytes for comparison, without ids, which programs generate anew."""
     return [
         dumps([m["role"], m["content"], m.get(THOUGHTS), [call["function"] for call in m.get("tool_calls", ())]])
         for m in messages

@@ -1,4 +1,4 @@
-"""Which of the lines that may be written are: by reward, by group, once each, and held out by task."""
+"""Selection of the candidate lines: by reward, by group, without duplicates, and held out by task."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import Final, Protocol
 from lightning_trainer.kits.export.candidates import LineCandidate
 from lightning_trainer.kits.export.wanted import Unexported, Wanted
 
-# What more of the tasks than this begin with says nothing of the task: a router's or a planner's constant prompt.
+# A prompt with which more than this share of the tasks begins, such as a router's or a planner's constant prompt, does
+# not identify a task.
 _COMMON: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Lines to write: to learn from, and held out."""
+    """Lines to write: training lines and held-out lines."""
 
     training: list[LineCandidate]
     held_out: list[LineCandidate]
 
 
 def by_reward(candidates: Iterable[LineCandidate], wanted: Wanted, left_out: Counter[str]) -> list[LineCandidate]:
-    """Keep what earned enough, and of each group and agent the best attempts.
+    """Keep lines with enough reward, and the best attempts of each group and agent.
 
-    For pairs the least reward is that of the better answer: see `pairs`.
+    For pairs, the minimum reward is that of the better answer: see `pairs`.
     """
     kept = list(candidates)
     if wanted.min_reward is not None and wanted.format != "dpo":
@@ -52,13 +53,13 @@ def _best(candidates: Sequence[LineCandidate], count: int) -> Mapping[tuple[str,
     for each in candidates:
         earned[each.group, each.agent].setdefault(each.attempt, each.reward or 0.0)
     return {
-        key: frozenset(sorted(attempts, key=lambda attempt: -attempts[attempt])[:count])  # of equals the first
+        key: frozenset(sorted(attempts, key=lambda attempt: -attempts[attempt])[:count])  # of equal ones the first
         for key, attempts in earned.items()
     }
 
 
 def once(candidates: Sequence[LineCandidate], left_out: Counter[str]) -> list[LineCandidate]:
-    """Keep of equal lines the one that earned most, of these the first."""
+    """Keep of equal lines the one with the highest reward, and of these the first."""
     best: dict[str, LineCandidate] = {}
     for each in candidates:
         known = best.get(each.content)
@@ -68,7 +69,7 @@ def once(candidates: Sequence[LineCandidate], left_out: Counter[str]) -> list[Li
 
 
 class PlayedTasks(Protocol):
-    """An attempt, by what says which task it played. `LineCandidate` and `StoredEpisode` have the fields."""
+    """The fields of an attempt that identify its task. `LineCandidate` and `StoredEpisode` have them."""
 
     @property
     def group(self) -> str:
@@ -76,11 +77,11 @@ class PlayedTasks(Protocol):
 
     @property
     def task(self) -> str | None:
-        """Digest of the task; None where nobody named one."""
+        """Digest of the task; None if it is unknown."""
 
     @property
     def opening(self) -> str | None:
-        """Digest of what its first call was asked."""
+        """Digest of the request of its first call."""
 
     @property
     def validation(self) -> bool:
@@ -93,16 +94,16 @@ def split(
     left_out: Counter[str],
     played: Sequence[PlayedTasks] | None = None,
 ) -> Chosen:
-    """Hold out the lines of some tasks, whole: no task is in both parts, and no prompt.
+    """Hold out all lines of some tasks: no task and no prompt is in both parts.
 
-    Which ones follows from the tasks alone, and so stays the same while others come to the store, and whatever else is
-    asked for. A task that any validation ran is held out, whatever became of that.
+    The choice depends on the tasks alone, so it stays the same when other tasks are added to the store, and with other
+    options. A task of any validation is held out, whatever its result.
 
     Args:
         candidates: the lines.
-        wanted: the share among it.
+        wanted: options, such as the share.
         left_out: counts the calls of lines that are in neither part.
-        played: all attempts, those without a line among them; None: those of the lines.
+        played: all attempts, including those without a line; None: those of the lines.
     """
     if not wanted.held_out:
         kept = candidates
@@ -121,9 +122,9 @@ def split(
 
 
 def _tasks(played: Sequence[PlayedTasks]) -> dict[str, str]:
-    """Name the task of each group: the same for the same task, the same group, and what begins with the same prompt.
+    """Return the task name of each group: the same for the same task, the same group, and the same first prompt.
 
-    A prompt with which a tenth of the tasks begins joins nothing, except where nothing else says which task it is.
+    A prompt with which a tenth of the tasks begins joins nothing, unless nothing else identifies the task.
     """
     begun: defaultdict[str, set[str]] = defaultdict(set)
     for each in played:
@@ -142,7 +143,7 @@ def _tasks(played: Sequence[PlayedTasks]) -> dict[str, str]:
 
 
 class _Joined:
-    """Names that stand for the same, each called by the least of those that say what the task is."""
+    """Sets of equivalent keys, each named by the smallest key that identifies the task."""
 
     def __init__(self) -> None:
         self._parent: dict[str, str] = {}
@@ -156,13 +157,13 @@ class _Joined:
         return root
 
     def join(self, one: str, other: str) -> None:
-        # Tasks and openings are digests of what was asked; a group's name is of one run alone, and so the last choice.
+        # Tasks and openings are digests of requests; a group's name is from one run only, so it is the last choice.
         roots = sorted({self.name(one), self.name(other)}, key=lambda key: (key.startswith("group"), key))
         self._parent[roots[-1]] = roots[0]
 
 
 def _draw(name: str) -> float:
-    """Return a number from 0 to 1 that follows from a name."""
+    """Return a number from 0 to 1 that is computed from a name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]) / 2**56
 
 

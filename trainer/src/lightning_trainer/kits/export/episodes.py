@@ -1,4 +1,4 @@
-"""What a store knows of each attempt, as calls with what their agents earned, or with the reason to leave them out."""
+"""The attempts of a store, as calls with the rewards of their agents, or with the reason to leave them out."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class StoredEpisode:
 
     Attributes:
         trace: all of it.
-        attempt: the attempt's record; None where no queue knows it.
+        attempt: the attempt's record; None if no queue contains it.
         calls: its model calls.
-        task: digest of the task; None where nobody named one.
-        opening: digest of what its first model call was asked; None where that can't be read.
-        group: its rollouts are compared.
-        problem: why none of it is exported; None where it is.
+        task: digest of the task; None if it is unknown.
+        opening: digest of the request of its first readable model call; None if there is none.
+        group: group whose rollouts are compared.
+        problem: why nothing of it is exported; None if it is exported.
     """
 
     trace: Trace
@@ -53,7 +53,7 @@ class StoredEpisode:
 
     @property
     def origin(self) -> str:
-        """What it was recorded for."""
+        """The origin of the recording: ``training``, ``live``, or a label."""
         return self.trace.nodes[0].span.origin if self.trace.nodes else ""
 
     @property
@@ -62,10 +62,10 @@ class StoredEpisode:
         return frozenset(node.span.span_id for node in self.trace.chats if node.span.attributes.get(ABANDONED))
 
     def reward_of(self, path: str | None, sources: tuple[str, ...] | None) -> float | None:
-        """Add up what the agent of a path earned: the attempt's rewards, its own, and those of its calls.
+        """Return the sum of the rewards of the agent with a path: the attempt's, its own, and those of its calls.
 
         Returns:
-            None where nobody said how well it did.
+            None if there is no such reward.
         """
         callers = {span_id: node.path for node in self.trace.chats for span_id in (node.span.span_id, *node.merged)}
         earned = [
@@ -83,7 +83,7 @@ def _concerns(reward: Reward, path: str | None, callers: Mapping[str, str | None
 
 
 def episodes(store: Store, wanted: Wanted) -> Iterator[StoredEpisode]:
-    """Read every trace of a store that is wanted, in the order of their start."""
+    """Read every selected trace of a store, in the order of their start."""
     where = Where(origin=wanted.origin, rollout_ids=wanted.rollout_ids)
     attempts = {each_.attempt_id: each_ for each_ in each(store, AttemptRecord, where)}
     newest = _newest(attempts)
@@ -104,12 +104,12 @@ def episodes(store: Store, wanted: Wanted) -> Iterator[StoredEpisode]:
 
 
 def digest(value: Any) -> str:
-    """Return text that is the same for the same JSON value."""
+    """Return a text that is the same for equal JSON values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _begun_since(store: Store, trace: Trace) -> AttemptRecord | None:
-    """Return the attempt of a trace that was not there when the attempts were read, as one that has not ended."""
+    """Return the attempt of a trace, as still running, if it began after the attempts were read."""
     if trace.attempt_id is None:
         return None
     found = list(each(store, AttemptRecord, Where(attempt_ids=[trace.attempt_id])))
@@ -117,7 +117,7 @@ def _begun_since(store: Store, trace: Trace) -> AttemptRecord | None:
 
 
 def _newest(attempts: Mapping[str, AttemptRecord]) -> dict[str, str]:
-    """Return the attempt that counts of each rollout: the last that succeeded."""
+    """Return the attempt that counts for each rollout: the last that succeeded."""
     good = [attempt for attempt in attempts.values() if attempt.status == "succeeded"]
     return {one.rollout.rollout_id: one.attempt_id for one in sorted(good, key=lambda attempt: attempt.number)}
 
@@ -133,7 +133,7 @@ def _problem(attempt: AttemptRecord | None, trace: Trace, newest: Mapping[str, s
 
 
 def _identifying_fields(task: Mapping[str, Any], fields: tuple[str, ...] | None) -> Mapping[str, Any]:
-    """Return what says which task it is; the whole task where it has none of the fields."""
+    """Return the fields that identify a task; the whole task if it has none of them."""
     found = {name: task[name] for name in fields or () if name in task}
     return found or task
 

@@ -1,4 +1,4 @@
-"""From a store to files: read once, choose, write whole files or none."""
+"""From a store to files: read once, choose, and write complete files or none."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lightning_trainer.lineage.permits import tenants_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Lines that were chosen. They can be read while the store's block is open.
+    """The chosen lines. They can be read while the store's block is open.
 
     Attributes:
-        training: the lines to learn from, read anew each time.
+        training: the training lines, read again in each call.
         held_out: those of held-out tasks.
-        left_out: model calls that are in none, by reason (of `openinference`: spans).
+        left_out: model calls that are in neither, by reason (for `openinference`: spans).
     """
 
     training: Callable[[], Iterator[Line]]
@@ -39,14 +39,14 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written.
+    """The result of an export.
 
     Attributes:
-        lines: in the file.
-        held_out: in the file of held-out tasks.
+        lines: number in the file.
+        held_out: number in the file of held-out tasks.
         left_out: calls that are in no line, by reason.
-        with_tokens: lines that hold the recorded tokens.
-        files: that were written.
+        with_tokens: number of lines with the recorded tokens.
+        files: written files.
     """
 
     lines: int
@@ -57,17 +57,17 @@ class Exported:
 
 
 def export(store: Store, wanted: Wanted, out: Path) -> Exported:
-    """Write what is wanted of a store.
+    """Write the selected lines of a store.
 
     Args:
-        store: is read.
+        store: store to read.
         wanted: which lines.
-        out: JSON Lines file; replaced where it is there. Held-out lines go into ``NAME.held-out.jsonl`` beside it.
+        out: JSON Lines file; replaced if it exists. Held-out lines go into ``NAME.held-out.jsonl`` next to it.
 
     Raises:
-        DataError: there is nothing to write; nothing is written then.
-        ConfigError: a file can't be written, or is no .jsonl file.
-        UnknownAgentError: an agent was named that the store has not seen.
+        DataError: there is nothing to write; no file is written then.
+        ConfigError: a file cannot be written, or is not a .jsonl file.
+        UnknownAgentError: a named agent is not in the store.
     """
     if out.suffix != ".jsonl":
         raise ConfigError(f"{out}: the file holds JSON Lines. Give it a name that ends with .jsonl.")
@@ -107,7 +107,7 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
     """Read a store and choose the lines.
 
     Raises:
-        UnknownAgentError: an agent was named that the store has not seen.
+        UnknownAgentError: a named agent is not in the store.
     """
     left_out: Counter[str] = Counter()
     seen = _Noted()
@@ -140,14 +140,14 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
                 left_out=left_out,
             )
             return
-        # Equal lines are left out of each part by itself: the better one may be held out, or of a validation.
+        # Equal lines are removed in each part separately: the better one may be held out, or of a validation.
         training_once, held_out_once = (choose.once(part, left_out) for part in (parts.training, parts.held_out))
         yield _selection(spool, (_places(training_once), _places(held_out_once)), left_out)
 
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """What of an attempt says which task it played."""
+    """The fields of an attempt that identify its task."""
 
     group: str
     task: str | None
@@ -157,7 +157,7 @@ class _Played:
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """What was seen while a store was read: paths of agents, attempts, fields of tasks, tenants of what is used."""
+    """Values collected while a store is read: agent paths, attempts, fields of tasks, tenants of the traces used."""
 
     agents: set[str] = field(default_factory=set)
     played: list[_Played] = field(default_factory=list)
@@ -174,7 +174,7 @@ class _Noted:
 
 
 def _note_contents(store: Store, wanted: Wanted, seen: _Noted) -> Iterator[StoredEpisode]:
-    """Read episodes, and note what is in them."""
+    """Read episodes, and collect their values."""
     for episode in episodes(store, wanted):
         seen.note(episode)
         yield episode
@@ -202,9 +202,9 @@ def _places(candidates: Sequence[LineCandidate]) -> list[int]:
 
 
 def _columns_first(lines: Callable[[], Iterator[Line]]) -> Iterator[Line]:
-    """Return first the lines that fill in a field which none before did: readers take columns from a file's beginning.
+    """Return the lines that fill in a new field first, because readers take columns from a file's beginning.
 
-    `datasets` looks at 10 MB, and refuses the file where a later line has more.
+    `datasets` reads 10 MB for that, and rejects the file if a later line has more fields.
     """
     seen, early = set[str](), set[int]()
     for place, line in enumerate(lines()):
@@ -216,7 +216,7 @@ def _columns_first(lines: Callable[[], Iterator[Line]]) -> Iterator[Line]:
 
 
 def _filled_fields(value: object, name: str = "") -> Iterator[str]:
-    """Return the names of the fields in which something stands, in objects and in lists of these."""
+    """Return the names of the fields that are not empty, in objects and in lists of objects."""
     if isinstance(value, dict):
         for key, each in value.items():
             if each is not None:
@@ -234,7 +234,7 @@ def _count_lines(lines: Iterable[Line], with_tokens: Counter[bool]) -> Iterator[
 
 
 def _origins(store: Store) -> set[str]:
-    """Return what the spans and calls of a store were recorded for."""
+    """Return the origins of a store's spans and calls."""
     spans, calls = each(store, Span, Where()), each(store, Call, Where())
     return {span.origin for span in spans} | {call.origin for call in calls}
 

@@ -1,4 +1,4 @@
-"""Lines on disk: candidates while a store is read, and files that are whole or not there."""
+"""Lines on disk: candidates while a store is read, and files that are complete or absent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Line = dict[str, Any]
 
 
 class LineSpool:
-    """Lines that may be written later, kept on disk: a store may hold more than memory does."""
+    """Candidate lines on disk, because a store may be larger than memory."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
@@ -36,23 +36,23 @@ class LineSpool:
         self._file.close()
 
     def add(self, line: Line) -> int:
-        """Keep a line; gives its place."""
+        """Add a line. Returns its place."""
         place = self._file.seek(0, os.SEEK_END)
         self._file.write(dumps(line) + b"\n")
         return place
 
     def get(self, place: int) -> Line:
-        """Return a line."""
+        """Return the line at a place."""
         self._file.seek(place)
         line: Line = loads(self._file.readline().rstrip(b"\n"))
         return line
 
 
 class Draft:
-    """A file that takes its name when it is whole; until then, what had the name stays.
+    """A file that gets its name when it is complete; until then, an existing file of that name stays.
 
     Raises:
-        ConfigError: it can't be written.
+        ConfigError: it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class Draft:
             raise ConfigError(f"{path} can't be written: {error.strerror}.") from None
 
     def write(self, lines: Iterable[Line]) -> None:
-        """Write lines, as JSON that any reader takes."""
+        """Write lines as JSON that any reader accepts."""
         try:
             for line in lines:
                 self._file.write(dumps(line).lstrip() + b"\n")
@@ -78,7 +78,7 @@ class Draft:
             raise ConfigError(f"{self.path} can't be written: {error.strerror}. Is the disk full?") from None
 
     def end(self) -> None:
-        """See that all of it is on the disk; it has no name yet."""
+        """Flush the file to disk, still without its name."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -87,14 +87,14 @@ class Draft:
             raise ConfigError(f"{self.path} can't be written: {error.strerror}. Is the disk full?") from None
 
     def name(self) -> None:
-        """Give the file its name, once all files that belong together are on the disk."""
+        """Give the file its name, once all related files are on disk."""
         try:
             self._part.replace(self.path)
         except OSError as error:
             raise ConfigError(f"{self.path} can't be written: {error.strerror}.") from None
 
     def _sweep(self) -> None:
-        """Delete what killed processes left of this file: whoever writes one holds its lock."""
+        """Delete the partial files of killed processes: a process that still writes one holds its lock."""
         if sys.platform == "win32":
             return
         for left in self.path.parent.glob(f".{escape(self.path.name)}.*.part"):
@@ -103,7 +103,7 @@ class Draft:
                 left.unlink()
 
     def close(self) -> None:
-        """Leave nothing behind, unless it was finished."""
+        """Close the file, and delete it if it has no name yet."""
         with suppress(OSError):
             self._file.close()
         self._part.unlink(missing_ok=True)

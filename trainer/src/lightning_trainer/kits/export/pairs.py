@@ -1,4 +1,4 @@
-"""Preference pairs: two answers to one prompt in one group, of which one earned more."""
+"""Preference pairs: two answers to one prompt in one group, one with a higher reward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FROM = (
 
 
 def pairs(candidates: Sequence[LineCandidate], wanted: Wanted, left_out: Counter[str]) -> list[Pair]:
-    """Make pairs of the calls of an agent that were asked the same in one group. Calls in no pair are counted.
+    """Make pairs of an agent's calls with equal requests in one group. Calls in no pair are counted.
 
-    Only these can be compared: of two attempts that asked different things, nobody knows which answer made the
-    difference. A pair that stands there already, from another group, is left out.
+    Only these can be compared: if two attempts sent different requests, it is unknown which answer made the difference.
+    A pair that exists already, from another group, is left out.
     """
     asked: defaultdict[tuple[str, str | None, str], list[LineCandidate]] = defaultdict(list)
     for each in candidates:
@@ -40,7 +40,7 @@ def pairs(candidates: Sequence[LineCandidate], wanted: Wanted, left_out: Counter
 
 
 def _pairs(own: list[LineCandidate], wanted: Wanted) -> tuple[list[Pair], str]:
-    """Pair answers to one prompt; gives the reason for which others are in no pair, too."""
+    """Return the pairs of answers to one prompt, and the reason why the others are in no pair."""
     if len(own) == 1:
         return [], Unexported.ALONE
     ranked = sorted(own, key=lambda each: -(each.reward or 0.0))
@@ -62,7 +62,7 @@ def _is_pair(better: LineCandidate, worse: LineCandidate, wanted: Wanted) -> boo
 
 
 def lines_of(found: Sequence[Pair], spool: LineSpool) -> Iterator[Line]:
-    """Write pairs as lines: prompt, chosen and rejected as messages, and their tokens where both were recorded."""
+    """Return pairs as lines: prompt, chosen and rejected as messages, and their tokens if both were recorded."""
     for better, worse in found:
         chosen, rejected = spool.get(better.place), spool.get(worse.place)
         line = {

@@ -1,4 +1,4 @@
-"""Export, registered through the hooks that anybody would use."""
+"""Registration of the export command, through the same hooks as any plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans with OpenInference's attributes, a line each, in the shape in which Phoenix lists and takes them."""
+"""Spans with OpenInference's attributes, one per line, in the form in which Phoenix lists and takes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STATUS = {"ok": "OK", "error": "ERROR"}
 
 
 def spans_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[Line]:
-    """Return the spans of an attempt whole, or count them all with the reason."""
+    """Return all spans of an attempt, or count them all with the reason."""
     reason = _why_not(episode, wanted)
     if reason is not None:
         left_out[reason] += len(episode.trace)
@@ -52,7 +52,7 @@ def spans_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
 
 
 def _why_not(episode: StoredEpisode, wanted: Wanted) -> str | None:
-    """Say why no span of an attempt is exported. What failed is shown, too: viewers are for that."""
+    """Return why no span of an attempt is exported. Failed attempts are exported, too: viewers are for that."""
     names = episode.trace.agent_paths
     if wanted.agents is not None and not any(selects(wanted.agents, name) for name in names):
         return Unexported.NOT_CHOSEN
@@ -67,7 +67,7 @@ def _why_not(episode: StoredEpisode, wanted: Wanted) -> str | None:
 
 
 def _writable(line: Line) -> Line:
-    """Write half a character, as of an emoji that was cut, as its escape: readers of files refuse it."""
+    """Return a line with half characters, such as of a cut emoji, as escapes, because readers of files reject them."""
     if is_text(line):
         return line
     return {name: _escape_surrogates(value) for name, value in line.items()}

@@ -1,4 +1,4 @@
-"""What is to be exported, and the reasons for which a call is not."""
+"""The options of an export, and the reasons why a call is left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS: Final[tuple[Format, ...]] = ("sft", "dpo", "tokens", "openinference")
 
 
 class Unexported(Reason):
-    """Why a call is in no line. Those of `Untrained` are used if they say the same."""
+    """Why a call is in no line. Those of `Untrained` are used if they mean the same."""
 
     NOT_ENDED = "attempt has not ended"
     OTHER_ATTEMPT = "a later attempt of its rollout counts"
@@ -43,23 +43,23 @@ class Unexported(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be exported.
+    """The options of an export.
 
     Attributes:
         format: of the lines.
-        agents: names or globs; None: all, also calls that nothing names.
-        min_reward: least reward of an agent in an attempt; None: any, also none.
-        best: attempts of each group and agent that are kept, by reward; None: all.
-        sources: only rewards that these gave count; None: all.
-        origin: only what was recorded for this: ``training``, ``live``, or a label.
-        rollout_ids: only these rollouts; None: all, and traces of none.
-        validation: whether rollouts of validations are taken where nothing is held out.
-        held_out: share of the tasks whose lines go into a file of their own.
-        task_fields: fields of a task that say which task it is; None: all.
+        agents: names or globs; None: all, including calls without a known agent.
+        min_reward: minimum reward of an agent in an attempt; None: any, or none.
+        best: number of attempts of each group and agent to keep, by reward; None: all.
+        sources: only rewards of these sources count; None: all.
+        origin: only traces of this origin: ``training``, ``live``, or a label.
+        rollout_ids: only these rollouts; None: all, and traces without one.
+        validation: whether rollouts of validations are included if nothing is held out.
+        held_out: share of the tasks whose lines go into a separate file.
+        task_fields: fields that identify a task; None: all.
         all_pairs: whether each better answer makes a pair with each worse one, and not only the best with the worst.
-        margin: least difference in reward of a pair.
-        ids: whether lines of `sft` and `dpo` hold the tokens, where they were recorded.
-        some_silent: whether it is fine that some of the agents, not misspelt, did not speak in these rollouts.
+        margin: minimum difference in reward of a pair.
+        ids: whether lines of `sft` and `dpo` contain the tokens, if they were recorded.
+        some_silent: whether some of the agents, if not misspelt, may be missing from these rollouts.
         permits: which live traces may be used.
 
     Raises:
