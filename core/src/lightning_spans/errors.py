@@ -9,21 +9,20 @@ class LightningError(Exception):
     """Base of all errors raised on purpose; the command line prints it on one screen.
 
     Attributes:
-        exit_status: of the command line: 2 where what was asked is wrong, 3 where the agent failed, 4 where there is
-            nothing to learn.
+        exit_status: of the command line: 2 for a wrong request, 3 if the agent failed, 4 if there is nothing to learn.
     """
 
     exit_status: ClassVar[int] = 2
 
 
 class AgentFailedError(LightningError):
-    """The user's agent failed on every task, or made no model call that was seen; the message has its last error."""
+    """The user's agent failed on every task, or made no recorded model call; the message contains its last error."""
 
     exit_status = 3
 
 
 class NothingToLearnError(LightningError):
-    """The run can't teach anything as it is; the message says why and what to change."""
+    """The run cannot teach anything as it is; the message says why and what to change."""
 
     exit_status = 4
 
@@ -33,7 +32,7 @@ class ConfigError(LightningError):
 
 
 class AttachError(LightningError):
-    """`attach()` can't bind: the framework's package or our plugin is missing, or options differ from a live one."""
+    """`attach()` cannot bind: the framework's package or our plugin is missing, or options differ from a live one."""
 
 
 class UnknownAgentError(LightningError):
@@ -41,15 +40,15 @@ class UnknownAgentError(LightningError):
 
 
 class DataError(LightningError):
-    """A task file is missing, empty or malformed; the message has the line number."""
+    """A task file is missing, empty or malformed; the message contains the line number."""
 
 
 class StoreError(LightningError):
-    """The store can't be opened, read or written."""
+    """The store cannot be opened, read or written."""
 
 
 class StoreGoneError(StoreError):
-    """The store's file is not there any more. Nothing is written to it until it is opened again."""
+    """The store's file no longer exists. Nothing is written to it until it is opened again."""
 
 
 class QueueFullError(StoreError):
@@ -57,11 +56,11 @@ class QueueFullError(StoreError):
 
 
 class RefusedError(StoreError):
-    """The store refuses a record or a request that is wrong; a retry would not help."""
+    """The store refuses an invalid record or request; a retry would not help."""
 
 
 class UnauthorizedError(RefusedError):
-    """The server does not take the key: it is too old, revoked, or another server's."""
+    """The server rejects the key: it is too old, revoked, or another server's."""
 
 
 class LeaseLostError(StoreError):
@@ -75,12 +74,12 @@ class RewardError(LightningError):
 
 
 class ReplayEndedError(LightningError):
-    """A replay can't continue: a tool call of the program is not in the record, or is refused there."""
+    """A replay cannot continue: a tool call of the program is not in the record, or is refused there."""
 
     exit_status = 3
 
 
 class RecordedToolError(LightningError):
-    """A tool failed in the record of a replay, with an exception of a class that this program does not have."""
+    """A tool failed in the record of a replay, with an exception class that this program does not have."""
 
     exit_status = 3

@@ -1,7 +1,7 @@
-"""Every hook, in the order an attempt meets them.
+"""Every hook, in the order in which an attempt meets them.
 
-Three kinds, never mixed: *whose is it?* (``firstresult``; answer None unless the thing is yours), *it happened* (all
-are called, each guarded on its own), *register by name* (``register(name, thing)``; a second claim to a name is an
+Three kinds, never mixed: *whose is it?* (``firstresult``; return None unless the thing is yours), *it happened* (all
+are called, each guarded separately), *register by name* (``register(name, thing)``; a second claim to a name is an
 error).
 """
 
@@ -37,35 +37,35 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class Caller(Protocol):
-    """Who calls a model: a span, or what is known before there is one."""
+    """The caller of a model: a span, or what is known before there is one."""
 
     @property
     def agent(self) -> str | None:
-        """The agent at work; None where nothing named one."""
+        """The active agent; None if no agent is named."""
 
     @property
     def path(self) -> str | None:
-        """Where that agent stands, outermost first: ``billing/extract``; None where nothing named one."""
+        """Path of that agent, outermost first: ``billing/extract``; None if no agent is named."""
 
     @property
     def attempt(self) -> Attempt | None:
-        """The attempt it belongs to; None outside of attempts."""
+        """The attempt that it belongs to; None outside attempts."""
 
 
 class OpenSpan(Protocol):
-    """An open span, as a plugin sees it. `end` it once; later ends change nothing.
+    """An open span, as a plugin sees it. Call `end` once; later calls change nothing.
 
     Attributes:
         operation: ``chat``, ``execute_tool``, ``invoke_agent``, ...
-        name: what a viewer shows.
-        agent: the agent at work; None where nothing named one.
-        attributes: JSON-like values by attribute name; None values are not among them.
+        name: shown in viewers.
+        agent: the active agent; None if no agent is named.
+        attributes: JSON-like values by attribute name, without None values.
         trace_id: 32 hex digits.
         span_id: 16 hex digits.
         start_ns: Unix time in nanoseconds.
-        end_ns: Unix time in nanoseconds; None while it is open.
-        status: ``ok`` or ``error`` once it has ended.
-        status_message: the error's text; empty when there is none.
+        end_ns: Unix time in nanoseconds; None while the span is open.
+        status: ``ok`` or ``error`` once the span has ended.
+        status_message: the error's text; empty if there is none.
     """
 
     operation: str
@@ -81,19 +81,19 @@ class OpenSpan(Protocol):
 
     @property
     def path(self) -> str | None:
-        """Where its agent stands, outermost first: ``billing/extract``; None where nothing named one."""
+        """Path of its agent, outermost first: ``billing/extract``; None if no agent is named."""
 
     @property
     def parent(self) -> OpenSpan | None:
-        """The span it is under; None for a root."""
+        """The parent span; None for a root."""
 
     @property
     def attempt(self) -> Attempt | None:
-        """The attempt it belongs to; None outside of attempts."""
+        """The attempt that it belongs to; None outside attempts."""
 
     @property
     def context(self) -> Context:
-        """The context with the span as current one and its agent at work; enter it around what belongs under it."""
+        """The context in which this span and its agent are current; enter it around everything below the span."""
         ...
 
     @property
@@ -102,11 +102,11 @@ class OpenSpan(Protocol):
         ...
 
     def context_in(self, context: Context) -> Context:
-        """Return this context with the span as current one and its agent at work; others' values in it are kept."""
+        """Return this context with the span and its agent as the current ones; others' values in it are kept."""
         ...
 
     def set(self, **attributes: Json) -> None:
-        """Add attributes; None values are left out."""
+        """Add attributes; None values are omitted."""
         ...
 
     def end(
@@ -117,22 +117,22 @@ class OpenSpan(Protocol):
         end_ns: int | None = None,
         later: Callable[[], None] | None = None,
     ) -> None:
-        """End the span and have it delivered.
+        """End the span and deliver it.
 
         Args:
-            error: what went wrong; None when all went well.
-            attributes: added before it is delivered.
-            end_ns: Unix time in nanoseconds; now by default.
-            later: called once the span has ended, to `set` more; what it raises is logged, and costs no span.
+            error: the error; None if there was none.
+            attributes: added before delivery.
+            end_ns: Unix time in nanoseconds; default: now.
+            later: called once the span has ended, to `set` more; if it raises, the error is logged and no span is lost.
         """
 
 
 class Recorder(Protocol):
-    """Starts spans, as a plugin sees it. One serves every framework that is attached in a process."""
+    """Starts spans, as a plugin sees it. One recorder serves every framework that is attached in a process."""
 
     @property
     def store(self) -> str | None:
-        """Where spans outside of attempts go: the URL of a server or of a store."""
+        """Destination of spans outside attempts: the URL of a server or of a store."""
         ...
 
     def start(
@@ -146,16 +146,16 @@ class Recorder(Protocol):
         attributes: Mapping[str, Json] | None = None,
         start_ns: int | None = None,
     ) -> OpenSpan:
-        """Begin a span.
+        """Start a span.
 
         Args:
             operation: ``chat``, ``execute_tool``, ``invoke_agent``, ...
-            name: what a viewer shows.
-            agent: who is at work; by default the agent of `parent`, else of the context. None says: nobody known.
-            parent: the span this one belongs under; by default the one open in the context.
-            context: where to look for parent, agent and attempt; the current context by default.
-            attributes: None values are left out.
-            start_ns: Unix time in nanoseconds; now by default.
+            name: shown in viewers.
+            agent: the active agent; default: the agent of `parent`, otherwise of the context. None: no agent is known.
+            parent: the parent span; default: the open one in the context.
+            context: where to look for parent, agent and attempt; default: the current context.
+            attributes: None values are omitted.
+            start_ns: Unix time in nanoseconds; default: now.
 
         Returns:
             The open span. Its `context` has no effect until entered.
@@ -163,11 +163,11 @@ class Recorder(Protocol):
         ...
 
     def guard(self, plugin: str, span: OpenSpan | None = None) -> AbstractContextManager[None]:
-        """Log what goes wrong inside the block instead of raising it into the agent."""
+        """Log errors inside the block instead of raising them into the agent."""
         ...
 
     def reroutes(self, span: Caller) -> bool:
-        """Whether a model call goes to the policy: its attempt asks for its agent, and `attach(agents=)` allows it."""
+        """Whether a model call goes to the policy: its attempt selects its agent, and `attach(agents=)` allows it."""
         ...
 
 
@@ -176,8 +176,8 @@ def lightning_attach(framework: str, recorder: Recorder) -> Callable[[], None] |
     """Whose: bind a framework's events to the recorder, once per live `attach()`, in the agent's process.
 
     Args:
-        framework: the name given to `attach()`; answer None unless it is yours.
-        recorder: begins and ends spans.
+        framework: the name given to `attach()`; return None unless it is yours.
+        recorder: starts and ends spans.
 
     Returns:
         A callable that undoes everything done here.
@@ -186,21 +186,21 @@ def lightning_attach(framework: str, recorder: Recorder) -> Callable[[], None] |
 
 @hookspec(firstresult=True)
 def lightning_agent_name(span: OpenSpan) -> str | None:
-    """Whose: name the agent of a span that has ended, in the agent's process; it is stored on the span.
+    """Whose: name the agent of a span that has ended, in the agent's process; the name is stored on the span.
 
-    Called only for spans that have no agent, before they are delivered, in a thread of its own: what was current when
-    the span began is in `span.context`. An answer that takes longer than 5 s is not waited for; until it comes, spans
-    go without.
+    Called only for spans without an agent, before they are delivered, in a separate thread: what was current when the
+    span began is in `span.context`. An answer that takes longer than 5 s is not awaited; until it comes, spans go
+    without a name.
     """
 
 
 @hookspec
 def lightning_span_ended(span: Span) -> None:
-    """It happened: a span ended and was handed to the sink. In the agent's process, in a thread of its own.
+    """It happened: a span ended and was handed to the sink. In the agent's process, in a separate thread.
 
-    Spans come one at a time, in the order in which they ended. A listener that is slow or hangs delays neither the
-    agent nor the delivery of spans: up to 16,384 spans wait for it, of more it is not told. One that raises is logged,
-    and the others are called. `Attachment.flush` waits for listeners, `detach` for 2 s at most.
+    Spans come one at a time, in the order in which they ended. A slow or hanging listener delays neither the agent nor
+    the delivery of spans: up to 16,384 spans wait for it, and it misses any more. If one raises, the error is logged
+    and the others are still called. `Attachment.flush` waits for listeners, `detach` for at most 2 s.
     """
 
 
@@ -261,11 +261,11 @@ def lightning_register_judges(register: Callable[[str, Any], None]) -> None:
 
 @hookspec
 def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
-    """Register by name: what takes part in the steps of a run, as in `lightning_trainer.callbacks.CallbackKind`."""
+    """Register by name: callbacks for the steps of a run, as in `lightning_trainer.callbacks.CallbackKind`."""
 
 
 class _CoreAdapter:
-    """Answers for every trace that no plugin claimed."""
+    """Adapts every trace that no plugin claimed."""
 
     @hookimpl(trylast=True)
     def lightning_adapt(self, trace: Trace) -> list[Transition]:
@@ -288,7 +288,7 @@ def manager() -> pluggy.PluginManager:
 
 
 def installed() -> dict[str, EntryPoint]:
-    """Return the installed plugins by name, none of them imported."""
+    """Return the installed plugins by name, without importing them."""
     return {entry.name: entry for entry in entry_points(group=PROJECT)}
 
 
@@ -296,7 +296,7 @@ def load(name: str) -> None:
     """Import and register one plugin, once.
 
     Raises:
-        AttachError: it is not installed, does not import, or has a hook that does not exist.
+        AttachError: it is not installed, cannot be imported, or has a hook that does not exist.
     """
     with _lock:
         if manager().has_plugin(name):
@@ -313,7 +313,7 @@ def load(name: str) -> None:
 
 
 def register(plugin: object, name: str) -> None:
-    """Register a plugin object under a name, and check that every hook it has exists.
+    """Register a plugin object under a name, and check that all its hooks exist.
 
     Raises:
         AttachError: the name is taken, or a hook is misspelt.
@@ -337,7 +337,7 @@ def unregister(name: str) -> None:
 
 
 def load_all() -> list[str]:
-    """Import and register every installed plugin, as the training side does; one that fails is logged and left out.
+    """Import and register every installed plugin, as the training side does; one that fails is logged and skipped.
 
     Returns:
         The names of the plugins that could not be loaded.
@@ -353,15 +353,15 @@ def load_all() -> list[str]:
 
 
 def listens(hook: str) -> str:
-    """Name the plugins that implement a hook, in words; empty when none does."""
+    """Return the names of the plugins that implement a hook, as text; empty if there are none."""
     implementations = getattr(manager().hook, hook).get_hookimpls()
     return ", ".join(known.plugin_name for known in implementations) if implementations else ""
 
 
 def notify(hook: str, **arguments: Any) -> list[Any]:
-    """Call every implementation of a hook, each guarded on its own, and give the answers that are not None.
+    """Call every implementation of a hook, each guarded separately, and return the answers that are not None.
 
-    One listener that raises starves no other (plain pluggy calls stop at the first).
+    One listener that raises does not stop the others (plain pluggy calls stop at the first).
     """
     caller = getattr(manager().hook, hook)
     answers = []

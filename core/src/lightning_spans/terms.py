@@ -1,6 +1,6 @@
-"""The terms of a live trace: whose it is, where it comes from, whether it may be learned from, and how long it is kept.
+"""The terms of a live trace: its owner, its source, whether it may be learned from, and how long it is kept.
 
-They are attributes of its spans and, for calls that a gateway recorded, stand in ``sampling`` under `TERMS`.
+They are attributes of its spans; for calls that a gateway recorded, they are in ``sampling`` under `TERMS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SOURCE: Final = "lightning.source"
 CONSENT: Final = "lightning.consent"
 RETENTION: Final = "lightning.retention_days"
 NAMES: Final = (TENANT, SOURCE, CONSENT, RETENTION)
-TERMS: Final = "terms"  # in the sampling of a call
+TERMS: Final = "terms"  # key in the sampling of a call
 GRANTED: Final = "granted"
 DENIED: Final = "denied"
 _LONGEST: Final = 200  # characters of a name
@@ -29,16 +29,16 @@ def make_terms(
     retention_days: float | str | None = None,
     source: str | None = None,
 ) -> dict[str, str | float]:
-    """Return terms as attributes; what is None or empty is left out.
+    """Return terms as attributes, without those that are None or empty.
 
     Args:
-        tenant: whose data it is.
+        tenant: the owner of the data.
         consent: whether it may be learned from: a bool, ``granted`` or ``denied``.
         retention_days: days after which it is neither used nor kept.
         source: where it comes from, such as a product or a form.
 
     Raises:
-        ConfigError: a value makes no sense.
+        ConfigError: a value is invalid.
     """
     terms: dict[str, str | float] = {}
     for name, value in ((TENANT, tenant), (SOURCE, source)):
@@ -57,11 +57,11 @@ def make_terms(
 
 
 def join_terms(own: Mapping[str, Any], key: Mapping[str, Any]) -> dict[str, Any]:
-    """Return terms of a record that came with a key: the key's tenant and source count, and the stricter of the rest.
+    """Return a record's terms joined with its key's: the key's tenant and source win, and the stricter of the rest.
 
     Args:
-        own: what the record says; other attributes are left out.
-        key: what its key says.
+        own: the record's attributes; those that are not terms are ignored.
+        key: the key's terms.
     """
     joined = {name: own[name] for name in NAMES if name in own} | {name: key[name] for name in key}
     consents = {terms.get(CONSENT) for terms in (own, key)} - {None}
@@ -74,7 +74,7 @@ def join_terms(own: Mapping[str, Any], key: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_days(value: Any) -> float:
-    """Return a number of days that a record says; 0 for what is none, so that it is not kept by mistake."""
+    """Return a record's number of days; 0 if it is invalid, so that the record is not kept by mistake."""
     try:
         days = float(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""From a trace to transitions: one for each choice of each model call, none left out and none made up."""
+"""From a trace to transitions: one for each choice of each model call, none omitted and none invented."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NO_CHOICE = Choice(0, None, None, None)
 
 
 def adapt(trace: Trace) -> list[Transition]:
-    """Return the transitions of one attempt in the order of their calls' start, then of their choices.
+    """Return the transitions of one attempt, ordered by the start of their calls, then by choice.
 
-    Failed calls are kept, with their error. Equal prompts and all n choices are kept. Tokens are given only where
-    prompt, response and log-probabilities were all recorded and fit; they are never made again from text. A reward tied
-    to a span goes to the choice that it names, else to every one of that call; a reward of no single call stays with
-    the trace.
+    Failed calls are kept, with their error. Equal prompts and all n choices are kept. Tokens are given only if prompt,
+    response and log-probabilities were all recorded and are consistent; they are never regenerated from text. A reward
+    tied to a span goes to the choice that it names, otherwise to every choice of that call; a reward of no single call
+    stays with the trace.
 
     Args:
         trace: one attempt. One made outside a runner has no rollout: its trace id stands for rollout and attempt.
@@ -57,7 +57,7 @@ def _transitions(node: Node, turn: int, rewards: tuple[Reward, ...]) -> list[Tra
             ended_ns=_ended_ns(node),
             finish_reason=choice.finish_reason,
             sampling={} if call is None else call.sampling,
-            # What the model said to the end is what it would say; that the client could not read it is its fault too.
+            # A finished response counts even if the client could not read it: that is the model's fault too.
             error=None if choice.finish_reason is not None and not _broke(node) else node.error,
             rewards=tuple(reward for reward in rewards if reward.choice in (None, choice.index)),
         )
@@ -66,9 +66,9 @@ def _transitions(node: Node, turn: int, rewards: tuple[Reward, ...]) -> list[Tra
 
 
 def _ended_ns(node: Node) -> int:
-    """Return when the agent had the answer: a span may end later, as that of a stream which nobody closes.
+    """Return when the agent had the answer; a span may end later, such as that of a stream that nobody closes.
 
-    The gateway's time counts where it lies within the span: else its machine's clock is another.
+    The gateway's time counts if it is within the span; otherwise its machine has a different clock.
     """
     span, call = node.span, node.call
     within = call is not None and span.start_ns <= call.start_ns and call.end_ns <= span.end_ns
@@ -82,7 +82,7 @@ def _broke(node: Node) -> bool:
 
 def _tokens(prompt: tuple[int, ...] | None, choice: Choice) -> Tokens | None:
     response, logprobs = choice.token_ids, choice.logprobs
-    # An empty prompt or response is no recording: engines always condition on something and sample at least the end.
+    # An empty prompt or response is not a recording: engines condition on something and sample at least an end token.
     if not prompt or not response or logprobs is None or len(response) != len(logprobs):
         return None
     return Tokens(prompt, response, logprobs)

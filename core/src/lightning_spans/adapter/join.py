@@ -1,8 +1,8 @@
-"""One model call, one chat node: what the gateway recorded is joined to the agent's span, and doubles are merged.
+"""One model call, one chat node: join the gateway's records to the agent's spans, and merge duplicates.
 
-A call belongs to the span that its ``traceparent`` names; where there is none, to the span with its response id; where
-there is none either, to the one span of its attempt and agent that asked for the same (`join_by_name`); else it gets a
-span of its own. Nothing is ever matched by time or by text alone.
+A call belongs to the span that its ``traceparent`` names; without one, to the span with its response id; without that
+either, to the one span of its attempt and agent with the same request (`join_by_name`); otherwise it gets its own span.
+Nothing is ever matched by time or by text alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_SPAN: Final = (
 
 
 def response_id(node: Node) -> str | None:
-    """Return the response id by which a chat span or its call is known."""
+    """Return the response id of a chat span, or that of its call."""
     found = node.span.attributes.get(RESPONSE_ID)
     if isinstance(found, str):
         return found
@@ -42,7 +42,7 @@ def join_by_traceparent(nodes: Mapping[Key, Node], calls: Iterable[Call]) -> tup
     """Join calls to the chat spans that they name.
 
     Returns:
-        The calls that name none, in their order, and the spare ones: a client's retries share one span.
+        The calls that name none, in order, and the spare ones: a client's retries share one span.
     """
     rest: list[Call] = []
     named: dict[Node, list[Call]] = {}
@@ -60,7 +60,7 @@ def join_by_traceparent(nodes: Mapping[Key, Node], calls: Iterable[Call]) -> tup
 
 
 def _answering_call(node: Node, calls: Sequence[Call]) -> Call:
-    """Choose among the tries of one span: the one whose response it holds, else the last that was answered."""
+    """Choose among the tries of one span: the one whose response it contains, otherwise the last answered one."""
     seen = node.span.attributes.get(RESPONSE_ID)
     for call in reversed(calls):
         if call.response_id == seen:
@@ -69,13 +69,13 @@ def _answering_call(node: Node, calls: Sequence[Call]) -> Call:
 
 
 def merge_doubles(order: Sequence[Node]) -> tuple[dict[Node, Node], list[Unjoined]]:
-    """Merge chat spans that tell of the same model call: a gateway's or another instrumentation's, and the agent's.
+    """Merge chat spans of the same model call: the agent's, and a gateway's or another instrumentation's.
 
     Args:
         order: all nodes, each after its parent.
 
     Returns:
-        The merged nodes, each with the one that stays; and calls that were joined to both.
+        The merged nodes, each with the one that remains; and the spare calls of pairs in which both had one.
     """
     into: dict[Node, Node] = {}
     spare: list[Unjoined] = []
@@ -113,7 +113,7 @@ def _chats_above(order: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _lone_answers(above: Mapping[Node, Node]) -> set[Node]:
-    """Return the chat nodes that are the only answered one right below a chat node."""
+    """Return the chat nodes that are the only answered one directly below a chat node."""
     answered: defaultdict[Node, list[Node]] = defaultdict(list)
     for inner, outer in above.items():
         if inner.parent is outer and response_id(inner) is not None:
@@ -122,10 +122,10 @@ def _lone_answers(above: Mapping[Node, Node]) -> set[Node]:
 
 
 def _same_call(outer: Node, inner: Node, *, direct: bool, lone: bool) -> bool:
-    """Whether a chat span above and one below tell of one call.
+    """Whether a chat span above and one below belong to the same call.
 
-    An equal response id says so. Where one of them has none (a failure, a stream not read to its end, a source that
-    does not give it), a span right below from another instrumentation is the same call too.
+    An equal response id proves it. If one of them has none (a failure, a stream not read to its end, a source that does
+    not give it), a span directly below from another instrumentation is the same call too.
     """
     ours, theirs = response_id(outer), response_id(inner)
     if ours is not None and theirs is not None:
@@ -138,9 +138,9 @@ def _sources_differ(one: Node, other: Node) -> bool:
 
 
 def _overlapping_pairs(chats: Iterable[Node]) -> list[tuple[Node, Node]]:
-    """Pair chat spans of different branches or traces that have one response id, one inside the time of the other.
+    """Pair chat spans of different branches or traces with the same response id, one within the time of the other.
 
-    Time is no evidence by itself; here it keeps apart the calls of a server that gives every answer the same id.
+    Time is not evidence by itself; here it separates the calls of a server that gives every answer the same id.
     """
     by_id: defaultdict[str, list[Node]] = defaultdict(list)
     for node in chats:
@@ -172,7 +172,7 @@ def _same_source(one: Node, other: Node) -> bool:
 
 
 def _absorb(outer: Node, inner: Node) -> None:
-    """Let one node take over what only the other knows, and its children."""
+    """Move to one node what only the other knows, and the other's children."""
     kept, other = outer.span, inner.span
     outer.span = replace(
         kept,
@@ -191,10 +191,10 @@ def _absorb(outer: Node, inner: Node) -> None:
 
 
 def join_by_response_id(chats: Iterable[Node], calls: Iterable[Call]) -> list[Call]:
-    """Join calls without a known ``traceparent`` to the chat spans that hold their response id, each to one.
+    """Join calls without a known ``traceparent`` to the chat spans with their response id, one call per span.
 
     Returns:
-        The calls that found none.
+        The calls without a match.
     """
     waiting: defaultdict[str, deque[Node]] = defaultdict(deque)
     for node in chats:
@@ -212,7 +212,7 @@ def join_by_response_id(chats: Iterable[Node], calls: Iterable[Call]) -> list[Ca
 
 
 def node_of_call(call: Call, parent: Node | None) -> Node:
-    """Make the chat node of a call that no span tells of."""
+    """Make the chat node of a call that has no span."""
     trace_id = parent.span.trace_id if parent is not None else call.trace_id
     seed = call.attempt_id or call.call_id
     place = {names.AGENT_PATH: call.agent} if call.agent is not None and "/" in call.agent else {}

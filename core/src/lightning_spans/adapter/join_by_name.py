@@ -1,7 +1,7 @@
-"""The last resort of the join: neither ``traceparent`` nor response id, but the attempt's key and the agent's name.
+"""The last resort of the join, without ``traceparent`` and response id: the attempt's key and the agent's name.
 
-The key says whose attempt a call is of, so only spans of that attempt come into question. Among them a call can belong
-to a span of its agent that has no answer yet and asked for the same. Where that leaves a choice, nothing is joined.
+The key names the attempt of a call, so only spans of that attempt are candidates. Among them a call can belong to a
+span of its agent that has no answer yet and the same request. If that is ambiguous, nothing is joined.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNNAMED: Final = (
 )
 AMBIGUOUS: Final = "several spans: its agent made more than one call like it, and nothing says which of them this is"
 
-Asked: TypeAlias = tuple[str, bytes]  # the agent, and what it asked the model
+Asked: TypeAlias = tuple[str, bytes]  # the agent, and its messages to the model
 
 
 @dataclass(slots=True)
@@ -34,14 +34,14 @@ class _Match:
 
 
 def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[Unjoined], list[Unjoined]]:
-    """Join calls to spans of their agent that asked for the same and have neither answer nor call.
+    """Join calls to spans of their agent that have the same request and neither answer nor call.
 
     Args:
-        chats: of one attempt, in the order of their start.
+        chats: of one attempt, ordered by start.
         calls: of the same attempt that nothing else joined, likewise.
 
     Returns:
-        The calls that found none, each with the reason, and the spare ones: a client's earlier tries.
+        The calls without a match, each with the reason, and the spare ones: a client's earlier tries.
     """
     matches: defaultdict[Asked, _Match] = defaultdict(_Match)
     lone: list[Unjoined] = []
@@ -65,7 +65,7 @@ def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[Unj
 
 
 def _settle(match: _Match, lone: list[Unjoined], spare: list[Unjoined]) -> None:
-    """Join what leaves no choice: one call for each span, or one span whose client tried until it was answered."""
+    """Join what is unambiguous: one call for each span, or one span whose client retried until it was answered."""
     nodes, calls = match.nodes, match.calls
     answered = [call for call in calls if call.error is None]
     if not nodes:
@@ -100,8 +100,8 @@ class Joins:
 
     Attributes:
         calls: model calls, each one chat span.
-        joined: those of which agent and gateway both told.
-        unjoined: number of halves by the reason why the other one is missing, a client's earlier tries among them.
+        joined: those recorded by both agent and gateway.
+        unjoined: number of halves by the reason why the other one is missing, including a client's earlier tries.
     """
 
     calls: int = 0
@@ -109,6 +109,6 @@ class Joins:
     unjoined: dict[str, int] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Say it to people, one fact a line."""
+        """Return the counts for people, one fact per line."""
         found = [f"{self.joined} of {self.calls} model calls are joined with the gateway's records"]
         return found + [f"{count} not joined: {reason}" for reason, count in sorted(self.unjoined.items())]

@@ -1,4 +1,4 @@
-"""A span in its place: the nodes of a trace."""
+"""The nodes of a trace: spans at their position in the tree."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lightning_spans.schema.spans import (
 
 
 class Node:
-    """A span with what belongs to it. Only `Trace.build` changes a node.
+    """A span with its call and its relatives. Only `Trace.build` changes a node.
 
     Attributes:
-        span: the record; agent, rollout and attempt are filled in from its ancestors where it had none.
-        call: what the gateway recorded of this model call; None for other spans, and where it saw nothing.
-        children: in the order of their start.
+        span: the record; a missing agent, rollout or attempt is filled in from its ancestors.
+        call: the gateway's record of this model call; None for other spans, and if the gateway saw nothing.
+        children: ordered by start.
         parent: None for a root, an orphan, and where a cycle was cut.
         merged: ids of the spans merged into this one.
     """
@@ -49,7 +49,7 @@ class Node:
         )
 
     def add(self, child: Node) -> None:
-        """Put a node below this one, after the others."""
+        """Add a node below this one, after the others."""
         child.parent = self
         if isinstance(self.children, list):
             self.children.append(child)
@@ -58,10 +58,10 @@ class Node:
 
     @property
     def path(self) -> str | None:
-        """Where its agent stands, outermost first: ``billing/extract``; None where nothing named one."""
+        """Path of its agent, outermost first: ``billing/extract``; None if no agent is named."""
         agent = self.span.agent
         at: Node | None = None if agent is None else self
-        while at is not None and at.span.agent == agent:  # what others recorded tells it at the agent's own span alone
+        while at is not None and at.span.agent == agent:  # other sources record it only at the agent's own span
             known = at.span.attributes.get(AGENT_PATH)
             if isinstance(known, str) and name_of(known) == agent and at.span.operation != INVOKE_WORKFLOW:
                 return known
@@ -75,7 +75,7 @@ class Node:
 
     @property
     def answer(self) -> Answer:
-        """What the model answered: from the gateway's call, else from the response body that the span keeps."""
+        """The model's answer: from the gateway's call, otherwise from the response body in the span."""
         if self._answer is None:
             self._answer = self._read_answer()
         return self._answer
@@ -93,12 +93,12 @@ class Node:
 
     @property
     def policy_version(self) -> int | None:
-        """Number of the weights that answered; None where not recorded."""
+        """Version number of the weights that answered; None if not recorded."""
         return self.call.policy_version if self.call is not None else None
 
     @property
     def error(self) -> str | None:
-        """Why the operation failed; None when it did not."""
+        """Why the operation failed; None if it did not."""
         if self.span.status == "error":
             kind = self.span.attributes.get(ERROR_TYPE)
             return self.span.status_message or (self.call and self.call.error) or str(kind or "error")
@@ -162,7 +162,7 @@ class Unjoined:
 
     Attributes:
         reason: why the other half is missing.
-        node: the chat node that stands for it; None for a call that no node stands for.
+        node: the chat node that stands for it; None for a call without a node.
         call: the call; None for a span without one.
     """
 

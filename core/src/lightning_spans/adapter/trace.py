@@ -29,13 +29,13 @@ __all__ = ["Joins", "Node", "Trace", "Unjoined", "count_joins"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """One attempt as a tree. Iterating gives its nodes in the order of their start.
+    """One attempt as a tree. Iteration yields its nodes, ordered by start.
 
     Attributes:
-        nodes: in the order of their start; of equal starts the parent first.
-        chats: the model calls among them; a call's place here is its turn.
+        nodes: ordered by start; of equal starts the parent first.
+        chats: the model calls among them; a call's index here is its turn.
         orphans: nodes at the root level whose parent is missing or is below themselves.
-        rewards: of the attempt, in the order of their arrival.
+        rewards: of the attempt, in order of arrival.
         rollout_id: None for traces made outside a runner.
         attempt_id: None for traces made outside a runner.
         lone_calls: calls without a span, and calls without a node: a client's earlier tries.
@@ -59,13 +59,13 @@ class Trace:
         rollout_id: str | None = None,
         attempt_id: str | None = None,
     ) -> Trace:
-        """Build the tree of one attempt in linear time; it survives missing parents, cycles and double delivery.
+        """Build the tree of one attempt in linear time, despite missing parents, cycles and duplicate delivery.
 
         Args:
-            spans: of one attempt, in any order. Those that lack an agent, rollout or attempt take their ancestors'.
+            spans: of one attempt, in any order. A missing agent, rollout or attempt is taken from the ancestors.
             calls: of the same attempt.
             rewards: of the same attempt.
-            rollout_id: by default what spans, calls and rewards say, if they all say the same.
+            rollout_id: by default that of spans, calls and rewards, if they all have the same.
             attempt_id: likewise.
         """
         its_spans, its_calls, its_rewards = list(spans), sorted(calls, key=lambda call: call.start_ns), tuple(rewards)
@@ -101,43 +101,43 @@ class Trace:
 
     @property
     def roots(self) -> tuple[Node, ...]:
-        """Nodes without a parent, orphans among them, in the order of their start."""
+        """Nodes without a parent, including orphans, ordered by start."""
         return tuple(node for node in self.nodes if node.parent is None)
 
     @property
     def tools(self) -> tuple[Node, ...]:
-        """Tool calls, in the order of their start."""
+        """Tool calls, ordered by start."""
         return tuple(node for node in self.nodes if node.span.operation == EXECUTE_TOOL)
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Names of the agents that called a model, in the order of their first call."""
+        """Names of the agents that called a model, ordered by their first call."""
         return tuple(dict.fromkeys(node.span.agent for node in self.chats if node.span.agent is not None))
 
     @property
     def agent_paths(self) -> tuple[str, ...]:
-        """Where these agents stand, in the order of their first call: what names and globs are compared with."""
+        """Paths of these agents, ordered by their first call: names and globs are compared with them."""
         return tuple(dict.fromkeys(path for node in self.chats if (path := node.path) is not None))
 
     @property
     def unjoined(self) -> tuple[Unjoined, ...]:
-        """Model calls of which one half is missing, and calls that no node stands for, each with the reason."""
+        """Model calls with a missing half, and calls without a node, each with the reason."""
         unseen = (Unjoined(NOT_SEEN, node=node) for node in self.chats if node.call is None)
         return (*unseen, *self.lone_calls)
 
     def to_json_lines(self) -> list[dict[str, Json]]:
-        """Return the objects that ``traces --json`` prints, one for each node, in the order of their start.
+        """Return the objects that ``traces --json`` prints, one per node, ordered by start.
 
         Keys: operation, name, agent, trace_id, span_id, parent_id (None for a root; for an orphan the id of the parent
-        that is missing), rollout_id, attempt_id, start_ns, end_ns, status, attributes; status_message where there is
-        one. On chat spans also response_id, prompt_token_ids, response_token_ids, logprobs, policy_version, None where
-        not recorded; where the call has several choices these are the first one's, and ``choices`` holds all.
+        that is missing), rollout_id, attempt_id, start_ns, end_ns, status, attributes; status_message if there is one.
+        On chat spans also response_id, prompt_token_ids, response_token_ids, logprobs, policy_version, None if not
+        recorded; if the call has several choices, these are the first one's, and ``choices`` contains all.
         """
         return [node.to_json() for node in self.nodes]
 
 
 def count_joins(traces: Iterable[Trace]) -> Joins:
-    """Count the model calls of traces that have both halves, and the halves that stand alone, by reason."""
+    """Count the model calls of traces that have both halves, and the unjoined halves by reason."""
     calls = joined = 0
     unjoined: Counter[str] = Counter()
     for trace in traces:

@@ -14,12 +14,12 @@ Key: TypeAlias = tuple[str, str]  # trace_id, span_id
 
 
 def start_of(node: Node) -> int:
-    """Sort key: Unix nanoseconds at which the node begins."""
+    """Return the sort key: the node's start in Unix nanoseconds."""
     return node.span.start_ns
 
 
 def make_nodes(spans: Iterable[Span]) -> dict[Key, Node]:
-    """Make one node for each (trace, span), in the order of start; of spans delivered twice the first counts."""
+    """Make one node for each (trace, span), ordered by start; of spans delivered twice the first counts."""
     nodes: dict[Key, Node] = {}
     for span in sorted(spans, key=lambda span: span.start_ns):
         key = (span.trace_id, span.span_id)
@@ -29,7 +29,7 @@ def make_nodes(spans: Iterable[Span]) -> dict[Key, Node]:
 
 
 def link(nodes: Mapping[Key, Node]) -> tuple[list[Node], list[Node]]:
-    """Hang every node under its parent.
+    """Attach every node to its parent.
 
     Returns:
         Every node, each after its parent; and the orphans: those whose parent is missing or is below themselves.
@@ -54,7 +54,7 @@ def link(nodes: Mapping[Key, Node]) -> tuple[list[Node], list[Node]]:
 
 
 def descend(roots: Iterable[Node]) -> list[Node]:
-    """List nodes and all below them, parents first."""
+    """List nodes and all their descendants, parents first."""
     order: list[Node] = []
     stack = list(roots)[::-1]
     while stack:
@@ -66,10 +66,10 @@ def descend(roots: Iterable[Node]) -> list[Node]:
 
 
 def _cut_cycles(nodes: Iterable[Node], reached: Iterable[Node], orphans: list[Node]) -> list[Node]:
-    """Make roots of the earliest nodes of cycles, and list all that hangs on them."""
+    """Make roots of the earliest nodes of cycles, and list them with all their descendants."""
     seen = set(reached)
     found: list[Node] = []
-    for node in nodes:  # in the order of start
+    for node in nodes:  # ordered by start
         if node in seen:
             continue
         above: dict[Node, None] = {}  # in order of insertion
@@ -92,10 +92,10 @@ def _cut_cycles(nodes: Iterable[Node], reached: Iterable[Node], orphans: list[No
 
 
 def tidy(parents: Iterable[Node], gone: Container[Node]) -> None:
-    """Take merged nodes out of their parents, and put children back in the order of their start.
+    """Remove merged nodes from their parents, and sort the children by start again.
 
     Args:
-        parents: whose children changed.
+        parents: those whose children changed.
         gone: the merged nodes.
     """
     for parent in dict.fromkeys(parents):
@@ -103,13 +103,13 @@ def tidy(parents: Iterable[Node], gone: Container[Node]) -> None:
 
 
 def complete(order: Iterable[Node], rollout_id: str | None, attempt_id: str | None) -> None:
-    """Complete each span with what it lacks: the agent, rollout and attempt of its nearest ancestor that has one.
+    """Fill in what each span lacks: the agent, rollout and attempt of its nearest ancestor that has one.
 
-    A chat span without a named ancestor takes the agent that its call carried.
+    A chat span without a named ancestor takes the agent of its call.
 
     Args:
         order: nodes, each after its parent.
-        rollout_id: of the attempt, for spans without an ancestor that knows.
+        rollout_id: of the attempt, for spans without an ancestor.
         attempt_id: likewise.
     """
     for node in order:

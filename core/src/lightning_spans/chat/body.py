@@ -1,4 +1,4 @@
-"""Bodies of requests and messages: what was asked, which tools were offered, and which were called."""
+"""Bodies of requests and messages: the messages sent, the tools offered and the tools called."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightning_spans.schema.spans import Json
 
 
 def messages_of(request: Mapping[str, Json]) -> list[Json] | None:
-    """Return the messages of a request on any surface, instructions first; None where it has none that can be read.
+    """Return the messages of a request on any surface, instructions first; None if it has none that can be read.
 
-    A text, of Responses or of a completion, is a message of the user. A list of one prompt is that prompt.
+    A text, in Responses or a completion, is a user message. A list of one prompt is that prompt.
     """
     given = request.get("messages", request.get("input", request.get("prompt")))
     if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)):
@@ -29,7 +29,7 @@ def messages_of(request: Mapping[str, Json]) -> list[Json] | None:
 
 
 def tool_schemas(request: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the parameter schemas of the tools that a request offers, by name; {} where a tool has none."""
+    """Return the parameter schemas of the tools that a request offers, by name; {} if a tool has none."""
     inner = [tool.get("function", tool) for tool in _objects(request.get("tools"))]
     named = [tool for tool in _objects(inner) if isinstance(tool.get("name"), str)]
     return {tool["name"]: tool.get("parameters", tool.get("input_schema")) or {} for tool in named}
@@ -37,12 +37,12 @@ def tool_schemas(request: Mapping[str, Json]) -> dict[str, Json]:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool that a message of a model calls.
+    """A tool call in a model's message.
 
     Attributes:
         name: of the tool.
-        arguments: JSON text, or what it was parsed to.
-        call_id: the id that the result names; None where there is none.
+        arguments: JSON text, or its parsed value.
+        call_id: the id that the result names; None if there is none.
     """
 
     name: str
@@ -54,13 +54,13 @@ class ToolCall:
         """The arguments as data.
 
         Raises:
-            ValueError: they are no JSON.
+            ValueError: they are not JSON.
         """
         return read_json(self.arguments or "{}") if isinstance(self.arguments, str) else self.arguments
 
     @property
     def signature(self) -> str:
-        """The same text for the same tool with the same arguments, whatever the order of their names."""
+        """A text that is the same for the same tool and arguments, whatever the order of the argument names."""
         try:
             arguments = self.parsed
         except ValueError:
@@ -69,7 +69,7 @@ class ToolCall:
 
 
 def tool_calls(message: Mapping[str, Json]) -> Iterator[ToolCall]:
-    """Return the tools that a message calls: of a chat completion, of Responses' output, or in Anthropic's blocks."""
+    """Yield the tool calls of a message: of a chat completion, of Responses' output, or in Anthropic's blocks."""
     for call in _objects(message.get("tool_calls")):
         function = call.get("function")
         if isinstance(function, Mapping):
@@ -88,7 +88,7 @@ def _tool_call(name: Json, arguments: Json, call_id: Json) -> Iterator[ToolCall]
 
 
 def tool_call(call_id: Json, name: Json, arguments: str) -> dict[str, Json]:
-    """Return a tool call as messages of chat completions carry it; `arguments` is JSON text."""
+    """Return a tool call in the format of chat completions; `arguments` is JSON text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -1,4 +1,4 @@
-"""What a model server answered, read from a recorded body: choices, and tokens where it sent them."""
+"""A model server's answer, read from a recorded body: choices, and tokens if the server sent them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json
 
-_STOPS: Final = {  # why a message of Anthropic's ended, in the words of chat completions
+_STOPS: Final = {  # Anthropic's stop reasons, in the terms of chat completions
     "end_turn": "stop",
     "stop_sequence": "stop",
     "max_tokens": "length",
@@ -26,10 +26,10 @@ class Answer:
     """The answer to one model call.
 
     Attributes:
-        prompt_token_ids: (P,) ids given to the engine; None where not sent, or where choices answer several prompts.
-        choices: all n of them; empty when there was no answer.
-        response_id: the server's id; None where there was none.
-        model: the model that answered; None where not said.
+        prompt_token_ids: (P,) ids given to the engine; None if not sent, or if choices answer several prompts.
+        choices: all n of them; empty if there was no answer.
+        response_id: the server's id; None if there was none.
+        model: the model that answered; None if not reported.
     """
 
     prompt_token_ids: tuple[int, ...] | None = None
@@ -44,9 +44,9 @@ NO_ANSWER: Final = Answer()
 def read_answer(text: Json) -> Answer:
     """Read the body of a response of ``/chat/completions``, ``/completions``, ``/responses`` or Anthropic's messages.
 
-    Tokens are taken as vLLM sends them: ``prompt_token_ids`` beside or inside ``choices``, ``choices[].token_ids``, and
-    ``choices[].logprobs.content[].logprob``, in completions ``choices[].logprobs.token_logprobs[]``. What is missing or
-    malformed counts as not recorded. The text of a completion becomes a message, as the gateway keeps it.
+    Tokens are read in vLLM's format: ``prompt_token_ids`` next to or inside ``choices``, ``choices[].token_ids``, and
+    ``choices[].logprobs.content[].logprob``, in completions ``choices[].logprobs.token_logprobs[]``. Missing or
+    malformed values count as not recorded. The text of a completion becomes a message, as in the gateway.
 
     Args:
         text: JSON text; anything else gives an empty answer.
@@ -69,7 +69,7 @@ def read_answer(text: Json) -> Answer:
 
 
 def _prompt(body: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
-    """Return the ids of the prompt that all choices answer; None where none were sent, or those of several prompts."""
+    """Return the ids of the prompt that all choices answer; None if none were sent, or those of several prompts."""
     first, *others = [ids for holder in (body, *choices) if (ids := holder.get("prompt_token_ids"))] or [None]
     return _token_ids(first) if all(ids == first for ids in others) else None
 
@@ -88,7 +88,7 @@ def _choice(place: int, choice: Mapping[str, Any]) -> Choice:
 
 
 def _output(body: Mapping[str, Any]) -> tuple[Choice, ...]:
-    """Make a choice of the items of a ``/responses`` body, which are kept as received."""
+    """Make one choice of the items of a ``/responses`` body, which are kept unchanged."""
     output = body.get("output")
     if not isinstance(output, list):
         return ()
@@ -100,7 +100,7 @@ def _output(body: Mapping[str, Any]) -> tuple[Choice, ...]:
 
 
 def _blocks(body: Mapping[str, Any]) -> tuple[Choice, ...]:
-    """Make a choice of a message of Anthropic's, in the form of chat completions."""
+    """Make one choice of an Anthropic message, in the format of chat completions."""
     content = body.get("content")
     if body.get("type") != "message" or not isinstance(content, list):
         return ()
@@ -123,14 +123,14 @@ def _call_of(block: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def finish_of_message(message: Mapping[str, Any]) -> str | None:
-    """Say in the words of chat completions why a message of Anthropic's ended; None where it does not say."""
+    """Return why an Anthropic message ended, in the terms of chat completions; None if not reported."""
     reason = message.get("stop_reason")
     return _STOPS.get(reason, reason) if isinstance(reason, str) else None
 
 
 def _token_ids(value: Any) -> tuple[int, ...] | None:
     try:
-        # Only whole numbers have a whole sum: the fastest check there is, and long prompts pass here.
+        # Only integers have an integer sum: the fastest check there is, and long prompts pass here.
         return tuple(value) if isinstance(value, list) and type(sum(value)) is int else None
     except TypeError:
         return None

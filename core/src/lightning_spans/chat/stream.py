@@ -1,4 +1,4 @@
-"""Streams of model servers: cut into events, and put together into the response that would have come without one."""
+"""Streams of model servers: split into events, and assembled into the equivalent response without streaming."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_spans.schema.spans import Json
 
 DONE: Final = b"[DONE]"
 MOST_BYTES: Final = 8 * 2**20  # of one event
-TEXTS: Final = frozenset({  # fields whose deltas are added to each other
+TEXTS: Final = frozenset({  # fields whose deltas are concatenated
     "content", "text", "refusal", "reasoning", "reasoning_content", "arguments", "input", "data", "transcript",
 })  # fmt: skip
 _WHOLE: Final = frozenset({"prompt_token_ids"})  # some servers send it with every chunk
@@ -17,10 +17,10 @@ _ARGUMENTS: Final = "response.function_call_arguments.delta"
 
 
 class EventReader:
-    """Cuts server-sent events out of bytes as they come, in whatever pieces; comments and other fields are left out.
+    """Splits bytes into server-sent events, in whatever pieces they come; comments and other fields are ignored.
 
     Attributes:
-        done: the end mark of a stream of completions came; what follows it is not read.
+        done: whether the end mark of a stream of completions came; anything after it is not read.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -28,7 +28,7 @@ class EventReader:
         self._rest, self._most_bytes = bytearray(), most_bytes
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Take what came; return the data of the events that are whole now.
+        """Add a piece, and return the data of the events that are now complete.
 
         Raises:
             ValueError: an event is larger than any that a model server sends.
@@ -43,13 +43,13 @@ class EventReader:
         if not self._rest and piece.startswith(b"data: ") and piece.endswith(b"\n\n"):
             found = piece[6:-2].split(b"\n\ndata: ")
             if piece.count(b"\n") == 2 * len(found) and b"" not in found:
-                return found  # data alone, each in a line, as most servers write it
-        begin = max(len(self._rest) - 3, 0)  # an end may lie across two pieces
+                return found  # only data, each in one line, as most servers write it
+        begin = max(len(self._rest) - 3, 0)  # an end may be split across two pieces
         self._rest += piece
         if any(self._rest.find(end, begin) >= 0 for end in (b"\n\n", b"\n\r\n")):
             *whole, rest = bytes(self._rest).replace(b"\r\n", b"\n").split(b"\n\n")
             self._rest = bytearray(rest)
-        else:  # what came before is not searched again
+        else:  # earlier bytes are not searched again
             whole = []
         if len(self._rest) > self._most_bytes:
             raise ValueError(f"an event of more than {self._most_bytes} bytes")
@@ -61,31 +61,31 @@ def _data(event: bytes) -> bytes:
 
 
 class _Text(list[str]):
-    """A text that grows: joined once, since adding to a long string piece by piece copies it each time."""
+    """A growing text: joined once, because appending to a long string piece by piece copies it each time."""
 
 
 class _List(list[Any]):
-    """A list that grows; of parts with an index, each grows in its place."""
+    """A growing list; parts with an index grow in place."""
 
     def __init__(self) -> None:
         self.places: dict[int, dict[str, Json]] = {}
 
 
 class Growing:
-    """A message or a choice that grows by deltas; a whole one is one delta.
+    """A message or choice that grows by deltas; a complete one is one delta.
 
-    Texts and lists grow, parts of a list with an index grow in place, and the rest is as last sent.
+    Texts and lists grow, parts of a list with an index grow in place, and the rest keeps its last value.
     """
 
     def __init__(self) -> None:
         self._fields: dict[str, Json] = {}
 
     def add(self, delta: Mapping[str, Json]) -> None:
-        """Take a delta."""
+        """Add a delta."""
         _merge(self._fields, delta)
 
     def add_text(self, name: str, text: str) -> None:
-        """Take more of a text."""
+        """Append to a text."""
         known = self._fields.get(name)
         if isinstance(known, _Text):
             known.append(text)
@@ -93,7 +93,7 @@ class Growing:
             self._fields[name] = _Text([text])
 
     def whole(self) -> dict[str, Any]:
-        """Return it as far as it came."""
+        """Return the message or choice as far as it was received."""
         whole: dict[str, Any] = _join_texts(self._fields)
         return whole
 
@@ -135,7 +135,7 @@ def _extend(known: _List, parts: Sequence[Json]) -> None:
 
 
 def begins_another(known: Mapping[str, Json], part: Mapping[str, Json]) -> bool:
-    """Whether a part with the index of a known one is a tool call of its own: it has a name, and another id.
+    """Whether a part with the index of a known one is a separate tool call: it has a name and another id.
 
     Some servers send index 0 with every call. Others send a new id with every delta of one call, but its name once.
     """
@@ -152,7 +152,7 @@ def _join_texts(value: Json) -> Json:
 
 
 def put_together(endpoint: str, events: Sequence[Mapping[str, Json]]) -> dict[str, Json] | None:
-    """Return the response that a stream amounts to, whole or as far as it came; None when nothing came.
+    """Return the response that a stream adds up to, complete or as far as received; None if nothing was received.
 
     Args:
         endpoint: ``/chat/completions``, ``/completions`` or ``/responses``.
@@ -164,11 +164,11 @@ def put_together(endpoint: str, events: Sequence[Mapping[str, Json]]) -> dict[st
 
 
 def _completion(chunks: Iterable[Mapping[str, Json]], *, text: bool) -> dict[str, Json]:
-    """Put a chat completion together, or a text completion, whose choices are text without a message."""
+    """Assemble a chat completion, or a text completion, whose choices are text without a message."""
     head: dict[str, Json] = {}
     choices: dict[int, tuple[Growing, Growing]] = {}
     for chunk in chunks:
-        # Null says nothing, where something was said.
+        # A null does not replace a value.
         head.update({key: value for key, value in chunk.items() if value is not None or key not in head})
         for part in chunk.get("choices") or ():
             index = part.get("index", 0)
@@ -187,7 +187,7 @@ def _completion(chunks: Iterable[Mapping[str, Json]], *, text: bool) -> dict[str
 
 
 def message_of(growing: Growing) -> dict[str, Json]:
-    """Return a message that came by deltas as one that is sent whole."""
+    """Return a message received by deltas in the format of one that is sent whole."""
     message = growing.whole()
     message.setdefault("content", None)
     for call in message.get("tool_calls") or ():
@@ -196,7 +196,7 @@ def message_of(growing: Growing) -> dict[str, Json]:
 
 
 def _response(events: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
-    """Take the response that the last event carries whole; before that event, what had arrived of each output item."""
+    """Return the response that the last event carries; without that event, what arrived of each output item."""
     response: dict[str, Json] = {}
     items: dict[int, dict[str, Json]] = {}
     for event in events:
