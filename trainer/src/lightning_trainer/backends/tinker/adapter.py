@@ -1,6 +1,6 @@
-"""One adapter on the server: its log-probabilities, its gradient, its steps, its weights.
+"""An adapter on the server: its log-probabilities, its gradient, its steps, its weights.
 
-Axes: T tokens of a sequence, `_N` = T - 1 of them that are predicted.
+Axes: T tokens of a sequence, `_N` = T - 1 predicted tokens.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from lightning_trainer.backends.tinker.service import Service, sdk, tensor
 
 Averages: TypeAlias = Literal["nothing", "sequences of a request", "sequences of a step"]
 Floats: TypeAlias = NDArray[np.float32]
-_FARTHEST = 1e-3  # nats of a log-probability above 0 that rounding explains
+_FARTHEST = 1e-3  # nats by which rounding may raise a log-probability above 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """What a server divides a gradient by.
+    """How a server scales a gradient.
 
     Attributes:
-        tokens: whether by the predicted tokens of each sequence.
-        sequences: over what it takes the mean of its sequences.
+        tokens: whether it divides by the predicted tokens of each sequence.
+        sequences: over which sequences it takes the mean.
     """
 
     tokens: bool = False
     sequences: Averages = "nothing"
 
     def factor(self, predicted: int, sequences: int) -> float:
-        """Return what undoes the division for a sequence.
+        """Return the factor that undoes the division for a sequence.
 
         Args:
-            predicted: its tokens that are predicted.
-            sequences: those of the optimiser step.
+            predicted: number of its predicted tokens.
+            sequences: number of sequences in the optimiser step.
         """
         return (predicted if self.tokens else 1.0) * (sequences if self.sequences == "sequences of a step" else 1.0)
 
 
 class Adapter:
-    """An adapter.
+    """An adapter on the server.
 
     Args:
-        service: where it is.
+        service: the server.
         client: the SDK's.
     """
 
@@ -55,11 +55,11 @@ class Adapter:
         self.service, self.client = service, client
         self.tokens_read = 0  # by forward passes
         self.tokens_trained = 0
-        self.seconds = 0.0  # that the server took for these
+        self.seconds = 0.0  # that the server spent on these
 
     @property
     def model_id(self) -> str:
-        """Return the server's name of it."""
+        """The server's name of the adapter."""
         return str(self.client.model_id)
 
     def logprobs(
@@ -69,7 +69,7 @@ class Adapter:
 
         Args:
             sequences: each (T,) token ids.
-            targets: for each (N,) tokens that are predicted instead of the sequence's own.
+            targets: for each (N,) tokens to predict instead of the sequence's own.
         """
         if not sequences:
             return []
@@ -94,15 +94,15 @@ class Adapter:
         *,
         total: int | None = None,
     ) -> None:
-        """Add to the gradient: minus the sum of advantage times log-probability, whatever the server averages.
+        """Add the gradient of minus the sum of advantage times log-probability, however the server averages.
 
         Args:
             sequences: each (T,) token ids.
-            targets: for each (N,) tokens whose log-probabilities move.
+            targets: for each (N,) tokens with the log-probabilities to move.
             now: for each (N,) their log-probabilities, so that the importance ratio is 1.
-            advantages: for each (N,) what they move by.
+            advantages: for each (N,) how far they move.
             scaling: of the server.
-            total: sequences of the optimiser step; None: these.
+            total: number of sequences in the optimiser step; None: these.
         """
         count = total or len(sequences)
         data = [
@@ -118,14 +118,14 @@ class Adapter:
         self.seconds += time.monotonic() - began
 
     def step(self, **params: float) -> float | None:
-        """Take an optimiser step. Returns the gradient's norm before clipping, where the server says it."""
+        """Take an optimiser step; return the gradient norm before clipping if the server reports it."""
         adam = sdk().types.AdamParams(**params)
         told = self.service.wait(self.client.optim_step(adam), "take an optimiser step")
         norms = [float(value) for name, value in (told.metrics or {}).items() if name.endswith("grad_norm")]
         return norms[0] if norms else None
 
     def sampler(self) -> Any:
-        """Return the SDK's client that samples from the weights as they are now."""
+        """Return the SDK's client that samples from the current weights."""
         return self.service.call(lambda _: self.client.save_weights_and_get_sampling_client(), "publish new weights")
 
     def save(self, name: str) -> str:
@@ -135,7 +135,7 @@ class Adapter:
     def load(self, path: str) -> None:
         """Replace the adapter by one with the weights and the optimiser of a path on the server.
 
-        An adapter that was used takes none: SkyRL loads as the first thing only.
+        A used adapter cannot load: SkyRL allows loading only as the first operation.
         """
         self.service.unload(self.model_id)
         self.client = self.service.restored(path)
@@ -146,7 +146,7 @@ class Adapter:
         return self.service.archive(str(saved.path))
 
     def datum(self, tokens: NDArray[Any], target: NDArray[Any], **numbers: Floats) -> Any:
-        """Return a sequence with its predicted tokens and numbers of each, as the SDK sends them."""
+        """Return a sequence with its predicted tokens and their numbers, in the SDK's format."""
         types = sdk().types
         inputs = {"target_tokens": tensor([int(token) for token in target], "int64")}
         inputs |= {name: tensor([float(value) for value in values], "float32") for name, values in numbers.items()}
@@ -154,7 +154,7 @@ class Adapter:
         return types.Datum(model_input=types.ModelInput.from_ints(ids), loss_fn_inputs=inputs)
 
     def _read(self, told: Any, lengths: Sequence[int]) -> list[Floats]:
-        """Read log-probabilities, and refuse what can't be any.
+        """Read log-probabilities, and reject values that cannot be log-probabilities.
 
         Raises:
             TinkerError: the server sent something else.
@@ -178,7 +178,7 @@ class Adapter:
 
 
 def prompt_logprobs(service: Service, sampler: Any, tokens: NDArray[Any]) -> Floats:
-    """(N,) log-probabilities of all tokens but the first under the weights of a sampler, at temperature 1.
+    """Return (N,) log-probabilities of all tokens but the first under a sampler's weights, at temperature 1.
 
     Raises:
         TinkerError: the server fails, or sent something else.
@@ -186,7 +186,8 @@ def prompt_logprobs(service: Service, sampler: Any, tokens: NDArray[Any]) -> Flo
     prompt = sdk().types.ModelInput.from_ints([int(token) for token in tokens])
     told = service.wait(sampler.compute_logprobs(prompt), f"read {len(tokens)} tokens")
     wanted = len(tokens) - 1
-    values = [np.nan if each is None else float(each) for each in told][-wanted:]  # some begin with the first token
+    # some servers begin with the first token
+    values = [np.nan if each is None else float(each) for each in told][-wanted:]
     found = np.asarray(values, np.float32)
     if len(found) != wanted or not np.isfinite(found).all():
         raise TinkerError(

@@ -1,4 +1,7 @@
-"""The backend named ``tinker``: from a run's configuration to a learner on a server. No torch and no SDK at import."""
+"""The backend named ``tinker``: from a run's configuration to a learner on a server.
+
+Imports neither torch nor the SDK.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ DEFAULTS: Final = {"temperature": 1.0, "lora_rank": 16}
 
 
 class TinkerBackend(Embedded):
-    """`Backend` whose policies are adapters on a server."""
+    """`Backend` with adapters on a server as its policies."""
 
-    defaults: Mapping[str, Any] = DEFAULTS  # options of `TrainConfig`, unless they are given
+    defaults: Mapping[str, Any] = DEFAULTS  # of `TrainConfig` options that are not set
     takes = frozenset({"tinker_url", "max_cost", "prices"})
 
     def __init__(self) -> None:
@@ -34,7 +37,10 @@ def _open(config: TrainConfig) -> TinkerLearner:
 
 
 def _load_learner(model: str, values: Mapping[str, Any]) -> TinkerLearner:
-    """Create adapters to learn from data. What is of a learner on this machine is left out where nothing was chosen."""
+    """Create adapters to learn from data.
+
+    ``device`` and ``dtype``, options of a local learner, are dropped if ``auto``.
+    """
     from lightning_trainer.backends.tinker.learner import TinkerLearner
 
     chosen = {name: value for name, value in values.items() if name not in ("device", "dtype") or value != "auto"}

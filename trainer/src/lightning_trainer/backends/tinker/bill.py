@@ -1,4 +1,4 @@
-"""What a run costs where tokens are billed: counted as they are sent, priced by a table with a date."""
+"""The cost of a run if tokens are billed: counted when they are sent, priced by a dated table."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backend_protocol import UpdateRefusedError
 from lightning_trainer.rl.rows import Row
 
-_LOOK_S: Final = 0.05  # between two looks at whether answers in progress have ended
+_LOOK_S: Final = 0.05  # between checks whether answers in progress have ended
 
 
 class BudgetSpentError(UpdateRefusedError):
-    """What comes next would cost more than is left of `max_cost`."""
+    """The next operation would cost more than is left of `max_cost`."""
 
     exit_status = 5
 
 
 class Updates(Protocol):
-    """The options that say how often an update reads and trains its rows."""
+    """The options that decide how often an update reads and trains its rows."""
 
     @property
     def update_epochs(self) -> int: ...  # noqa: D102
@@ -43,11 +43,11 @@ class Updates(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Prices of a model, in the table's currency for each token.
+    """Prices of a model, in the table's currency per token.
 
     Attributes:
-        prefill: of a prompt token, and of a token that is read by a forward pass.
-        cached: of a prompt token that the server still had.
+        prefill: of a prompt token, and of a token that a forward pass reads.
+        cached: of a prompt token that the server has cached.
         sample: of a sampled token.
         train: of a token of a training sequence.
         as_of: day on which the prices were read.
@@ -62,15 +62,15 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCount:
-    """Tokens that are billed.
+    """Numbers of billed tokens.
 
     Attributes:
-        prompt: that were read before sampling.
-        cached: of them, those that the server still had.
-        sampled: drawn.
+        prompt: read before sampling.
+        cached: those of them that the server had cached.
+        sampled: by the server.
         read: by forward passes.
         trained: of training sequences.
-        unmerged: what `read` and `trained` had been in all, had each call been a sequence of its own.
+        unmerged: what `read` and `trained` would have been together if each call had been a separate sequence.
     """
 
     prompt: float = 0
@@ -89,16 +89,16 @@ class TokenCount:
         return self + other.times(-1)
 
     def times(self, factor: float) -> TokenCount:
-        """Return so many times these."""
+        """Return the counts multiplied by a factor."""
         return TokenCount(**{each.name: factor * getattr(self, each.name) for each in fields(TokenCount)})
 
     def cost(self, prices: Prices) -> float:
-        """Return what they cost."""
+        """Return their cost."""
         sampling = (self.prompt - self.cached) * prices.prefill + self.cached * prices.cached
         return sampling + self.sampled * prices.sample + self.read * prices.prefill + self.trained * prices.train
 
     def unmerged_cost(self, prices: Prices) -> float:
-        """Return what they had cost, had each call been a training sequence of its own."""
+        """Return what they would have cost if each call had been a separate training sequence."""
         learned = self.read + self.trained
         share = self.unmerged / learned if learned else 0.0
         return self.cost(prices) + (share - 1.0) * (self.read * prices.prefill + self.trained * prices.train) * bool(
@@ -107,14 +107,14 @@ class TokenCount:
 
 
 def read_prices(model: str, file: Path | None) -> Prices | None:
-    """Return the prices of a model; None where the table has none.
+    """Return the prices of a model; None if the table has none.
 
     Args:
-        model: as the server names it.
-        file: a table that replaces ours.
+        model: the server's name of it.
+        file: a table that replaces the built-in one.
 
     Raises:
-        ConfigError: the table can't be read, or lacks the model although it was named.
+        ConfigError: the table cannot be read, or a given table lacks the model.
     """
     where = str(file) if file is not None else "the price table"
     try:
@@ -140,9 +140,9 @@ class Bill:
     """Counts tokens, from any thread, and stops a run in time.
 
     Args:
-        prices: of the model; None: only tokens are counted.
-        limit: most that the run may cost; None: any amount.
-        spent: what its earlier parts cost.
+        prices: of the model; None: only count tokens.
+        limit: maximum cost of the run; None: unlimited.
+        spent: cost of its earlier parts.
     """
 
     def __init__(self, prices: Prices | None, limit: float | None = None, spent: float = 0.0) -> None:
@@ -151,12 +151,12 @@ class Bill:
         self._total = TokenCount()
         self._told = TokenCount()
         self._dearest = 0.0
-        self._reserved = 0.0  # what answers in progress may cost
+        self._reserved = 0.0  # maximum cost of the answers in progress
         self._ended: BudgetSpentError | None = None
 
     @asynccontextmanager
     async def reserved(self, tokens: TokenCount) -> AsyncIterator[None]:
-        """Reserve what an answer may cost; wait for those in progress where it might not fit beside them.
+        """Reserve the maximum cost of an answer; wait for those in progress if both might not fit.
 
         Raises:
             BudgetSpentError: it might cost more than is left. `check` raises it from then on.
@@ -182,10 +182,10 @@ class Bill:
         return fits
 
     def check_update(self, tokens: float, options: Updates) -> None:
-        """Refuse an update on so many predicted tokens that would cost more than is left.
+        """Reject an update on so many predicted tokens if it would cost more than is left.
 
         Raises:
-            BudgetSpentError: says what it would cost.
+            BudgetSpentError: the message says what it would cost.
         """
         cost = 0.0 if self.prices is None else update_tokens(tokens, options).cost(self.prices)
         if cost > self._left():
@@ -208,17 +208,17 @@ class Bill:
 
     @property
     def total(self) -> TokenCount:
-        """Tokens since the program began."""
+        """Tokens counted since the program began."""
         with self._lock:
             return self._total
 
     @property
     def spent(self) -> float:
-        """What the run has cost, its earlier parts included; 0 without prices."""
+        """The cost of the run, including its earlier parts; 0 without prices."""
         return self.before + (self.total.cost(self.prices) if self.prices else 0.0)
 
     def of_step(self) -> dict[str, float]:
-        """Return the metrics of what was billed since the last call."""
+        """Return the metrics of the tokens billed since the last call."""
         with self._lock:
             now = self._total - self._told
             self._told = self._total
@@ -236,10 +236,10 @@ class Bill:
         }
 
     def check(self) -> None:
-        """Stop a run that has no money left for another step as dear as the dearest so far.
+        """Stop a run that cannot pay for another step as expensive as the most expensive so far.
 
         Raises:
-            BudgetSpentError: says what was spent, and how to continue.
+            BudgetSpentError: the message says what was spent, and how to continue.
         """
         if self._ended is not None:
             raise self._ended
@@ -252,9 +252,9 @@ class Bill:
 
 
 def update_tokens(tokens: float, options: Updates) -> TokenCount:
-    """Return what an update on so many predicted tokens sends: at most, if there are minibatches.
+    """Return the tokens that an update on so many predicted tokens sends; an upper bound if there are minibatches.
 
-    All rows are read before the first step, and those of each further step again.
+    All rows are read before the first step. Each further step reads its rows again.
     """
     epochs = options.update_epochs
     again = 0 if (epochs, options.minibatches) == (1, 1) else epochs
@@ -262,7 +262,7 @@ def update_tokens(tokens: float, options: Updates) -> TokenCount:
 
 
 def unmerged_tokens(rows: Iterable[Row]) -> int:
-    """Count the predicted tokens of rows, had each call been a row of its own."""
+    """Count the predicted tokens of rows as if each call were a separate row."""
     total = 0
     for row in rows:
         places = np.flatnonzero(row.mask)
@@ -285,7 +285,7 @@ def bill_lines(
         step: tokens of a step: `prompt`, `sampled`, `rows`, `unmerged`.
         options: of updates.
         steps: of the run.
-        validations: all of them together, in rollouts of a step.
+        validations: all of them together, in units of a step's rollouts.
     """
     sampling = TokenCount(prompt=step["prompt"], sampled=step["sampled"]).times(steps + validations)
     sent = update_tokens(step["rows"], options)

@@ -1,4 +1,4 @@
-"""Checkpoints: the adapters as peft has them, in folders of this machine; and where the server keeps the rest."""
+"""Checkpoints: the adapters in peft's format, in local folders; and where the server keeps the rest."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MOST: Final = 8 << 30  # bytes of an adapter
 
 
 def unpack(archive: bytes, folder: Path, base: str) -> None:
-    """Write an adapter's archive as a folder that peft loads: what a server leaves out of it is filled in.
+    """Write an adapter's archive as a folder that peft loads, and fill in what a server leaves out.
 
     Raises:
-        TinkerError: the archive holds no adapter.
-        OSError: it can't be written.
+        TinkerError: the archive contains no adapter.
+        OSError: it cannot be written.
     """
     found: dict[str, bytes] = {}
     try:
@@ -44,7 +44,7 @@ def unpack(archive: bytes, folder: Path, base: str) -> None:
     modules = sorted({match[1] for name in tensors if (match := _MODULE.search(name))})
     if not modules or not isinstance(config, dict):
         raise TinkerError("the server sent an archive whose adapter has no LoRA weights.")
-    # SkyRL 0.4 writes no targets, and peft then takes a family's defaults: half of the weights would be left out.
+    # SkyRL 0.4 writes no targets. peft would use the model family's defaults and leave out half of the weights.
     config |= {
         "target_modules": modules, "task_type": "CAUSAL_LM", "peft_type": "LORA", "base_model_name_or_path": base,
         "inference_mode": True,
@@ -62,7 +62,7 @@ def _names(tensors: bytes) -> list[str]:
 
 
 def write_index(folder: Path, base: str, adapters: Sequence[str]) -> None:
-    """Say which adapters a checkpoint of several holds, as the torch backend does."""
+    """Write which adapters a checkpoint of several contains, as the torch backend does."""
     index = {"base": base, "adapters": list(adapters)}
     (folder / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -76,7 +76,7 @@ def read_state(folder: Path, url: str, base: str, policies: Sequence[str]) -> di
     """Read what `write_state` wrote.
 
     Raises:
-        ConfigError: it is not there or damaged, or of another server, model or set of adapters.
+        ConfigError: it is missing or damaged, or belongs to another server, model or set of adapters.
     """
     path = folder / STATE
     try:

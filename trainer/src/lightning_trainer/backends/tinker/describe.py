@@ -1,4 +1,4 @@
-"""What a Tinker server can do, measured in about a minute, for `lightning-rl doctor --tinker URL`."""
+"""The capabilities of a Tinker server, measured in about a minute, for `lightning-rl doctor --tinker URL`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_trainer.backends.tinker.service import Patience, Service, sdk_ver
 
 LOSSES: Final = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro")
 _RANK: Final = 8
-_MOST: Final = 2  # adapters that are tried at once: one for each of two agents
+_MOST: Final = 2  # adapters to create at once: one for each of two agents
 
 
 def describe(url: str, model: str | None = None) -> dict[str, Any]:
-    """Say what a server can do.
+    """Return the capabilities of a server.
 
     Args:
         url: of the server.
-        model: its name of a model to try; None: the first that it has.
+        model: the server's name of a model to try; None: its first.
 
     Returns:
-        ``server``, ``sdk``, ``models``, ``averages``, ``clips``, ``snapshots``, ``losses``, ``adapters`` (that were
-        created at once, 2 at most) and ``fits``: whether the backend works with this server and SDK.
+        ``server``, ``sdk``, ``models``, ``averages``, ``clips``, ``snapshots``, ``losses``, ``adapters`` (created at
+        once, 2 at most) and ``fits``: whether the backend works with this server and SDK.
 
     Raises:
         LightningError: the server is down or refuses, or training on it would not be exact.
@@ -62,7 +62,7 @@ def describe(url: str, model: str | None = None) -> dict[str, Any]:
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
-    """Say it for people."""
+    """Return the facts as lines of text for people."""
     shared = "" if facts["snapshots"] else "; it samples from the weights in training, so answers wait for updates"
     more = "" if facts["adapters"] < _MOST else " or more"
     clips = "clips gradients" if facts["clips"] else "does not clip gradients: max_grad_norm has no effect"
@@ -75,7 +75,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _open_adapters(service: Service, base: str) -> Iterator[Adapter]:
-    """Create adapters, the first of which must be there."""
+    """Create adapters. Only the first must succeed."""
     yield Adapter(service, service.adapter(base, _RANK, 0))
     with suppress(TinkerError):
         yield Adapter(service, service.adapter(base, _RANK, 1))

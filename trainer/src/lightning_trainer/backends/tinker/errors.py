@@ -1,4 +1,4 @@
-"""What goes wrong with a Tinker server, in words that say what to do."""
+"""Errors of a Tinker server, in words that say what to do."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ PAIRS: Final = (
     "SkyRL 0.4.0 works with tinker 0.25 (run: pip install 'tinker>=0.25,<0.26'); the hosted service asks for tinker"
     " 0.30.1 or later"
 )
-_LINE: Final = 300  # characters of what a server says
+_LINE: Final = 300  # characters of a server's message
 
 
 class TinkerError(EngineError):
-    """A Tinker server is down, refuses, or sends what can't be."""
+    """A Tinker server is down, refuses a request, or sends something impossible."""
 
 
 def explain(error: BaseException, doing: str, url: str) -> TinkerError:
-    """Return the error of a request.
+    """Return a readable error for a failed request.
 
     Args:
         error: what the SDK raised.
@@ -31,7 +31,7 @@ def explain(error: BaseException, doing: str, url: str) -> TinkerError:
 
 
 def _advice(status: int | None, said: str, error: BaseException) -> str:
-    """Say what to do about an error; empty where nobody knows."""
+    """Return what to do about an error; empty if unknown."""
     low = said.lower()
     mismatch = isinstance(error, AssertionError | AttributeError | TypeError) or "proto response" in low
     cases = (

@@ -1,9 +1,9 @@
-"""From rows and the log-probabilities of now to what each token's log-probability should move by. No server here.
+"""How far each token's log-probability should move, from rows and the current log-probabilities. Uses no server.
 
 The gradient of a loss L with respect to the weights is the sum over tokens of dL/dlogp times the gradient of logp. The
 losses are those of every backend; here they give dL/dlogp, and the server does the rest.
 
-Axes: P trained tokens of several rows, K of one; N predicted tokens of a row, one fewer than it has.
+Axes: P trained tokens of several rows, K of one row; N predicted tokens of a row, one fewer than its tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Read:
-    """A row with what is known of its trained tokens, all (K,) float32.
+    """A row with the known values of its trained tokens, all (K,) float32.
 
     Attributes:
-        row: it.
-        weights: what each token counts in the loss of the step.
+        row: the row.
+        weights: of each token in the loss of the step.
         old: log-probabilities that ratios compare with.
-        reference: log-probabilities under the starting policy; None where no divergence is asked for.
+        reference: log-probabilities under the starting policy; None if there is no KL term.
     """
 
     row: Row
@@ -47,11 +47,11 @@ class Read:
 def token_gradients(
     parts: Sequence[Read], now: Sequence[Floats], options: TorchOptions
 ) -> tuple[list[Floats], dict[str, float]]:
-    """Return for each row (K,) minus the derivative of the loss by the log-probability, and sums of what is watched.
+    """Return for each row (K,) minus the derivative of the loss by the log-probability, and sums for the metrics.
 
     Args:
         parts: rows of one optimiser step.
-        now: for each (K,) log-probabilities under the weights of now.
+        now: for each (K,) log-probabilities under the current weights.
         options: loss, clip range and divergence.
     """
     logprobs_P = _concatenate(now).requires_grad_()
@@ -92,7 +92,7 @@ def token_gradients(
 
 
 def weigh_tokens(pieces: Sequence[Sequence[Read]], options: TorchOptions) -> tuple[list[list[Read]], dict[str, float]]:
-    """Weigh the tokens of a batch that older weights sampled, as on torch; also return the metrics of that."""
+    """Weight the tokens of a batch that older weights sampled, as on torch; also return the metrics of the weights."""
     parts = [part for piece in pieces for part in piece]
     if options.old_logprobs != "recompute" or not parts:
         return [list(piece) for piece in pieces], {}
@@ -111,26 +111,26 @@ def _concatenate(arrays: Sequence[Floats]) -> torch.Tensor:
 
 
 def at_trained(rows: Sequence[Row], predicted: Sequence[Floats]) -> list[Floats]:
-    """Return for each row (K,) of what is known of its (N,) predicted tokens."""
+    """Return for each row the (K,) values of its trained tokens, from the (N,) values of its predicted tokens."""
     return [its[row.mask[1:]] for row, its in zip(rows, predicted, strict=True)]
 
 
 def spread(row: Row, values: Floats) -> Floats:
-    """Return (N,) the values at the trained tokens, 0 at the others."""
+    """Return (N,) the values at the trained tokens, 0 elsewhere."""
     found = np.zeros(len(row.tokens) - 1, np.float32)
     found[row.mask[1:]] = values
     return found
 
 
 def replace_trained(row: Row, tokens: NDArray[np.int64]) -> NDArray[Any]:
-    """Return (N,) the row's predicted tokens, with others at its trained places."""
+    """Return (N,) the row's predicted tokens, with others at its trained positions."""
     found = row.tokens[1:].astype(np.int64)
     found[row.mask[1:]] = tokens
     return found
 
 
 def check_temperature(rows: Sequence[Row]) -> None:
-    """Refuse rows that were sampled at another temperature than 1, for which a server has no log-probabilities.
+    """Reject rows that were sampled at a temperature other than 1, for which a server has no log-probabilities.
 
     Raises:
         ConfigError: there is one.

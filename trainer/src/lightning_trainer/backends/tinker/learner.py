@@ -1,6 +1,6 @@
 """The learner of the backend named ``tinker``: adapters on a server, one for each policy.
 
-Axes: T tokens of a row, `_N` = T - 1 of them that are predicted, K those that are trained.
+Axes: T tokens of a row, `_N` = T - 1 predicted tokens, K trained tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Policy:
-    """A policy: its adapter, and the optimiser steps that it has taken."""
+    """A policy: its adapter, and the number of its optimiser steps."""
 
     adapter: Adapter
     engine: TinkerEngine
@@ -64,7 +64,7 @@ class _Policy:
 
 
 class TinkerLearner:
-    """`Learner` whose policies are adapters on a server.
+    """`Learner` with adapters on a server as its policies.
 
     Args:
         options: the server, and how it trains.
@@ -78,7 +78,7 @@ class TinkerLearner:
         self.options, self.learner_options = options, options.learner
         self.service = Service(options.url, options.patience)
         self._gate, self._seen = Gate(), dict[Row, SeenTokens]()
-        self._tag = secrets.token_hex(3)  # names on a server that other runs use, too
+        self._tag = secrets.token_hex(3)  # makes names unique on a server that other runs use, too
         self._held = load_text(self.learner_options, self._longest())
         self.bill = Bill(options.read_prices(), options.max_cost)
         self._policies: dict[str, _Policy] = {}
@@ -100,7 +100,7 @@ class TinkerLearner:
             logger.warning("this server does not clip gradients: max_grad_norm has no effect")
 
     def _examine_server(self) -> Findings:
-        """Measure what the server does, on an adapter that goes again."""
+        """Measure what the server does, on a temporary adapter."""
         options = self.learner_options
         adapter = Adapter(self.service, self.service.adapter(self.options.served_base, options.lora_rank, options.seed))
         try:
@@ -109,7 +109,7 @@ class TinkerLearner:
             self.service.unload(adapter.model_id)
 
     def _longest(self) -> int | None:
-        """Return the longest context that the server allows for the model; None where it does not say.
+        """Return the longest context that the server allows for the model; None if it does not report it.
 
         Raises:
             ConfigError: the server does not have the model.
@@ -142,7 +142,7 @@ class TinkerLearner:
 
     @property
     def engines(self) -> tuple[TinkerEngine, ...]:
-        """One for each policy; of several adapters the frozen model first."""
+        """One engine for each policy; with several adapters, the frozen model first."""
         own = [policy.engine for policy in self._policies.values()]
         return tuple(own if self._base is None else [self._base, *own])
 
@@ -159,11 +159,11 @@ class TinkerLearner:
 
     @property
     def seen(self) -> Mapping[Row, SeenTokens]:
-        """What the last update saw of its rows: `Learner.seen`. The server sends no entropies."""
+        """What the last update computed for its rows: `Learner.seen`. The server sends no entropies."""
         return self._seen
 
     def schedule(self, rise: int, steps: int) -> None:
-        """Say how the learning rate goes: `Learner.schedule`."""
+        """Set the schedule of the learning rate: `Learner.schedule`."""
         self.learner_options = self.learner_options.with_values(
             warmup_steps=rise, lr_schedule="linear", min_lr_ratio=0.1, total_steps=steps
         )
@@ -172,9 +172,9 @@ class TinkerLearner:
         """Take one optimiser step for each policy that answered rows with a gradient: `Learner.update`.
 
         Raises:
-            ConfigError: rows were sampled at another temperature than 1.
+            ConfigError: rows were sampled at a temperature other than 1.
             BudgetSpentError: it would cost more than is left. Nothing was sent.
-            TinkerError: the server failed. Nothing counts then but what the last checkpoint has.
+            TinkerError: the server failed. Only the state of the last checkpoint is valid then.
         """
         self._seen = {}
         check_temperature(rows)
@@ -190,7 +190,7 @@ class TinkerLearner:
 
     @contextmanager
     def _still(self) -> Iterator[None]:
-        """Hold answers back where a server samples from the weights that are trained."""
+        """Hold answers back if the server samples from the weights being trained."""
         if self.findings.snapshots:
             yield
         else:
@@ -239,7 +239,7 @@ class TinkerLearner:
         }
 
     def _piece(self, rows: Sequence[Row]) -> list[Read]:
-        """Choose the rows of an optimiser step that have a gradient. Weights are made before, from all rows."""
+        """Return the rows of an optimiser step that have a gradient. Weights are computed before, from all rows."""
         options = self.learner_options
         weights = weigh_agents(rows, token_weights(rows, options.loss_aggregation), options.agent_weight)
         return [
@@ -249,7 +249,7 @@ class TinkerLearner:
         ]
 
     def _add_old_logprobs(self, piece: Sequence[Read], now: Mapping[Row, Floats]) -> list[Read]:
-        """Add what is compared with: log-probabilities before the update, and those of the starting policy."""
+        """Add the values for comparison: log-probabilities before the update, and those of the starting policy."""
         options = self.learner_options
         recomputed = options.old_logprobs == "recompute"
         known = self._reference([part.row for part in piece]) if options.kl_coef > 0 else [None] * len(piece)
@@ -261,7 +261,7 @@ class TinkerLearner:
     def _optimise(
         self, policy: _Policy, rows: Sequence[Row], predicted: Sequence[Floats], slopes: Sequence[Floats]
     ) -> list[float]:
-        """Send a gradient and take a step; returns the gradient's norm where the server says it."""
+        """Send a gradient and take a step; return the gradient norm if the server reports it."""
         options, adapter = self.learner_options, policy.adapter
         if not all(np.isfinite(each).all() for each in slopes):
             raise TinkerError("a gradient is not finite: log-probabilities of the rows are, so look at their rewards.")
@@ -280,7 +280,7 @@ class TinkerLearner:
         return adapter.logprobs([row.tokens for row in rows])
 
     def _bill_update(self, adapter: Adapter, rows: Sequence[Row], read: int, trained: int) -> None:
-        """Count what an update sent, and what it had sent unmerged."""
+        """Count what an update sent, and what it would have sent unmerged."""
         learned = self._learned(rows)
         sent = TokenCount(read=adapter.tokens_read - read, trained=adapter.tokens_trained - trained)
         once = sum(len(row.tokens) - 1 for row in learned) or 1
@@ -295,7 +295,7 @@ class TinkerLearner:
         return at_trained(rows, [prompt_logprobs(self.service, self._frozen, row.tokens) for row in rows])
 
     def penalties(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
-        """Return what the divergence takes off the rewards: `Learner.penalties`."""
+        """Return what the divergence subtracts from the rewards: `Learner.penalties`."""
         import torch
 
         options = self.learner_options
@@ -310,7 +310,7 @@ class TinkerLearner:
     def logprobs(
         self, rows: Sequence[Row], candidates: Sequence[NDArray[np.int64]] | None = None
     ) -> list[NDArray[np.float32]]:
-        """Return log-probabilities of trained tokens: `Learner.logprobs`. Each candidate takes a pass of its own."""
+        """Return log-probabilities of trained tokens: `Learner.logprobs`. Each candidate takes a separate pass."""
         check_temperature(rows)
         found: dict[int, NDArray[np.float32]] = {}
         for name, policy in self._policies.items():
@@ -334,15 +334,15 @@ class TinkerLearner:
         return [found[n] for n in range(len(rows))]
 
     def likeliest(self, rows: Sequence[Row], count: int) -> NoReturn:  # noqa: ARG002 - the protocol's
-        """Refuse: a server sends no such thing."""
+        """Refuse: a server does not send the likeliest tokens."""
         raise ConfigError("a Tinker server does not say which tokens are likeliest. Use backend = torch.")
 
     def save(self, folder: Path, *, resumable: bool = True) -> None:
-        """Write the adapters as peft has them, and keep weights and optimiser on the server: `Learner.save`.
+        """Write the adapters in peft's format, and save weights and optimiser on the server: `Learner.save`.
 
         Raises:
             TinkerError: the server fails.
-            OSError: they can't be written.
+            OSError: they cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         several, base = self.learner_options.adapters, str(self._source())
@@ -365,19 +365,19 @@ class TinkerLearner:
             checkpoint.write_state(folder, {**values, "policies": kept})
 
     def _source(self) -> Path | str:
-        """Return where the model is that the adapters belong to."""
+        """Return the folder or name of the model that the adapters belong to."""
         folder = look(str(self.learner_options.model)).folder
         return folder.resolve() if folder is not None else str(self.learner_options.model)
 
     def strip(self, folder: Path) -> None:
-        """Leave a checkpoint's weights alone: `Learner.strip`."""
+        """Remove what only `load` needs from a checkpoint: `Learner.strip`."""
         (folder / checkpoint.STATE).unlink(missing_ok=True)
 
     def load(self, folder: Path) -> None:
-        """Go back to a checkpoint: `Learner.load`. The server must still have its part.
+        """Restore a checkpoint: `Learner.load`. The server must still have its part.
 
         Raises:
-            ConfigError: it is of another server, model or set of adapters.
+            ConfigError: it belongs to another server, model or set of adapters.
             TinkerError: the server no longer has it.
         """
         values = checkpoint.read_state(folder, self.options.url, self.options.served_base, list(self._policies))
@@ -392,6 +392,6 @@ class TinkerLearner:
         self.bill.before = float(values.get("spent", 0.0))
 
     def close(self) -> None:
-        """Give the adapters' places back."""
+        """Free the adapters' slots on the server."""
         for policy in self._policies.values():
             self.service.unload(policy.adapter.model_id)

@@ -1,4 +1,4 @@
-"""What a run on a Tinker server asks for, and what it can't have. No torch at import."""
+"""The options of a run on a Tinker server, and those that it does not support. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_trainer.models import SMOLLM2, look
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.distil import at_endpoint
 
-_OWN: Final = ("base_model", "down_s", "slow_s")  # backend_options that are not the learner's
-_HERE: Final = (  # those of a learner that has the weights in its own memory
+_OWN: Final = ("base_model", "down_s", "slow_s")  # backend_options of this backend, not of the learner
+_HERE: Final = (  # options of a learner with the weights in its own memory
     "dtype", "device", "slots", "threads", "generate_threads", "lora_targets", "micro_batch_tokens", "lora_alpha",
 )  # fmt: skip
 
@@ -32,10 +32,10 @@ class TinkerOptions:
     Attributes:
         url: of the server.
         base_model: the server's name of the model; None: the model's own, which the server must know.
-        learner: loss, optimiser, adapters and the rest, as of every learner.
-        patience: with the server.
-        prices: file with a table of prices; None: ours.
-        max_cost: most that the run may cost; None: any amount.
+        learner: loss, optimiser, adapters and the rest, as for every learner.
+        patience: how long to wait for the server.
+        prices: file with a table of prices; None: the built-in one.
+        max_cost: maximum cost of the run; None: unlimited.
     """
 
     url: str
@@ -47,7 +47,7 @@ class TinkerOptions:
 
     @property
     def served_base(self) -> str:
-        """The name of the model that the server is to know."""
+        """The name of the model that the server must know."""
         if self.base_model is not None:
             return self.base_model
         folder = look(str(self.learner.model)).folder
@@ -55,10 +55,10 @@ class TinkerOptions:
         return str(folder.resolve()) if here and folder else str(self.learner.model).partition("@")[0]
 
     def read_prices(self) -> Prices | None:
-        """Return the prices of the model; None where they are not known.
+        """Return the prices of the model; None if they are unknown.
 
         Raises:
-            ConfigError: a table was named that lacks them, or a limit was set.
+            ConfigError: a given table lacks them, or they are unknown although a limit was set.
         """
         prices = read_prices(self.served_base, self.prices)
         if prices is None and self.max_cost is not None:
@@ -78,14 +78,14 @@ def options_of(config: TrainConfig) -> TinkerOptions:
     if config.tinker_url is None:
         raise ConfigError("backend = tinker needs the server's URL. Set it with --tinker-url http://HOST:PORT.")
     given = learner_options(config)
-    given.pop("lora_alpha", None)  # refused by `check` where it was given
+    given.pop("lora_alpha", None)  # rejected by `check` if it was given
     return make(
         config.model, {**given, "tinker_url": config.tinker_url, "prices": config.prices, "max_cost": config.max_cost}
     )
 
 
 def make(model: str, values: dict[str, Any]) -> TinkerOptions:
-    """Make options from keyword arguments: those of the learner, and ours.
+    """Create options from keyword arguments: the learner's, and this backend's.
 
     Raises:
         ConfigError: a name is unknown, a value is out of range, or there is no URL.
@@ -95,7 +95,7 @@ def make(model: str, values: dict[str, Any]) -> TinkerOptions:
     if not url:
         raise ConfigError("backend = tinker needs the server's URL: --backend-options tinker_url=http://HOST:PORT.")
     own = {name: rest.pop(name, None) for name in (*_OWN, "prices", "max_cost")}
-    rest["lora_rank"] = rest.get("lora_rank") or 16  # all weights can't be trained
+    rest["lora_rank"] = rest.get("lora_rank") or 16  # a server cannot train all weights
     patience = {name: float(own[name]) for name in ("down_s", "slow_s") if own[name] is not None}
     if any(seconds <= 0 for seconds in patience.values()):
         raise ConfigError("down_s and slow_s must be above 0.")
@@ -110,10 +110,10 @@ def make(model: str, values: dict[str, Any]) -> TinkerOptions:
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse what a server can't do. Nothing is asked of it yet.
+    """Reject options that a server does not support, without contacting it.
 
     Raises:
-        ConfigError: says which option, and what to do.
+        ConfigError: the message says which option, and what to do.
     """
     algorithm = algorithm_by_name(config.algorithm)
     given = [name for name in _HERE if name in config.backend_options]

@@ -1,13 +1,13 @@
-"""What a server does with a gradient, measured on a few tokens: no server is known by its name.
+"""What a server does with a gradient, measured on a few tokens: servers are not recognised by name.
 
 An optimiser step with an epsilon far above the gradient moves the weights by the gradient times a constant. So the
-change of a log-probability tells how large the gradient was, and ratios of such changes tell what a server divides by:
+change of a log-probability shows how large the gradient was, and ratios of such changes show what a server divides by:
 
-    the same sequence twice in one request    2 of a sum, 1 of a mean over sequences
-    twice in two requests of one step         2 of a sum or a mean over a request, 1 of a mean over a step
-    with a longer tail that moves nothing     1 of a sum, a quarter of a mean over its tokens
-    beside one that moves nothing             half of a mean over sequences; less of one over all tokens, which no
-                                              weight of a sequence undoes: such a server is refused
+    the same sequence twice in one request    2 for a sum, 1 for a mean over sequences
+    twice in two requests of one step         2 for a sum or a mean over a request, 1 for a mean over a step
+    with a longer tail that moves nothing     1 for a sum, a quarter for a mean over its tokens
+    next to one that moves nothing            half for a mean over sequences; less for one over all tokens, which no
+                                              weight of a sequence undoes: such a server is rejected
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_trainer.backends.tinker.adapter import Adapter, Averages, Scaling
 from lightning_trainer.backends.tinker.errors import PAIRS, TinkerError
 from lightning_trainer.backends.tinker.service import Service, sdk, sdk_version
 
-_TOKENS: Final = (1, 3, 4, 5, 3, 6, 4, 7, 5, 8, 9, 3, 7, 6, 10, 4, 8)  # ids that every vocabulary has
+_TOKENS: Final = (1, 3, 4, 5, 3, 6, 4, 7, 5, 8, 9, 3, 7, 6, 10, 4, 8)  # ids that are in every vocabulary
 _HELD: Final = 4  # predicted tokens whose log-probabilities are moved
 _EPSILON: Final = 1e6
 _AIM: Final = 0.3  # nats by which the sum of log-probabilities is moved: far above the rounding of bfloat16
@@ -32,12 +32,12 @@ _TINY: Final = 1e-9  # a norm that clips every gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What was measured.
+    """The measured properties of a server.
 
     Attributes:
         scaling: what the gradient is divided by.
-        clips: whether gradients are clipped to the norm asked for.
-        snapshots: whether weights that were published stay as they are while the adapter is trained.
+        clips: whether gradients are clipped to the requested norm.
+        snapshots: whether published weights stay unchanged while the adapter is trained.
     """
 
     scaling: Scaling
@@ -46,16 +46,16 @@ class Findings:
 
 
 def examine(adapter: Adapter) -> Findings:
-    """Measure what a server does with the gradient of an adapter, which is of no use afterwards.
+    """Measure what a server does with the gradient of an adapter, which is useless afterwards.
 
     Raises:
-        TinkerError: the server fails, or does something that is not understood.
+        TinkerError: the server fails, or does something unknown.
     """
     return _Probe(adapter).findings()
 
 
 class _Probe:
-    """Moves an adapter by its gradient, to and fro, so that it stays near where it began."""
+    """Moves an adapter by its gradient in alternating directions, so that it stays near its start."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
@@ -65,14 +65,14 @@ class _Probe:
         self._pace, self._sign = 1e-3, 1.0
 
     def findings(self) -> Findings:
-        """Return what was measured."""
+        """Return the measured properties."""
         sampler, before = self._adapter.sampler(), self._short_logprob()
         self._pace_steps()
         snapshots = self._keeps_snapshots(sampler, before, self._short_logprob())
-        alone = dict(self._next_direction() for _ in range(2))  # forth and back differ
+        alone = dict(self._next_direction() for _ in range(2))  # the two directions differ
 
         def times(*requests: Sequence[np.ndarray[Any, Any]]) -> int:
-            """How many times as far the weights go as with one short sequence, as a power of 2."""
+            """Return how far the weights move compared with one short sequence, as the nearest power of 2."""
             ratio = self._step_and_measure(*requests) / alone[-self._sign]
             if ratio < 0.1:
                 raise self._strange(ratio)
@@ -92,7 +92,7 @@ class _Probe:
         return Findings(scaling=scaling, clips=clips, snapshots=snapshots)
 
     def _pace_steps(self) -> None:
-        """Choose how far a step goes."""
+        """Choose the size of a step."""
         for _ in range(6):
             moved = self._step_and_measure([self._short])
             if _AIM / 3 < moved < _AIM * 3:
@@ -104,7 +104,7 @@ class _Probe:
         )
 
     def _step_and_measure(self, *requests: Sequence[np.ndarray[Any, Any]], **params: float) -> float:
-        """Take a step, back where the last one went forth; return by how much the held log-probabilities changed."""
+        """Take a step in the direction opposite to the last one; return how far the log-probabilities moved."""
         adapter, before = self._adapter, self._short_logprob()
         for sequences in requests:
             now = adapter.logprobs(sequences)
@@ -119,17 +119,17 @@ class _Probe:
         return moved
 
     def _next_direction(self) -> tuple[float, float]:
-        """Return the direction of the next step, and what it moves with one short sequence."""
+        """Return the direction of the next step, and how far it moves with one short sequence."""
         return self._sign, self._step_and_measure([self._short])
 
     def _short_logprob(self) -> float:
         return float(self._adapter.logprobs([self._short])[0].sum())
 
     def _keeps_snapshots(self, sampler: Any, before: float, after: float) -> bool:
-        """Whether a sampler from before the step has the weights of before, and using it changes nothing.
+        """Whether a sampler from before the step has the weights from before, and using it changes nothing.
 
-        SkyRL's JAX backend samples from the adapter that is trained: it loads the sampler's weights over it, or takes
-        those that are there.
+        SkyRL's JAX backend samples from the adapter that is trained: it overwrites it with the sampler's weights, or
+        uses the weights that are there.
         """
         told = float(np.sum(prompt_logprobs(self._adapter.service, sampler, self._short)))
         return abs(told - before) < abs(told - after) and abs(self._short_logprob() - after) < abs(
@@ -144,14 +144,14 @@ class _Probe:
 
 
 def prove_sampling(service: Service, clients: Mapping[str, Any]) -> None:
-    """Sample a token from each policy: with an SDK that does not match the server, training works and this fails.
+    """Sample a token from each policy. With an SDK that does not match the server, training works and this fails.
 
     Args:
         service: the server.
         clients: the SDK's sampling client of each policy.
 
     Raises:
-        TinkerError: it fails; names a working pair of versions if the SDK is the cause.
+        TinkerError: it fails; the message names a working pair of versions if the SDK is the cause.
     """
     types = sdk().types
     for name, client in clients.items():

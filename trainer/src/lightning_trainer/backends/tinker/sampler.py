@@ -1,8 +1,8 @@
-"""What samples: the policies of a Tinker server as engines of the gateway.
+"""The policies of a Tinker server as engines of the gateway.
 
-The API has no streaming: an answer comes whole. It has either stop strings or stop tokens; tokens that end an answer go
-first, and a stop string cuts the answer here. What is kept is the same as if the server had stopped there; the tokens
-behind it are paid for.
+The API has no streaming: an answer arrives as a whole. A request has either stop strings or stop tokens; it sends the
+tokens that end an answer, and a stop string cuts the answer here. The result is the same as if the server had stopped
+there, but the tokens after it are paid for.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from lightning_trainer.gateway.prompt.text_stream import TextStream
 
 
 class TinkerEngine:
-    """One policy on the server: `Engine`. An answer ends on the weights that it began with.
+    """A policy on the server: `Engine`. An answer ends on the weights that it began with.
 
     Args:
         name: of the policy.
         held: tokenizer, longest context, tokens that end an answer, and the format of tool calls.
-        service: where it is sampled.
+        service: the server that samples it.
         bill: counts what is sampled.
-        gate: shut while weights change that it samples from.
-        seed: of sampling without a seed of its own.
+        gate: shut while the weights that it samples from change.
+        seed: of sampling without its own seed.
     """
 
     abilities: frozenset[str] = frozenset()
-    waits_for_updates = False  # whether answers are held back while a step learns
+    waits_for_updates = False  # whether answers are held back during an update
 
     def __init__(
         self, name: str, held: Mapping[str, Any], service: Service, bill: Bill, *, gate: Gate, seed: int
@@ -45,12 +45,12 @@ class TinkerEngine:
         self.tool_format = held["tool_format"]
         self._ends: frozenset[int] = held["end_tokens"]
         self._service, self._bill, self._gate = service, bill, gate
-        self._weights: tuple[Any, int] = (None, 0)  # the SDK's client, and the number of its weights
+        self._weights: tuple[Any, int] = (None, 0)  # the SDK's client, and the version of its weights
         self.random = random.Random(f"{seed}/{name}")
 
     @property
     def version(self) -> int:
-        """Number of the newest weights."""
+        """Version of the newest weights."""
         return self._weights[1]
 
     @property
@@ -59,11 +59,11 @@ class TinkerEngine:
         return self._weights[0]
 
     def publish(self, sampler: Any, version: int) -> None:
-        """Sample the next answers from other weights."""
+        """Sample later answers from other weights."""
         self._weights = (sampler, version)
 
     def check(self) -> None:
-        """Raise what has ended the server for good.
+        """Raise the error that ended the server for good.
 
         Raises:
             TinkerError: it is down.
@@ -113,7 +113,7 @@ class TinkerEngine:
         return tokens, logprobs, int(getattr(told, "prompt_cache_hit_tokens", 0) or 0)
 
     def _answer(self, tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> Sampled:
-        """Return the tokens up to what ends the answer, with their text."""
+        """Return the tokens up to the end of the answer, with their text."""
         stream, text, ended = TextStream(self.tokenizer, sampling.stop), "", False
         count = 0
         for token in tokens:

@@ -1,4 +1,4 @@
-"""A Tinker server as this backend uses it: connected, waited for with patience, its errors explained.
+"""A Tinker server as this backend uses it: connecting, waiting with patience, explaining errors.
 
 The only module that imports the SDK.
 """
@@ -22,8 +22,8 @@ import httpx
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.tinker.errors import TinkerError, explain
 
-NO_KEY: Final = "tml-none"  # the SDK wants a key of this form, also for servers that ask for none
-_LOOK_S: Final = 5.0  # between two looks at whether a server that has not answered yet is there
+NO_KEY: Final = "tml-none"  # the SDK requires a key of this form, even for servers that need none
+_LOOK_S: Final = 5.0  # between checks whether a server that has not answered yet is alive
 
 
 def sdk() -> Any:
@@ -36,7 +36,7 @@ def sdk() -> Any:
         raise ConfigError(
             'backend = tinker needs the SDK, not installed here. Run: pip install "lightning-trainer[torch,tinker]"'
         )
-    os.environ.setdefault("TINKER_TELEMETRY", "0")  # the SDK's own reports go to its maker otherwise
+    os.environ.setdefault("TINKER_TELEMETRY", "0")  # otherwise the SDK sends telemetry to its maker
     import tinker
 
     return tinker
@@ -52,11 +52,11 @@ def sdk_version() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a server is waited for.
+    """How long to wait for a server.
 
     Attributes:
         down_s: seconds without any answer after which it counts as down.
-        slow_s: seconds after which a request that it works on is given up.
+        slow_s: seconds after which a request in progress is given up.
     """
 
     down_s: float = 60.0
@@ -68,9 +68,9 @@ class Service:
     """A server.
 
     Attributes:
-        url: where it is.
-        patience: with it.
-        check: called while it is waited for; raises where somebody asked the program to stop.
+        url: its address.
+        patience: how long to wait for it.
+        check: called while waiting; raises if the program was asked to stop.
     """
 
     url: str
@@ -81,15 +81,15 @@ class Service:
 
     @property
     def key(self) -> str:
-        """Return the key: TINKER_API_KEY, or one that stands for none."""
+        """The key: TINKER_API_KEY, or a placeholder."""
         return os.environ.get("TINKER_API_KEY") or NO_KEY
 
     @property
     def client(self) -> Any:
-        """The SDK's client of this server; the first time it is looked for.
+        """The SDK's client of this server. The first use checks that the server answers.
 
         Raises:
-            ConfigError: the SDK is missing, or the URL is none.
+            ConfigError: the SDK is missing, or the URL is invalid.
             TinkerError: nothing answers.
         """
         if self._client is None:
@@ -105,7 +105,7 @@ class Service:
         return self._client
 
     def answers(self) -> bool:
-        """Return whether the server answers at all, after three tries."""
+        """Whether the server answers at all, in three tries."""
         return any(self._healthy() for _ in range(3))
 
     def _healthy(self) -> bool:
@@ -115,7 +115,7 @@ class Service:
             return False
 
     def wait(self, future: Any, doing: str) -> Any:
-        """Wait for a future of the SDK. Of a server that is down the first error is raised for all later requests.
+        """Wait for a future of the SDK. If the server is down, its first error is raised for all later requests.
 
         Raises:
             TinkerError: the request failed, the server is down, or it takes too long.
@@ -127,7 +127,7 @@ class Service:
             try:
                 return future.result(timeout=_LOOK_S)
             except TimeoutError as error:
-                if time.monotonic() - asked < _LOOK_S / 2:  # the SDK's own
+                if time.monotonic() - asked < _LOOK_S / 2:  # the SDK's own timeout
                     raise explain(error, doing, self.url) from error
                 self.check()
                 seen = time.monotonic() if self._healthy() else seen
@@ -137,7 +137,7 @@ class Service:
                 raise explain(error, doing, self.url) from error
 
     def check_lost(self) -> None:
-        """Raise again what ended the server.
+        """Raise again the error that ended the server.
 
         Raises:
             TinkerError: it is down.
@@ -182,12 +182,12 @@ class Service:
         return None
 
     def models(self) -> dict[str, int | None]:
-        """Return the models that the server trains, with the longest context where it says so."""
+        """Return the models that the server trains, with the longest context if it reports one."""
         found = self.call(lambda client: client.get_server_capabilities(), "say which models it has")
         return {each.model_name: each.max_context_length for each in found.supported_models if each.model_name}
 
     def adapter(self, base: str, rank: int, seed: int) -> Any:
-        """Create an adapter, and return the SDK's client of it. Not over the head: vLLM serves no such adapters."""
+        """Create an adapter without the head, which vLLM does not serve, and return the SDK's client of it."""
         return self.call(
             lambda client: client.create_lora_training_client(
                 base_model=base, rank=rank, seed=seed, train_unembed=False
@@ -196,11 +196,11 @@ class Service:
         )
 
     def base_sampler(self, base: str) -> Any:
-        """Return the SDK's client that samples from a model without adapter."""
+        """Return the SDK's client that samples from a model without adapters."""
         return self.call(lambda client: client.create_sampling_client(base_model=base), f"sample from {base}")
 
     def restored(self, path: str) -> Any:
-        """Return the SDK's client of a new adapter with the weights and the optimiser of a saved one."""
+        """Return the SDK's client of a new adapter with saved weights and optimiser."""
         return self.call(lambda client: client.create_training_client_from_state_with_optimizer(path), f"load {path}")
 
     def archive(self, path: str) -> bytes:
@@ -218,7 +218,7 @@ class Service:
             if reply.status_code == httpx.codes.FOUND:
                 target = httpx.URL(url).join(reply.headers["location"])
                 own = target.host == urlsplit(self.url).hostname
-                headers = {"X-API-Key": self.key} if own else {}  # a store of files elsewhere gets no key
+                headers = {"X-API-Key": self.key} if own else {}  # file storage elsewhere gets no key
                 reply = httpx.get(target, headers=headers, timeout=self.patience.slow_s, follow_redirects=True)
             reply.raise_for_status()
         except (httpx.HTTPError, KeyError) as error:
@@ -226,7 +226,7 @@ class Service:
         return reply.content
 
     def unload(self, model_id: str) -> None:
-        """Give an adapter's place back. A server that does not know how keeps it until the session has ended."""
+        """Free an adapter's slot. A server that does not support this keeps it until the session has ended."""
         try:
             body = {"model_id": model_id, "type": "unload_model"}
             httpx.post(f"{self.url}/api/v1/unload_model", json=body, headers={"X-API-Key": self.key}, timeout=_LOOK_S)
@@ -234,7 +234,7 @@ class Service:
             return
 
     def call(self, ask: Callable[[Any], Any], doing: str) -> Any:
-        """Call the SDK where it waits by itself, in a thread that is left behind with a server that is given up."""
+        """Run a blocking call of the SDK in a thread, which is abandoned if the server is given up."""
         client, future = self.client, Future[Any]()
 
         def run() -> None:
@@ -248,10 +248,10 @@ class Service:
 
 
 async def _result(future: Any) -> Any:
-    """Wait for a future of the SDK, or of Python, on this event loop."""
+    """Await a future of the SDK, or of Python, on this event loop."""
     return await (asyncio.wrap_future(future) if not hasattr(future, "result_async") else future.result_async())
 
 
 def tensor(values: Sequence[float] | Sequence[int], dtype: str) -> Any:
-    """Return numbers as the SDK sends them."""
+    """Return numbers in the SDK's format."""
     return sdk().types.TensorData(data=list(values), dtype=dtype, shape=[len(values)])

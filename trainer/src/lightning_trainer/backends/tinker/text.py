@@ -1,4 +1,4 @@
-"""What the gateway renders and reads with: tokenizer, context length, and the tokens that end an answer."""
+"""The gateway's settings for text: tokenizer, context length, and the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_trainer.models.tokenizers import load_tokenizer
 
 
 def load_text(options: TorchOptions, longest: int | None) -> dict[str, Any]:
-    """Load it from the model's folder.
+    """Load them from the model's folder.
 
     Args:
         options: the model, its chat template and its tool format.
-        longest: context length that the server allows, in tokens; None if it does not say.
+        longest: context length that the server allows, in tokens; None if it does not report it.
 
     Raises:
-        ConfigError: the folder has no configuration that can be read, or names no token that ends an answer.
+        ConfigError: the folder has no readable configuration, or names no token that ends an answer.
     """
     place: Path | str = look(str(options.model)).folder or str(options.model)
     tokenizer = load_tokenizer(place, options.chat_template, options.system_messages)
