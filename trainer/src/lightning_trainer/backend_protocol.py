@@ -1,12 +1,12 @@
-"""What a backend is, and what it is given: a run that has been opened for it.
+"""The interface of a backend, and the open run that it is given.
 
 A backend is registered under a name by the hook `lightning_register_backends`. `lightning_trainer.train` looks it up
 and opens what every run needs: the folder, the agent's workers, the store, the log. The backend does the rest: it
-serves the policy to the agents, takes the steps, tells the log what came of each, and leaves its newest weights at
+serves the policy to the agents, takes the steps, logs the metrics of each, and leaves its newest weights at
 ``checkpoint`` in the run's folder.
 
-One that learns in this process need not write that either: `lightning_trainer.run.embedded.Embedded` takes the steps
-with a `Learner`.
+A backend that learns in this process need not write that either: `lightning_trainer.run.embedded.Embedded` takes the
+steps with a `Learner`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class UpdateRefusedError(LightningError):
-    """A learner refused an update before it changed anything: the steps before can be saved."""
+    """A learner refused an update before it changed anything, so the earlier steps can be saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ class Start:
     """Where a run begins.
 
     Attributes:
-        step: steps that were taken before.
-        folder: of the run that goes on; None: it is a new one.
-        checkpoint: what it goes on from, in the backend's own form; None: a new one.
+        step: number of earlier steps.
+        folder: of the run that resumes; None: the run is new.
+        checkpoint: what it resumes from, in the backend's own form; None: the run is new.
         seconds: time that its earlier parts took.
     """
 
@@ -58,22 +58,22 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
-    """A run that is open. Whoever opened it closes it.
+    """An open run. The code that opened it closes it.
 
     Attributes:
         config: what to train, on what, and how.
         tasks: training tasks.
-        val: held-out tasks; empty where there are none.
+        val: held-out tasks; may be empty.
         rules: automatic rewards.
-        judge: gives rewards to rollouts by comparing those of a group; None where there is none.
-        identity: options that must be the same for the run to go on.
-        start: where it begins, as the backend said.
+        judge: gives rewards to rollouts by comparing those of a group; None: no judge.
+        identity: options that must not change when the run resumes.
+        start: where it begins, as returned by the backend.
         folder: the run's.
-        store: takes rollouts, and has what agents and gateway recorded.
-        runner: has started its workers, and claims nothing yet: `lightning_trainer.session.session.serve` lets it.
+        store: takes rollouts, and contains what agents and gateway recorded.
+        runner: has started its workers, and claims nothing until `lightning_trainer.session.session.serve` lets it.
         log: of metrics.
         progress: callback for progress events.
-        check: raises where somebody asked the program to stop. To be called between steps, and while waiting.
+        check: raises if the program was asked to stop. Call it between steps, and while waiting.
     """
 
     config: TrainConfig
@@ -96,7 +96,7 @@ class OpenRun:
         return self.config.step_count(len(self.tasks))
 
     def begin(self) -> None:
-        """Keep the configuration in the folder. A new run that fails before it has begun leaves no folder behind."""
+        """Write the configuration into the folder. A new run that fails before this leaves no folder behind."""
         kept = self.config.model_copy(update={"out": self.folder})
         write_atomically(self.folder / CONFIG_NAME, to_json(kept).encode())
 
@@ -107,7 +107,7 @@ class Described:
 
     Attributes:
         text: for people.
-        facts: the same as a JSON object; empty where there is only text.
+        facts: the same as a JSON object; empty if there is only text.
     """
 
     text: str
@@ -118,24 +118,24 @@ class Backend(Protocol):
     """Trains. Registered by name, and chosen by the option `backend`."""
 
     def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
-        """Say where a run begins. Nothing has been opened yet, so this is where what can't work is refused.
+        """Return where a run begins. Nothing is open yet, so options that cannot work are refused here.
 
         Args:
             config: of the run.
-            identity: options that must be the same as those of the run that goes on.
+            identity: options that must be the same as those of the run that resumes.
 
         Raises:
-            ConfigError: an option is not for this backend, a package is missing, or there is nothing to go on from.
+            ConfigError: an option is not for this backend, a package is missing, or there is nothing to resume from.
         """
         ...
 
     def train(self, run: OpenRun) -> int:
-        """Take the run's steps, and tell `run.log` the numbers of each.
+        """Take the run's steps, and log the metrics of each to `run.log`.
 
-        It calls `run.begin` once everything of its own is open.
+        It calls `run.begin` once all its own resources are open.
 
         Returns:
-            Steps taken in all, earlier ones included.
+            Total number of steps, earlier ones included.
 
         Raises:
             LightningError: there is nothing to learn, or a part failed.
@@ -151,21 +151,21 @@ class Backend(Protocol):
             options: of the learner, by name.
 
         Raises:
-            ConfigError: this backend learns in no process of ours, an option is wrong, or the model can't be loaded.
+            ConfigError: this backend does not learn in this process, an option is wrong, or the model cannot be loaded.
         """
         ...
 
     def describe(self, config: TrainConfig, progress: Progress) -> Described:
-        """Say what a run would do and what it would need. Nothing stays of what it tries for that.
+        """Return what a run would do and need. Nothing that it tries for this is kept.
 
         Raises:
-            LightningError: an option is wrong, or what was tried failed.
+            LightningError: an option is wrong, or a trial failed.
         """
         ...
 
 
 class Learner(Protocol):
-    """A policy in this process, or several: engines, weights, optimisers."""
+    """One or several policies in this process: engines, weights, optimisers."""
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -173,11 +173,13 @@ class Learner(Protocol):
         ...
 
     def schedule(self, rise: int, steps: int) -> None:
-        """Let the learning rate rise over its first steps and fall to a tenth until the last. Before the first update.
+        """Warm up the learning rate over its first steps, then decay it to a tenth by the last.
+
+        Call it before the first update.
 
         Args:
-            rise: steps.
-            steps: all of them; more than `rise`.
+            rise: steps of the warm-up.
+            steps: total steps; more than `rise`.
         """
         ...
 
@@ -186,17 +188,17 @@ class Learner(Protocol):
 
         Args:
             rows: any.
-            candidates: for each row (K, C) tokens that might stand at its trained places; then (K, C) log-probabilities
-                of these are returned instead.
+            candidates: for each row (K, C) possible tokens at its trained positions; then (K, C) log-probabilities of
+                these are returned instead.
         """
         ...
 
     def likeliest(self, rows: Sequence[Row], count: int) -> Sequence[NDArray[Any]]:
-        """Return for each row (K, C) the tokens that the policy finds likeliest at each of its trained tokens.
+        """Return for each row (K, C) the most likely tokens under the policy at each of its trained tokens.
 
         Args:
             rows: any.
-            count: C; all tokens where the vocabulary has fewer.
+            count: C; all tokens if the vocabulary has fewer.
         """
         ...
 
@@ -207,7 +209,7 @@ class Learner(Protocol):
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """One for each policy that is served, by the engine's `model`; `engine` is the first."""
+        """One for each served policy, by the engine's `model`; `engine` is the first."""
         ...
 
     def update(self, rows: Sequence[Row]) -> dict[str, float]:
@@ -221,11 +223,11 @@ class Learner(Protocol):
 
     @property
     def seen(self) -> Mapping[Row, SeenTokens]:
-        """What the last update saw of the rows that it read, by row. Empty before the first."""
+        """The last update's view of the rows that it read, by row. Empty before the first."""
         ...
 
     def penalties(self, rows: Sequence[Row]) -> Sequence[NDArray[Any]]:
-        """Return what divergence takes off the reward, for each row (K,) of its trained tokens (`kl_in = "reward"`).
+        """Return the divergence penalty on the reward, for each row (K,) at its trained tokens (`kl_in = "reward"`).
 
         Returns:
             The weight of the divergence times its estimate, from the log-probabilities with which tokens were sampled.
@@ -240,16 +242,16 @@ class Learner(Protocol):
             resumable: False writes the weights alone.
 
         Raises:
-            OSError: they can't be written.
+            OSError: they cannot be written.
         """
         ...
 
     def strip(self, folder: Path) -> None:
-        """Remove what only `load` needs from what `save` wrote, and leave the weights."""
+        """Remove the parts of a checkpoint by `save` that only `load` needs, and leave the weights."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Go back to what `save` wrote, bit for bit.
+        """Restore what `save` wrote, bit for bit.
 
         Raises:
             ConfigError: the folder is a checkpoint of another model or kind.
@@ -263,10 +265,10 @@ class Learner(Protocol):
 
 @runtime_checkable
 class TeacherPolicy(Protocol):
-    """A learner that keeps other weights of its policy than the newest, for a teacher that is the policy itself."""
+    """A learner that also keeps weights other than the newest, for a teacher that is the policy itself."""
 
     def teacher_logprobs(
         self, rows: Sequence[Row], candidates: Sequence[NDArray[Any]] | None = None
     ) -> Sequence[NDArray[Any]]:
-        """Return what `Learner.logprobs` does, with the weights that the learner's options name."""
+        """Return the same as `Learner.logprobs`, with the weights that the learner's options name."""
         ...

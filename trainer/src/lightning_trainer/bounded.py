@@ -1,4 +1,4 @@
-"""A process for one kind of program that others wrote: each question has an amount of processor time and memory."""
+"""A process for one kind of third-party program, with limits of processor time and memory for each question."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LIMITS: Final = (-signal.SIGPROF, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIG
 
 
 class TooLongError(Exception):
-    """A question took more processor time or memory than it may."""
+    """A question needed more processor time or memory than allowed."""
 
 
 class BoundedProcess:
-    """Answers questions, one line each way; started when first needed, and again after a question has ended it.
+    """Answers questions, one line each way. It is started on first use, and again after a question has ended it.
 
     Args:
-        script: calls `answer_lines`; it is run by its path, so that nothing else of ours is loaded.
+        script: calls `answer_lines`; it is run by its path, so that nothing else of this package is loaded.
         words: its arguments.
     """
 
@@ -59,7 +59,7 @@ class BoundedProcess:
             self._end()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "USE_TORCH": "0"}  # transformers would load it, for seconds
+        environment = {**os.environ, "USE_TORCH": "0"}  # transformers would import torch, which takes seconds
         pipe = subprocess.PIPE
         return subprocess.Popen(self._words, stdin=pipe, stdout=pipe, env=environment)  # noqa: S603 - our own words
 
@@ -71,20 +71,20 @@ class BoundedProcess:
 
 
 def answer_lines(answer: Callable[[bytes], bytes], cpu_s: Callable[[bytes], float], memory: int) -> None:
-    """Answer the questions on stdin, each in its time: the process of a `BoundedProcess`.
+    """Answer the questions on stdin, each within its time. This is the process of a `BoundedProcess`.
 
     Args:
-        answer: of a question, without a line break.
-        cpu_s: processor time of a question.
+        answer: returns the answer to a question, without a line break.
+        cpu_s: returns the processor time of a question.
         memory: most bytes of address space.
     """
     import resource
 
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever asks decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the parent process decides
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, cpu_s(line))  # its signal ends a process, also one inside a C function
+        signal.setitimer(signal.ITIMER_PROF, cpu_s(line))  # its signal ends a process even inside a C function
         answered = answer(line)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answered + b"\n")

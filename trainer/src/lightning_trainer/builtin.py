@@ -1,4 +1,4 @@
-"""What the trainer itself brings, registered through the hooks that anybody would use."""
+"""The trainer's built-in parts, registered through the same hooks that plugins use."""
 
 from __future__ import annotations
 

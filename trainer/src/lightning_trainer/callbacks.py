@@ -1,6 +1,6 @@
-"""Callbacks: what takes part in the steps of a run, before a batch is made and after, without the loop knowing it.
+"""Callbacks, which take part in the steps of a run before and after a batch is made; the loop does not know them.
 
-A `CallbackKind` is registered by the hook `lightning_register_callbacks`, and decides by the configuration whether it
+A `CallbackKind` is registered by the hook `lightning_register_callbacks`, and decides from the configuration whether it
 takes part. Backends that learn in this process call them.
 """
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallbackContext:
-    """What a callback is opened with.
+    """Arguments with which a callback is opened.
 
     Attributes:
         run: the run.
         session: runs rollouts.
         learner: the policy.
-        load: loads another model, of a name and the learner's options.
-        kept: `Callback.kept` of all callbacks in the checkpoint that the run goes on from.
+        load: loads another model, from its name and the learner's options.
+        kept: `Callback.kept` of all callbacks in the checkpoint from which the run resumes.
     """
 
     run: OpenRun
@@ -51,10 +51,10 @@ class StepRollouts:
 
     Attributes:
         name: of the run, unique in the store.
-        step: steps taken before.
+        step: number of earlier steps.
         outcomes: of the rollouts.
         traces: reads the traces of attempts.
-        kept: `Callback.kept` of all callbacks after the step before.
+        kept: `Callback.kept` of all callbacks after the previous step.
         seen: the traces that were read for the batch; empty before it is made.
     """
 
@@ -68,10 +68,10 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What a callback adds to a step before its batch is made.
+    """Additions of a callback to a step before its batch is made.
 
     Attributes:
-        outcomes: of rollouts of its own, for the batch.
+        outcomes: of its own rollouts, for the batch.
         metrics: numbers by name.
     """
 
@@ -80,33 +80,33 @@ class Extra:
 
 
 class Callback:
-    """Takes part in the steps of one run. Override what it needs."""
+    """Takes part in the steps of one run. Override the methods that you need."""
 
     @property
     def patience(self) -> int:
-        """Number of first steps without anything to learn that a run takes, because it may help later."""
+        """Number of initial steps with nothing to learn that a run accepts, because the callback may help later."""
         return 0
 
     @property
     def kept(self) -> Mapping[str, Any]:
-        """JSON by name that the checkpoint holds after a step; each replaces what its name had."""
+        """JSON by name, stored in the checkpoint after a step; each value replaces the previous one of its name."""
         return {}
 
     def before_step(self, step: int) -> None:
         """Run before the rollouts of a step are sampled, and after a validation that is due.
 
         Raises:
-            LightningError: the run can't continue.
+            LightningError: the run cannot continue.
         """
 
     def before_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Run before training rollouts are queued, groups as a whole: those of a step, and those that replace some."""
+        """Run before training rollouts are queued, in whole groups: those of a step, and replacements of some."""
 
     def before_batch(self, rollouts: StepRollouts) -> Extra:  # noqa: ARG002 - for those that override it
         """Run once the rollouts of a step have ended.
 
         Raises:
-            LightningError: the run can't continue.
+            LightningError: the run cannot continue.
         """
         return Extra()
 
@@ -114,41 +114,44 @@ class Callback:
         """Return the batch that the policy learns from, and metrics by name.
 
         Raises:
-            LightningError: the run can't continue.
+            LightningError: the run cannot continue.
         """
         return batch, {}
 
     def after_save(self, checkpoint: Path, step: int) -> None:
-        """Add files to a checkpoint of so many steps, which is not in its place yet.
+        """Add files to the checkpoint after so many steps, before it is moved to its final place.
 
         Raises:
-            OSError: they can't be written.
+            OSError: they cannot be written.
         """
 
 
 class CallbackKind:
-    """What is registered: it checks the configuration and opens a callback for a run. Override what it needs."""
+    """The registered object: checks the configuration and opens a callback for a run.
+
+    Override the methods that you need.
+    """
 
     def wanted(self, config: TrainConfig) -> bool:  # noqa: ARG002 - for those that override it
         """Return whether it takes part in a run with this configuration."""
         return True
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse what can't work, before anything is opened.
+        """Refuse options that cannot work, before anything is opened.
 
         Raises:
             ConfigError: an option is wrong, or contradicts another one.
         """
 
     def learner_options(self, config: TrainConfig) -> Mapping[str, Any]:  # noqa: ARG002 - likewise
-        """Return options of the learner that it sets, by name."""
+        """Return the learner options that it sets, by name."""
         return {}
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:  # noqa: ARG002 - likewise
         """Open it for a run; it is closed when the run ends.
 
         Raises:
-            LightningError: it can't take part.
+            LightningError: it cannot take part.
         """
         return nullcontext(Callback())
 

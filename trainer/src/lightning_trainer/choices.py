@@ -1,4 +1,4 @@
-"""Names of which an option takes one. `config` and the backends' own options share them."""
+"""Allowed names of options, shared by `config` and the backends' own options."""
 
 from __future__ import annotations
 

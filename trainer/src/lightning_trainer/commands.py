@@ -1,4 +1,4 @@
-"""What a kit or a plugin registers for each of its commands of `lightning-rl`."""
+"""The entry that a kit or a plugin registers for each of its commands of `lightning-rl`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Listed(NamedTuple):
     """A command that is imported when it is called, so that `lightning-rl --help` stays fast.
 
     Attributes:
-        module: the module that has it, as `command`.
+        module: the module that defines it, as `command`.
         help: its line in the list of commands.
         after: the command that it follows in the list; empty for the end.
     """

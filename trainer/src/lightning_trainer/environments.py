@@ -1,8 +1,8 @@
-"""Environments that exist as task sources: a `verifiers` environment or an OpenEnv server becomes tasks and a target.
+"""Existing environments as task sources: a `verifiers` environment or an OpenEnv server becomes tasks and a target.
 
-An environment has its tasks, its own loop and its own reward. `open_environment` writes its tasks to a file and names
-the function that runs the loop on one of them, with every model call at the attempt's gateway; so training, evaluating
-and everything else work as with any program and any task file.
+An environment has its own tasks, loop and reward. `open_environment` writes its tasks to a file and names the function
+that runs the loop on one of them, with every model call sent to the attempt's gateway. Training, evaluation and
+everything else then work as with any program and any task file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Opened:
     Attributes:
         target: ``module:function`` that runs the environment's loop on one task and returns its reward.
         data: file of its tasks.
-        val: file of held-out tasks; None where none were wanted.
+        val: file of held-out tasks; None if none were requested.
     """
 
     target: str
@@ -44,7 +44,7 @@ class Opened:
 
 
 class EnvironmentKind(Protocol):
-    """What a module of a kind of environments has, next to its ``run(row)``, which returns the reward of one task.
+    """Interface of a module for a kind of environments. It also has ``run(row)``, which returns the reward of one task.
 
     It is registered by the hook `lightning_register_environments`. ``run`` is imported by the agent's workers.
     """
@@ -54,7 +54,7 @@ class EnvironmentKind(Protocol):
     def tasks(
         self, name: str, options: Mapping[str, Any], count: int, held_out: int
     ) -> tuple[Sequence[Row], Sequence[Row]]:
-        """Return tasks to learn from and held-out ones, as JSON."""
+        """Return training tasks and held-out tasks, as JSON."""
         ...
 
 
@@ -64,14 +64,14 @@ def open_environment(
     """Write an environment's tasks to files, and return the target that runs them.
 
     Args:
-        name: ``verifiers:NAME`` or NAME, an installed environment of verifiers; ``openenv:URL`` or URL, an OpenEnv
-            server that runs; KIND or ``KIND:NAME`` for a kind that a plugin registers.
+        name: ``verifiers:NAME`` or NAME, an installed environment of verifiers; ``openenv:URL`` or URL, a running
+            OpenEnv server; KIND or ``KIND:NAME`` for a kind that a plugin registers.
         options: of the environment; see its kind.
-        tasks: at most so many to learn from.
-        held_out: so many others, for ``val``.
+        tasks: maximum number of training tasks.
+        held_out: number of further tasks, for ``val``.
 
     Raises:
-        ConfigError: the package or the environment is not there, or it refuses the options.
+        ConfigError: the package or the environment is missing, or it rejects the options.
         DataError: it has too few tasks, or one that is not JSON.
     """
     kind, rest = _kind(name)
@@ -99,23 +99,23 @@ def _kind(name: str) -> tuple[str, str]:
             " the bare URL of an OpenEnv server."
         )
     if colon or (kind not in _OWN and kind in registry.registered("environment")):
-        registry.by_name("environment", kind)  # or refuse
+        registry.by_name("environment", kind)  # raises if it is unknown
         return kind, rest
     return "verifiers", name
 
 
 def target_of(name: str) -> str:
-    """Return ``module:function`` of what runs an environment.
+    """Return ``module:function`` of the function that runs an environment.
 
     Raises:
-        ConfigError: there is no such kind of environments.
+        ConfigError: the kind of environments is unknown.
     """
     source: EnvironmentKind = registry.by_name("environment", _kind(name)[0])
     return f"{source.__name__}:run"
 
 
 def _write_tasks(folder: Path, name: str, rows: Sequence[Row]) -> Path:
-    """Write tasks under a name that follows from them, so that a run that goes on finds its own."""
+    """Write tasks under a name derived from their content, so that a resumed run finds its own."""
     try:
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     except (TypeError, ValueError) as error:
@@ -133,10 +133,11 @@ def _write_tasks(folder: Path, name: str, rows: Sequence[Row]) -> Path:
 def to_open(values: Mapping[str, Any]) -> bool:
     """Return whether options name an environment that is not opened yet.
 
-    Options of a run that began have both: the environment, and the target and the files that came of it.
+    The options of a run that has begun contain both the environment and the target and files that it was opened to.
 
     Raises:
-        ConfigError: what is the environment's is given besides it, or options of an environment without one.
+        ConfigError: an option that the environment sets is given as well, or environment options without an
+            environment.
     """
     if values.get("env") is None:
         if others := [name for name in NAMES if values.get(name)]:
@@ -152,7 +153,7 @@ def to_open(values: Mapping[str, Any]) -> bool:
 
 
 def unopened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what stands for an environment's target and files until it is opened, for a look at the other options."""
+    """Return placeholders for an environment's target and files until it is opened, to check the other options."""
     pending = {"target": f"{__name__}:run", "data": Path()}
     return pending if values.get("env_held_out") is None else {**pending, "val": Path()}
 
@@ -160,25 +161,21 @@ def unopened(values: Mapping[str, Any]) -> dict[str, Any]:
 def opened(
     env: str, options: Mapping[str, Any] | None, tasks: int | None = None, held_out: int | None = None
 ) -> dict[str, Any]:
-    """Open an environment, and return its target and files as options: target, data, and val where tasks are held out.
-
-    Raises:
-        LightningError: see `open_environment`.
-    """
+    """Open an environment, and return its target and files as options: target, data, and val if tasks are held out."""
     found = open_environment(env, options, tasks=tasks or DEFAULT_TASKS, held_out=held_out or 0)
     return {"target": found.target, "data": found.data, **({} if found.val is None else {"val": found.val})}
 
 
 def of_a_run(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run that goes on, so that its environment is opened again where that is needed.
+    """Return the options of a resumed run, so that its environment is opened again if needed.
 
     Args:
-        values: the options that it began with.
-        given: those given anew.
+        values: the options with which it began.
+        given: those given again.
 
     Returns:
-        Without what came of the environment, where it is named anew or its tasks are not there any more. The program
-        that plays it is today's, also where an earlier version wrote another.
+        Without the environment's target and files, if an environment option is given again or a file of tasks is
+            missing. The program that runs it is the current version's, even if an earlier version wrote another.
     """
     if values.get("env") is None:
         return dict(values)

@@ -1,6 +1,6 @@
-"""95 % intervals of mean rewards and of paired differences: the only place where one is computed. Pure functions.
+"""95 % intervals of mean rewards and of paired differences, which are computed only here. Pure functions.
 
-The unit is the task. Samples of one task are alike, so a task counts once, with the mean of its samples.
+The unit is the task. Samples of one task are correlated, so a task counts once, with the mean of its samples.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 METHOD: Final = "95 %, one value per task, exact for 0/1 rewards (Clopper-Pearson; Gaffke for graded ones)"
-_TAIL: Final = 0.025  # probability outside each end
+_TAIL: Final = 0.025  # probability beyond each end
 _GRID: Final = 4001
-_EQUAL: Final = 1e-12  # share of the range of rewards below which a spread is rounding
+_EQUAL: Final = 1e-12  # share of the reward range below which a spread is rounding error
 
 
-Declared: TypeAlias = tuple[float, float] | None  # range of rewards that the user named; None: nobody did
+Declared: TypeAlias = tuple[float, float] | None  # range of rewards that the user declared; None: not declared
 
 
 class RewardBounds(NamedTuple):
-    """Least and greatest reward that a task may earn, and whether that is known or only what was seen."""
+    """Least and greatest reward that a task may earn, and whether they are known or only observed."""
 
     low: float
     high: float
@@ -37,9 +37,9 @@ class Estimate:
     """A mean over tasks and its 95 % interval.
 
     Attributes:
-        mean: None where there is no task.
+        mean: None if there are no tasks.
         low: lower end of the interval; None likewise.
-        high: its upper end, likewise.
+        high: upper end, likewise.
     """
 
     mean: float | None
@@ -47,15 +47,15 @@ class Estimate:
     high: float | None = None
 
     def to_json(self) -> dict[str, float | None]:
-        """Return the three by name."""
+        """Return the three values by name."""
         return {"mean": self.mean, "low": self.low, "high": self.high}
 
 
 def reward_bounds(rewards: Iterable[float], declared: Declared = None) -> RewardBounds:
     """Return the least and the greatest reward that a task may earn.
 
-    That is the declared range, and what a failure counts as if that is outside of it. Without one it is 0 to 1 if all
-    rewards are in there; otherwise it reaches from the lowest to the highest, and 0 is within it.
+    This is the declared range, extended to the value of a failure if that is outside it. Without a declared range it is
+    0 to 1 if all rewards are within that; otherwise it reaches from the lowest to the highest reward and includes 0.
     """
     values = [*(declared or (0.0,)), *rewards]
     low, high = min(values), max(values)
@@ -67,16 +67,16 @@ def reward_bounds(rewards: Iterable[float], declared: Declared = None) -> Reward
 def estimate_mean(values_N: Sequence[float], bounds: RewardBounds = UNIT) -> Estimate:  # noqa: N803
     """Return the mean over tasks with its 95 % interval.
 
-    Each end allows for one more task that nobody has seen, at the worst (or best) reward there may be, and takes a
-    quantile of the mean under random weights of all tasks, Dirichlet(1, ..., 1) (Gaffke 2005, "Three test statistics
-    for a nonparametric one-sided hypothesis on the mean of a nonnegative variable"; Learned-Miller and Thomas,
-    arXiv 1905.06208). Of 0/1 rewards that is the interval of Clopper and Pearson. Rewards of any other distribution
-    in the bounds are covered, too: a t interval fails where a few tasks earn far less than the rest, such as crashes.
+    Each end allows for one more, unseen task with the worst (or best) possible reward, and takes a quantile of the mean
+    under random weights of all tasks, Dirichlet(1, ..., 1) (Gaffke 2005, "Three test statistics for a nonparametric
+    one-sided hypothesis on the mean of a nonnegative variable"; Learned-Miller and Thomas, arXiv 1905.06208). For 0/1
+    rewards this is the Clopper-Pearson interval. Any other distribution of rewards within the bounds is covered, too; a
+    t interval fails if a few tasks earn far less than the rest, such as crashes.
 
-    Where the bounds are only those of the rewards that were seen, the interval is no narrower than Student's.
+    If the bounds are only those of the observed rewards, the interval is no narrower than Student's.
 
     Args:
-        values_N: (N,) one number a task: the mean of its samples.
+        values_N: (N,) one number per task: the mean of its samples.
         bounds: least and greatest reward that a task may earn, see `reward_bounds`.
     """
     if len(values_N) == 0:
@@ -96,20 +96,21 @@ def estimate_difference(
     *,
     comparisons: int = 1,
 ) -> Estimate:
-    """Return by how much one mean over tasks is above another, paired by task, with its 95 % interval, by Student's t.
+    """Return by how much one mean over tasks exceeds another, paired by task, with its 95 % interval, by Student's t.
 
-    With 0/1 rewards a difference is -1, 0 or 1, and Student's interval holds the truth in as few as 88 % at 10 tasks.
-    There it reaches at least as far as `estimate_mean` between the differences that were seen and 0.
+    With 0/1 rewards a difference is -1, 0 or 1, and Student's interval contains the truth in as few as 88 % of cases at
+    10 tasks. The interval then reaches at least as far as that of `estimate_mean` between the observed differences and
+    0.
 
-    Where all tasks differ by the same, their spread says nothing. Then it is as `estimate_mean`, within what one more
-    task might be: no difference or twice this one, and where there is none, any.
+    If all tasks differ by the same amount, their spread is uninformative. The interval is then that of `estimate_mean`,
+    within what one more task could be: no difference or twice this one; if there is no difference, any.
 
     Args:
-        this_N: (N,) one number a task: the mean of its samples.
-        other_N: (N,) the same of what it is compared with.
+        this_N: (N,) one number per task: the mean of its samples.
+        other_N: (N,) the same for the other side of the comparison.
         declared: range of the rewards.
-        comparisons: number of differences of which all intervals together hold the truth in 95 % (Bonferroni): each
-            then has the level 1 - 0.05 / comparisons.
+        comparisons: number of differences whose intervals all contain the truth in 95 % of cases (Bonferroni): each has
+            the level 1 - 0.05 / comparisons.
     """
     if len(this_N) == 0:
         return Estimate(None)
@@ -135,12 +136,12 @@ def _ends(values: np.ndarray, bounds: Sequence[float], tail: float = _TAIL) -> t
 
 
 def _lower_share(shares: np.ndarray, tail: float) -> float:
-    """Return the lower end of the mean of shares in 0..1.
+    """Return the lower end of the interval of the mean of shares in 0..1.
 
-    The mean under Dirichlet weights has the first two moments of a beta distribution, and with shares of 0 and 1 is
-    one; it is taken for one here.
+    The mean under Dirichlet weights has the first two moments of a beta distribution, and is beta-distributed if all
+    shares are 0 or 1; it is treated as beta-distributed here.
     """
-    count = len(shares) + 1  # with the task that nobody has seen, at 0
+    count = len(shares) + 1  # includes the unseen task, at 0
     mean = float(shares.sum()) / count
     variance = (float(np.square(shares).sum()) / count - mean**2) / (count + 1)
     if variance <= 0:
@@ -150,7 +151,7 @@ def _lower_share(shares: np.ndarray, tail: float) -> float:
 
 
 def _t_error(values: np.ndarray, tail: float = _TAIL) -> float:
-    """Return half the width of Student's interval; 0 where there is but one value."""
+    """Return half the width of Student's interval; 0 for a single value."""
     count = len(values)
     if count == 1:
         return 0.0
@@ -163,7 +164,7 @@ def _t_error(values: np.ndarray, tail: float = _TAIL) -> float:
 def _beta_log_odds(a: float, b: float, probability: float) -> float:
     """Return log(x / (1 - x)) of the quantile x of a beta distribution.
 
-    In the log odds its density is smooth and has one peak, which sums on a grid follow to five digits.
+    In the log odds the density is smooth and has one peak, so sums on a grid are accurate to five digits.
     """
     peak, spread = math.log(a / b), math.sqrt(1 / a + 1 / b)
     odds = np.linspace(peak - 8 * spread - 20 / a, peak + 8 * spread + 20 / b, _GRID)

@@ -1,4 +1,4 @@
-"""Judges of groups: what the table `judge` of a configuration chooses, and what it does with rollouts that ended.
+"""Judges of groups: chosen by the table `judge` of a configuration, and applied to rollouts that ended.
 
 A judge compares the rollouts of a group with each other and gives each a reward. Kinds of judges are registered by the
 hook `lightning_register_judges`, and chosen with `judge.kind`.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_spans.store import Store
     from lightning_trainer.rl.rollouts import Outcome
 
-CACHE_NAME: Final = "judge.jsonl"  # in a run's folder: verdicts by what was judged
+CACHE_NAME: Final = "judge.jsonl"  # in a run's folder: verdicts, by what was judged
 NO_VERDICT: Final = "the judge gave no verdict"
 DEFAULT_KIND: Final = "model"
 
@@ -30,10 +30,10 @@ class RolloutJudge(ABC):
 
     @abstractmethod
     def verdicts(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return the outcomes with the judge's rewards, which are in the store too.
+        """Return the outcomes with the judge's rewards, which are also in the store.
 
-        Rollouts that did not succeed are not judged. If the judge gives no verdict, the rollouts of a group are left
-        out, each with the reason in `unjudged`: no verdict is no 0.
+        Rollouts that did not succeed are not judged. If the judge gives no verdict, the rollouts of a group are
+        excluded, each with the reason in `unjudged`: a missing verdict does not count as 0.
         """
 
     def judge(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -48,7 +48,7 @@ class RolloutJudge(ABC):
         return judged
 
     def close(self) -> None:  # noqa: B027 - not every judge holds something
-        """Close what it holds."""
+        """Release its resources."""
 
 
 class JudgePlan(Protocol):
@@ -56,21 +56,21 @@ class JudgePlan(Protocol):
 
     @property
     def concurrency(self) -> int:
-        """Groups that are judged at once."""
+        """Number of groups that are judged at once."""
         ...
 
     @property
     def longest_s(self) -> float:
-        """Most seconds that a group may take."""
+        """Most seconds that judging a group may take."""
         ...
 
     def open(self, store: Store, *, seed: int, cache: Path | None) -> RolloutJudge:
-        """Make the judge.
+        """Open the judge.
 
         Args:
-            store: has the rollouts' traces; takes the judge's rewards.
-            seed: of what it chooses by chance.
-            cache: file that may keep verdicts, for a run that resumes; None: they are kept in memory.
+            store: contains the rollouts' traces; receives the judge's rewards.
+            seed: of its random choices.
+            cache: file in which verdicts may be kept, for a run that resumes; None: they are kept in memory.
         """
         ...
 
@@ -80,7 +80,7 @@ JudgeKind: TypeAlias = Callable[[Mapping[str, Any]], JudgePlan]
 
 
 def read_judge(reward: str | None, table: Mapping[str, Any]) -> JudgePlan | None:
-    """Read what a configuration says of a judge; None where there is none.
+    """Read the judge of a configuration; None if it has none.
 
     Args:
         reward: the option `reward`.
@@ -97,7 +97,7 @@ def read_judge(reward: str | None, table: Mapping[str, Any]) -> JudgePlan | None
 
 @contextmanager
 def open_judge(plan: JudgePlan | None, store: Store, *, seed: int, cache: Path | None) -> Iterator[RolloutJudge | None]:
-    """Open the judge that a configuration names; None where it names none."""
+    """Open the judge that a configuration names; None if it names none."""
     if plan is None:
         yield None
         return
@@ -106,7 +106,7 @@ def open_judge(plan: JudgePlan | None, store: Store, *, seed: int, cache: Path |
 
 
 def silent(outcomes: Sequence[Outcome]) -> str | None:
-    """Say why a judge gave no verdict on any of these groups; None where it gave one, or none was asked for."""
+    """Return why a judge gave no verdict on any of these groups; None if it gave one, or none was requested."""
     asked = [outcome for outcome in outcomes if outcome.attempt is not None and outcome.crash is None]
     if not asked or any(outcome.unjudged is None for outcome in asked):
         return None

@@ -1,7 +1,8 @@
-"""Names of agents that a program does not send: by rules over its requests, the first that matches.
+"""Names for agents whose program sends none: from rules over its requests, of which the first match counts.
 
-A rule is ``[NAME=]WHERE[:REGEX]``. WHERE is ``system`` (the system prompt), ``model`` (the model asked for) or
-``header:FIELD``. The name is NAME; without one, what the expression's first group matched, or all that it matched.
+A rule is ``[NAME=]WHERE[:REGEX]``. WHERE is ``system`` (the system prompt), ``model`` (the requested model) or
+``header:FIELD``. The name is NAME; without NAME, the match of the expression's first group, or its whole match if it
+has no group.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lightning_spans.errors import ConfigError
 _RULE: Final = re.compile(
     r"(?:(?P<name>[^=:]+)=)?(?P<where>system|model|header:(?P<field>[A-Za-z0-9_-]+))(?::(?P<pattern>.*))?", re.DOTALL
 )
-_LONGEST: Final = 200  # characters of a name that a program's request gives
+_LONGEST: Final = 200  # most characters of a name from a program's request
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,9 @@ class NameRule:
 
     Attributes:
         where: which part of a request it reads.
-        field: the header's name, in small letters; empty for the others.
-        pattern: what must be found there.
-        name: the agent's name; None: what was found.
+        field: the header's name, in lower case; empty for the others.
+        pattern: must match somewhere in that part.
+        name: the agent's name; None: the matched text.
     """
 
     where: Literal["system", "model", "header"]
@@ -36,7 +37,7 @@ class NameRule:
     name: str | None
 
     def name_of(self, request: Mapping[str, Any], model: str, headers: Mapping[bytes, bytes]) -> str | None:
-        """Return the name of a request's agent; None where the rule does not say."""
+        """Return the name of a request's agent; None if the rule gives none."""
         found = self.pattern.search(self._text(request, model, headers))
         if found is None:
             return None
@@ -52,10 +53,10 @@ class NameRule:
 
 
 def parse_rules(texts: Sequence[str]) -> tuple[NameRule, ...]:
-    """Read rules.
+    """Parse rules.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: one is invalid.
     """
     return tuple(_rule(text) for text in texts)
 
@@ -63,13 +64,13 @@ def parse_rules(texts: Sequence[str]) -> tuple[NameRule, ...]:
 def agent_of(
     rules: Sequence[NameRule], request: Mapping[str, Any], model: str, headers: Mapping[bytes, bytes]
 ) -> str | None:
-    """Return the name that the first rule that matches gives to a request.
+    """Return the name that the first matching rule gives to a request; None if no rule gives one.
 
     Args:
         rules: in their order.
-        request: as a chat completion asks for it.
-        model: that the program asked for.
-        headers: of the request, with small letters.
+        request: in the format of a chat completion.
+        model: requested by the program.
+        headers: of the request, with lower-case names.
     """
     return next((name for rule in rules if (name := rule.name_of(request, model, headers)) is not None), None)
 

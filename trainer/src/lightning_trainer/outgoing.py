@@ -1,6 +1,6 @@
-"""Requests to servers of others: an address that is one, a key that a header can carry, an answer that has an end.
+"""Requests to third-party servers: valid addresses, keys that fit into a header, and answers with a deadline.
 
-Several are made at once by threads that nobody waits for.
+Concurrent requests run in daemon threads, which the process does not wait for when it ends.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
-_BUSY: Final = frozenset({429, 503})  # that may say with Retry-After when to come again (RFC 9110, section 10.2.3)
+_BUSY: Final = frozenset({429, 503})  # these may give the time of a retry with Retry-After (RFC 9110, section 10.2.3)
 _LOOK_S: Final = 0.2
-_LEAST_PAUSE_S: Final = 0.1  # where a server says 0, or a date that is past
+_LEAST_PAUSE_S: Final = 0.1  # if a server gives 0, or a past date
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is an address that can be asked over HTTP."""
+    """Whether a text is an address that can be requested over HTTP."""
     import httpx
 
     try:
@@ -44,14 +44,14 @@ def is_url(text: str) -> bool:
 
 
 def bearer(key: str | None, origin: str) -> dict[str, str]:
-    """Return the header of a key; none where there is no key.
+    """Return the header of a key; empty if there is no key.
 
     Args:
-        key: as it was given.
-        origin: where it comes from, for the error, which does not show it.
+        key: as given.
+        origin: where the key comes from, for the error, which does not show the key.
 
     Raises:
-        ConfigError: no header can carry it.
+        ConfigError: the key cannot be sent in a header.
     """
     key = (key or "").strip()
     if not key:
@@ -64,18 +64,18 @@ def bearer(key: str | None, origin: str) -> dict[str, str]:
 def post_json(client: httpx.Client, url: str, body: dict[str, Any], *, within_s: float) -> httpx.Response:
     """Post a body, and return the whole answer.
 
-    A client's time-out is that of each piece of an answer, so a server that sends blanks while it works would be
-    waited for without end: here the whole of it has to be there. A server that is busy, and says for how long, is asked
-    again then, where that is within the time.
+    A client's time-out applies to each piece of an answer, so it would never end the wait for a server that sends
+    blanks while it works; here the whole answer must arrive in time. If a busy server gives the time of a retry and
+    that is within the limit, the request is sent again then.
 
     Args:
-        client: its own time-out is of no account.
+        client: its own time-out is ignored.
         url: where to.
-        body: sent as ASCII: what was recorded may hold half of a character, which UTF-8 has not.
-        within_s: seconds, of the answer as a whole, what is waited for a busy server included, and of each piece of it.
+        body: sent as ASCII, because recorded text may contain half of a surrogate pair, which UTF-8 cannot encode.
+        within_s: seconds for the answer as a whole, including the wait for a busy server, and for each piece of it.
 
     Raises:
-        httpx.HTTPError: there was none, or none within this time.
+        httpx.HTTPError: there was no answer, or none within this time.
     """
     import httpx
 
@@ -100,19 +100,19 @@ def post_json(client: httpx.Client, url: str, body: dict[str, Any], *, within_s:
 def at_once(
     ask: Callable[[Asked], Answer], about: Sequence[Asked], most: int, check: Callable[[], None] = lambda: None
 ) -> list[Answer]:
-    """Ask about several things at once, and return the answers in the order of what was asked.
+    """Make several requests concurrently, and return the answers in the order of `about`.
 
-    A server may be slow for as long as a request has time. So its threads are none that an executor would wait for, and
-    a program that is to end does: what is under way is then given up, and the rest is never asked.
+    A server may take as long as a request's time-out. The threads are therefore daemons, which no executor waits for,
+    so that the program can end: requests under way are then abandoned, and the others are never sent.
 
     Args:
         ask: makes a request.
-        about: what to ask about.
-        most: requests at once.
-        check: called between looks; raises to give up.
+        about: what each request is about.
+        most: maximum number of concurrent requests.
+        check: called while waiting; raises to give up.
 
     Raises:
-        Exception: what `ask` or `check` raised first.
+        Exception: the first that `ask` or `check` raised.
     """
     left, ended = deque(enumerate(about)), SimpleQueue[tuple[int, Future[Answer]]]()
 
@@ -146,7 +146,7 @@ def _answer_now(ask: Callable[[Asked], Answer], about: Asked) -> Future[Answer]:
 
 
 def _retry_after_s(text: str) -> float:
-    """Read for how many seconds a server is busy: it says so, or gives a date. Infinite where it says neither."""
+    """Return for how many seconds a server is busy, from a number or a date; infinite if the text is neither."""
     text = text.strip()
     if text.isascii() and text.isdigit():
         return max(float(text), _LEAST_PAUSE_S)
@@ -154,6 +154,6 @@ def _retry_after_s(text: str) -> float:
         until = parsedate_to_datetime(text)
     except ValueError:
         return math.inf
-    if until.tzinfo is None:  # of "-0000": UTC, from a place that is not told
+    if until.tzinfo is None:  # "-0000": UTC, from an unknown time zone
         until = until.replace(tzinfo=UTC)
     return max((until - datetime.now(UTC)).total_seconds(), _LEAST_PAUSE_S)

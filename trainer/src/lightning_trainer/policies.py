@@ -1,8 +1,8 @@
-"""Which policy answers which agent: `writer=lora,rewriter=lora:team,checker=base`, read once.
+"""The policy of each agent: `writer=lora,rewriter=lora:team,checker=base`, parsed once.
 
-A value is `lora` (an adapter of the agent's own, named after it), `lora:NAME` (an adapter with this name; agents that
-name the same one share it), `fixed` or `fixed:NAME` (an adapter of the checkpoint that training starts from, served and
-never trained) or `base` (the model without any, likewise). No torch here.
+A value is `lora` (the agent's own adapter, named after it), `lora:NAME` (an adapter with this name; agents that name
+the same one share it), `fixed` or `fixed:NAME` (an adapter of the checkpoint that training starts from, served and
+never trained) or `base` (the model without adapters, also served and never trained). No torch here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Final
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob, selects
 
-BASE: Final = "base"  # the name under which the starting model is served, and how a policy says so
-SHARED: Final = "shared"  # the adapter of agents that are trained and have no policy of their own
+BASE: Final = "base"  # the name under which the starting model is served, and its value as a policy
+SHARED: Final = "shared"  # the adapter of trained agents without a policy of their own
 DEFAULT_RANK: Final = 16
-ADAPTERS_NAME: Final = "adapters.json"  # in a checkpoint of several adapters: which they are, and of what model
+ADAPTERS_NAME: Final = "adapters.json"  # in a checkpoint of several adapters: their names, and their model
 _LORA: Final = "lora"
 _FIXED: Final = "fixed"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -29,7 +29,8 @@ class Policies:
     """Policies by agent.
 
     Attributes:
-        by_agent: policy of each agent name, path or glob; exact ones go before globs, these in the order given.
+        by_agent: policy of each agent name, path or glob; exact ones take precedence over globs, these in the given
+            order.
         fixed: names of the adapters that are not trained.
     """
 
@@ -37,17 +38,17 @@ class Policies:
     fixed: frozenset[str] = frozenset()
 
     def of(self, agent: str | None) -> str | None:
-        """Return the policy of the agent of a path; None for one that has none, or has no name."""
+        """Return the policy of the agent with this path; None if it has no policy, or no name."""
         if agent is not None and agent in self.by_agent:
             return self.by_agent[agent]
         meant = [pattern for pattern in self.by_agent if selects((pattern,), agent)]
         exact = [pattern for pattern in meant if not is_glob(pattern)]
-        first = max(exact, key=len) if exact else next(iter(meant), None)  # the longest path says most
+        first = max(exact, key=len) if exact else next(iter(meant), None)  # the longest path is the most specific
         return None if first is None else self.by_agent[first]
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters, in the order in which they are first named."""
+        """Names of the adapters, in the order of their first mention."""
         return tuple(dict.fromkeys(policy for policy in self.by_agent.values() if policy != BASE))
 
     @property
@@ -57,13 +58,13 @@ class Policies:
 
 
 def parse(values: Mapping[str, str]) -> Policies:
-    """Read what `--policy` says.
+    """Parse the values of `--policy`.
 
     Raises:
-        ConfigError: a value is none of the three forms, a name can't be used, or two agents' own adapters would have
-            one name.
+        ConfigError: a value has none of the forms above, a name is invalid, two agents' own adapters would have the
+            same name, or an adapter would be both trained and fixed.
     """
-    owners: dict[str, str] = {}  # who has an adapter named after it
+    owners: dict[str, str] = {}  # the agent that an adapter is named after, by adapter
     by_agent: dict[str, str] = {}
     kinds: dict[str, set[str]] = {_LORA: set(), _FIXED: set()}
     for agent, value in sorted(values.items(), key=lambda item: is_glob(item[0])):
@@ -93,17 +94,18 @@ _NAME_IT: Final = "Give one a name: AGENT=lora:NAME."
 
 
 def complete(values: Mapping[str, str], agents: Sequence[str] | None) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Put `--policy` and `--agents` together.
+    """Combine `--policy` and `--agents`.
 
     Args:
         values: policies as given; not empty.
-        agents: names and globs of the agents to train; None: those that have an adapter.
+        agents: names and globs of the agents to train; None: those with a trained adapter.
 
     Returns:
-        The policies, with the shared adapter for agents that are trained and name none; and the agents to train.
+        The policies, with the shared adapter for trained agents that name none; and the agents to train.
 
     Raises:
-        ConfigError: see `parse`; or a policy is of an agent that is not to be trained, or none is.
+        ConfigError: see `parse`; or a trained policy belongs to an agent that is not to be trained, an agent to train
+            has a policy that is not trained, or no policy is trained.
     """
     known = parse(values)
     trained = known.trained
@@ -124,7 +126,7 @@ def complete(values: Mapping[str, str], agents: Sequence[str] | None) -> tuple[d
 
 
 def read_weights(text: str) -> dict[str, float]:
-    """Read `writer=2.0,checker=1`.
+    """Parse `writer=2.0,checker=1`.
 
     Raises:
         ConfigError: a part is not AGENT=NUMBER.
@@ -142,7 +144,7 @@ def read_weights(text: str) -> dict[str, float]:
 
 
 def read_counts(text: str) -> dict[str, int]:
-    """Read `writer=5,checker=3`.
+    """Parse `writer=5,checker=3`.
 
     Raises:
         ConfigError: a part is not AGENT=K.
@@ -159,10 +161,10 @@ def read_counts(text: str) -> dict[str, int]:
 
 
 def read_text(texts: str | Iterable[str]) -> dict[str, str]:
-    """Read `a=lora,b=lora:team`, in one text or several.
+    """Parse `a=lora,b=lora:team`, in one text or several.
 
     Raises:
-        ConfigError: a part is not AGENT=POLICY, or an agent stands there twice.
+        ConfigError: a part is not AGENT=POLICY, or an agent is listed twice.
     """
     found: dict[str, str] = {}
     for part in ",".join([texts] if isinstance(texts, str) else texts).split(","):
@@ -180,7 +182,7 @@ def read_text(texts: str | Iterable[str]) -> dict[str, str]:
 
 
 def _own_name(agent: str) -> str:
-    """Name an adapter after its agent; a folder and a model name allow less than an agent's name does."""
+    """Return the name of an agent's own adapter; folder and model names allow fewer characters than agent names."""
     if is_glob(agent):
         raise ConfigError(f"policy {agent}=lora: many agents share it, so it needs a name: {agent}=lora:NAME.")
     return re.sub(r"[^A-Za-z0-9_-]+", "_", agent).strip("_-")

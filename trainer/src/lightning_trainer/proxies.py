@@ -1,4 +1,4 @@
-"""Proxies of the environment: never for this machine, and named where one stands between us and a server."""
+"""Proxies of the environment: never used for this machine, and named in errors about other servers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NAMES: Final = ("no_proxy", "NO_PROXY")  # most programs read the first, some o
 
 
 def bypass_for_loopback(environ: MutableMapping[str, str]) -> None:
-    """Have this process, and all that it starts, reach this machine without a proxy.
+    """Let this process and its child processes reach this machine without a proxy.
 
-    A company's ``HTTP_PROXY`` can't reach the gateway, nor a model on this machine.
+    A company's ``HTTP_PROXY`` cannot reach the gateway, or a model on this machine.
     """
     for name in _NAMES:
         given = environ.get(name) or environ.get("no_proxy", environ.get("NO_PROXY", ""))
@@ -26,7 +26,7 @@ def bypass_for_loopback(environ: MutableMapping[str, str]) -> None:
 
 
 def through_proxy(url: str) -> str:
-    """Say through which proxy of the environment a URL is reached, to be put after it; empty where through none."""
+    """Return a suffix that names the environment's proxy through which a URL is reached; empty if there is none."""
     place = urlsplit(url)
     if proxy_bypass(place.hostname or ""):
         return ""

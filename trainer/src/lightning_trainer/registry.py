@@ -1,7 +1,7 @@
-"""What a configuration chooses by name, from the trainer and from plugins: algorithms, backends, credit and the rest.
+"""Everything that a configuration chooses by name, from the trainer and from plugins: algorithms, backends, credit etc.
 
-The trainer's own come through the same hooks as everybody's, and are in `lightning_trainer.builtin`. This is the one
-place where the training side loads plugins.
+The trainer's own parts come through the same hooks as those of plugins; see `lightning_trainer.builtin`. On the
+training side, plugins are loaded only here.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def _refuse_removed(kind: Kind, name: str) -> None:
     """Refuse a name that earlier versions had, unless a plugin registers it.
 
     Raises:
-        ConfigError: says why it was removed, and what to use instead.
+        ConfigError: gives the reason for the removal, and a replacement.
     """
     if (kind, name) in _REMOVED and name not in registered(kind):
         raise ConfigError(_REMOVED[kind, name])
 
 
 def by_name(kind: Kind, name: str) -> Any:
-    """Return what is registered under a name.
+    """Return the object that is registered under a name.
 
     Raises:
-        ConfigError: nothing is, or two plugins claim one name.
+        ConfigError: the name is unknown, or two plugins claim one name.
     """
     known = registered(kind)
     if name not in known:
@@ -69,17 +69,17 @@ def by_name(kind: Kind, name: str) -> Any:
 
 
 def check(kind: Kind, name: str | None) -> None:
-    """Refuse a name that nothing has; None chooses nothing.
+    """Refuse an unknown name; None chooses nothing.
 
     Raises:
-        ConfigError: names the nearest one, and all that there are.
+        ConfigError: names the closest match, and all available names.
     """
     if name is not None and (kind, name) != ("tool format", NO_FORMAT):
         by_name(kind, name)
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
-    """Return the error for a name that nothing has: it names the nearest, and all that there are."""
+    """Return the error for an unknown name: it names the closest match, and all available names."""
     listed = sorted(names)
     near = difflib.get_close_matches(name.lower(), listed, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -87,7 +87,7 @@ def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
 
 
 def registered(kind: Kind) -> dict[str, Any]:
-    """Return what the trainer and the installed plugins register, by name.
+    """Return all objects that the trainer and the installed plugins register, by name.
 
     Raises:
         ConfigError: two plugins claim one name.
@@ -97,7 +97,7 @@ def registered(kind: Kind) -> dict[str, Any]:
 
 
 def offered(kind: Kind) -> list[str]:
-    """Name what a user may choose: all that is registered, but what says of itself that it is `internal`.
+    """Return the names that a user may choose: all that are registered and not marked `internal`.
 
     Raises:
         ConfigError: two plugins claim one name.
@@ -106,13 +106,13 @@ def offered(kind: Kind) -> list[str]:
 
 
 def load_plugins() -> None:
-    """Import and register the trainer's own plugin, its kits and every installed plugin, once in a process."""
+    """Import and register the trainer's own plugin, its kits and every installed plugin, once per process."""
     _load(hooks.manager())
 
 
 @functools.cache
 def kit_commands() -> dict[str, Listed]:
-    """Return the commands of the kits, by name. Importing what registers them imports nothing else of a kit."""
+    """Return the commands of the kits, by name. Importing a kit's `plugin` module imports nothing else of the kit."""
     found: dict[str, Listed] = {}
     for module in _kits().values():
         if hasattr(module, "lightning_register_commands"):
@@ -122,7 +122,7 @@ def kit_commands() -> dict[str, Listed]:
 
 @functools.cache
 def _kits() -> dict[str, Any]:
-    """Import what registers each kit: a folder in `kits/` with a module `plugin`."""
+    """Import and return the `plugin` module of each kit, which is a folder in `kits/`."""
     home = import_module(f"{__package__}.kits")
     return {
         each.name: import_module(f"{home.__name__}.{each.name}.plugin") for each in pkgutil.iter_modules(home.__path__)
@@ -133,5 +133,5 @@ def _kits() -> dict[str, Any]:
 def _load(_manager: pluggy.PluginManager) -> None:
     for name, module in _kits().items():
         hooks.register(module, f"kit {name}")
-    hooks.load(hooks.TRAINER)  # an error; another plugin that does not load is logged and left out
+    hooks.load(hooks.TRAINER)  # raises on failure; other plugins that fail to load are logged and left out
     hooks.load_all()

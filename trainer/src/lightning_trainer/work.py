@@ -1,4 +1,4 @@
-"""Where a command works in each attempt, and which other command gives its reward."""
+"""Options of a command: its work folder, its sandbox, and the command that gives its reward."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Final, Literal
 
 from lightning_spans.errors import ConfigError
 
-FROM_DESCRIPTOR: Final = "fd"  # `reward_from`: a descriptor whose number is in LIGHTNING_REWARD_FD
+FROM_DESCRIPTOR: Final = "fd"  # `reward_from`: a file descriptor whose number is in LIGHTNING_REWARD_FD
 
 BUBBLEWRAP: Final = "bwrap"
-SandboxProgram = Literal["bwrap", "docker", "podman"]  # what opens a sandbox
+SandboxProgram = Literal["bwrap", "docker", "podman"]  # programs that open a sandbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,17 +20,17 @@ class Work:
     """Options of a command's work.
 
     Attributes:
-        workdir: each attempt works in a clone or a copy of this folder; None: all where the runner was started.
-        workdir_size: most that such a folder may take, such as ``2GiB``.
-        restore: globs of files there that are put back as they were before the reward.
-        reward_command: program and arguments that give the reward, run where the command worked; None: none does.
-        reward_timeout_s: after which it has earned 0.
+        workdir: each attempt works in a clone or a copy of this folder; None: all work where the runner was started.
+        workdir_size: maximum size of such a folder, such as ``2GiB``.
+        restore: globs of files there that are restored before the reward.
+        reward_command: program and arguments that give the reward, run where the command worked; None: no such program.
+        reward_timeout_s: seconds after which the reward is 0.
         reward_from: where a command writes its reward: ``fd``, or a file; None: on the last line that it prints.
-        reward_range: least and greatest reward that a command may give, with a comma between.
-        sandbox: program that opens a sandbox for each command; None: they run as any other program.
+        reward_range: least and greatest reward that a command may give, separated by a comma.
+        sandbox: program that opens a sandbox for each command; None: no sandbox.
         sandbox_image: container image that docker or podman start.
         sandbox_read: files and folders of this machine that the sandbox may also read.
-        sandbox_env: names, or globs, of variables that the sandbox also gets.
+        sandbox_env: names, or globs, of environment variables that the sandbox also gets.
     """
 
     workdir: str | None = None
@@ -50,7 +50,7 @@ class Work:
         """Least and greatest reward.
 
         Raises:
-            ConfigError: `reward_range` is no range.
+            ConfigError: `reward_range` is not a range.
         """
         try:
             low, high = map(float, self.reward_range.split(","))
@@ -66,14 +66,17 @@ class Work:
         return low, high
 
     def declared(self, *, command: str | None, reward: str | None) -> tuple[float, float] | None:
-        """Return the range of all rewards; None where no command gives them, because others are not held to one."""
+        """Return the range of all rewards.
+
+        None if it is infinite, or if no command gives them, because others are not limited.
+        """
         if command is None or reward is not None or not all(map(math.isfinite, self.bounds)):
             return None
         return self.bounds
 
     @classmethod
     def declared_in(cls, options: Mapping[str, Any]) -> tuple[float, float] | None:
-        """Return the same from a run's kept options; None also where they are not known."""
+        """Return the same from a run's stored options; None also if they are invalid."""
         try:
             return cls.of(options).declared(command=options.get("command"), reward=options.get("reward"))
         except (ConfigError, TypeError, AttributeError):
@@ -81,22 +84,22 @@ class Work:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Work:
-        """Return those that stand among a run's options."""
+        """Return the work options among a run's options."""
         given: dict[str, Any] = {
             each.name: options[each.name] for each in fields(cls) if options.get(each.name) is not None
         }
-        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}  # of JSON
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}  # from JSON
         return cls(**{**given, **lists})
 
     def check(self, *, command: str | None, reward: str | None) -> None:
-        """See that these options belong together.
+        """Check that these options are compatible.
 
         Args:
-            command: the agent, where it is a command.
-            reward: who else gives the reward.
+            command: the agent, if it is a command.
+            reward: the other source of the reward.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: they are not.
         """
         _ = self.bounds
         by_command = command is not None and reward is None

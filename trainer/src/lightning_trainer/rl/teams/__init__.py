@@ -1,1 +1,1 @@
-"""For several agents that learn together: the weight of each one's calls."""
+"""Teams of agents that learn together: the weight of each agent's calls."""

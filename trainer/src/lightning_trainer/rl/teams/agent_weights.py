@@ -1,4 +1,4 @@
-"""Weights of agents in the loss, so that an agent that speaks more does not move the weights more."""
+"""Weights of agents in the loss, so that an agent with more tokens does not change the policy more."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def weigh_agents(rows: Sequence[Row], weights: Sequence[Floats], agent_weight: A
         rows: of one optimiser step of one policy.
         weights: for each row (K,) weights of its trained tokens: `rows.token_weights`.
         agent_weight: a factor by agent, 1 for agents that are not named; or ``equal``: the tokens of each agent have
-            the
-            same total weight, and the total of all tokens is unchanged.
+            the same total weight, and the total of all tokens is unchanged.
     """
     if not agent_weight:
         return list(weights)
