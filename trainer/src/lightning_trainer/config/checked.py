@@ -12,7 +12,7 @@ from lightning_trainer.options.record import OptionRecord
 
 
 class CheckedRecord(OptionRecord):
-    """Options that are checked when they are made.
+    """Options that are checked at construction.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value.

@@ -1,4 +1,4 @@
-"""Options of a run that contradict each other; each message says which one to change."""
+"""Checks for options of a run that contradict each other. Each message says which one to change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def cross_check(config: TrainFields) -> None:
-    """Refuse options that contradict each other; each message says which one to change."""
+    """Reject options that contradict each other. Each message says which one to change."""
     algorithm = registry.by_name("algorithm", config.algorithm)
     registry.check("credit", config.credit)
     registry.check("backend", config.backend)
@@ -75,7 +75,7 @@ def cross_check(config: TrainFields) -> None:
 
 
 def _of_agent_weight(config: TrainFields) -> dict[str, bool]:
-    """Return which weights of agents would have no effect."""
+    """Return the problems with agent weights that would have no effect."""
     named = {} if config.agent_weight == "equal" else config.agent_weight
     wrong = [f"{name} = {weight:g}" for name, weight in named.items() if weight <= 0]
     strangers = [name for name in named if name not in (config.agents or ())]
@@ -94,7 +94,7 @@ def _of_agent_weight(config: TrainFields) -> dict[str, bool]:
 
 
 def _of_forks(config: TrainFields) -> dict[str, bool]:
-    """Return what can't be together with forks, and what is nothing without them."""
+    """Return the conflicts of options with forks, and the options that need forks."""
     if config.by_coalitions:
         return _of_coalitions(config)
     if not config.forked:
@@ -123,7 +123,7 @@ def _of_forks(config: TrainFields) -> dict[str, bool]:
 
 
 def _of_coalitions(config: TrainFields) -> dict[str, bool]:
-    """Return what can't be where the frozen base stands in for agents."""
+    """Return the conflicts of options with orders, for which the frozen base replaces agents."""
     what, agents = f"orders = {config.orders}", config.agents or ()
     return {
         f"{what} runs coalitions of agents, credit = {config.credit} alternatives of calls, and both would take the"

@@ -1,4 +1,4 @@
-"""What the algorithm and the credit that are chosen by name say of themselves."""
+"""Properties of the algorithm, credit and backend that are chosen by name."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any, Final, Protocol
 
 from lightning_trainer import registry
 
-OF_ONE_BACKEND: Final = ("tinker_url", "max_cost", "prices")  # refused by backends that do not take them
+OF_ONE_BACKEND: Final = ("tinker_url", "max_cost", "prices")  # rejected by backends that do not accept them
 
 
 class ChosenAlgorithm(Protocol):
-    """What is asked of an algorithm here; see `lightning_trainer.rl.algorithms.protocol`, a floor above."""
+    """The properties used here of an algorithm; see `lightning_trainer.rl.algorithms.protocol`, a layer above."""
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Options that it sets where they are not given."""
+        """Options that it sets if they are not given."""
 
     @property
     def critic(self) -> bool:
-        """Whether it learns values."""
+        """Whether it learns a value function."""
 
 
 def chosen_algorithm(name: str) -> ChosenAlgorithm:
-    """Return the algorithm that is registered under a name.
+    """Return the algorithm registered under a name.
 
     Raises:
         ConfigError: there is none.
@@ -33,16 +33,16 @@ def chosen_algorithm(name: str) -> ChosenAlgorithm:
 
 
 def looks_at_forks(credit: str) -> bool:
-    """Whether this credit compares forks; an unknown name is refused when credit is asked for."""
+    """Whether this credit compares forks. An unknown name is rejected when the credit itself is looked up."""
     return bool(getattr(registry.registered("credit").get(credit), "across", False))
 
 
 def backend_defaults(name: str) -> Mapping[str, Any]:
-    """Return the options that a backend sets where they are not given; an unknown name is refused elsewhere."""
+    """Return the options that a backend sets if they are not given. An unknown name is rejected elsewhere."""
     found: Mapping[str, Any] = getattr(registry.registered("backend").get(name), "defaults", {})
     return found
 
 
 def backend_options(name: str) -> frozenset[str]:
-    """Return the options of a run that a backend alone takes, of those in `OF_ONE_BACKEND`."""
+    """Return the options in `OF_ONE_BACKEND` that this backend accepts."""
     return frozenset(getattr(registry.registered("backend").get(name), "takes", ()))

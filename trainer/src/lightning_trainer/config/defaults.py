@@ -1,4 +1,4 @@
-"""Defaults that depend on other options, and options that may be written as one text with commas."""
+"""Defaults that depend on other options, and options that may be written as one comma-separated text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lightning_trainer import policies
 from lightning_trainer.config.chosen import backend_defaults, chosen_algorithm, looks_at_forks
 from lightning_trainer.options.record import split_names
 
-# Defaults of rows that older weights sampled: ratios compare with the weights before the update, and a token's weight
-# corrects for those that sampled it.
+# Defaults for rows sampled by older weights: ratios compare with the weights before the update, and a token's weight
+# corrects for the weights that sampled it.
 _OF_STALENESS: Final[Mapping[str, Any]] = {"old_logprobs": "recompute", "importance_cap": 2.0}
-# Defaults of credit that looks at forks: a few alternatives are no sample to take a deviation of.
+# Defaults for credit that compares forks: a few alternatives are too few to estimate a standard deviation.
 _OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the defaults that depend on other options, and take lists of names as one text with commas too."""
+    """Return the options with dependent defaults filled in. Lists of names may also be one comma-separated text."""
     filled = with_adapters({**values, **_of_backend(values)}, learning_rate=1e-4)
     for name, value in _of_choices(filled).items():
         filled[name] = value if filled.get(name) is None else filled[name]
@@ -25,20 +25,20 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_backend(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the backend that is chosen, where nothing is given."""
+    """Return the defaults of the chosen backend for options that are not given."""
     backend = values.get("backend")
     defaults = backend_defaults(backend) if isinstance(backend, str) else {}
     return {name: value for name, value in defaults.items() if not values.get(name)}
 
 
 def without_defaults(values: Mapping[str, Any], nearer: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out an earlier run's defaults for its algorithm, credit and staleness, if one of these changes.
+    """Return an earlier run's options, without the defaults of algorithm, credit and staleness if one of these changes.
 
-    Values that differ from those defaults were set by the user and stay; so does the group size, which resuming needs.
+    Values that differ from those defaults were set by the user and are kept, as is the group size, needed to resume.
 
     Args:
-        values: options of the earlier run, all of them.
-        nearer: options that go before these.
+        values: all options of the earlier run.
+        nearer: options that take precedence over these.
         plain: defaults of options that depend on no other.
     """
     now = {**values, **nearer}
@@ -51,7 +51,7 @@ def without_defaults(values: Mapping[str, Any], nearer: Mapping[str, Any], plain
 
 
 def _of_choices(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the algorithm, the credit and the staleness chosen; the algorithm's go before."""
+    """Return the defaults of the chosen algorithm, credit and staleness. Those of the algorithm take precedence."""
     algorithm, credit = values.get("algorithm"), values.get("credit")
     of_credit = _OF_FORKS if isinstance(credit, str) and looks_at_forks(credit) else {}
     of_algorithm = chosen_algorithm(algorithm).defaults if isinstance(algorithm, str) else {}
@@ -59,7 +59,7 @@ def _of_choices(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_staleness(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how rows of older weights are corrected by default; M2PO and ratios with the engine need no cap."""
+    """Return the default correction for rows of older weights. M2PO and ratios with the engine need no cap."""
     if values.get("staleness") in (None, 0, "0") or values.get("old_logprobs") == "engine":
         return {}
     own = values.get("importance_moment") is not None
@@ -67,7 +67,7 @@ def _of_staleness(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[str, Any]:
-    """Read lists of names and the policies of agents, also as one text with commas, and fill in what adapters need.
+    """Return the options with names and policies parsed, also from comma-separated text, plus the adapters' defaults.
 
     Args:
         values: options as given.
@@ -87,7 +87,7 @@ def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[st
         filled["agent_weight"] = policies.read_weights(filled["agent_weight"])
     if isinstance(filled.get("opponents"), str):
         filled["opponents"] = policies.read_counts(filled["opponents"])
-    if isinstance(filled.get("name_by"), str):  # an expression may have commas
+    if isinstance(filled.get("name_by"), str):  # an expression may contain commas
         filled["name_by"] = (filled["name_by"],)
     chosen = filled.get("policies")
     if isinstance(chosen, Mapping) and chosen and all(isinstance(value, str) for value in chosen.values()):

@@ -1,7 +1,7 @@
-"""The options of a training run. `TrainConfig` adds the checks of one against another.
+"""The options of a training run. `TrainConfig` adds the checks of options against each other.
 
 The command line makes its flags from these fields, and a TOML file has the same names as keys. Options that other
-commands have too are in `lightning_trainer.options`. Paths are relative to the current folder, in a file too.
+commands share are in `lightning_trainer.options`. Paths are relative to the current folder, also in a file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_trainer.options.work import WorkOptions
 
 
 class ModelFields(OptionRecord):
-    """What is learned from, what is trained, and what samples."""
+    """The training tasks, the agents and the model to train, and the backend and engine."""
 
     data: Path
     """Training tasks: a JSON Lines, JSON, CSV or Parquet file, or the folder of a Hugging Face data set."""
@@ -87,7 +87,7 @@ class ModelFields(OptionRecord):
 
 
 class MethodFields(OptionRecord):
-    """On what it is trained, how long, and by which method."""
+    """The hardware, length and method of training."""
 
     gpus: int = Field(default=1, ge=1)
     """GPUs per node (verl backend)."""
@@ -176,7 +176,7 @@ class MethodFields(OptionRecord):
 
 
 class OrderFields(OptionRecord):
-    """Which tasks are learned from, and how far a step goes."""
+    """The tasks to train on, and how far a step goes."""
 
     resample: int = Field(default=0, ge=0)
     """Rounds per step in which groups without a signal (all rollouts have the same reward) are replaced by groups of
@@ -202,9 +202,9 @@ class TrainFields(
     ModelFields,
     AgentOptions,
 ):
-    """The options, each with its type, default and help. Make a `TrainConfig`, which checks them.
+    """The options, each with its type, default and help. Use `TrainConfig`, which checks them.
 
-    In the help they are in the order of these records from the last to the first.
+    The help lists them in the order of these records from the last to the first.
     """
 
     # What is kept.
@@ -234,14 +234,14 @@ class TrainFields(
     """Port of the run's server on 127.0.0.1; 0 picks a free port."""
 
     def step_count(self, task_count: int) -> int:
-        """Number of steps of the whole run over this many tasks."""
+        """Return the number of steps of the whole run over this many tasks."""
         if self.steps is not None:
             return self.steps
         return max(1, math.ceil((self.epochs or 1.0) * task_count / self.batch_size))
 
     @property
     def learns_from_flat_groups(self) -> bool:
-        """Whether there is something to learn where all rewards of a group are equal."""
+        """Whether there is something to learn from groups whose rewards are all equal."""
         divergence = self.kl_coef > 0 and self.kl_in == "loss"
         return divergence or self.entropy_coef > 0 or chosen_algorithm(self.algorithm).critic
 
@@ -252,7 +252,7 @@ class TrainFields(
 
     @property
     def fork_count(self) -> int:
-        """Most continuations in a step that begin at a call."""
+        """Maximum number of continuations per step that start at a call."""
         if self.forks is not None:
             return self.forks
         each = self.coalitions if self.by_coalitions else self.alternatives
@@ -260,20 +260,20 @@ class TrainFields(
 
     @property
     def by_coalitions(self) -> bool:
-        """Whether rollouts run again with the frozen base in the place of some agents."""
+        """Whether rollouts run again with the frozen base in place of some agents."""
         return self.orders > 0
 
     @property
     def coalitions(self) -> int:
-        """Most runs that the orders of one rollout come to; 0 where a glob leaves open who is in the team."""
+        """Maximum number of runs for the orders of one rollout; 0 if a glob leaves the team open."""
         team = len(self.agents or ())
         return 0 if any(map(is_glob, self.agents or ())) else min(1 + self.orders * (team - 1), 2**team - 1)
 
     @property
     def declared(self) -> tuple[float, float] | None:
-        """The range of all rewards, where that is known."""
+        """The range of all rewards, if it is known."""
         return self.work.declared(command=self.command, reward=self.reward)
 
     def worker_count(self) -> int:
-        """Worker processes to start: as asked, else one a core, and no more than a batch fills."""
+        """Return the worker count: as requested, otherwise one per core but no more than a batch can use."""
         return worker_count(self.workers, self.batch_size * self.group_size, 1 if self.isolate else self.concurrency)

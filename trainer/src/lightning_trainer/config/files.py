@@ -1,4 +1,4 @@
-"""Where options stand: TOML files, flags, the folder of an earlier run."""
+"""Sources of options: TOML files, flags, the folder of an earlier run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from lightning_trainer.config.train import TrainConfig
 
 logger = logging.getLogger(__name__)
 
-CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
-_MOST_KEPT: Final = 4 << 20  # characters of it
-_MOST_DEPTH: Final = 20  # levels of it
+CONFIG_NAME: Final = "config.json"  # the configuration, in the run's folder
+_MOST_KEPT: Final = 4 << 20  # most characters read from it
+_MOST_DEPTH: Final = 20  # deepest nesting allowed in it
 _TABLES: Final = (
     "rewards",
     "policies",
     "credit_options",
     "backend_options",
-)  # whose entries are read from folders of anybody
+)  # whose entries are read from folders that anyone may have written
 _OF_COMMANDS: Final = (
     "workdir", "restore", "reward_command", "sandbox", "sandbox_image", "sandbox_read", "sandbox_env",
 )  # fmt: skip
-# Alternatives: an option of a flag goes before these of the file, and one of the file before these of an earlier run.
+# Alternatives that an option replaces: a flag replaces these in the file, and the file these of an earlier run.
 _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
     "steps": ("epochs",),
     "epochs": ("steps",),
@@ -50,12 +50,12 @@ _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Make the configuration from a TOML file and command-line flags; a flag goes before the file's key.
+    """Build the configuration from a TOML file and command-line flags. Flags take precedence over the file.
 
     Args:
-        file: TOML file; None for none.
-        flags: options by field name; those that are None were not given.
-        base: options that both go before.
+        file: TOML file; None: none.
+        flags: options by field name; None: not given.
+        base: options over which both take precedence.
 
     Raises:
         ConfigError: see `TrainConfig`.
@@ -73,7 +73,7 @@ def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] |
 
 
 def _over(values: Mapping[str, Any], nearer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with nearer ones in their place, and in that of their alternatives."""
+    """Return options in which nearer ones replace the same options and their alternatives."""
     replaced = {other for one in nearer for other in _INSTEAD.get(one, ())}
     return {**{name: value for name, value in values.items() if name not in replaced}, **nearer}
 
@@ -93,7 +93,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file, whatever its keys are.
+    """Read a TOML file with any keys.
 
     Raises:
         ConfigError: the file is missing, or is not TOML.
@@ -108,7 +108,7 @@ def parse_toml(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Name the file in an error about what it says."""
+    """Name the file in an error about its contents."""
     try:
         yield
     except ConfigError as error:
@@ -116,22 +116,22 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def read_kept(folder: Path, otherwise: str) -> dict[str, Any]:
-    """Read the options that a run's folder keeps.
+    """Read the options stored in a run's folder.
 
     Args:
         folder: of a run.
-        otherwise: what to do where they can't be read, for the error.
+        otherwise: what to do if they cannot be read, for the error.
 
     Raises:
-        ConfigError: they can't be read.
+        ConfigError: they cannot be read.
     """
     path = folder / CONFIG_NAME
     try:
-        if path.exists() and not path.is_file():  # a pipe is waited for, a device has no end
+        if path.exists() and not path.is_file():  # reading a pipe would wait, and a device never ends
             raise ValueError("it is not a file")
         with path.open(encoding="utf-8") as file:
             values = json.loads(file.read(_MOST_KEPT))
-        json.dumps(values, ensure_ascii=False).encode()  # half a character can't be shown
+        json.dumps(values, ensure_ascii=False).encode()  # a lone surrogate cannot be shown
         if _is_deeper(values, _MOST_DEPTH):
             raise ValueError(f"it is nested deeper than {_MOST_DEPTH} levels")
     except (OSError, ValueError, RecursionError) as error:
@@ -146,7 +146,7 @@ def read_kept(folder: Path, otherwise: str) -> dict[str, Any]:
 
 
 def read_shown(folder: Path) -> dict[str, Any]:
-    """Read the options that a run's folder keeps, for a list of runs; {} with one warning where they can't be read."""
+    """Read the options stored in a run's folder, for a list of runs; {} with one warning if they cannot be read."""
     try:
         return read_kept(folder, "The run is shown without its options.")
     except ConfigError as error:
@@ -156,7 +156,7 @@ def read_shown(folder: Path) -> dict[str, Any]:
 
 @cache
 def _warn(text: str) -> None:
-    """Log a warning once: the viewer reads the file again and again."""
+    """Log a warning once, because the viewer reads the file repeatedly."""
     logger.warning("%s", text)
 
 
@@ -168,10 +168,10 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _is_heading(key: str) -> bool:
-    """Whether a table is no option, and none misspelt."""
+    """Whether a table's key is neither an option nor a misspelt one."""
     return not difflib.get_close_matches(key, TrainConfig.model_fields, n=1, cutoff=0.8)
 
 
 def to_json(config: BaseModel) -> str:
-    """Return a configuration as JSON text, as kept in the run's folder: without the passwords in addresses."""
+    """Return a configuration as JSON text, as stored in the run's folder: without the passwords in URLs."""
     return json.dumps(without_passwords(config.model_dump(mode="json")), indent=2) + "\n"

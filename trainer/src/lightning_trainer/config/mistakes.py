@@ -1,4 +1,4 @@
-"""Mistakes in options: told in one error, which says what to do."""
+"""Mistakes in options, reported in one error that says what to do."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_trainer.config.other_names import translate
 
 
 def refuse(problems: Mapping[str, bool]) -> None:
-    """Raise the first problem that there is.
+    """Raise the first problem that applies.
 
     Args:
-        problems: what is wrong and what to do, with whether it is so.
+        problems: messages with what is wrong and what to do, and whether each applies.
 
     Raises:
-        ConfigError: one is so.
+        ConfigError: one applies.
     """
     for message, wrong in problems.items():
         if wrong:
@@ -27,7 +27,7 @@ def refuse(problems: Mapping[str, bool]) -> None:
 
 
 def refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Refuse keys that are no options.
+    """Reject keys that are not options.
 
     Raises:
         ConfigError: names the first unknown key and the nearest known one.
@@ -41,7 +41,7 @@ def refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 
 def explain(error: ValidationError) -> str:
-    """Say what is wrong with options, and what to do, a line each."""
+    """Return what is wrong with options and what to do, one line each."""
     lines = []
     for problem in error.errors(include_url=False, include_context=False):
         name = str(problem["loc"][0]) if problem["loc"] else "configuration"

@@ -1,4 +1,4 @@
-"""The run that a model comes from, and what only that run knows of it."""
+"""The run that a model comes from, and what only that run records about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from lightning_trainer.models import BEST, NEWEST, Model, look
 
 
 def run_of(model: Model) -> Path | None:
-    """Return the run that weights come from: `train` keeps them by step, `sft` one below its folder. None: of none."""
+    """Return the run that weights come from; None: none.
+
+    `train` stores them by step, `sft` one level below its folder.
+    """
     if model.folder is None:
         return None
     folder = model.folder.resolve()
@@ -24,30 +27,30 @@ def run_of(model: Model) -> Path | None:
 
 
 def options_of(run: Path | None) -> dict[str, Any]:
-    """Read the options of a run; {} where there is none.
+    """Read the options of a run; {} if there is none.
 
     Raises:
-        ConfigError: they can't be read.
+        ConfigError: they cannot be read.
     """
     return {} if run is None else read_kept(run, "Give a run's folder, or a model.")
 
 
 def chosen_format(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the option that says how a run's model writes tool calls, which no checkpoint has; {} where none was."""
+    """Return the option for the tool-call format of a run's model, which no checkpoint contains; {} if none was set."""
     name = options.get("tool_format") or (options.get("backend_options") or {}).get("tool_format")
     return {} if name is None else {"tool_format": name}
 
 
 def with_format(config: TrainConfig) -> TrainConfig:
-    """Return the options of a new run whose model writes tool calls as it did in the run that it comes from.
+    """Return a new run's options with the tool-call format of the run that its model comes from.
 
     Raises:
-        ConfigError: the options of that run can't be read.
+        ConfigError: the options of that run cannot be read.
     """
     if config.resume is not None or chosen_format(dict(config)):
         return config
     try:
         found = look(config.model)
-    except ConfigError:  # the backend says what is wrong with it, or knows models of another kind
+    except ConfigError:  # the backend reports what is wrong with it, or knows models of another kind
         return config
     return config.model_copy(update=chosen_format(options_of(run_of(found))))

@@ -1,6 +1,6 @@
 """Names that other trainers use for our options, so that an error can suggest ours.
 
-The names are those of TRL, verl, transformers' `TrainingArguments`, OpenRLHF, PEFT, Axolotl and Unsloth.
+They are those of TRL, verl, transformers' `TrainingArguments`, OpenRLHF, PEFT, Axolotl and Unsloth.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _OURS: Final = {
 
 
 def translate(name: str, known: Container[str]) -> str | None:
-    """Return the option of ours that another trainer's option is, if it is one of those known.
+    """Return our option for another trainer's option, if it is one of those known.
 
     Args:
         name: as the other trainer writes it, with hyphens or underscores.
-        known: the options that there are, with underscores.
+        known: the existing options, with underscores.
     """
     return next((ours for ours in _OURS.get(name.replace("-", "_"), ()) if ours in known), None)

@@ -1,4 +1,4 @@
-"""Options as they are kept in files and told to trackers: without the passwords in addresses."""
+"""Options as stored in files and sent to trackers: without the passwords in URLs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _OF_OPTION: Final = re.compile(r"(?i)[?&]password=[^&\s]*&?")
 
 
 def without_passwords(value: Any) -> Any:
-    """Return a JSON value whose texts have no passwords of addresses: ``a://me:secret@host`` becomes ``a://me@host``."""
+    """Return a JSON value without the passwords of URLs in its texts.
+
+    ``a://me:secret@host`` becomes ``a://me@host``.
+    """
     if isinstance(value, str):
         whole = _OF_OPTION.sub(lambda found: found[0][0] if found[0].endswith("&") else "", value)
         return _OF_USER.sub(r"\1@", whole)

@@ -16,7 +16,7 @@ def read_table(kind: type[R], name: str, values: Mapping[str, Any]) -> R:
     """Read the options of a table.
 
     Args:
-        kind: what they make.
+        kind: the record to create from them.
         name: of the table, for the error.
         values: by name.
 

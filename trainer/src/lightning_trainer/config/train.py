@@ -1,4 +1,4 @@
-"""The configuration of a training run: one frozen value, checked whole when it is made."""
+"""The configuration of a training run: one frozen value, checked as a whole at construction."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class TrainConfig(TrainFields, CheckedRecord):
 
     Raises:
         ConfigError: an option is unknown, has a wrong value, or contradicts another one.
-        LightningError: the environment that it names can't be opened. It is opened here, so that the configuration has
+        LightningError: the environment that it names cannot be opened. It is opened here, so that the configuration has
             its target and its tasks.
     """
 
     @model_validator(mode="wrap")
     @classmethod
     def _check_values(cls, values: Any, handler: ModelWrapValidatorHandler[TrainConfig]) -> TrainConfig:
-        """Open the environment, and check one option against another."""
+        """Open the environment, and check the options against each other."""
         if isinstance(values, Mapping):
             refuse_unknown(values, cls.model_fields)
             values = with_defaults(values)
-            if environment.to_open(values):  # which may take long: all other options are looked at before
+            if environment.to_open(values):  # which may take long: first all other options are checked
                 asked = handler({**values, **environment.unopened(values)})
                 cross_check(asked)
                 came = environment.opened(asked.env or "", asked.env_options, asked.env_tasks, asked.env_held_out)
