@@ -1,4 +1,4 @@
-"""Options of the model that answers agents, how it is loaded, and how it samples."""
+"""Options for the model that answers agents, for loading it and for its sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def model_option(role: str, default: str = "") -> Callable[[F], F]:
 
 
 def endpoint_option(role: str, more: str = "") -> Callable[[F], F]:
-    """Return the option that names a server, which does what the role says."""
+    """Return the option that names a server for this role."""
     text = f"OpenAI-compatible server {role}; --model is then the model name in the requests."
     return click.option("--endpoint", metavar="URL", help=f"{text} {more}".rstrip())
 
@@ -32,7 +32,7 @@ def server_key_option(name: str, default: str) -> Callable[[F], F]:
 
 
 def answered_agents_option(default: str) -> Callable[[F], F]:
-    """Return the option that names the agents that the model answers, with the default in the help."""
+    """Return the option for the agents that the model answers, with its default in the help."""
     return click.option("--agents", metavar="NAME,...", help=f"Agents that the model answers. {default}")
 
 

@@ -49,7 +49,7 @@ allow_blocked_option = click.option(
 
 @contextmanager
 def reading(url: str, key_file: Path | None) -> Iterator[Store]:
-    """Open a store that is there already, to read it.
+    """Open an existing store for reading.
 
     Raises:
         ConfigError: there is none.
@@ -71,15 +71,15 @@ def reading(url: str, key_file: Path | None) -> Iterator[Store]:
 
 
 def _writable(path: Path) -> bool:
-    """Whether a store can be opened to be written: the files that SQLite puts beside it, too."""
+    """Whether a store can be opened for writing, including the files that SQLite creates next to it."""
     return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
 
 
 def read_key(key_file: Path | None) -> str | None:
-    """Read a key from its file, else from the environment.
+    """Read a key from its file, or from the environment if no file is given.
 
     Raises:
-        ConfigError: the file can't be read, or holds no key.
+        ConfigError: the file cannot be read, or contains no key.
     """
     from lightning_spans.store.keys import read_bearer
 
@@ -95,7 +95,7 @@ def read_key(key_file: Path | None) -> str | None:
     return key
 
 
-# The options of a run in the help: the first of each group, in the order of `TrainConfig`.
+# Headings of a run's options in the help, by the first option of each group in the order of `TrainConfig`.
 _GROUPS: Final = {
     "target": "What runs, and on what",
     "agents": "What is trained",
@@ -108,18 +108,18 @@ _GROUPS: Final = {
 
 
 class GroupedOption(click.Option):
-    """An option that is listed under a heading in the help."""
+    """An option that the help lists under a heading."""
 
     group: str = "Other"
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has headings, and an example before them."""
+    """A command whose help has headings, and an example above them."""
 
     example: str = ""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the example, then options under their headings; those of the command alone come last."""
+        """Write the example, then the options under their headings; those of this command alone come last."""
         if self.example:
             with formatter.section("Example"):
                 formatter.write_text(self.example)
@@ -135,7 +135,7 @@ class GroupedCommand(click.Command):
 
 
 def headings(names: Iterable[str]) -> dict[str, str]:
-    """Return the heading under which each option of a configuration is, in the order of its fields."""
+    """Return the heading of each option of a configuration, in the order of its fields."""
     found, title = {}, "Other"
     for name in names:
         title = found[name] = _GROUPS.get(name, title)
@@ -148,14 +148,14 @@ def config_options(
     leave_out: frozenset[str] = frozenset(),
     notes: Callable[[str], str] = lambda _name: "",
 ) -> Callable[[F], F]:
-    """Make a command-line option of every field of a configuration: the field is the one home of name, help, default.
+    """Create a command-line option for every field of a configuration, the single source of its name, help and default.
 
-    Values arrive as text; the configuration checks them, so that a flag and a file fail with the same words.
+    Values arrive as text. The configuration checks them, so that flags and files fail with the same messages.
 
     Args:
         kind: the configuration; None: `TrainConfig`.
-        leave_out: fields that get none.
-        notes: of a field, what is added to its help.
+        leave_out: fields that get no option.
+        notes: returns the text added to a field's help.
     """
 
     def decorate(function: F) -> F:
@@ -217,11 +217,11 @@ def _metavar(annotation: Any) -> str:
     return "|".join(names)
 
 
-_LISTS: Final = {"columns", "policies", "name_by"}  # options whose values are no pairs, or are read where they are used
+_LISTS: Final = {"columns", "policies", "name_by"}  # values that are not pairs, or are parsed where they are used
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Keep the flags that were given; NAME=VALUE pairs become a dictionary with JSON values, or text where it is none.
+    """Return the given flags. NAME=VALUE pairs become a dictionary with JSON values, or text if a value is not JSON.
 
     Raises:
         ConfigError: a pair has no equals sign.
@@ -244,7 +244,7 @@ def _pair(option: str, text: str) -> tuple[str, Any]:
 
 
 def screen() -> Console:
-    """Return stdout for tables and trees: as wide as the terminal, wide where there is none."""
+    """Return stdout for tables and trees: as wide as the terminal, or wide if there is none."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -252,12 +252,12 @@ def screen() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """Print one line of JSON on stdout, at once: a program may wait for it."""
+    """Print one line of JSON on stdout immediately, because a program may wait for it."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    if not text.isprintable():  # JSON lets escapes above the first 32 and direction marks through
+    if not text.isprintable():  # JSON allows control characters beyond the first 32, and direction marks
         text = "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # a locale without these letters
+    except UnicodeEncodeError:  # a locale without these characters
         text = json.dumps(value, default=str)
     click.echo(text)

@@ -1,7 +1,7 @@
-"""What the shell offers after Tab: models, agents of earlier runs, runs, names that are registered.
+"""Shell completion after Tab: models, agents of earlier runs, runs, and registered names.
 
-Switched on with `eval "$(_LIGHTNING_RL_COMPLETE=bash_source lightning-rl)"`, likewise zsh_source and fish_source.
-Nothing here is imported before Tab is pressed, and nothing raises: a wrong file offers nothing.
+Enabled with `eval "$(_LIGHTNING_RL_COMPLETE=bash_source lightning-rl)"`, likewise zsh_source and fish_source. Nothing
+here is imported before Tab is pressed, and nothing raises: an invalid file offers nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILES: Final = frozenset({"data", "val", "out", "chat_template"})
 
 
 def for_option(name: str) -> Complete | None:
-    """Return what completes an option of a run; None where nothing can be offered."""
+    """Return the completer of a run's option; None if nothing can be offered."""
     if name in FILES:
         return lambda *_: [CompletionItem("", type="file")]
     offers: dict[str, Callable[[], Iterable[str]]] = {
@@ -39,7 +39,7 @@ def for_option(name: str) -> Complete | None:
 
 
 def offering(names: Callable[[], Iterable[str]]) -> Complete:
-    """Make what completes a parameter with those names that begin as what was typed, after the last comma."""
+    """Return a completer that offers the names that start with the text typed after the last comma."""
 
     def complete(_context: click.Context, _parameter: click.Parameter, typed: str) -> list[CompletionItem]:
         before, comma, last = typed.rpartition(",")
@@ -49,7 +49,7 @@ def offering(names: Callable[[], Iterable[str]]) -> Complete:
 
 
 def models() -> list[str]:
-    """Name the model that needs no network, earlier runs, and model folders here."""
+    """Return the model that needs no network, earlier runs, and model folders here."""
     from lightning_trainer.models import SMOLLM2
 
     here = [path.parent.name for path in Path.cwd().glob("*/config.json")]
@@ -57,12 +57,12 @@ def models() -> list[str]:
 
 
 def runs() -> list[str]:
-    """Name the runs that have a checkpoint."""
+    """Return the runs that have a checkpoint."""
     return [str(path.parent) for path in Path("runs").glob("*/checkpoint")]
 
 
 def agents() -> list[str]:
-    """Name the agents that earlier runs saw."""
+    """Return the names of the agents that earlier runs saw."""
     names: list[str] = []
     for path in Path("runs").glob("*/checkpoint/state.json"):
         try:

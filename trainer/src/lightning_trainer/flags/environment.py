@@ -1,4 +1,4 @@
-"""`--env` and what goes with it, for commands whose options are no `TrainConfig`: they take it with the same words."""
+"""`--env` and its related options, worded identically for commands without a `TrainConfig`."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _OPTIONS: Final = {
 
 
 def environment_options(*, tasks: bool = True) -> Callable[[F], F]:
-    """Add the options that name an environment.
+    """Return the options that name an environment.
 
     Args:
-        tasks: whether one says how many tasks to take, of a command that has none for it.
+        tasks: whether to include the option for the number of tasks, for commands that have no such option.
     """
     return group_options(*(option for name, option in _OPTIONS.items() if tasks or name != "env_tasks"))
 
 
 def with_environment(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return a command's flags with the environment's target and data in place of `--env`.
+    """Return a command's flags with the environment's target and data instead of `--env`.
 
     Args:
-        flags: as `given` gives them, with ``target``; ``program`` is `--command`.
+        flags: as returned by `given`, with ``target``; ``program`` is `--command`.
 
     Raises:
-        LightningError: the environment can't be opened, nothing is named that answers, or a program is named besides.
+        LightningError: the environment cannot be opened, no model or endpoint is named, or a program is also named.
     """
     left = {name: value for name, value in flags.items() if name not in environment.NAMES}
     if not environment.to_open({**flags, "command": flags.get("program")}):

@@ -1,4 +1,4 @@
-"""Options that name a file, a folder or an address, and the flags that ask for JSON."""
+"""Options that name a file, a folder or an address, and the flags for JSON output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def admin_key_flag(text: str) -> Callable[[F], F]:
 
 
 def json_flag(text: str) -> Callable[[F], F]:
-    """Return the flag that asks for JSON; the text says what one line is."""
+    """Return the flag for JSON output; the text says what one line is."""
     return click.option("--json", "as_json", is_flag=True, help=text)
 
 
@@ -49,12 +49,12 @@ def out_option(text: str) -> Callable[[F], F]:
 
 
 def resume_option(text: str) -> Callable[[F], F]:
-    """Return the option that names the folder of work that continues."""
+    """Return the option that names the folder to resume from."""
     return click.option("--resume", type=click.Path(path_type=Path), help=text)
 
 
 def listen_options(more: str = "") -> Callable[[F], F]:
-    """Return the options of where a server listens; the address gets more help."""
+    """Return the options for a server's address and port; `more` is added to the help of the address."""
     return group_options(
         click.option("--host", default="127.0.0.1", show_default=True, help=f"Address to listen on{more}."),
         click.option(
@@ -68,7 +68,7 @@ def listen_options(more: str = "") -> Callable[[F], F]:
 
 
 def rollouts_option(text: str) -> Callable[[F], F]:
-    """Return the option that names rollouts, one at a time."""
+    """Return the option that names rollouts; it may be repeated."""
     return click.option("--rollout", "rollouts", multiple=True, metavar="ID", help=f"{text}. May be repeated.")
 
 

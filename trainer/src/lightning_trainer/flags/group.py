@@ -9,7 +9,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def group_options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
-    """Return a decorator that adds the options, which the help then lists in this order."""
+    """Return a decorator that adds the options, which the help lists in this order."""
 
     def decorate(function: F) -> F:
         for option in reversed(options):

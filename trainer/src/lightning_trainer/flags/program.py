@@ -37,7 +37,7 @@ def data_option(*, required: bool = False) -> Callable[[F], F]:
 
 
 def program_options(*, judge: bool = False) -> Callable[[F], F]:
-    """Return the options that name a command in place of TARGET, and the reward.
+    """Return the options for a command instead of TARGET, and for the reward.
 
     Args:
         judge: whether a judge may give the reward.
@@ -49,7 +49,7 @@ def program_options(*, judge: bool = False) -> Callable[[F], F]:
 
 
 def timeout_option(note: str = "") -> Callable[[F], F]:
-    """Return the time limit of an attempt; the note is added to its help."""
+    """Return the option for the time limit of an attempt; the note is added to its help."""
     text = "Time limit of an attempt, in seconds."
     return click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help=f"{text}{note}")
 
@@ -74,14 +74,14 @@ isolate_option = click.option(
 
 
 def work_options(function: F) -> F:
-    """Add the options of a command's work to a command of ours."""
+    """Add the options of an agent command's work to one of our commands."""
     from lightning_trainer.options.work import WorkOptions
 
     return config_options(WorkOptions)(function)
 
 
 def take_work(flags: dict[str, Any]) -> Work:
-    """Take the options of a command's work out of the flags.
+    """Remove the options of a command's work from the flags, and return the work.
 
     Raises:
         ConfigError: one has a wrong value.

@@ -1,4 +1,4 @@
-"""Options that several commands have, each declared once with its help, its default and its check.
+"""Options that several commands share, each declared once with its help, default and check.
 
-A record is a few options that belong together. The configuration of a command inherits the records that it needs.
+A record is a group of related options. A command's configuration inherits the records that it needs.
 """

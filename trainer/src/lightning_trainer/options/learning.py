@@ -1,4 +1,4 @@
-"""Options of a learner: its adapters and its loss. Commands that learn have them, and so has the learner itself."""
+"""Options of a learner: its adapters and its loss. Both the commands that learn and the learner itself have them."""
 
 from __future__ import annotations
 

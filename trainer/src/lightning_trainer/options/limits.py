@@ -11,7 +11,7 @@ from lightning_trainer.options.record import OptionRecord
 
 
 class FailureOptions(OptionRecord):
-    """How rollouts that failed count."""
+    """How failed rollouts count."""
 
     failed: Literal["exclude", "lowest"] | float = "lowest"
     """Reward of a rollout whose program failed after a model had answered: 0 or the lowest reward of the batch,

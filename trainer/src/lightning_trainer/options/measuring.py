@@ -1,4 +1,4 @@
-"""Options of commands that run a program on tasks and do not train it."""
+"""Options of commands that run a program on tasks without training it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_trainer.work import Work
 
 
 class RequestOptions(OptionRecord):
-    """How answers are sampled where nothing learns from them: as the agents' requests ask for."""
+    """How answers are sampled if nothing is learned from them: as the agents' requests specify."""
 
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature, set on all calls. Default: the temperature in the request."""
@@ -29,7 +29,7 @@ class RequestOptions(OptionRecord):
 
 
 class MeasuringOptions(RequestOptions, LimitOptions, TargetOptions):
-    """A program that runs on tasks."""
+    """A program to run on tasks."""
 
     data: Path
     """Tasks."""

@@ -1,4 +1,4 @@
-"""Options of how a model is loaded, and how messages become its prompt."""
+"""Options for loading a model, and for turning messages into its prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_trainer.options.record import OptionRecord
 
 
 class MessageOptions(OptionRecord):
-    """How messages become a prompt, and an answer becomes messages."""
+    """How messages become a prompt, and how an answer becomes messages."""
 
     system_messages: Literal["as-sent", "merge"] = "as-sent"
     """`merge` joins leading system messages, makes later ones part of the user's message, and joins user messages that

@@ -1,4 +1,4 @@
-"""Options of what reads live traces: which of them may be used."""
+"""Options of commands that read live traces: which of them may be used."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ class PermitOptions(OptionRecord):
 
 
 def take_permits(flags: dict[str, Any]) -> Permits:
-    """Take these options out of the flags of a command."""
+    """Remove these options from a command's flags, and return the permits."""
     chosen = {name: flags.pop(name, None) for name in PermitOptions.model_fields}
     return PermitOptions(**{name: value for name, value in chosen.items() if value is not None}).permits

@@ -1,4 +1,4 @@
-"""Options of the program that runs: the agent, and what gives its reward."""
+"""Options of the program to run: the agent, and what gives its reward."""
 
 from __future__ import annotations
 

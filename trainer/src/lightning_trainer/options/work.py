@@ -1,4 +1,4 @@
-"""Options of a command's work: where it works in each attempt, what gives its reward, and its sandbox."""
+"""Options of a command's work: its folder in each attempt, what gives its reward, and its sandbox."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Text that several layers share: why calls ended, how their prompts were made, and numbers of things."""
+"""Texts that several layers share: why calls ended, how their prompts were made, and counts with nouns."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-SCORER_FAILED: Final = "scorer failed"  # how the error of an attempt begins that has an answer and no reward
+SCORER_FAILED: Final = "scorer failed"  # prefix of the error of an attempt that has an answer but no reward
 CLIENT_GONE: Final = "client cut the connection"
 ATTEMPT_ENDED: Final = "the attempt ended before the answer did"
 CUT_CALLS: Final = frozenset({CLIENT_GONE, ATTEMPT_ENDED})
 """Of calls that ended before their answer, by no fault of the engine."""
-CUT: Final = "cut"  # in a call's sampling, where it is true: the record has all tokens that were sampled until then
+CUT: Final = "cut"  # in a call's sampling, true if the record has all tokens that were sampled before the cut
 
-QUOTA_EXCEEDED: Final = "quota_exceeded"  # code of a refusal: the key may bring no more, for good or for an hour
-TOO_MUCH_AT_ONCE: Final = "too_much_at_once"  # likewise: until what is under way has its answers
+QUOTA_EXCEEDED: Final = "quota_exceeded"  # error code: the key may send no more, permanently or for an hour
+TOO_MUCH_AT_ONCE: Final = "too_much_at_once"  # likewise, until the requests in progress are answered

@@ -1,4 +1,4 @@
-"""How the prompt of a call was made: the gateway writes it beside the call's sampling, and the account counts it."""
+"""How the prompt of a call was made. The gateway records it with the call's sampling, and the account counts it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Final
 
 from lightning_trainer.reasons.reason import Reason
 
-CONTINUATION: Final = "continuation"  # the name that it is written under
+CONTINUATION: Final = "continuation"  # its key in the sampling
 UNREAD: Final = "unread_calls"
 """With it: by choice, the format that an answer without calls looks like, though the request had tools."""
-OTHER: Final = "other"  # as such a format: one that is in no table
-MALFORMED: Final = "malformed"  # as such a format: the one that is read, with a fault in it
+OTHER: Final = "other"  # such a format that is in no table
+MALFORMED: Final = "malformed"  # such a format: the one that is read, but malformed
 
 
 class ContinuationReason(Reason):
     """How a prompt continues an earlier call of its attempt, or why it does not."""
 
     BEGINS = "begins a conversation"
-    JOINED = "joined"  # the prompt is an earlier call's own tokens, and new ones
+    JOINED = "joined"  # the prompt is an earlier call's own tokens followed by new ones
     FORKED = "forked: the chat template leaves earlier reasoning out, and everything else keeps its own tokens"
-    # Why a prompt that goes on from an earlier call does not hold that call's own tokens.
+    # Why a prompt that continues an earlier call does not contain that call's own tokens.
     REWRITTEN = "history rewritten: the chat template shows an earlier answer otherwise, as without its thinking"
     HIDDEN = "answer not shown whole: the tokens sampled say more than the message that the agent got and sent back"
     TOOLS_CHANGED = "tools changed"
@@ -30,7 +30,7 @@ class ContinuationReason(Reason):
     FORGOTTEN = "earlier calls forgotten: the gateway keeps a bounded number"
     UNFAITHFUL = "tokenizer reads the new part otherwise than in its place"
     ONLY_MESSAGES = "upstream was sent messages: only a server whose tokenizer is named is sent token ids"
-    # Why an upstream whose tokenizer is named was sent messages all the same.
+    # Why messages were sent to an upstream although its tokenizer is named.
     UNKNOWN_SERVER = "upstream takes no token ids: it is not vLLM, SGLang or a gateway with known context"
     OTHER_TOKENS = "upstream makes other tokens than the tokenizer named, or can't tell: it was sent messages"
     OTHER_CALLS = "chat template writes tool calls in a form that is not read here: upstream was sent messages"
@@ -40,5 +40,5 @@ class ContinuationReason(Reason):
 
 
 def continued_share(continued: int, not_continued: int) -> float | None:
-    """Share of joined calls among those that go on from an earlier one; None where there are none."""
+    """Return the share of joined calls among those that continue an earlier one; None if there are none."""
     return continued / (continued + not_continued) if continued + not_continued else None

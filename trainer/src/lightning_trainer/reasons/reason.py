@@ -1,4 +1,4 @@
-"""Why something is as it is: a text that records hold, and a slug that names it in metrics."""
+"""Reasons: a text that records contain, and a slug that names it in metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Reasons of one kind. A reason is its text, so that it stays the same in records and in JSON."""
+    """Reasons of one kind. A reason is its text, so that it is the same in records and in JSON."""
 
     @property
     def slug(self) -> str:
@@ -15,5 +15,5 @@ class Reason(StrEnum):
 
 
 def slug(reason: str) -> str:
-    """Return the name in metrics of a reason that was read from a record: its text before the colon."""
+    """Return the metrics name of a reason read from a record: its text before the colon."""
     return reason.split(":", maxsplit=1)[0].replace(" ", "_")
