@@ -1,1 +1,1 @@
-"""Better system prompts for agents of a program that stays as it is: read from traces, proposed, tried on the wire."""
+"""Better system prompts for agents of an unchanged program: read from traces, proposed, and tried on the wire."""

@@ -1,4 +1,4 @@
-"""Between GEPA and the store: a candidate is a prompt for each agent, its score the reward, its feedback the spans."""
+"""GEPA over the store: a candidate is a prompt for each agent, its score is the reward, its feedback the spans."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node
 
 ROLLOUTS: Final = "rollouts"
-CEILING: Final = 1.0  # the full reward: GEPA, too, proposes nothing for tasks that have it
-_MOST: Final = 2000  # characters of a message that the reflecting model reads
+CEILING: Final = 1.0  # the full reward; GEPA, too, proposes nothing for tasks that have it
+_MOST: Final = 2000  # maximum characters of a message for the reflecting model
 
 
 class SpansAdapter:
@@ -32,28 +32,28 @@ class SpansAdapter:
     Args:
         runner: runs the program.
         before: the agents' own prompts.
-        journal: of what was run already.
+        journal: of earlier runs and proposals.
     """
 
-    propose_new_texts = None  # GEPA's own way of asking
+    propose_new_texts = None  # GEPA's own method of proposing
 
     def __init__(self, runner: CandidateRunner, before: Mapping[str, str], journal: SearchJournal) -> None:
         self._runner = runner
         self._before = before
         self._journal = journal
-        self._lowest = 0.0  # of all scores so far: what a failure has, so that no prompt gains by failing
+        self._lowest = 0.0  # lowest score so far: that of a failure, so that no prompt gains by failing
         self._highest = -math.inf
         self.tokens = 0
         self.reached_ceiling = False
 
     def at_ceiling(self, state: Any) -> bool:
-        """Whether a candidate has the full reward of 1 on every task to choose by, and no rollout ever had more."""
+        """Whether a candidate has the full reward of 1 on every validation task, and no rollout ever had more."""
         best = max(state.program_full_scores_val_set, default=-math.inf)
         self.reached_ceiling = self._highest <= CEILING <= best
         return self.reached_ceiling
 
     def evaluate(self, batch: Sequence[dict[str, Any]], candidate: dict[str, str], capture_traces: bool = False) -> Any:
-        """Run tasks under a candidate.
+        """Run tasks under a candidate and return the evaluation.
 
         Raises:
             LightningError: the candidate did not reach the agents, or every rollout failed.
@@ -82,7 +82,7 @@ class SpansAdapter:
     def _run(
         self, batch: Sequence[dict[str, Any]], prompts: Mapping[str, Mapping[str, str]], capture_traces: bool
     ) -> dict[str, Any]:
-        """Return what the journal keeps of a batch: scores, and what a reflecting model is told of each rollout."""
+        """Return the journal's entry for a batch: scores, and the records of each rollout for the reflecting model."""
         again = self._runner.again
         ran = self._runner.run(batch, prompts)
         for one in ran:
@@ -99,18 +99,18 @@ class SpansAdapter:
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
-        """Return what each agent was asked, what it said, and how that went."""
+        """Return each agent's inputs, outputs and feedback."""
         del candidate
         ran: Sequence[dict[str, list[dict[str, Any]]]] = eval_batch.trajectories or ()
         return {agent: [record for one in ran for record in one[agent]] for agent in components_to_update}
 
 
 def scores_of(ran: Sequence[Ran], lowest: float) -> list[float]:
-    """Return the reward of each rollout of a batch; one that failed, by whosever fault, has the lowest of all.
+    """Return the reward of each rollout of a batch; a failed one, whatever the cause, has the lowest of all.
 
     Args:
         ran: the batch.
-        lowest: score until now, and at most 0.
+        lowest: lowest score so far, and at most 0.
     """
     outcomes = [one.outcome for one in ran]
     earned = [total(o.rewards) if o.attempt is not None and o.crash is None else None for o in outcomes]
@@ -130,7 +130,7 @@ def _check_reached(ran: Ran, prompts: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def agent_records(ran: Ran, agent: str) -> list[dict[str, Any]]:
-    """Return what an agent was asked in a rollout, what it said, and how the rollout went: GEPA's examples."""
+    """Return an agent's inputs and outputs in a rollout, and the feedback on the rollout: GEPA's examples."""
     if ran.trace is None:
         return []
     feedback = _feedback(ran, agent)

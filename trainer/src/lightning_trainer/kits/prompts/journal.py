@@ -1,7 +1,7 @@
-"""What a search has paid for, in the order in which it did: a search that was cut is gone through again from here.
+"""The journal of a search: everything that it has paid for, in order, so that an interrupted search can be replayed.
 
-GEPA's choices follow from its seed and from what it was told. So told the same again it comes to the very place where
-it was cut, and nothing is run or asked twice.
+GEPA's choices depend on its seed and on the results that it gets. With the same results it arrives at the exact point
+of the interruption, and nothing is run or requested twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SearchJournal:
     """A file of JSON lines, one for each batch of rollouts and for each proposal.
 
     Args:
-        path: of the file. A last line that was cut is taken off.
+        path: of the file. A truncated last line is removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,14 +32,14 @@ class SearchJournal:
 
     @property
     def waits(self) -> bool:
-        """Is there something that was paid for, and not told again yet?"""
+        """Whether something that was paid for has not been replayed yet."""
         return bool(self._done)
 
     def next(self, kind: str, asked: object) -> dict[str, Any] | None:
-        """Return what this came to when it was done before; None where it was not.
+        """Return the recorded result of this request; None if nothing is left to replay.
 
         Raises:
-            ConfigError: something else was done at this place.
+            ConfigError: the next record is of another request.
         """
         if not self._done:
             return None
@@ -53,12 +53,12 @@ class SearchJournal:
         return came_to
 
     def add(self, kind: str, asked: object, came_to: dict[str, Any]) -> None:
-        """Keep what something came to; it is on the disk when this returns."""
+        """Record the result of a request; it is on disk when this returns."""
         add_line(self._path, {"kind": kind, "asked": digest_of(asked), "came_to": came_to})
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines, and take off a last line that was cut; empty where there is no file."""
+    """Read a file of JSON lines, and remove a truncated last line; empty if there is no file."""
     written = path.read_bytes() if path.exists() else b""
     whole = written[: written.rfind(b"\n") + 1]
     if whole != written:
@@ -67,7 +67,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def add_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Add a line to a file of JSON lines; it is on the disk when this returns."""
+    """Append a line to a file of JSON lines; it is on disk when this returns."""
     with path.open("ab") as file:
         file.write(f"{json.dumps(line)}\n".encode())
         file.flush()
@@ -75,5 +75,5 @@ def add_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def digest_of(asked: object) -> str:
-    """Return 16 hex digits that tell a request from others."""
+    """Return 16 hex digits that identify a request."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]

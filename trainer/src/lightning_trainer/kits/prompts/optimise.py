@@ -1,4 +1,4 @@
-"""`optimise()`: reads the agents' prompts, lets GEPA propose and try others within a budget, writes what came of it."""
+"""`optimise()`: read the agents' prompts, let GEPA propose and try others within a budget, and write the result."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from lightning_trainer.session.session import STORE_NAME, Session, open_session
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
 
-_LOOK: Final = 4  # tasks at once that tell what the agents' prompts are
-_TWICE: Final = 2  # rollouts in which an agent spoke
-_MOST_LOOKS: Final = 4  # the part of the budget, one in so many, after which an agent is no longer waited for
+_LOOK: Final = 4  # number of tasks that are run at once to read the agents' prompts
+_TWICE: Final = 2  # minimum rollouts with calls of an agent
+_MOST_LOOKS: Final = 4  # divisor of the budget: after this part of it, silent agents are no longer waited for
 _STATE: Final = "prompts.json"
 
 
 class PromptsConfig(MeasuringOptions, CheckedRecord):
-    """What to propose prompts for, and how. With no `workers`, two run at most.
+    """Options of `lightning-rl prompts`. Without `workers`, at most two run.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value.
@@ -76,16 +76,16 @@ class PromptsConfig(MeasuringOptions, CheckedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimised:
-    """What came of it.
+    """Result of `optimise()`.
 
     Attributes:
-        before: mean reward of the agents' own prompts, on the tasks to choose by.
+        before: mean reward of the agents' own prompts, on the validation tasks.
         after: that of the best prompts.
-        file: with the prompts that changed.
+        file: with the changed prompts.
         diff: for people.
-        rollouts: that were run, those of an earlier part included.
-        tokens: of rollouts and of the reflecting model, those of an earlier part included.
-        candidates: that were tried on all tasks to choose by.
+        rollouts: number of rollouts, including those of an earlier part.
+        tokens: of rollouts and of the reflecting model, including those of an earlier part.
+        candidates: number of candidates that were tried on all validation tasks.
         ended: why the search ended: ``rollouts`` or ``tokens`` were spent, or ``ceiling``: nothing is left to improve.
     """
 
@@ -106,12 +106,12 @@ class Optimised:
 
 
 def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume: bool = False) -> Optimised:
-    """Look for better prompts.
+    """Search for better prompts.
 
     Args:
-        config: for whom, and how.
+        config: the options.
         progress: callback for progress events. Default: none.
-        resume: go on with the search that lies beside `config.out`.
+        resume: resume the search next to `config.out`.
 
     Raises:
         LightningError: an option, a file or the agent is wrong, GEPA is not installed, or no candidate can be tried.
@@ -149,7 +149,7 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
 
 
 def _session(config: PromptsConfig, folder: Path, progress: Progress) -> AbstractContextManager[Session]:
-    seed = config.seed if isinstance(config.subject, LocalModel) else None  # servers get the program's own
+    seed = config.seed if isinstance(config.subject, LocalModel) else None  # servers get the program's own seeds
     sampling = replace(sampling_of(config), answered=config.answered, seed=seed)
     return open_session(
         Job.of(config),
@@ -216,7 +216,7 @@ def _has_journal(folder: Path) -> bool:
 
 
 def _look(opened: CandidateRunner, tasks: Sequence[Task], config: PromptsConfig, progress: Progress) -> dict[str, str]:
-    """Run a few tasks, more while an agent is hardly heard in them, and read the prompts from what was asked."""
+    """Run a few tasks, more while an agent makes too few calls in them, and read the prompts from the requests."""
     most = min(len(tasks), max(_LOOK, config.budget // _MOST_LOOKS))
     ran: list[Ran] = []
     heard: Sequence[str] = ()
@@ -237,7 +237,7 @@ def _look(opened: CandidateRunner, tasks: Sequence[Task], config: PromptsConfig,
 
 
 def _heard(agent: str, traces: Sequence[Trace]) -> int:
-    """Count the rollouts in which an agent spoke: of one alone nobody can tell what changes in its prompt."""
+    """Count the rollouts with calls of an agent: one rollout alone does not show what changes in its prompt."""
     return sum(any(selects((agent,), path) for path in trace.agent_paths) for trace in traces)
 
 
@@ -268,7 +268,7 @@ def _search(
 
     reflection = Reflection(config.reflect, paid, wait)
     adapter = SpansAdapter(opened, before, paid)
-    (folder / "gepa_state.bin").unlink(missing_ok=True)  # GEPA would begin from there, with other choices
+    (folder / "gepa_state.bin").unlink(missing_ok=True)  # GEPA would resume from it, with other choices
 
     def out_of_tokens() -> bool:
         return config.tokens is not None and adapter.tokens + reflection.tokens >= config.tokens
@@ -324,14 +324,14 @@ def _ended(config: PromptsConfig, rollouts: int, *, ceiling: bool, tokens: bool)
 
 
 class _Quiet:
-    """GEPA's log, which nobody reads: `_StepReporter` says what matters."""
+    """GEPA's log, which is discarded: `_StepReporter` reports what matters."""
 
     def log(self, message: str) -> None:
-        """Say nothing."""
+        """Discard the message."""
 
 
 class _StepReporter:
-    """Tells of GEPA's steps, of each once: the mean reward on a minibatch, of which GEPA tells the sum."""
+    """Reports each of GEPA's steps once: the mean reward on a minibatch, of which GEPA gives the sum."""
 
     def __init__(self, progress: Progress, paid: journal.SearchJournal, minibatch: int) -> None:
         self._progress = progress
@@ -339,13 +339,13 @@ class _StepReporter:
         self._minibatch = minibatch
 
     def on_candidate_accepted(self, event: Any) -> None:
-        """Tell of a candidate that was better on its tasks."""
+        """Report a candidate that was better on its tasks."""
         if not self._paid.waits:
             mean = self._mean(event["new_score"])
             self._progress.note(f"candidate {event['new_candidate_idx']} is kept: reward {mean} on its tasks")
 
     def on_candidate_rejected(self, event: Any) -> None:
-        """Tell of one that was not."""
+        """Report a candidate that was not."""
         if not self._paid.waits:
             old, new = self._mean(event["old_score"]), self._mean(event["new_score"])
             self._progress.note(f"a candidate is dropped: reward {old} to {new} on its tasks")

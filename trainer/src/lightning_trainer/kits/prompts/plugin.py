@@ -1,4 +1,4 @@
-"""Prompt optimisation, registered through the hooks that anybody would use."""
+"""Prompt optimisation, registered through the public hooks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
 
 @hookimpl
 def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
-    """Register the use of dead groups."""
+    """Register the callback for dead groups."""
     from lightning_trainer.kits.prompts.dead_groups.callback import DeadGroupsKind
 
     register("dead_groups", DeadGroupsKind())  # before the lineage, which lists its rows

@@ -1,4 +1,4 @@
-"""Which text is an agent's prompt, and which part of it is the same in every call."""
+"""Find an agent's prompt, and the part of it that is the same in every call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_trainer.rl.rewards.callers import request_of
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
 
-_LEAST: Final = 8  # letters of a part that is worth proposing anew
+_LEAST: Final = 8  # minimum letters of a part that is worth optimising
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Prompt:
     """An agent's system prompt.
 
     Attributes:
-        text: what is the same in every call, without white space around it.
-        whole: whether that is all of it; else the rest changes from call to call, and stays as it is.
+        text: the part that is the same in every call, without surrounding white space.
+        whole: whether that is the whole prompt; otherwise the rest changes from call to call, and is left unchanged.
     """
 
     text: str
@@ -33,15 +33,15 @@ class Prompt:
 
 
 def read_prompts(traces: Iterable[Trace], agents: Sequence[str]) -> dict[str, Prompt]:
-    """Read the prompts of agents from what they asked.
+    """Read the prompts of agents from their requests.
 
     Args:
-        traces: of several tasks: of one alone nobody can tell what changes.
+        traces: of several tasks: one alone does not show what changes.
         agents: their names.
 
     Raises:
         UnknownAgentError: an agent was not seen.
-        ConfigError: an agent has no system prompt, or nothing of it is the same in every call.
+        ConfigError: an agent has no system prompt, or no part of it is the same in every call.
     """
     asked: defaultdict[str, list[str | None]] = defaultdict(list)
     seen = {path for trace in traces for path in trace.agent_paths}
@@ -74,13 +74,13 @@ def _prompt(agent: str, texts: Sequence[str | None]) -> Prompt:
 
 
 def _start(texts: Sequence[str]) -> str:
-    """Return what all begin with: whole lines where there are such, else whole words."""
+    """Return the common beginning: whole lines if there are any, otherwise whole words."""
     shared = commonprefix(list(texts))  # noqa: RUF071 - letter by letter is what is wanted
     inside = any(len(text) > len(shared) and text[len(shared)].isalnum() for text in texts)
     while inside and shared and shared[-1].isalnum():
         shared = shared[:-1]
     lines, newline, _ = shared.rpartition("\n")
-    if newline and _letters(lines) >= _LEAST:  # a label such as "The task:" stays with what it is for
+    if newline and _letters(lines) >= _LEAST:  # keep a label such as "The task:" with its text
         shared = lines
     return shared.strip()
 
@@ -90,5 +90,5 @@ def _letters(text: str) -> int:
 
 
 def _end(texts: Sequence[str]) -> str:
-    """Return what all end with, from the beginning of a word."""
+    """Return the common ending, from the beginning of a word."""
     return _start([text[::-1] for text in texts])[::-1].strip()

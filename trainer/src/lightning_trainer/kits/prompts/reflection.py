@@ -22,10 +22,10 @@ _UNREADABLE: Final = (ValueError, LookupError, TypeError, AttributeError, Overfl
 
 
 def read_reflection(text: str, key_file: Path | None) -> Endpoint:
-    """Read ``URL`` or ``MODEL=URL``; a server that has but one model is asked for that one.
+    """Read ``URL`` or ``MODEL=URL``; without MODEL, use the server's only model.
 
     Raises:
-        ConfigError: it is neither, or can't be reached, or the key can't be sent.
+        ConfigError: the text is neither, the server cannot be reached, or the key cannot be sent.
     """
     if key_file is not None:
         try:
@@ -34,7 +34,7 @@ def read_reflection(text: str, key_file: Path | None) -> Endpoint:
             raise ConfigError(f"key file {key_file} can't be read: {error}.") from None
     else:
         key = os.environ.get("LIGHTNING_REFLECT_KEY")
-    bearer(key, ORIGIN)  # or refuse
+    bearer(key, ORIGIN)  # raises if the key cannot be sent
     model, equals, url = text.partition("=")
     named = bool(equals) and url.startswith(("http://", "https://")) and "/" not in model
     found = endpoint(url, model=model, key=key) if named else endpoint(text, key=key)
@@ -42,26 +42,27 @@ def read_reflection(text: str, key_file: Path | None) -> Endpoint:
 
 
 class PaidCalls(Protocol):
-    """Keeps what calls came to, so that none is paid for twice."""
+    """Records results of calls, so that none is paid for twice."""
 
     def next(self, kind: str, asked: object) -> dict[str, Any] | None:
-        """Return what this came to when it was done before; None where it was not."""
+        """Return the recorded result of this request; None if there is none."""
 
     def add(self, kind: str, asked: object, came_to: dict[str, Any]) -> None:
-        """Keep what something came to."""
+        """Record the result of a request."""
 
 
 @dataclass
 class Reflection:
-    """Called with a prompt, gives the model's text; counts its tokens.
+    """Returns the model's text for a prompt, and counts its tokens.
 
     Attributes:
-        at: where the model is.
-        journal: of what it was asked already.
-        check: called while it is waited for; raises when somebody asked the program to stop.
+        at: the model's endpoint.
+        journal: of earlier calls.
+        check: called during a wait; raises if the program was asked to stop.
         parameters: further fields of each request.
         tokens: of all prompts and answers so far, as the server counted them.
-        failed: why it gave no proposal. GEPA would go on without, and spend rollouts on nothing: it is not asked again.
+        failed: why it gave no proposal. GEPA would continue without one and waste rollouts, so the model is not called
+            again.
     """
 
     at: Endpoint
@@ -72,10 +73,10 @@ class Reflection:
     failed: LightningError | None = field(default=None)
 
     def __call__(self, prompt: str | list[dict[str, Any]]) -> str:
-        """Ask.
+        """Call the model, or return the recorded answer.
 
         Raises:
-            LightningError: the server can't be reached, or answers no text.
+            LightningError: the server cannot be reached, or returns no text.
         """
         if self.failed is not None:
             raise self.failed
@@ -107,7 +108,7 @@ class Reflection:
                     tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
                     text = found["choices"][0]["message"]["content"]
                     if isinstance(text, str) and text.strip():
-                        text.encode()  # half of a character could be sent in no prompt: the agent would crash of it
+                        text.encode()  # raises for half a character, which no prompt can contain: the agent would crash
                         return {"text": text, "tokens": tokens}
                     problem = "it answered no text"
                 else:

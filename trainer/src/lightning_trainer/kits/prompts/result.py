@@ -1,4 +1,4 @@
-"""What came of it: a file that `attach(prompts=FILE)` reads, and a diff that a person does."""
+"""The result of a search: a file for `attach(prompts=FILE)`, and a diff for people."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_trainer.report.metrics import write_atomically
 
 
 def diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Return a unified diff of the prompts, agent by agent; empty where none changed."""
+    """Return a unified diff of the prompts, agent by agent; empty if none changed."""
     parts = []
     for agent, old in before.items():
         lines = difflib.unified_diff(
@@ -24,7 +24,7 @@ def diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 
 
 def write(path: Path, before: Mapping[str, str], after: Mapping[str, str], facts: Mapping[str, Any]) -> Path:
-    """Write the file, and the diff beside it; return the diff's path."""
+    """Write the file, and the diff next to it; return the diff's path."""
     changed = {
         agent: {"before": old.split("\n"), "after": after[agent].split("\n")}
         for agent, old in before.items()

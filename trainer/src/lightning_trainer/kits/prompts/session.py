@@ -1,4 +1,4 @@
-"""Runs the program under candidates: each rollout carries its own, and the program stays as it is."""
+"""Run the unchanged program under candidates: each rollout carries its own."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Ran:
     """One execution under a candidate.
 
     Attributes:
-        outcome: how it ended.
-        trace: what happened in the attempt that counts; None where nothing is known of any.
+        outcome: of the rollout.
+        trace: of the attempt that counts; None if there is none.
     """
 
     outcome: Outcome
@@ -37,15 +37,15 @@ class CandidateRunner:
     """Runs tasks under candidates.
 
     Attributes:
-        session: the program's. The routing of its server takes the candidates to their rollouts.
+        session: of the program. The routing of its server assigns the candidates to their rollouts.
         progress: callback for progress events.
-        check: raises when somebody asked the program to stop.
+        check: raises if the program was asked to stop.
         timeout_s: of an attempt.
-        max_attempts: tries of a rollout.
-        name: of the search. The ids of its rollouts follow from it: one that goes on finds those of the batch in which
-            it was cut.
-        rollouts: that were run so far.
-        again: that were begun and cut, and run once more.
+        max_attempts: of a rollout.
+        name: of the search. The ids of its rollouts are derived from it, so a resumed search finds those of the
+            interrupted batch.
+        rollouts: number of rollouts so far.
+        again: number of rollouts that were interrupted and run again.
     """
 
     session: Session
@@ -58,15 +58,15 @@ class CandidateRunner:
     again: int = 0
 
     def skip(self, rollouts: int, again: int) -> None:
-        """Count a batch that was run before."""
+        """Count a batch that was already run."""
         self.rollouts += rollouts
         self.again += again
 
     def run(self, tasks: Sequence[Mapping[str, Any]], prompts: Mapping[str, Mapping[str, str]]) -> list[Ran]:
-        """Run each task once, with these prompts in the place of the agents' own.
+        """Run each task once, with these prompts instead of the agents' own.
 
         Raises:
-            AgentFailedError: not one of them ended well, or by what a model said.
+            AgentFailedError: every rollout failed, and none because of a model's answer.
         """
         rollouts = self._plan(tasks)
         state = self.session.app.state
@@ -85,7 +85,7 @@ class CandidateRunner:
         return [Ran(o, None if a is None else traces.get(a.attempt_id)) for o, a in zip(found, counted, strict=True)]
 
     def _plan(self, tasks: Sequence[Mapping[str, Any]]) -> list[Rollout]:
-        """Name the rollouts of a batch: of those that an earlier process began, the ones that count are kept."""
+        """Plan the rollouts of a batch. Of those that an earlier process started, the ones that count are kept."""
         store, begun = self.session.store, 0
         kept: dict[int, Rollout] = {}
         for turn in count():

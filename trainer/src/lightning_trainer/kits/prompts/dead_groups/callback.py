@@ -1,4 +1,4 @@
-"""Dead groups as a callback of a run: instructions are tried before a batch is made, and distilled with it."""
+"""Dead groups as a callback of a run: try instructions before a batch is made, and distil their successes with it."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch.batch import Batch
 
-KEPT: Final = "with_prompts"  # in what a run keeps, and in its log
-PROPOSED: Final = "instruction"  # kind of a line in the log
+KEPT: Final = "with_prompts"  # key in the state of a run and in its log
+PROPOSED: Final = "instruction"  # kind of a log line
 
 
 class DeadGroupsKind(CallbackKind):
-    """Takes part in runs with the option `with_prompts`."""
+    """Takes part in runs that set the option `with_prompts`."""
 
     def wanted(self, config: TrainConfig) -> bool:
-        """Return whether dead groups are used."""
+        """Whether dead groups are used."""
         return config.with_prompts
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse wrong options, and a model for proposals that can't be reached."""
+        """Reject wrong options, and a proposing model that cannot be reached."""
         read_options(config)
         if config.reflector is not None:
             read_reflection(config.reflector, None)
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
-        """Open what proposes instructions."""
+        """Open the callback."""
         return _open(context)
 
 
@@ -69,17 +69,17 @@ def _open(context: CallbackContext) -> Iterator[DeadGroupsCallback]:
 
 
 def _policy(context: CallbackContext) -> Endpoint:
-    """Return the address of the model that is trained: of several adapters, of the model without them."""
+    """Return the endpoint of the trained model; with several adapters, of the model without them."""
     key = context.session.app.state.keys.issue("admin", expires_s=RUN_S)
     return Endpoint(f"{context.session.url}/v1", context.learner.engine.model, key)
 
 
 class DeadGroupsCallback(Callback):
-    """Samples dead tasks under instructions, and has the policy learn what solves them.
+    """Samples dead tasks under instructions, and trains the policy on the rollouts that solve them.
 
     Args:
-        context: what it is opened with.
-        options: when, at what cost, and how.
+        context: of the run.
+        options: when to use instructions, at what cost, and how.
         reflection: proposes instructions.
         paid: its proposals.
     """
@@ -92,7 +92,7 @@ class DeadGroupsCallback(Callback):
         self._sampler = InstructedSampler(context, options)
         self._known = DeadTasks()
         self._sampled: list[InstructedRollout] = []  # of this step
-        self._logged: set[str] = set()  # reasons for which agents have no instruction
+        self._logged: set[str] = set()  # agents whose missing instruction was logged
 
     @property
     def patience(self) -> int:
@@ -102,12 +102,12 @@ class DeadGroupsCallback(Callback):
 
     @property
     def kept(self) -> Mapping[str, Any]:
-        """Which tasks are dead, and what was tried."""
+        """Which tasks are dead, and which instructions were tried."""
         return {KEPT: self._known.to_json()}
 
     @property
     def summary(self) -> str:
-        """Say how many dead groups there were, how many tasks were solved, and what that cost."""
+        """Number of dead groups, number of solved tasks, and the cost."""
         known = self._known
         return (
             f"dead groups: {known.groups}; {amount(len(known.tried), 'task')} sampled under an instruction,"
@@ -124,7 +124,7 @@ class DeadGroupsCallback(Callback):
         return self._options.tokens is not None and self._tokens >= self._options.tokens
 
     def before_batch(self, rollouts: StepRollouts) -> Extra:
-        """Sample the dead tasks of a step under instructions; returns what that came to."""
+        """Sample the dead tasks of a step under instructions, and return the metrics."""
         config, began, paid = self._run.config, time.monotonic(), self._paid.count
         self._known = known = DeadTasks.from_json(rollouts.kept.get(KEPT, {}))
         tokens = self._tokens
@@ -160,7 +160,7 @@ class DeadGroupsCallback(Callback):
         return replace(batch, rows=[*batch.rows, *rows], account=batch.account + account), metrics
 
     def _read_own(self, rollouts: StepRollouts) -> None:
-        """Read the prompts of agents that are trained and were not met before.
+        """Read the prompts of trained agents that were not seen before.
 
         Raises:
             ConfigError: none of them has a prompt that can be replaced.
@@ -180,7 +180,7 @@ class DeadGroupsCallback(Callback):
             raise ConfigError(f"with_prompts has no agent to instruct. {problem}")
 
     def _plan(self, due: Sequence[str], rollouts: StepRollouts) -> list[InstructedTask]:
-        """Choose the instruction under which each task is sampled, one that is proposed now where none is left."""
+        """Choose the instruction under which each task is sampled; if none is left, propose one."""
         outcomes = {task_digest(outcome.rollout.task): outcome for outcome in rollouts.outcomes}
         left = self._paid.count < self._options.proposals
         chosen = {task: self._known.choose(task) for task in due}
@@ -194,7 +194,7 @@ class DeadGroupsCallback(Callback):
         ]
 
     def _propose(self, tasks: Sequence[str], rollouts: StepRollouts) -> Instruction | None:
-        """Propose an instruction from the failed rollouts of some tasks; the agents take turns."""
+        """Propose an instruction from the failed rollouts of some tasks, alternating between the agents."""
         known, examples, agent = self._known, [], ""
         ran = self._failed_rollouts(tasks[:EXAMPLES], rollouts)
         agents = sorted(known.own)
@@ -218,7 +218,7 @@ class DeadGroupsCallback(Callback):
         return known.instructions[-1]
 
     def _failed_rollouts(self, tasks: Sequence[str], rollouts: StepRollouts) -> list[Ran]:
-        """Return a rollout of each task."""
+        """Return one rollout of each task."""
         counted = {task_digest(o.rollout.task): o for o in rollouts.outcomes if o.counts(self._run.config.failed)}
         attempts = {task: counted[task].counts(self._run.config.failed) for task in tasks}
         ids = {task: attempt.attempt_id for task, attempt in attempts.items() if attempt is not None}

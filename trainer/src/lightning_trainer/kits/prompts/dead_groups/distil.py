@@ -1,8 +1,9 @@
-"""Rows that teach a policy the answers that it gave under an instruction, as answers to the agent's own prompt.
+"""Rows that teach a policy its answers under an instruction, as answers to the agent's own prompt.
 
 The loss is the algorithm's. A token's advantage is `weight`, and its recorded log-probability is that of the policy
-before the update, without the instruction. So all ratios begin at 1, and the gradient is that of supervised learning:
-weight times the gradient of -log p(token | own prompt), divided by the tokens of the batch as `loss_aggregation` says.
+before the update, without the instruction. So all ratios start at 1, and the gradient is that of supervised learning:
+weight times the gradient of -log p(token | own prompt), divided by the tokens of the batch as set by
+`loss_aggregation`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class InstructedRollout:
     """A rollout under an instruction.
 
     Attributes:
-        outcome: how it ended.
+        outcome: of the rollout.
         trace: of the attempt that counts.
         instruction: that replaced the prompt of its agent.
-        own: that prompt.
+        own: the agent's own prompt.
         solved: whether it solved the task.
     """
 
@@ -55,8 +56,8 @@ def distilled_rows(
 
     Args:
         rollouts: of a step.
-        learner: learns them; its log-probabilities are read.
-        agents: names and globs of the agents that are trained.
+        learner: learns the rows, and gives their log-probabilities.
+        agents: names and globs of the trained agents.
         weight: advantage of each token.
     """
     account, prompts = Account(), OwnPrompts(learner.engine)
@@ -74,7 +75,7 @@ def distilled_rows(
 def _choose(
     rollout: InstructedRollout, prompts: OwnPrompts, agents: Sequence[str] | None
 ) -> tuple[list[Transition], Counter[str]]:
-    """Return the calls that are learned, with the agent's own prompt, and how many are not, by reason."""
+    """Return the calls to learn, with the agent's own prompt, and the number of other calls by reason."""
     agent, left_out = rollout.instruction.agent, Counter[str]()
     kept: list[Transition] = []
     own = prompts.read(rollout.trace.chats, agent, rollout.own, rollout.instruction.text) if rollout.solved else {}
@@ -90,14 +91,14 @@ def _choose(
             elif isinstance(prompt, str):
                 left_out[prompt] += 1
             elif call.tokens is None or prompt is None:
-                kept.append(call)  # its account says why it can't be trained
+                kept.append(call)  # its account gives the reason
             else:
                 kept.append(replace(call, tokens=replace(call.tokens, prompt=prompt)))
     return kept, left_out
 
 
 def _with_logprobs(rows: Sequence[Row], learner: Learner) -> list[Row]:
-    """Record the log-probabilities of the policy as it is now, without the instruction."""
+    """Record the log-probabilities of the current policy, without the instruction."""
     found = []
     for row, own in zip(rows, learner.logprobs(rows) if rows else (), strict=True):
         logprobs = np.zeros(len(row.tokens), np.float32)

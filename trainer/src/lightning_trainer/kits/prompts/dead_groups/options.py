@@ -1,4 +1,4 @@
-"""The table `prompt_options` of a configuration: when an instruction is sought, at what cost, and how it is learned."""
+"""The table `prompt_options` of a configuration: when to seek an instruction, at what cost, and how to learn it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DeadGroupRules(CheckedRecord):
-    """How dead groups are used."""
+    """Options of dead groups."""
 
     visits: int = Field(2, ge=1)
     """Number of consecutive steps with a task in which all of its rollouts had the lowest reward, after which an
@@ -39,7 +39,7 @@ class DeadGroupRules(CheckedRecord):
 
 
 def read_options(config: TrainConfig) -> DeadGroupRules:
-    """Read how a run uses dead groups.
+    """Read the options of dead groups.
 
     Raises:
         ConfigError: an option is unknown or wrong, or contradicts another one.

@@ -1,8 +1,8 @@
 """The prompts that the calls of a rollout would have had without its instruction, token for token.
 
-They are made as the gateway makes prompts: in the order of the calls, each continuing the tokens of the earlier ones.
-The same is done with the requests as they were. Where that does not give the tokens on record, nobody knows how the
-prompt was made, and the call is left out.
+They are made like the gateway's prompts: in the order of the calls, each continuing the tokens of the earlier ones. The
+same is done with the original requests. If that does not reproduce the recorded tokens, it is unknown how the prompt
+was made, and the call is left out.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """The prompt of a call as it was, and without the instruction."""
+    """The prompt of a call, with and without the instruction."""
 
     given: RenderedPrompt
     own: RenderedPrompt
 
 
 class OwnPrompts:
-    """Makes the prompts of rollouts again.
+    """Reproduces the prompts of rollouts.
 
     Args:
         engine: of the policy, whose tokenizer and chat template all policies share.
@@ -46,11 +46,11 @@ class OwnPrompts:
         self._longest = engine.max_model_len
 
     def read(self, nodes: Sequence[Node], agent: str, before: str, after: str) -> dict[str, tuple[int, ...] | str]:
-        """Return the tokens of each prompt without the instruction, or why there are none, by the id of the span.
+        """Return the tokens of each prompt without the instruction, or why there are none, by span id.
 
         Args:
             nodes: the model calls of an attempt.
-            agent: whose prompt was replaced.
+            agent: that the instruction was for.
             before: its own prompt.
             after: the instruction.
         """
@@ -92,16 +92,16 @@ class OwnPrompts:
 
 
 def _own_body(request: Mapping[str, Json], before: str, after: str) -> Mapping[str, Json] | None:
-    """Return a request with the agent's own prompt; itself where the instruction never came into it."""
+    """Return a request with the agent's own prompt; unchanged if it never contained the instruction."""
     own = own_body(request, before, after)
     return request if own is None and not has_text(request, after) else own
 
 
 def has_text(request: Mapping[str, Json], text: str) -> bool:
-    """Whether a system prompt of a request holds a text."""
+    """Whether a system prompt of a request contains a text."""
     return any(text in prompt for prompt in system_texts(request))
 
 
 def _memory(call: Call, *, own: bool) -> str:
-    """Name what the gateway remembers: each policy has its own memory of an attempt."""
+    """Return the name of a memory as in the gateway, where each policy has its own memory of an attempt."""
     return f"{call.attempt_id}/{call.policy}/{own}"

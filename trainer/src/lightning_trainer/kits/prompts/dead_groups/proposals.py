@@ -1,4 +1,4 @@
-"""Proposals of instructions: from rollouts that failed, within a budget, and none paid for twice."""
+"""Proposals of instructions: from failed rollouts, within a budget, and none paid for twice."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_trainer.kits.prompts.journal import add_line, digest_of, read_lin
 from lightning_trainer.kits.prompts.reflection import Reflection
 
 FILE: Final = "instructions.jsonl"  # in the run's folder
-EXAMPLES: Final = 3  # dead tasks that a proposal is made from
+EXAMPLES: Final = 3  # maximum dead tasks that a proposal is made from
 
 
 class PaidProposals:
-    """Every proposal that a run has paid for, steps that were taken again after a stop among them.
+    """All proposals that a run has paid for, including those of steps that were repeated after a stop.
 
     Args:
         path: of the file.
@@ -35,28 +35,28 @@ class PaidProposals:
         return sum(line["came_to"]["tokens"] for line in self._lines)
 
     def next(self, kind: str, asked: object) -> dict[str, Any] | None:
-        """Return what the same prompt came to; None where it was not asked: `PaidCalls.next`."""
+        """Return the saved result for the same prompt; None if there is none: `PaidCalls.next`."""
         name = digest_of([kind, asked])
         return next((line["came_to"] for line in self._lines if line["asked"] == name), None)
 
     def add(self, kind: str, asked: object, came_to: dict[str, Any]) -> None:
-        """Keep a proposal: `PaidCalls.add`."""
+        """Save a proposal: `PaidCalls.add`."""
         line = {"asked": digest_of([kind, asked]), "came_to": came_to}
         add_line(self._path, line)
         self._lines.append(line)
 
 
 def propose(reflection: Reflection, own: str, examples: Sequence[Mapping[str, Any]], failed: Sequence[str]) -> str:
-    """Return an instruction for an agent, as GEPA's prompt asks for it; empty where the answer has none.
+    """Return an instruction for an agent, proposed with GEPA's prompt; empty if the answer contains none.
 
     Args:
         reflection: the model that proposes.
         own: the agent's prompt.
-        examples: what the agent was asked in rollouts that failed, what it said, and how that went.
+        examples: the agent's inputs and outputs in failed rollouts, with feedback.
         failed: instructions under which these tasks were not solved either.
 
     Raises:
-        LightningError: the model can't be reached, or answers no text.
+        LightningError: the model cannot be reached, or returns no text.
     """
     from gepa.strategies.instruction_proposal import InstructionProposalSignature as Signature
 

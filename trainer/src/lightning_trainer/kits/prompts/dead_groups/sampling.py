@@ -1,4 +1,4 @@
-"""Rollouts of dead tasks under instructions, which take the place of the agents' own prompts on the wire."""
+"""Rollouts of dead tasks under instructions, which replace the agents' own prompts on the wire."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class InstructedTask:
     """A dead task, with the instruction under which it is sampled.
 
     Attributes:
-        digest: names it in `DeadTasks`.
+        digest: its key in `DeadTasks`.
         task: as the program gets it.
         instruction: that replaces the prompt of its agent.
-        own: that prompt.
+        own: the agent's own prompt.
     """
 
     digest: str
@@ -45,12 +45,12 @@ class InstructedTask:
 
     @property
     def prompts(self) -> dict[str, dict[str, str]]:
-        """What its rollouts carry: `record.prompts.Prompts`."""
+        """The prompts that its rollouts carry: `record.prompts.Prompts`."""
         return {self.instruction.agent: {"before": self.own, "after": self.instruction.text}}
 
 
 def counted_rewards(outcomes: Sequence[Outcome], config: TrainConfig) -> dict[str, float]:
-    """Return the reward of each rollout that counts, by its id: -inf for a failure, which solves nothing."""
+    """Return the reward of each rollout that counts, by its id: -inf for a failure, because it solves nothing."""
     counted = {o.rollout.rollout_id: o.counts(config.failed) is o.crash for o in outcomes if o.crash is not None}
     found = rollout_rewards(outcomes, config.failed, config.agents)
     return {name: -math.inf if counted.get(name) else reward for name, reward in found.items()}
@@ -61,7 +61,7 @@ class InstructedSampler:
 
     Args:
         context: of the run.
-        options: how many rollouts, and which of them solve a task.
+        options: number of rollouts, and the condition for a solved task.
     """
 
     def __init__(self, context: CallbackContext, options: DeadGroupRules) -> None:
@@ -70,7 +70,7 @@ class InstructedSampler:
     def sample(
         self, tasks: Sequence[InstructedTask], known: DeadTasks, rollouts: StepRollouts
     ) -> list[InstructedRollout]:
-        """Sample tasks, and note in `known` which of them were solved, and the cost.
+        """Sample tasks, and record in `known` which of them were solved, and the cost.
 
         Raises:
             LightningError: all rollouts failed, or no instruction reached its agent.
@@ -125,10 +125,10 @@ class InstructedSampler:
 
 
 def _refuse_unreached(sampled: Sequence[InstructedRollout]) -> None:
-    """Refuse a program whose agent never gets its instruction.
+    """Reject a program whose agent never gets its instruction.
 
     Raises:
-        LightningError: says which agent.
+        LightningError: with the name of the agent.
     """
     reached: dict[str, bool] = {}
     for one in sampled:

@@ -1,4 +1,4 @@
-"""Which tasks are dead, and which instructions were tried on them: all that a resumed run has to know."""
+"""Dead tasks, and the instructions that were tried on them: everything that a resumed run must know."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-_PROVE: Final = 3  # tasks on which an instruction that has solved none yet is tried
+_PROVE: Final = 3  # maximum tasks on which an instruction without successes is tried
 
 
 @dataclass
 class Instruction:
-    """A text that takes the place of an agent's own prompt.
+    """A text that replaces an agent's own prompt.
 
     Attributes:
-        agent: whose.
-        text: that replaces the prompt.
+        agent: whose prompt it replaces.
+        text: the instruction.
         tried: by digest of the task: whether a rollout under it solved the task.
     """
 
@@ -31,16 +31,16 @@ class Instruction:
 
 @dataclass
 class DeadTasks:
-    """What a run knows of its dead tasks. A task is named by its digest.
+    """A run's dead tasks. A task is named by its digest.
 
     Attributes:
-        lowest: the lowest reward so far, 0 if that is less, or the lower end of the range that is declared.
-        visits: of a task: consecutive steps in which every rollout had the lowest reward.
+        lowest: the lowest reward so far, 0 if that is less, or the lower end of the declared range.
+        visits: by task: number of consecutive steps in which every rollout had the lowest reward.
         own: prompt of each agent that can be instructed.
         instructions: in the order in which they were proposed.
         groups: number of dead groups so far.
         tokens: of rollouts under an instruction.
-        rollouts: under an instruction.
+        rollouts: number of rollouts under an instruction.
     """
 
     lowest: float = 0.0
@@ -53,12 +53,12 @@ class DeadTasks:
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> DeadTasks:
-        """Read what `to_json` gave; empty for a new run."""
+        """Read the output of `to_json`; empty for a new run."""
         instructions = [Instruction(**each) for each in kept.get("instructions", ())]
         return cls(**{**kept, "visits": dict(kept.get("visits", {})), "instructions": instructions})
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the state as JSON."""
         return asdict(self)
 
     @property
@@ -75,15 +75,15 @@ class DeadTasks:
         """Count the rollouts of a step.
 
         Args:
-            rewards: of the rollouts of each task that count; -inf for a failure.
-            least: lower end of the range of rewards, where it is declared.
+            rewards: by task: of the rollouts that count; -inf for a failure.
+            least: lower end of the range of rewards, if it is declared.
 
         Returns:
             The dead tasks of the step.
         """
         seen = [reward for its in rewards.values() for reward in its if reward > float("-inf")]
         lowest = min([self.lowest, *seen]) if least is None else least
-        if lowest != self.lowest:  # what counted as failed until now was better than this
+        if lowest != self.lowest:  # until now, better rewards than this counted as failures
             self.lowest, self.visits = lowest, {}
         dead = [task for task, its in rewards.items() if its and max(its) <= lowest]
         for task in dead:
@@ -95,10 +95,10 @@ class DeadTasks:
         return dead
 
     def choose(self, task: str) -> Instruction | None:
-        """Return the known instruction to try on a task next; None where all that promise something were tried.
+        """Return the known instruction to try on a task next; None if all promising ones were tried.
 
-        One that solved it comes first, then those that solved the largest share of other tasks. One that has solved
-        nothing is tried on three tasks.
+        One that solved the task comes first, then those that solved the largest share of other tasks. One that has
+        solved nothing is tried on three tasks.
         """
         those = [
             each for each in self.instructions if each.tried.get(task, each.solved > 0 or len(each.tried) < _PROVE)
