@@ -1,1 +1,1 @@
-"""Runners: rollouts are claimed, and the agent is run on them in worker processes."""
+"""Runners: claim rollouts, and run the agent on them in worker processes."""

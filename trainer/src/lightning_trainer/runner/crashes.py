@@ -1,16 +1,16 @@
-"""Who pays for a worker that ended under its attempts: at most one of them, and only one that is known to have done it.
+"""Which attempt pays for a worker that ended: at most one, and only one that is known to have caused it.
 
 | the worker | the attempt | its end | uses up a try |
 |---|---|---|---|
 | any | its time was up, and it was told so | timeout | yes |
 | died | ran alone | failed | yes |
-| was killed from somewhere, as when memory runs out | ran alone, the first time | disturbed | no |
+| was killed from outside, for example when memory ran out | ran alone, the first time | disturbed | no |
 | died | others ran there too | disturbed: runs alone the next time | no |
-| was ended, for its event loop stood still | it held the loop, past its time | timeout | yes |
-| was ended so | it held the loop within its time, while others waited | disturbed | no |
-| was ended so | another held the loop | released | no |
-| was ended so | nobody knows who held the loop | disturbed; alone, timeout | no; yes |
-| was ended from outside, as with its machine, or by us, for its message could not be taken | any | released | no |
+| was killed because its event loop was blocked | it blocked the loop, past its time | timeout | yes |
+| likewise | it blocked the loop within its time, while others waited | disturbed | no |
+| likewise | another blocked the loop | released | no |
+| likewise | it is unknown which one blocked the loop | disturbed; alone past its time, timeout | no; yes |
+| ended from outside, such as with its machine, or was killed because its message was unusable | any | released | no |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_trainer.runner.workers import Blocking, Death
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How an attempt ended, for the store."""
+    """The end of an attempt, for the store."""
 
     status: AttemptStatus
     rewards: tuple[Reward, ...] = ()
@@ -34,13 +34,13 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """An attempt that ran in a worker when it ended.
+    """An attempt that was running in a worker when the worker ended.
 
     Attributes:
-        number: of its message.
+        number: number of its message.
         record: the attempt.
-        company: attempts in the worker, itself included.
-        told: whether its time was up and the worker had taken the news.
+        company: number of attempts in the worker, itself included.
+        told: whether its time was up and the worker had received the cancellation.
         overdue: whether its time was up.
         scoring: whether its agent had answered, and its reward was being computed.
     """
@@ -54,13 +54,13 @@ class Victim:
 
 
 def verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Blocking | None) -> Ended:
-    """Say how an attempt ended with its worker.
+    """Return how an attempt ended with its worker.
 
     Args:
         victim: the attempt.
         death: how the worker ended.
-        stood_still: whether the worker was ended because its event loop did not answer.
-        blocking: what held the loop then; None where it is not known.
+        stood_still: whether the worker was killed because its event loop did not answer.
+        blocking: what blocked the loop then; None if unknown.
     """
     ended = _verdict(victim, death, stood_still=stood_still, blocking=blocking)
     return blame_scorer(ended) if victim.scoring else ended
@@ -83,14 +83,15 @@ def _verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Block
 
 
 def killed(record: AttemptRecord, what: str, told: str | None = None) -> Ended:
-    """Return the end of an attempt that ran alone when the system, or somebody, killed it.
+    """Return the end of an attempt that ran alone when the system or a user killed it.
 
-    Linux does so when memory runs out, whoever took it. Only if it happens again to the same attempt is it the reason.
+    Linux does so when memory runs out, whichever process used it. Only if it happens again to the same attempt is the
+    attempt considered the cause.
 
     Args:
         record: the attempt.
-        what: was killed.
-        told: what is known of its end; None: no more than that.
+        what: what was killed.
+        told: what else is known of its end; None: nothing.
     """
     more = "" if told is None else f"\n{told}"
     if not record.disturbed:
@@ -122,7 +123,7 @@ def _stood_still(victim: Victim, blocking: Blocking | None) -> Ended:
 
 
 def blame_scorer(ended: Ended) -> Ended:
-    """Return the end of an attempt whose agent had answered: what went wrong after that is the scorer's fault."""
+    """Return the end of an attempt whose agent had answered: a later failure is the scorer's fault."""
     if ended.status not in ("failed", "timeout"):
         return ended
     return Ended("failed", error=f"{SCORER_FAILED}: {ended.error}")

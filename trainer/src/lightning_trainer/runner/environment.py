@@ -1,4 +1,4 @@
-"""What of a runner's environment its agents get: a list of what programs need, and what the user names."""
+"""The part of a runner's environment that its agents get: what programs need, and what the user names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
-# What programs need to start, to find their files and to speak: names, and globs.
+# What programs need to start, to find their files and to communicate: names and globs.
 _NEEDED: Final = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "LANG", "LANGUAGE", "LC_*", "TZ", "TERM", "COLORTERM",
     "NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TMPDIR", "TMP", "TEMP", "XDG_*_HOME", "XDG_RUNTIME_DIR",
@@ -20,18 +20,18 @@ _NEEDED: Final = (
     "TRANSFORMERS_OFFLINE", "OTEL_SDK_DISABLED", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES",
     "LIGHTNING_BOUNDS", "LIGHTNING_SPOOL", "LIGHTNING_REDACT",
 )  # fmt: skip
-_PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})  # in any case of letters
-_OWN: Final = re.compile(r"LIGHTNING_(.*_)?KEY(_.*)?")  # of the runner, of upstreams, of the provider
+_PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})  # in upper or lower case
+_OWN: Final = re.compile(r"LIGHTNING_(.*_)?KEY(_.*)?")  # keys of the runner, of upstreams, of the provider
 _WITH_PASSWORD: Final = re.compile(r"[^/]*://[^/@]*@")
 
 
 def allowed(environment: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
-    """Return what an agent under `lightning-rl runner` gets.
+    """Return the environment of an agent under `lightning-rl runner`.
 
     Args:
         environment: the runner's.
-        named: what the user wants passed: names, or globs such as ``MYAPP_*``. The keys of ours never are: an agent
-            gets that of its attempt.
+        named: variables that the user wants passed: names, or globs such as ``MYAPP_*``. Our own keys never are: an
+            agent gets the key of its attempt.
     """
     wanted = (*_NEEDED, *named)
     return {
@@ -43,7 +43,7 @@ def allowed(environment: Mapping[str, str], named: Iterable[str] = ()) -> dict[s
 
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what an agent gets that somebody trains on a machine of his own, from his own shell: all but our keys."""
+    """Return the environment of an agent that is trained from the user's own shell and machine: all but our keys."""
     return {
         name: value
         for name, value in environment.items()
@@ -52,12 +52,12 @@ def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def explained(error: str, environment: Mapping[str, str], passed: Mapping[str, str]) -> str:
-    """Return what went wrong in an agent, above it which variables it names and does not get.
+    """Return an agent's error, preceded by the variables that it names and does not get.
 
     Args:
         error: the agent's error.
         environment: the runner's.
-        passed: what of it the agent gets.
+        passed: the part of it that the agent gets.
     """
     withheld = without_keys(environment).keys() - passed.keys()
     words = set(re.findall(r"[A-Z][A-Z0-9_]{2,}", error))

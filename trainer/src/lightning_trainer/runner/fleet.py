@@ -1,4 +1,4 @@
-"""Workers and the attempts that run in them: placing, time limits, crashes."""
+"""Workers and the attempts that run in them: placement, time limits, crashes."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ logger = logging.getLogger("lightning_trainer")
 
 RESPAWN_S: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SPAWN_TRIES: Final = 3  # in a row, with no worker left, before the runner gives up
-SUSPECT_S: Final = 600.0  # as long after a crash, attempts that ran in its process are looked for among the claimed
+SUSPECT_S: Final = 600.0  # for this long after a crash, attempts that ran in the process may be among the claimed ones
 LEAKED_MOST: Final = 32  # threads that attempts may leave behind in a process before it is replaced
-STALL_S: Final = 15.0  # an event loop that stands still for so long is ended, if others wait for it
-STALL_ALONE_S: Final = 5.0  # one that keeps nobody waiting is replaced after this long, and goes on
-APART_S: Final = 15.0  # what runs alone for so long gets its worker for itself: another one is started
+STALL_S: Final = 15.0  # an event loop that is blocked for this long is ended, if others wait for it
+STALL_ALONE_S: Final = 5.0  # one that delays no other attempt is replaced after this long, and continues
+APART_S: Final = 15.0  # an attempt that runs alone for this long gets its worker to itself: another one is started
 APART_MOST: Final = 4  # such workers at once
 
 
 class Fleet:
-    """The workers of a runner. All methods belong to its event loop.
+    """The workers of a runner. Call all methods on its event loop.
 
-    An attempt that outlives its time limit is cancelled; when its thread hangs, its process takes no more work and is
-    ended once its other attempts have ended; when the event loop does not answer, the process is ended at once. It is
-    also ended when its event loop stands still while others wait for it. A process that dies takes all its attempts
-    with it; `crashes` says which of them pays. Those that may have killed it are run again alone in a process, so that
-    the next crash costs nobody else; where one of them takes long, another worker does the rest.
+    An attempt that exceeds its time limit is cancelled; if its thread hangs, its process takes no more work and is
+    ended once its other attempts have ended; if the event loop does not answer, the process is killed at once. It is
+    also killed when its event loop is blocked while others wait for it. A process that dies takes all its attempts with
+    it; `crashes` decides which of them uses up a try. Those that may have killed it are run again alone in a process,
+    so that the next crash affects no others; if one of them takes long, another worker does the rest.
 
     Args:
         start: starts a worker.
-        workers: number of them; with 0, runners elsewhere do the work.
-        concurrency: attempts at once in each.
-        on_end: told once of each attempt placed, unless it was forgotten by `cancel`.
+        workers: number of workers; with 0, runners elsewhere do the work.
+        concurrency: concurrent attempts in each.
+        on_end: called once for each placed attempt, unless it was forgotten by `cancel`.
         grace_s: seconds that a cancelled attempt gets to end.
         isolate: replace a worker after each attempt, so that nothing of one is left for the next. The next one is
-            started while the attempt runs, so that nobody waits for its imports.
+            started while the attempt runs, so that no attempt waits for its imports.
         wait_for_all: whether `start` waits for all workers, or for the first: on a cluster, room may come later.
     """
 
@@ -80,14 +80,14 @@ class Fleet:
         self._crashes = 0
         self._stopping = False
         self.attached: tuple[str, ...] = ()
-        self.unrecorded: Counter[str] = Counter()  # model-like calls that nothing recorded, by host and path
+        self.unrecorded: Counter[str] = Counter()  # unrecorded calls that look like model calls, by host and path
         self.failure: LightningError | None = None
 
     async def start(self) -> None:
-        """Start the workers; the first goes ahead, so that a wrong target is told once.
+        """Start the workers; the first one alone, so that an invalid target is reported once.
 
         Raises:
-            LightningError: the agent can't be imported or called.
+            LightningError: the agent cannot be imported or called.
         """
         if self._size == 0:
             return
@@ -99,7 +99,7 @@ class Fleet:
                 self._begin(self._replace(0.0))
 
     def free(self) -> int:
-        """Attempts that could be placed now. After a crash, one for each idle worker, for it may have to run alone."""
+        """Return how many attempts fit now. After a crash, one per idle worker: it may have to run alone."""
         now = time.monotonic()
         self._suspects = {rollout: at for rollout, at in self._suspects.items() if now - at < SUSPECT_S}
         if self._waiting:
@@ -110,15 +110,15 @@ class Fleet:
         return min(sum(room for room, _ in rooms), self._free_places())
 
     def _free_places(self) -> int:
-        """Return how many workers may begin to work: isolated, one that waits does not come to those that work."""
+        """Return how many workers may begin work: with `isolate`, a spare worker does not add to those that work."""
         return self._size - sum(bool(place.running) for place in self._places) if self._isolate else sys.maxsize
 
     def held(self) -> list[AttemptRecord]:
-        """Attempts placed and not ended."""
+        """Return the attempts that are placed and have not ended."""
         return [*(running.record for place in self._places for running in place.running.values()), *self._waiting]
 
     def place(self, record: AttemptRecord) -> None:
-        """Run an attempt in the worker with the fewest; one that may end processes waits for a worker to itself."""
+        """Run an attempt in the worker with the fewest; one that may kill processes waits for a worker to itself."""
         self._waiting.append(record)
         self._place_waiting()
 
@@ -132,7 +132,7 @@ class Fleet:
             self._run(place, self._waiting.popleft(), alone=alone)
 
     def cancel(self, attempt_id: str) -> None:
-        """End an attempt whose result nobody wants any more: its lease is lost. `on_end` is not told."""
+        """End an attempt that has lost its lease: nobody wants its result any more. `on_end` is not called."""
         self._waiting = deque(record for record in self._waiting if record.attempt_id != attempt_id)
         for place in self._places:
             for running in [r for r in place.running.values() if r.record.attempt_id == attempt_id]:
@@ -140,7 +140,7 @@ class Fleet:
                 self._time_is_up(place, running)
 
     async def stop(self) -> None:
-        """End all workers. Attempts that still run are released, so that another runner takes them."""
+        """Stop all workers. Attempts that still run are released, so that another runner takes them."""
         self._stopping = True
         stopped = Ended("released", error="the runner stopped")
         for record in self._waiting:
@@ -155,7 +155,7 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def describe(self) -> str:
-        """Say what each worker does, in the one line that a message about what stalls has."""
+        """Return what each worker does, as one line for messages about stalls."""
         return "; ".join(place.describe() for place in self._places) or "no worker is alive"
 
     async def _spawn(self) -> None:
@@ -228,7 +228,7 @@ class Fleet:
             self._begin(self._replace(0.0))
 
     def _run(self, place: WorkerPlace, record: AttemptRecord, *, alone: bool) -> None:
-        # A store without a server gives no context: such an attempt is recorded, its calls go nowhere else.
+        # A store without a server gives no context: the attempt is recorded, but its calls are not redirected.
         context = record.context or Attempt(record.rollout.rollout_id, record.attempt_id)
         self._numbers += 1
         limit_s = record.rollout.timeout_s
@@ -253,7 +253,7 @@ class Fleet:
             running.timers.append(loop.call_later(APART_S, self._set_apart, place))
 
     def _stands_still(self, place: WorkerPlace, held: Blocking) -> None:
-        """End a worker whose event loop keeps others waiting; one that keeps nobody waiting may go on."""
+        """End a worker whose event loop blocks others; one that blocks no others may continue."""
         if len(place.running) == 1 and held.seconds > STALL_ALONE_S:
             self._set_apart(place)
         elif len(place.running) > 1 and held.seconds > STALL_S and not place.stood_still:
@@ -263,10 +263,10 @@ class Fleet:
         place.stood_still, place.held_by = True, held
         where = "" if held is None else f", at {held.where}"
         logger.warning("the event loop of worker %s hangs%s: it is ended", place.worker.name, where)
-        place.worker.kill()  # `_replace_worker` then tells of all its attempts
+        place.worker.kill()  # `_replace_worker` then reports all its attempts
 
     def _set_apart(self, place: WorkerPlace) -> None:
-        """Let what runs there go on by itself, and start another worker for the rest."""
+        """Let the attempt there continue by itself, and start another worker for the rest."""
         if not place.draining and sum(one.apart for one in self._places) < APART_MOST:
             place.apart = True
             self._drain(place)
@@ -303,7 +303,7 @@ class Fleet:
             self._on_end(running.record, ended)
 
     def _advance(self, place: WorkerPlace) -> None:
-        """Go on after a change: end a process that was drained, start what waits."""
+        """Continue after a change: end a drained process, start waiting attempts."""
         if self._stopping:
             return
         if place.draining and not place.running:
@@ -311,7 +311,7 @@ class Fleet:
         self._place_waiting()
 
     async def _replace_worker(self, place: WorkerPlace) -> None:
-        """Tell of the attempts of a worker that has ended, and start another one."""
+        """Report the attempts of a worker that has ended, and start another one."""
         place.draining, drained = True, place.draining  # nothing more is placed there
         death = await place.worker.ended()
         if place.given_up:
@@ -335,7 +335,7 @@ class Fleet:
         self._begin(self._replace(RESPAWN_S[min(self._crashes, len(RESPAWN_S) - 1)]))
 
     async def _replace(self, delay_s: float) -> None:
-        """Start another worker; goes on trying while others work, and gives up after some tries when none is left."""
+        """Start another worker; keep trying while others work, and give up after some tries when none is left."""
         tries = 0
         while not self._stopping:
             await asyncio.sleep(delay_s)

@@ -12,10 +12,10 @@ logger = logging.getLogger("lightning_trainer")
 
 
 class KeyFromFile(httpx.Auth):
-    """Sends each request with the key that is in a file; where it is refused, and the file has another, with that.
+    """Authentication with the key in a file. If it is rejected, and the file contains a new one, retries with that.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +24,7 @@ class KeyFromFile(httpx.Auth):
         self._stamp: tuple[int, int] | None = None
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Give a request its key."""
+        """Add the key to a request."""
         self._read()
         request.headers["authorization"] = f"Bearer {self._key}"
         response = yield request
@@ -33,7 +33,7 @@ class KeyFromFile(httpx.Auth):
             yield request
 
     def _read(self) -> bool:
-        """Read the file if it has changed; returns whether it holds another key than before."""
+        """Read the file if it has changed, and return whether it contains another key than before."""
         try:
             found = self._path.stat()
             stamp = (found.st_mtime_ns, found.st_ino)

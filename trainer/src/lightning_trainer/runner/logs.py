@@ -1,4 +1,4 @@
-"""A folder for what agents print where a command keeps no folder of its own."""
+"""A folder for the output of agents, for commands without their own folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _logger = logging.getLogger("lightning_trainer")
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder that goes with the block, unless the error that ends it, or a warning in it, names the folder."""
+    """Create a folder that is removed after the block, unless a warning or the final error in it names the folder."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     told = _FolderMention(str(folder))
     _logger.addHandler(told)
@@ -32,7 +32,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 class _FolderMention(logging.Handler):
-    """Hears whether a warning named a folder."""
+    """Log handler that notices whether a warning named a folder."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(logging.WARNING)
@@ -40,5 +40,5 @@ class _FolderMention(logging.Handler):
         self.named = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Look for the folder."""
+        """Look for the folder in a message."""
         self.named |= self._folder in record.getMessage()

@@ -1,7 +1,7 @@
-"""User ids of their own for workers, with a home that goes with the attempt: the system itself keeps attempts apart.
+"""Separate user ids for workers, with a home that is deleted with the attempt: the system itself separates attempts.
 
-Only root may give them, and only Linux is known well enough here. Nothing falls back to less: what can't be given is
-refused before anything runs, or ends the runner.
+Only root may assign them, and only Linux is supported. There is no weaker fallback: what cannot be provided is rejected
+before anything runs, or ends the runner.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lightning_trainer.runner.worker.workfolder import LEFT_OVER, remove_folder,
 logger = logging.getLogger("lightning_trainer")
 
 OPTION: Final = "--isolate-users"
-_KILL_S: Final = 5.0  # a user whose processes start others faster than they are ended is not used again
-_NONE: Final = 0  # stands for a user where none is left
+_KILL_S: Final = 5.0  # a user whose processes start others faster than they can be killed is not used again
+_NONE: Final = 0  # placeholder if no user is left
 _PROBE: Final = """
 import os, sys
 open(sys.argv[1], "w").close()
@@ -40,7 +40,7 @@ import lightning_trainer
 if not os.access(os.getcwd(), os.R_OK | os.X_OK):
     sys.exit(f"it can't read the folder {os.getcwd()}")
 """
-# git asks whose a repository is before it clones it, and the user's is not this user's.
+# git checks who owns a repository before it clones it, and the user's repository belongs to another user.
 _GIT: Final = "[safe]\n\tdirectory = *\n"
 
 
@@ -49,7 +49,7 @@ class OwnUser:
     """A user for one worker.
 
     Attributes:
-        number: its user id, and its group's.
+        number: its user id and group id.
         home: a folder that only it can read; deleted when the worker has ended.
     """
 
@@ -57,7 +57,7 @@ class OwnUser:
     home: Path
 
     def environment(self, kept: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of an agent that runs as this user: files are written where it may write."""
+        """Return the variables of an agent that runs as this user, with paths where it has write permission."""
         own = {name: value for name, value in kept.items() if not (name.startswith("XDG_") or name == "MAIL")}
         temporary = str(self.home / "tmp")
         named = f"attempt-{self.number}"
@@ -71,14 +71,14 @@ class OwnUser:
 
 
 class OwnUsers:
-    """The user ids that a runner may give to its workers. Its methods belong to one event loop.
+    """The user ids that a runner may assign to its workers. Call its methods on one event loop.
 
     Args:
         numbers: the ids.
-        workers: that want one each; a worker is begun before its predecessor has quite ended.
+        workers: number of workers, which need one each; a worker starts before its predecessor has fully ended.
 
     Raises:
-        ConfigError: this system, or these ids, can't keep attempts apart.
+        ConfigError: this system, or these ids, cannot separate attempts.
     """
 
     def __init__(self, numbers: range, workers: int) -> None:
@@ -90,7 +90,7 @@ class OwnUsers:
         self._taken: dict[int, OwnUser] = {}
 
     async def take(self) -> OwnUser:
-        """Return a user that nothing runs as, with an empty home; wait until there is one.
+        """Return a user without processes, with an empty home; wait until there is one.
 
         Raises:
             ConfigError: none is left, because processes of all of them could not be ended.
@@ -109,7 +109,7 @@ class OwnUsers:
         return user
 
     async def give_back(self, user: OwnUser) -> None:
-        """End all that runs as a user, delete its home, and let others have its id; again does nothing."""
+        """End all processes of a user, delete its home, and release its id. A second call does nothing."""
         if user.number not in self._taken:
             return
         free = await asyncio.to_thread(_end_all, user.number)
@@ -124,16 +124,16 @@ class OwnUsers:
             self._free.put_nowait(_NONE)
 
     async def close(self) -> None:
-        """Give back all that are still taken, when all workers have been ended."""
+        """Give back all users that are still taken, after all workers have ended."""
         for user in list(self._taken.values()):
             await self.give_back(user)
 
 
 def parse_users(text: str) -> range:
-    """Read ``FIRST-LAST``.
+    """Parse ``FIRST-LAST``.
 
     Raises:
-        ConfigError: it is no range of user ids.
+        ConfigError: it is not a range of user ids.
     """
     found = re.fullmatch(r"(\d+)-(\d+)", text.strip())
     if found is None or not 0 < int(found[1]) <= int(found[2]) < 2**32 - 1:
@@ -142,7 +142,7 @@ def parse_users(text: str) -> range:
 
 
 def check_key_file(path: Path) -> None:
-    """See that no other user may read a runner's key.
+    """Make sure that no other user may read a runner's key.
 
     Raises:
         ConfigError: others may.
@@ -175,7 +175,7 @@ def _check(numbers: range, workers: int) -> None:
 
 
 def _check_unknown(numbers: range) -> None:
-    """See that no id is somebody's."""
+    """Make sure that no id belongs to a known user or group."""
     import grp
     import pwd
 
@@ -186,7 +186,7 @@ def _check_unknown(numbers: range) -> None:
 
 
 def _try(number: int) -> None:
-    """See that a user of that id can run a worker."""
+    """Make sure that a user with this id can run a worker."""
     home = _home(number)
     user = OwnUser(number, home)
     words = [sys.executable, "-c", _PROBE, str(home / "probe")]
@@ -214,7 +214,7 @@ def _try(number: int) -> None:
 
 
 def _home(number: int) -> Path:
-    home = Path(tempfile.mkdtemp(prefix=f"{LEFT_OVER}{os.getpid()}-user-"))  # for its owner alone
+    home = Path(tempfile.mkdtemp(prefix=f"{LEFT_OVER}{os.getpid()}-user-"))  # accessible to its owner only
     (home / "tmp").mkdir(mode=0o700)
     (home / ".gitconfig").write_text(_GIT)
     for path in (home / "tmp", home / ".gitconfig", home):
@@ -223,7 +223,7 @@ def _home(number: int) -> Path:
 
 
 def _end_all(number: int) -> bool:
-    """End all processes of a user; returns whether none is left."""
+    """End all processes of a user, and return whether none is left."""
     until = time.monotonic() + _KILL_S
     while alive := _processes_of(range(number, number + 1)):
         if time.monotonic() > until:
@@ -236,7 +236,7 @@ def _end_all(number: int) -> bool:
 
 
 def _processes_of(numbers: range) -> list[tuple[psutil.Process, int]]:
-    """Return the processes that run as one of these users, by any of its three ids, and have not ended."""
+    """Return the processes that run as one of these users, by any of their three ids, and have not ended."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -247,7 +247,7 @@ def _processes_of(numbers: range) -> list[tuple[psutil.Process, int]]:
 
 
 def _clear(user: OwnUser) -> None:
-    """Delete a home, but for spans in it that could not be delivered."""
+    """Delete a home, except for undelivered spans in it."""
     spool = user.home / "spool"
     if spool.is_dir() and not spool.is_symlink() and any(path.suffix == ".spans" for path in spool.iterdir()):
         kept = Path(tempfile.mkdtemp(prefix="lightning-undelivered-")) / "spool"

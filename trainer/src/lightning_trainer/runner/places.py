@@ -1,4 +1,4 @@
-"""A worker as the fleet keeps it: what runs in it, and whether it takes more."""
+"""The fleet's view of a worker: what runs in it, and whether it accepts more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_spans.record import stalls
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_trainer.runner.workers import Blocking, Worker
 
-_LOOK_S: Final = 0.25  # between looks at what a worker says of its event loop
+_LOOK_S: Final = 0.25  # between checks of what a worker reports about its event loop
 
 
 @dataclass(slots=True, eq=False)
@@ -19,15 +19,15 @@ class RunningAttempt:
     """An attempt in a worker.
 
     Attributes:
-        number: of the message that started it.
+        number: number of the message that started it.
         record: the attempt.
         alone: nothing else may run in its worker.
         wait: names what it waits for, in messages about stalls.
         forgotten: nobody waits for its result any more.
-        overdue: its time is up, and it was told so.
+        overdue: its time is up, and a cancellation was sent.
         scoring: the agent has answered, and its reward is being computed.
-        heard: the worker's event loop took that message, so it is not blocked.
-        timers: of its time limits.
+        heard: the worker's event loop received the cancellation, so it is not blocked.
+        timers: timers of its time limits.
     """
 
     number: int
@@ -41,7 +41,7 @@ class RunningAttempt:
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def stop_timers(self) -> None:
-        """Forget its time limits: it has ended."""
+        """Cancel its time limits: it has ended."""
         self.wait.end()
         for timer in self.timers:
             timer.cancel()
@@ -54,11 +54,11 @@ class WorkerPlace:
     Attributes:
         worker: the process or actor.
         running: its attempts, by number.
-        draining: it takes no more work: a thread in it hangs, too many were left behind, or another took its place.
-        apart: it has been replaced, because what runs in it alone takes long and others waited.
+        draining: it takes no more work: a thread in it hangs, too many were left behind, or another worker replaced it.
+        apart: it has been replaced, because its only attempt takes long and others waited.
         stood_still: it was killed because its event loop did not answer.
         held_by: what blocked it then.
-        given_up: it was killed because what it said could not be taken.
+        given_up: it was killed because its message could not be processed.
     """
 
     worker: Worker
@@ -70,13 +70,13 @@ class WorkerPlace:
     given_up: bool = False
 
     def room(self, concurrency: int) -> int:
-        """Return how many attempts it takes now. None while its event loop stands still: they would be stuck too."""
+        """Return how many attempts it takes now. Zero while its event loop is blocked: they would be stuck too."""
         if self.draining or self.worker.blocking is not None or any(one.alone for one in self.running.values()):
             return 0
         return max(0, concurrency - len(self.running))
 
     def describe(self) -> str:
-        """Say what it does, in part of a line."""
+        """Return what the worker does, as part of a line."""
         ids = [running.record.rollout.rollout_id for running in self.running.values()]
         doing = f"runs {len(ids)}: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''}" if ids else "is idle"
         held = self.worker.blocking
@@ -85,7 +85,7 @@ class WorkerPlace:
 
 
 async def watch_loop(worker: Worker, on_block: Callable[[Blocking], None]) -> None:
-    """Name a worker whose event loop stands still, while it does, and call back at each look that finds it so."""
+    """Report a worker as stalled while its event loop is blocked, and call back at each check that finds it so."""
     wait: stalls.Wait | None = None
     try:
         while True:

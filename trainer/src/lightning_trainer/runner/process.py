@@ -1,4 +1,4 @@
-"""A worker process of this machine as the runner sees it: started, spoken to, ended."""
+"""A worker process of this machine, seen from the runner: starting it, messages, ending it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lightning_trainer.runner.workers import Blocking, Death
 
 IMPORT_LIMIT_S: Final = 300.0
 STOP_S: Final = 8.0
-SILENT_S: Final = 3.0  # a worker that says nothing for longer stands still as a whole
+SILENT_S: Final = 3.0  # a worker that is silent for longer is blocked as a whole
 SILENT: Final = "a call that lets nothing else in its process run, such as one in C that keeps Python's lock"
 
 
 class WorkerProcess:
-    """One worker process. Made by `start`."""
+    """One worker process. Created by `start`."""
 
     def __init__(
         self,
@@ -73,15 +73,15 @@ class WorkerProcess:
 
         Args:
             job: what it runs.
-            concurrency: attempts at once.
-            log: file that what the agent prints is added to.
-            number: of the worker, which says which cores it gets where they are limited.
+            concurrency: concurrent attempts.
+            log: file to which the agent's output is appended.
+            number: number of the worker, which determines its cores if they are limited.
             limits: what it may use.
-            environment: what the agent gets; None: ours without our keys.
-            users: gives it a user of its own; None: it runs as ours.
+            environment: the agent's environment; None: ours without our keys.
+            users: assigns it a separate user; None: it runs as ours.
 
         Raises:
-            LightningError: the agent can't be imported or called, in the words of the process.
+            LightningError: the agent cannot be imported or called, in the words of the process.
             ConfigError: the process ended, or said nothing for five minutes.
             OSError: the system has no room for a process.
         """
@@ -125,19 +125,19 @@ class WorkerProcess:
         self.attached = tuple(answer["attached"])
 
     async def _watch(self, pipe: int) -> None:
-        """Hear what the worker says of its event loop."""
+        """Read what the worker reports about its event loop."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb")
         )
-        silent: int | None = None  # looks since its last word; None before its first
+        silent: int | None = None  # checks since its last message; None before its first
         try:
             while True:
                 try:
                     async with asyncio.timeout(LOOK_S):
                         line = await reader.readline()
                 except TimeoutError:
-                    # Looks are counted, not seconds: a worker is not to blame where this process stands still.
+                    # Checks are counted, not seconds: a worker is not to blame if this process is blocked.
                     if silent is not None and (silent := silent + 1) * LOOK_S > SILENT_S:
                         self.blocking = Blocking(None, silent * LOOK_S, SILENT)
                     continue
@@ -150,27 +150,27 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """The process's number."""
+        """The process id."""
         return str(self._process.pid)
 
     @property
     def log(self) -> str:
-        """The file with what its agent prints."""
+        """The file with the agent's output."""
         return str(self._log)
 
     def send(self, message: Message) -> None:
-        """Send a message; a process that has gone does not get it, and `receive` tells."""
+        """Send a message; a process that has ended does not get it, which `receive` reports."""
         with contextlib.suppress(ConnectionError):
             self._writer.write(encode(message))
 
     async def receive(self) -> Message | None:
-        """Return the next message; None when the process has gone or hung up."""
+        """Return the next message; None if the process has ended or hung up."""
         reading = asyncio.ensure_future(receive(self._reader))
         gone = asyncio.ensure_future(self._process.wait())
         try:
             await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                # It has gone, but something it started may hold the line open: take what it said before, no more.
+                # It has ended, but something it started may keep the connection open: read only what was already sent.
                 await asyncio.wait({reading}, timeout=0.2)
             return reading.result() if reading.done() else None
         finally:
@@ -178,7 +178,7 @@ class WorkerProcess:
             gone.cancel()
 
     async def ended(self) -> Death:
-        """Wait for the end of a process that hung up, and say how it ended; one that lives on is killed."""
+        """Wait for the end of a process that hung up, and return how it ended; one that keeps running is killed."""
         killed = False
         try:
             status = await asyncio.wait_for(self._process.wait(), STOP_S)
@@ -186,12 +186,12 @@ class WorkerProcess:
         except TimeoutError:
             self.kill()
             status = await self._process.wait()
-        self.kill()  # what it started may live on
+        self.kill()  # what it started may still run
         await self._close()
         return Death(status_text(status), killed=killed)
 
     async def stop(self) -> None:
-        """Let the process deliver its spans and end; kill it when it does not."""
+        """Let the process deliver its spans and end; kill it if it does not."""
         self.send({"type": "stop"})
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), STOP_S)
@@ -206,7 +206,7 @@ class WorkerProcess:
         await self._undo.aclose()
 
     def kill(self) -> None:
-        """End the process and what it started, at once."""
+        """Kill the process and what it started, at once."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         end_of_worker(self._mark)
@@ -215,10 +215,10 @@ class WorkerProcess:
 async def _start_process(
     log: Path, environment: Mapping[str, str], words: Sequence[str], own: Mapping[str, Any]
 ) -> tuple[asyncio.subprocess.Process, socket.socket, int]:
-    """Start the process; gives it with our ends of its line and of the pipe of its signs of life.
+    """Start the process, and return it with our ends of its socket and of its heartbeat pipe.
 
     Raises:
-        ConfigError: its log can't be written.
+        ConfigError: its log cannot be written.
         OSError: the system has no room for a process.
     """
     ours, theirs = socket.socketpair()
@@ -248,14 +248,14 @@ async def _start_process(
 def _open_log(path: Path) -> IO[bytes]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Its owner's alone: agents print what they see.
+        # Accessible to its owner only: agents print what they see.
         return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
     except OSError as error:
         raise ConfigError(f"the worker's log {path} can't be written: {error.strerror}.") from None
 
 
 def _environment(log: Path, kept: Mapping[str, str], mark: str) -> dict[str, str]:
-    # An agent whose calls all go to the policy needs no key of its own, but the openai client refuses to be without.
+    # An agent whose calls all go to the policy does not need a key, but the openai client requires one.
     return {
         "OPENAI_API_KEY": "none",
         "LIGHTNING_SPOOL": str(log.parent.absolute() / "spool"),

@@ -1,4 +1,4 @@
-"""Messages between a runner and its worker processes: JSON objects, each after its length in four bytes."""
+"""Messages between a runner and its worker processes: JSON objects, each preceded by its length in four bytes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LENGTH = struct.Struct(">I")
 
 
 def encode(message: Message) -> bytes:
-    """Return the bytes of one message, also of what JSON can't hold as it is, such as half an emoji."""
+    """Return the bytes of one message, also of what plain JSON cannot represent, such as a lone surrogate."""
     body = dumps(message)
     return _LENGTH.pack(len(body)) + body
 
 
 async def receive(reader: asyncio.StreamReader) -> Message | None:
-    """Read one message; None when the other side has gone."""
+    """Read one message; None if the other side has ended."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         body = await reader.readexactly(length)
@@ -33,10 +33,10 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
 
 
 def receive_blocking(sock: socket.socket) -> Message:
-    """Read one message, with no event loop.
+    """Read one message, without an event loop.
 
     Raises:
-        EOFError: the other side has gone.
+        EOFError: the other side has ended.
     """
     with sock.makefile("rb", buffering=0) as stream:
         (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
@@ -60,5 +60,5 @@ def attempt_to_json(attempt: Attempt) -> Message:
 
 
 def attempt_from_json(data: Message) -> Attempt:
-    """Read what `attempt_to_json` wrote."""
+    """Parse the result of `attempt_to_json`."""
     return from_json(Attempt, data)

@@ -1,4 +1,4 @@
-"""Workers as actors of a Ray cluster. Ray finds machines with room, moves code there, and tells when one has died."""
+"""Workers as actors of a Ray cluster. Ray finds machines with room, moves code there, and reports when one has died."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from lightning_trainer.runner.worker.subprocesses import WORKER
 from lightning_trainer.runner.workers import Blocking, Death
 
 STOP_S: Final = 8.0
-NODE_S: Final = 10.0  # after the death of an actor the cluster notices within this time that its machine has gone
-UNREACHED_S: Final = 60.0  # an actor that answers nothing for so long is given up
+NODE_S: Final = 10.0  # after the death of an actor, the cluster notices within this time that its machine is gone
+UNREACHED_S: Final = 60.0  # an actor that does not answer for this long is given up
 REACH_S: Final = 10.0
-CALLS: Final = 10_000  # calls of an actor at once: each attempt is one message, which does not wait for the attempt
+CALLS: Final = 10_000  # concurrent calls of an actor: each attempt is one message, which does not wait for the attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What Ray is told of each worker.
+    """What Ray needs to place each worker.
 
     Attributes:
         cpus: cores that Ray reserves for it.
-        memory_bytes: memory that Ray reserves for it; None: none is.
+        memory_bytes: memory that Ray reserves for it; None: none.
         environment: Ray's ``runtime_env``: ``working_dir``, ``pip``, ``env_vars``, ...; empty: the runner's folder,
-            which must be there on every machine.
+            which must exist on every machine.
     """
 
     cpus: float = 1.0
@@ -52,11 +52,11 @@ class Placement:
 
 
 def connect(address: str | None) -> int:
-    """Join a cluster, and give the cores it has.
+    """Join a cluster, and return its number of cores.
 
     Args:
-        address: of the cluster; None: the one that Ray finds (``RAY_ADDRESS``, or one on this machine); ``local``
-            starts one here, which ends with this process.
+        address: address of the cluster; None: the one that Ray finds (``RAY_ADDRESS``, or one on this machine);
+            ``local`` starts one here, which ends with this process.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster.
@@ -77,17 +77,17 @@ def connect(address: str | None) -> int:
 
 
 def _reach(address: str) -> None:
-    """See that something listens there: Ray itself goes on trying for minutes."""
+    """Make sure that something listens there: Ray itself keeps trying for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
 
 
 class Actor:
-    """What runs on the cluster: the agent, and its attempts on the actor's event loop."""
+    """The actor on the cluster: the agent, and its attempts on the actor's event loop."""
 
     def __init__(self, settings: Message) -> None:
-        """Import the agent; what is wrong with it is told by `begin`."""
+        """Import the agent; `begin` reports any error."""
         for name in os.environ.keys() - without_keys(os.environ).keys():
             del os.environ[name]
         os.environ.setdefault("OPENAI_API_KEY", "none")
@@ -111,7 +111,7 @@ class Actor:
         )
 
     async def begin(self) -> Message:
-        """Say that it is ready, or what is wrong with the agent, and where it is."""
+        """Return that it is ready, or the agent's error, and where it runs."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -121,15 +121,15 @@ class Actor:
         return {"type": "ready", "attached": attached(), **where}
 
     async def put(self, message: Message) -> None:
-        """Take a message of the runner's."""
+        """Take a message from the runner."""
         if self._running is not None:
             self._running.take(message)
 
     async def take(self, heard: int) -> list[tuple[int, Message]]:
-        """Return what there is to say, numbered, and wait until there is something.
+        """Return the pending messages, numbered, and wait until there are any.
 
         Args:
-            heard: number of the last message that came through; later ones are given again.
+            heard: number of the last message that was received; later ones are returned again.
         """
         if self._news is None:
             self._news = asyncio.Event()
@@ -164,7 +164,7 @@ def _enter(folder: str | None) -> None:
 
 
 class RayWorker:
-    """One actor as the runner sees it. Made by `start`."""
+    """One actor, seen from the runner. Created by `start`."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -174,7 +174,7 @@ class RayWorker:
         self._failure = ""
         self.name = "?"
         self.attached: tuple[str, ...] = ()
-        self.blocking: Blocking | None = None  # an actor can't say so: its one event loop would have to
+        self.blocking: Blocking | None = None  # an actor cannot report it: that would need its one event loop
 
     @classmethod
     async def start(
@@ -189,7 +189,7 @@ class RayWorker:
         """Start an actor where the cluster has room, and wait until it has imported the agent.
 
         Raises:
-            LightningError: the agent can't be imported or called, in the words of the actor, or the actor died.
+            LightningError: the agent cannot be imported or called, in the words of the actor, or the actor died.
         """
         import ray
 
@@ -227,15 +227,15 @@ class RayWorker:
 
     @property
     def log(self) -> str:
-        """Where what its agent prints can be read."""
+        """Where the agent's output can be read."""
         return f"`ray logs actor --id {self._actor._actor_id.hex()}`"
 
     def send(self, message: Message) -> None:
-        """Send a message; an actor that has gone does not get it, and `receive` tells."""
+        """Send a message; an actor that has ended does not get it, which `receive` reports."""
         self._actor.put.remote(message)
 
     async def receive(self) -> Message | None:
-        """Return the next message; None when the actor has gone."""
+        """Return the next message; None if the actor has ended."""
         import ray
 
         since: float | None = None
@@ -258,7 +258,7 @@ class RayWorker:
         return self._said.popleft()
 
     async def ended(self) -> Death:
-        """Say how it ended: by itself, or with its machine."""
+        """Return how it ended: by itself, or with its machine."""
         self.kill()
         until = time.monotonic() + NODE_S
         while time.monotonic() < until:
@@ -270,7 +270,7 @@ class RayWorker:
         return Death(self._failure or "no word")
 
     async def stop(self) -> None:
-        """Let the actor deliver its spans and end; kill it when it does not."""
+        """Let the actor deliver its spans and end; kill it if it does not."""
         import ray
 
         with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
@@ -278,7 +278,7 @@ class RayWorker:
         self.kill()
 
     def kill(self) -> None:
-        """End the actor at once."""
+        """Kill the actor at once."""
         import ray
 
         ray.kill(self._actor, no_restart=True)

@@ -1,7 +1,7 @@
-"""The runner: claims rollouts from a store, runs the agent on them in worker processes, and tells how they ended.
+"""The runner: claims rollouts from a store, runs the agent on them in worker processes, and reports how they ended.
 
-It needs nothing but a `Store`: the server's own, or one reached over HTTP, on as many machines as you like. It runs in
-a thread of its own, with its own event loop.
+It needs only a `Store`: the server's own, or one reached over HTTP, on any number of machines. It runs in its own
+thread, with its own event loop.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ logger = logging.getLogger("lightning_trainer")
 T = TypeVar("T")
 
 IDLE_S: Final = (0.02, 0.05, 0.1, 0.25)  # pauses between claims while there is nothing to do
-RETRY_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)  # pauses while the store can't be reached
+RETRY_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)  # pauses while the store cannot be reached
 STORE_THREADS: Final = 8
 
 
 class Runner:
-    """Runs rollouts until it is stopped.
+    """A thread that runs rollouts until it is stopped.
 
     Args:
         job: the agent.
         workers: number of worker processes.
-        concurrency: attempts at once in each.
-        logs: folder for what the agents print.
-        lease_s: a runner that dies is noticed after this long; renewed three times in that time.
+        concurrency: concurrent attempts in each.
+        logs: folder for the agents' output.
+        lease_s: time after which a dead runner is noticed; renewed three times in that time.
         grace_s: seconds that an attempt gets to end once its time is up.
         limits: what each worker process may use.
-        environment: what the agents get; None: ours without our keys.
-        users: user ids, of which each attempt's process gets one of its own; None: all run as ours. The job is then
+        environment: the agents' environment; None: ours without our keys.
+        users: user ids, of which each attempt's process gets a separate one; None: all run as ours. The job is then
             isolated.
         start: starts a worker elsewhere than in a process of this machine.
 
     Raises:
-        ConfigError: this system can't keep the limits, or can't give users of their own.
+        ConfigError: this system cannot enforce the limits, or cannot provide separate users.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Runner:
             grace_s=grace_s,
             wait_for_all=start is None,
         )
-        self._beats = ThreadPoolExecutor(1, thread_name_prefix="runner-beat")  # not held up by results that wait
+        self._beats = ThreadPoolExecutor(1, thread_name_prefix="runner-beat")  # not delayed by results that wait
         self._finishing: dict[str, AttemptRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._drain_s = 0.0
-        self._heard_since: float | None = time.monotonic()  # since when heartbeats come through; None: they don't
+        self._heard_since: float | None = time.monotonic()  # time since which heartbeats succeed; None: they fail
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="lightning-runner", daemon=True)
         self._ready = threading.Event()
@@ -119,9 +119,9 @@ class Runner:
         """Start the worker processes. Nothing is claimed before `serve`.
 
         Raises:
-            LightningError: the agent can't be imported or called.
+            LightningError: the agent cannot be imported or called.
         """
-        keep_to_ourselves()  # whoever starts a runner holds keys that its agents must not see
+        keep_to_ourselves()  # the process that starts a runner has keys that its agents must not see
         self._thread.start()
         self._ready.wait()
         if self._failure is not None:
@@ -129,12 +129,12 @@ class Runner:
             raise self._failure
 
     def serve(self, store: Store) -> None:
-        """Begin to claim rollouts from this store, which also hears how they end."""
+        """Begin to claim rollouts from this store, and report to it how they end."""
         self._store = store
         self._call(self._begin)
 
     def drain(self, drain_s: float) -> None:
-        """Claim no more, let what runs go on for `drain_s` seconds, then end the workers; what still runs is released.
+        """Stop claiming, let attempts continue for `drain_s` seconds, stop the workers, and release remaining attempts.
 
         Does not wait. Another call, or `stop`, changes the time.
         """
@@ -152,7 +152,7 @@ class Runner:
         self._call(self._wake)
 
     def check(self) -> None:
-        """See that it still works.
+        """Make sure that the runner still works.
 
         Raises:
             LightningError: why it stopped by itself.
@@ -162,7 +162,7 @@ class Runner:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the runner's thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -172,11 +172,11 @@ class Runner:
 
     @property
     def unrecorded(self) -> Mapping[str, int]:
-        """How many calls that look like a model's nothing recorded in the workers, by host and path."""
+        """Numbers of unrecorded calls in the workers that look like model calls, by host and path."""
         return self._fleet.unrecorded
 
     def describe(self) -> str:
-        """Say what the workers do, for messages about what stalls."""
+        """Return what the workers do, for messages about stalls."""
         return self._fleet.describe()
 
     def _call(self, function: Callable[[], None]) -> None:
@@ -264,7 +264,7 @@ class Runner:
             await self._pause(left_s)
 
     async def _settle(self, limit_s: float) -> None:
-        """Wait until every end is told, but no longer than that."""
+        """Wait until all ends are reported, at most `limit_s` seconds."""
         if self._tasks:
             _, left = await asyncio.wait(set(self._tasks), timeout=limit_s)
             for record in self._finishing.values():
@@ -318,12 +318,12 @@ class Runner:
             self._finishing.pop(record.attempt_id, None)
 
     def _gives_up(self, began: float) -> bool:
-        """Whether an end that can't be told since then is given up: a server that can't be reached is waited for."""
+        """Whether to give up an end that could not be reported since `began`; an unreachable server is waited for."""
         since = self._heard_since
         return since is not None and time.monotonic() > max(began, since) + self._lease_s
 
     async def _beat(self) -> None:
-        """Renew the leases, and end what has lost its own."""
+        """Renew the leases, and cancel attempts that have lost theirs."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
             held = [*self._fleet.held(), *self._finishing.values()]
