@@ -1,1 +1,1 @@
-"""From live traces to a better policy in production, in rounds: select, train, evaluate, shadow, canary, approval."""
+"""The loop from live traces to a better policy in production: select, train, evaluate, shadow, canary, approval."""

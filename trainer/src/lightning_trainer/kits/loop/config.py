@@ -25,14 +25,14 @@ _Share: TypeAlias = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class SelectTable(PermitOptions):
-    """Which traces become tasks: those that may be used, by the options of `PermitOptions`.
+    """Which traces become tasks: those that are permitted by the options of `PermitOptions`.
 
     Attributes:
-        origin: of the traces.
-        task_field: field of a task that gets the user's text.
-        least: a round begins when there are so many new tasks.
-        held_out: share of the tasks that the candidate is evaluated on and does not learn from.
-        min_age_minutes: age of a trace from which it counts, so that a conversation has ended.
+        origin: origin of the traces.
+        task_field: task field that gets the user's text.
+        least: number of new tasks that starts a round.
+        held_out: share of the tasks that are used to evaluate the candidate, not to train it.
+        min_age_minutes: age in minutes from which a trace counts, so that its conversation has ended.
     """
 
     origin: str = "live"
@@ -46,8 +46,8 @@ class EvaluateTable(OptionRecord):
     """How the candidate is compared before any user gets its answers.
 
     Attributes:
-        samples: rollouts of each held-out task.
-        against: what it is compared with, as in `eval --against`; None: the model that the training starts from.
+        samples: rollouts per held-out task.
+        against: what it is compared with, as in `eval --against`; None: the model that training starts from.
         min_difference: the round ends if the mean difference in reward is lower.
     """
 
@@ -60,11 +60,11 @@ class ShadowTable(OptionRecord):
     """The shadow, as in `deploy shadow`.
 
     Attributes:
-        share: of the conversations.
-        copies: the stage ends after so many.
+        share: share of the conversations.
+        copies: number of copies after which the stage ends.
         max_failed: largest share of copies that the candidate may fail to answer.
         rules: guardrails whose share of bad answers is compared.
-        judge: options of a judge of answers that differ; None: no judge.
+        judge: options of a judge of different answers; None: no judge.
     """
 
     share: _Share = 1.0
@@ -75,15 +75,15 @@ class ShadowTable(OptionRecord):
 
 
 class LoopConfig(OptionRecord):
-    """What a loop improves, and how.
+    """The options of a loop.
 
     Attributes:
         target: the program, ``module:function``.
-        store: where the traces and the table of deployments are.
+        store: the store with the traces and the table of deployments.
         key_file: key of a store that is a server's URL.
-        agent: whose policy is improved.
+        agent: the agent whose policy is improved.
         base: the upstream of the server that loads the adapter.
-        stable: the model that answers the agent today; needed before its first deployment only.
+        stable: the model that answers the agent today; needed only before its first deployment.
         approval: whether a person must approve a promotion.
         select: options of the selection.
         train: options of `train`.
@@ -107,7 +107,7 @@ class LoopConfig(OptionRecord):
 
     @property
     def shadow_rules(self) -> ShadowRules:
-        """Return what is compared in the shadow."""
+        """The rules by which the shadow's copies are compared."""
         return ShadowRules(rules=self.shadow.rules, judge=self.shadow.judge)
 
     def run(self, data: Path, out: Path, model: str | None) -> TrainConfig:
@@ -116,14 +116,14 @@ class LoopConfig(OptionRecord):
         Args:
             data: its tasks.
             out: its folder.
-            model: what an earlier round promoted; None: the model of the configuration.
+            model: the model that an earlier round promoted; None: the configured model.
         """
         own = {"target": self.target, "data": data, "out": out, "agents": (self.agent,)}
         adapter = {"policies": {self.agent: "lora"}}
         return merge(None, {**self.train, **own, **adapter, **({} if model is None else {"model": model})})
 
     def options(self) -> dict[str, Any]:
-        """Return each option under its name in the file, without passwords, to compare it on a later call."""
+        """Return each option under its name in the file, without passwords, for comparison in a later call."""
         tables = {name: getattr(self, name) for name in ("select", "evaluate", "shadow", "canary")}
         values = {f"{table}.{name}": value for table, one in tables.items() for name, value in one.model_dump().items()}
         values |= {f"train.{name}": value for name, value in self.train.items()}
@@ -132,10 +132,10 @@ class LoopConfig(OptionRecord):
 
 
 def read_loop(file: Path, target: str, store: str, key_file: Path | None) -> LoopConfig:
-    """Read the configuration, and refuse what can't work before anything is started.
+    """Read the configuration, and reject invalid options before anything is started.
 
     Raises:
-        ConfigError: says where and what.
+        ConfigError: an option is invalid; the message says where and why.
     """
     values = parse_toml(file)
     with naming_file(file):

@@ -1,4 +1,4 @@
-"""What a round would take, from the traces alone: nothing is run."""
+"""The cost of a round, estimated from the traces alone: nothing is run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightning_trainer.kits.loop.selection import find_tasks
 
 
 def forecast(config: LoopConfig, out: Path) -> dict[str, Any]:
-    """Return what each stage of the next round takes.
+    """Return the cost of each stage of the next round.
 
-    Tokens are rollouts times the mean tokens of the new traces; None if these have none counted.
+    Tokens are rollouts times the mean tokens of the new traces; None if these have no counted tokens.
     """
     rounds = [one for one in rounds_in(out) if one.end is not None] if out.is_dir() else []
     with reading(config.store, config.key_file) as store:
@@ -47,7 +47,7 @@ def forecast(config: LoopConfig, out: Path) -> dict[str, Any]:
 
 
 def cost_lines(found: dict[str, Any]) -> Iterator[str]:
-    """Describe a forecast in a line for each stage."""
+    """Yield a forecast as one line for each stage."""
     picked, train, measured = found["select"], found["train"], found["evaluate"]
     few = picked["tasks"] + picked["held_out"] < picked["least"]
     waits = f"; it waits until there are {picked['least']}" if few else ""

@@ -1,4 +1,4 @@
-"""The stages in production. The table of deployments is the source of truth: each looks there for what is done."""
+"""The stages in production. They read what is done from the table of deployments, which is the source of truth."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ ACTOR: Final = "loop"
 
 @dataclass(frozen=True, slots=True)
 class CandidateStages:
-    """The candidate of a round on its way to users.
+    """The production stages of a round's candidate.
 
     Attributes:
-        config: of the loop.
-        store: has the table.
+        config: configuration of the loop.
+        store: contains the table.
         current: the round.
     """
 
@@ -49,7 +49,7 @@ class CandidateStages:
     current: LoopRound
 
     def name(self) -> StageResult | Waiting:
-        """Name the candidate, unless this round has."""
+        """Name the candidate, if this round has not named it yet."""
         agent, checkpoint = self.config.agent, Path(self.current.facts("train")["checkpoint"])
         policy = read_policy(agent, checkpoint, None, self.config.base, None)
         history = self._history()
@@ -61,12 +61,12 @@ class CandidateStages:
             stable = self.config.stable if last is None else None
             named = name_candidate(last, agent, policy, self._note("new candidate"), stable=stable)
             needed = {NEEDS_APPROVAL: True} if self.config.approval else {}
-            program = {PROGRAM: self.current.facts("evaluate").get(PROGRAM)}  # none in a round of an earlier version
+            program = {PROGRAM: self.current.facts("evaluate").get(PROGRAM)}  # missing in a round of an earlier version
             keep(self.store, replace(named, details={KEY: self.current.key, **program, **needed}))
         return StageResult({"policy": policy.name})
 
     def shadow(self) -> StageResult | Waiting:
-        """Let the candidate answer copies, until there are enough of them."""
+        """Let the candidate answer copies until there are enough of them."""
         options, history = self.config.shadow, self._history()
         own = self._own(history)
         if (end := _end(own)) is not None:
@@ -77,7 +77,7 @@ class CandidateStages:
             history = self._history()
         found = describe_shadow(self.store, history) or {"copies": 0, "failed": 0, "judge": None}
         facts = {"copies": found["copies"], "failed": found["failed"]}
-        if self._own(history)[-1].stage == "canary":  # somebody began it by hand
+        if self._own(history)[-1].stage == "canary":  # somebody started it by hand
             return StageResult(facts)
         if found["copies"] < options.copies:
             return Waiting(f"{found['copies']} copies of live calls, {options.copies} are needed")
@@ -90,7 +90,7 @@ class CandidateStages:
         return StageResult(facts)
 
     def canary(self) -> StageResult | Waiting:
-        """Let the candidate answer users, until the gate and the guardrails have decided."""
+        """Let the candidate answer users until the gate and the guardrails have decided."""
         history = self._history()
         own = self._own(history)
         if (end := _end(own)) is not None:
@@ -105,7 +105,7 @@ class CandidateStages:
         return self._decide(history)
 
     def promote(self) -> StageResult | Waiting:
-        """Promote the candidate once a person has approved it. The approval is the server's: nothing here makes one."""
+        """Promote the candidate once a person has approved it. Only the server makes approvals."""
         history = self._history()
         own = self._own(history)
         if (end := _end(own)) is not None:
@@ -128,7 +128,7 @@ class CandidateStages:
         return _ended(made)
 
     def _decide(self, history: Sequence[Deployment]) -> StageResult | Waiting:
-        """Return what the gate says; it waits for guardrails, whose outcomes may arrive later."""
+        """Return the gate's decision. It waits for guardrails, whose outcomes may arrive later."""
         gate = describe_gate(self.store, history)
         if gate is None or gate["decision"] != "promote":
             counts = "" if gate is None else f": {gate['n']} of about {gate['needed']} outcomes"
@@ -148,7 +148,7 @@ class CandidateStages:
         return read_histories(self.store).get(self.config.agent, [])
 
     def _own(self, history: Sequence[Deployment]) -> list[Deployment]:
-        """Return the rows of this round's candidate: from the one that named it to the next candidate's."""
+        """Return the rows of this round's candidate: from the one that named it up to the next candidate's."""
         own: list[Deployment] = []
         for row in history:
             if own and row.stage == "candidate":
@@ -162,7 +162,7 @@ class CandidateStages:
 
 
 def _end(own: Sequence[Deployment]) -> StageResult | None:
-    """Return how the round ended, if the candidate was promoted or rolled back, by whomever."""
+    """Return how the round ended, if the candidate was promoted or rolled back, by anyone."""
     if not own:
         raise ConfigError("the row that named this round's candidate is gone from the store. Is --store right?")
     return None if is_tried(own[-1]) else _ended(own[-1])

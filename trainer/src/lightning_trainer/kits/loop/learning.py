@@ -19,7 +19,7 @@ from lightning_trainer.report.progress import Progress
 from lightning_trainer.run.folders import read_config
 from lightning_trainer.run.train import train
 
-# Of a run, also those of its evaluation.
+# Options of a run that its evaluation also uses.
 _SHARED = (
     "target", "reward", "temperature", "max_tokens", "sampling", "seed", "timeout_s", "max_attempts", "workers",
     "concurrency", "isolate", "name_by", "work", "agents",
@@ -27,12 +27,12 @@ _SHARED = (
 
 
 def learn(config: LoopConfig, current: LoopRound, model: str | None, progress: Progress) -> StageResult:
-    """Train the agent on the tasks of a round, from where an interrupted process stopped.
+    """Train the agent on the tasks of a round, resuming where an interrupted process stopped.
 
     Args:
-        config: of the loop.
+        config: configuration of the loop.
         current: the round.
-        model: what an earlier round promoted; None: the model of the configuration.
+        model: the model that an earlier round promoted; None: the configured model.
         progress: callback for progress events.
     """
     out = current.folder / "run"
@@ -52,7 +52,7 @@ def learn(config: LoopConfig, current: LoopRound, model: str | None, progress: P
 
 
 def compare(config: LoopConfig, current: LoopRound, progress: Progress) -> StageResult:
-    """Evaluate the candidate on the held-out tasks, next to what it must not be worse than."""
+    """Evaluate the candidate on the held-out tasks, compared with the model that it must not be worse than."""
     out, learned = current.folder / "evaluation", current.facts("train")
     if files.is_evaluation(out):
         result = evaluate(resumed(out), progress, resume=out)

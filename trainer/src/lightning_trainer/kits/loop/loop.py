@@ -1,4 +1,4 @@
-"""`loop()`: takes the rounds through their stages. What is recorded as done is not done again."""
+"""`loop()`: runs the rounds through their stages, without repeating stages that are recorded as done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.session.folder import held, make_folder
 
-LOOPS: Final = Path("loops")  # where loops without a folder of their own are, each named after its agent
+LOOPS: Final = Path("loops")  # parent folder of loops without --out, each named after its agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class LoopPace:
     """How long a call of the loop works.
 
     Attributes:
-        rounds: it returns after so many rounds have ended.
-        every_s: seconds between two looks at what a stage waits for; None: it returns instead of waiting.
-        sleep: waits so many seconds.
+        rounds: number of ended rounds after which it returns.
+        every_s: seconds between two checks of a stage that waits; None: it returns instead of waiting.
+        sleep: function that waits for the given number of seconds.
     """
 
     rounds: int = 1
@@ -47,10 +47,10 @@ class LoopPace:
 
 
 def loop(config: LoopConfig, out: Path, pace: LoopPace, progress: Progress | None = None) -> list[LoopRound]:
-    """Continue the round that goes on, or begin the next one.
+    """Continue the current round, or start the next one.
 
     Args:
-        config: what is improved, and how.
+        config: configuration of the loop.
         out: folder of the loop.
         pace: how long this call works.
         progress: callback for progress events. Default: none.
@@ -59,8 +59,8 @@ def loop(config: LoopConfig, out: Path, pace: LoopPace, progress: Progress | Non
         The rounds that this call worked on, oldest first.
 
     Raises:
-        LightningError: an option, a file or the program is wrong. The same call continues once it is mended.
-        Interrupted: somebody asked to stop.
+        LightningError: an option, a file or the program is wrong. The same call continues once it is fixed.
+        Interrupted: a stop was requested.
     """
     folder = make_folder(out, LOOPS).resolve()
     worked = []
@@ -87,7 +87,7 @@ class _Stages:
     progress: Progress
 
     def run(self) -> bool:
-        """Take the stages that are to come; returns whether the round ended."""
+        """Run the remaining stages, and return whether the round ended."""
         write_status(self.current.folder.parent)
         for stage in STAGES:
             while self.current.end is None and self.current.result(stage) is None:
@@ -96,7 +96,7 @@ class _Stages:
         return True
 
     def _take(self, stage: str) -> bool:
-        """Take a stage once; returns whether to go on."""
+        """Try a stage once, and return whether to continue."""
         self.progress.note(f"round {self.current.number}: {stage}")
         result = self._work(stage)
         if isinstance(result, StageResult):
@@ -142,5 +142,5 @@ class _Stages:
 
 
 def since(rounds: Sequence[LoopRound]) -> int:
-    """Return the start of the newest trace that earlier rounds have used, in Unix nanoseconds; 0 for none."""
+    """Return the start of the newest trace that these rounds have used, in Unix nanoseconds; 0 for none."""
     return max((int(one.facts("select").get("until_ns", 0)) for one in rounds), default=0)

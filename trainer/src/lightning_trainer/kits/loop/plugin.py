@@ -1,4 +1,4 @@
-"""The loop, registered through the hooks that anybody would use."""
+"""Registers the loop through the public hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a loop: a folder for each round, and in it one file for each stage that is done."""
+"""The record of a loop: a folder for each round, with one file for each completed stage."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_trainer.session.folder import check_unchanged
 STAGES: Final = ("select", "train", "evaluate", "candidate", "shadow", "canary", "approval")
 STATUS_NAME: Final = "status.txt"  # in the loop's folder: what `loop --status` prints
 _OPTIONS: Final = "options.json"  # in a round's folder
-_WAITING: Final = "waiting.json"  # likewise: why the stage that is not done waits; it decides nothing
+_WAITING: Final = "waiting.json"  # likewise: why the current stage waits; only for display
 
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """What a stage came to.
+    """The result of a stage.
 
     Attributes:
-        facts: for later stages and for people.
-        outcome: how the round ended in this stage: promoted, rejected or rolled back; None: it goes on.
+        facts: for later stages and for display.
+        outcome: how the round ended in this stage: promoted, rejected or rolled back; None: it continues.
         reason: why it ended.
     """
 
@@ -37,7 +37,7 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A stage that can't end yet.
+    """A stage that cannot end yet.
 
     Attributes:
         reason: what it waits for.
@@ -48,37 +48,37 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class LoopRound:
-    """One round, as its folder says.
+    """One round, read from its folder.
 
     Attributes:
-        folder: where it is.
+        folder: the folder.
     """
 
     folder: Path
 
     @property
     def number(self) -> int:
-        """1 for the first."""
+        """The number of the round; 1 for the first."""
         return int(self.folder.name)
 
     @property
     def key(self) -> str:
-        """Name of this round in the table of deployments, which no other round has."""
+        """The unique name of this round in the table of deployments."""
         return str(_read(self.folder / _OPTIONS)["key"])
 
     @property
     def end(self) -> StageResult | None:
-        """How it ended; None: it goes on."""
+        """How it ended; None: it continues."""
         results = (self.result(stage) for stage in STAGES)
         return next((one for one in results if one is not None and one.outcome is not None), None)
 
     def result(self, stage: str) -> StageResult | None:
-        """Return what a stage came to; None: it is not done."""
+        """Return the result of a stage; None: it is not done."""
         path = self._path(stage)
         return StageResult(**_read(path)) if path.exists() else None
 
     def facts(self, stage: str) -> Mapping[str, Any]:
-        """Return the facts of a stage that is done."""
+        """Return the facts of a completed stage, or none if it is not done."""
         found = self.result(stage)
         return {} if found is None else found.facts
 
@@ -88,11 +88,11 @@ class LoopRound:
         _write(self._path(stage), values)
 
     def wait(self, stage: str, reason: str) -> None:
-        """Note why a stage waits, for `lines`."""
+        """Record why a stage waits, for `lines`."""
         _write(self.folder / _WAITING, {"stage": stage, "reason": reason})
 
     def lines(self) -> Iterator[str]:
-        """Describe each stage in a line."""
+        """Yield one line for each stage."""
         waiting = _read(self.folder / _WAITING) if (self.folder / _WAITING).exists() else {}
         end, current = self.end, next((stage for stage in STAGES if self.result(stage) is None), None)
         for stage in STAGES:
@@ -117,10 +117,10 @@ def rounds_in(folder: Path) -> list[LoopRound]:
 
 
 def open_round(folder: Path, options: Mapping[str, Any]) -> LoopRound:
-    """Return the round that goes on, or begin the next one.
+    """Return the current round, or start the next one.
 
     Raises:
-        ConfigError: the round was begun with other options.
+        ConfigError: the round was started with other options.
     """
     rounds = rounds_in(folder)
     if rounds and rounds[-1].end is None:
@@ -141,7 +141,7 @@ def open_round(folder: Path, options: Mapping[str, Any]) -> LoopRound:
 
 
 def describe_loop(folder: Path) -> str:
-    """Return the state of a loop for people: the current round, and how the earlier ones ended.
+    """Return the state of a loop as text: the current round, and how the earlier ones ended.
 
     Raises:
         ConfigError: there is no loop.
@@ -156,7 +156,7 @@ def describe_loop(folder: Path) -> str:
 
 
 def write_status(folder: Path) -> None:
-    """Write the page that shows the current stage."""
+    """Write the status page of the loop."""
     write_atomically(folder / STATUS_NAME, describe_loop(folder).encode())
 
 

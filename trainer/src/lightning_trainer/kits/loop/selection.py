@@ -1,4 +1,4 @@
-"""The first stage: live traces that are newer than those of the last round become tasks, some of them held out."""
+"""The first stage: live traces newer than those of the last round become tasks, some of them held out."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ HELD_OUT_NAME: Final = "held-out.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class RoundTasks:
-    """Tasks of a round.
+    """The tasks of a round.
 
     Attributes:
-        train: to learn from.
-        held_out: to evaluate on.
-        until_ns: start of the newest trace.
+        train: tasks to train on.
+        held_out: tasks to evaluate on.
+        until_ns: start of the newest trace, in Unix nanoseconds.
         tokens: mean tokens of the model calls of a trace; 0 if none was counted.
-        left_out: new traces that may not be used, by the reason.
+        left_out: number of new traces that may not be used, by reason.
     """
 
     train: list[dict[str, Any]]
@@ -69,10 +69,10 @@ def select(config: LoopConfig, store: Store, current: LoopRound, since_ns: int) 
 
 
 def find_tasks(config: LoopConfig, store: Store, since_ns: int) -> RoundTasks:
-    """Read the tasks that are new. Two traces with the same messages are one task, so none is on both sides.
+    """Read the new tasks. Traces with the same messages are one task, so no task is both trained on and held out.
 
     Raises:
-        ConfigError: the traces are of several tenants, and none was chosen.
+        ConfigError: the traces belong to several tenants, and none was chosen.
     """
     permits = config.select.permits
     left_out: Counter[str] = Counter()
