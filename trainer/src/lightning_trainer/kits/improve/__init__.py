@@ -1,1 +1,1 @@
-"""Chooses for each agent what improves it within one budget of tokens: prompts, fine-tuning, RL or distillation."""
+"""Chooses the best method for each agent within one token budget: prompts, fine-tuning, RL or distillation."""

@@ -31,7 +31,7 @@ LEFT_OUT: Final = frozenset(
     )
 )  # fmt: skip
 _OWN: Final = ("budget", "samples", "sft")
-_TEACHER: Final = ("teacher", "teacher_options")  # of the method distil
+_TEACHER: Final = ("teacher", "teacher_options")  # options of the method distil
 
 
 @click.command(name="improve", cls=GroupedCommand)
@@ -118,7 +118,7 @@ def _read(resume: Path | None, reflect_key: Path | None, flags: dict[str, Any]) 
 
 
 def _with_adapters(file: Path | None, flags: dict[str, Any]) -> TrainConfig:
-    """Return the options of a run, which trains adapters unless a rank is given: their learning rate depends on it."""
+    """Return the options of a run, with adapters unless a rank is given: their learning rate depends on it."""
     from lightning_trainer.config.files import merge, read_toml
     from lightning_trainer.policies import DEFAULT_RANK
 

@@ -1,4 +1,4 @@
-"""What to improve, with which methods, and for how many tokens."""
+"""The options of a search: what to improve, with which methods, and for how many tokens."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ DISTIL: Final = "distil"
 METHODS: Final = (PROMPTS, SFT, RL, DISTIL)
 OPTIONS_NAME: Final = "improve.json"  # in the folder: the options
 _LOADING: Final = ("chat_template", "device", "dtype", "max_model_len", "system_messages")
-_GENERATING: Final = ("slots", "generate_threads", "threads")  # of the backend's own options
+_GENERATING: Final = ("slots", "generate_threads", "threads")  # among the backend's own options
 _OWN: Final = ("budget", "samples", "sft", "distil")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImproveConfig:
-    """What to improve, and how.
+    """The options of a search.
 
     Attributes:
         train: agents, tasks, held-out tasks, model and the other options of a training run.
         budget: tokens that all methods of all agents may spend together.
-        methods: by name, see `METHODS`.
-        samples: rollouts of each held-out task, each time it is measured.
+        methods: names of the methods, see `METHODS`.
+        samples: rollouts per held-out task in each measurement.
         sft: further options of `RoundsConfig`.
         reflect: the model that proposes prompts; None: prompts are not optimised.
         distil: further options of distillation: its ``teacher``, and ``teacher_options`` of the teacher ``self``.
@@ -53,16 +53,16 @@ class ImproveConfig:
 
     @property
     def load(self) -> dict[str, Any]:
-        """Options with which the model is loaded if it only samples."""
+        """Options for loading the model if it only samples."""
         options = {name: value for name, value in self.train.backend_options.items() if name in _GENERATING}
         options |= {name: value for name in _LOADING if (value := getattr(self.train, name)) not in (None, "auto")}
-        return {**options, "tool_format": self.train.tool_format}  # the same for all, whatever the model's run had
+        return {**options, "tool_format": self.train.tool_format}  # the same for all, whatever the model's run used
 
     def check(self) -> None:
-        """Refuse what can't work, before anything is started.
+        """Reject invalid options before anything is started.
 
         Raises:
-            ConfigError: says what, and what to do.
+            ConfigError: an option is invalid; the message says what to do.
         """
         unknown = [name for name in self.methods if name not in METHODS]
         if unknown or not self.methods:
@@ -102,22 +102,22 @@ class ImproveConfig:
             raise ConfigError("improve trains an adapter for each agent. Give --lora-rank 1 or more, or leave it out.")
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as kept in the folder, without keys."""
+        """Return the options as stored in the folder, without keys."""
         reflect = None if self.reflect is None else {"url": self.reflect.url, "model": self.reflect.model}
         options = {name: getattr(self, name) for name in _OWN}
         whole = {"train": self.train.model_dump(mode="json"), "methods": self.methods, **options, "reflect": reflect}
         return dict(without_passwords(whole))
 
     def write(self, folder: Path) -> None:
-        """Keep it in the folder."""
+        """Write the options into the folder."""
         write_atomically(folder / OPTIONS_NAME, (json.dumps(self.to_json(), indent=2, default=str) + "\n").encode())
 
 
 def read_options(folder: Path, reflect_key: str | None) -> ImproveConfig:
-    """Read what `ImproveConfig.write` wrote.
+    """Read the file that `ImproveConfig.write` wrote.
 
     Raises:
-        ConfigError: there is nothing to resume, or it is of another version.
+        ConfigError: there is nothing to resume, or it has another version.
     """
     try:
         values: dict[str, Any] = json.loads((folder / OPTIONS_NAME).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What a method has spent, from what its run left: tokens of model calls on training tasks, and tokens learned from."""
+"""The costs of a method, read from its run: tokens of model calls on training tasks, and trained tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _STEP: Final = re.compile(r"(.*):t(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a run spent.
+    """The costs of a run.
 
     Attributes:
-        rollouts: on training tasks.
+        rollouts: rollouts on training tasks.
         sampled: tokens of all their model calls, prompts and answers.
-        trained: tokens of the rows that updates computed, those of several passes each time.
+        trained: tokens of the rows that updates computed, counted once per pass.
     """
 
     rollouts: int = 0
@@ -34,7 +34,7 @@ class Costs:
 
     @property
     def tokens(self) -> int:
-        """What counts in the budget."""
+        """The tokens that count towards the budget."""
         return self.sampled + self.trained
 
     def __add__(self, other: Costs) -> Costs:
@@ -47,14 +47,14 @@ class Costs:
 
 
 def costs_of(run: Path, passes: int = 1) -> Costs:
-    """Count what a run spent; nothing where there is no run.
+    """Return the costs of a run; zero if there is no run.
 
-    A call that a fork replays from its record was sampled once and counts once. What an interrupted process sampled
-    after its last checkpoint is sampled again, and counts once, too.
+    A call that a fork replays from its record was sampled once and counts once. Rollouts that an interrupted process
+    sampled after its last checkpoint are sampled again, and also count once.
 
     Args:
         run: its folder.
-        passes: over each batch.
+        passes: passes over each batch.
     """
     if not (run / STORE_NAME).exists():
         return Costs()
@@ -75,7 +75,7 @@ def _count_sampled(store: Path) -> tuple[int, int]:
 
 
 def learned_from(rollout_ids: Sequence[str]) -> list[str]:
-    """Return the rollouts that are left when a resumed process samples again what an interrupted one sampled.
+    """Return the rollouts without those that a resumed process samples again after an interruption.
 
     Args:
         rollout_ids: in the order in which they were queued: the process's name, ``:t``, the step or round, and more.

@@ -1,8 +1,8 @@
-"""What is kept: only what is better than the base on tasks that nothing was chosen by, whatever was tried before.
+"""The final decision: a change is kept only if it is better than the base on tasks that were not used for any choice.
 
-The methods were chosen by other held-out tasks, so each agent brings one candidate to these. Its interval, and that of
-all candidates together, are corrected for their number (Bonferroni). If no candidate is better than the base, the base
-is replaced in at most 2.5 % of cases: 5 % outside of all intervals together, half of them above.
+The methods were chosen by other held-out tasks, so each agent has one candidate here. The intervals of each candidate,
+and of all candidates together, are corrected for their number (Bonferroni). If no candidate is better than the base,
+the base is replaced in at most 2.5 % of cases: 5 % outside of all intervals together, half of them above.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Final
 from lightning_trainer.intervals import Declared, Estimate, estimate_difference
 from lightning_trainer.kits.improve.halving import Rewards
 
-UNCHANGED: Final = Estimate(0.0, 0.0, 0.0)  # the difference of the base to itself
+UNCHANGED: Final = Estimate(0.0, 0.0, 0.0)  # the difference between the base and itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What is kept.
+    """The final decision.
 
     Attributes:
         kept: agents whose candidate replaces the base.
-        differences: of each agent's candidate alone to the base, by agent.
-        together: of what is kept to the base; a difference of 0 if nothing is.
+        differences: by agent, the difference between its candidate alone and the base.
+        together: the difference between everything kept and the base; 0 if nothing is kept.
         comparisons: number of intervals for which each of them is corrected.
     """
 
@@ -41,14 +41,14 @@ def decide(
     *,
     declared: Declared = None,
 ) -> Decision:
-    """Compare candidates with the base: first each alone, then those that are better together.
+    """Compare candidates with the base: first each alone, then the better ones together.
 
-    If together they are not better for sure, the best one alone is kept.
+    If they are not significantly better together, only the best one is kept.
 
     Args:
-        candidates: agents that have one.
+        candidates: agents that have a candidate.
         base: runs the tasks with the unchanged agents.
-        measure: of agents: runs the tasks with their candidates, and the other agents unchanged.
+        measure: runs the tasks with the candidates of the given agents, and the other agents unchanged.
         declared: range of the rewards.
     """
     if not candidates:

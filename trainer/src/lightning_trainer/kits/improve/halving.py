@@ -1,7 +1,7 @@
-"""Successive halving: all methods get a small share of the budget, the better half a larger one, the last one the rest.
+"""Successive halving: all methods get a small share of the budget, the better half a larger one, the best one the rest.
 
-Pure: what a method does with its tokens and how it is measured are functions. Karnin, Koren and Somekh, "Almost Optimal
-Exploration in Multi-Armed Bandits" (2013), with one rung more, in which the winner alone spends what is left.
+Pure: spending tokens and measuring are passed as functions. Karnin, Koren and Somekh, "Almost Optimal Exploration in
+Multi-Armed Bandits" (2013), with one additional rung, in which the winner alone spends the rest.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import TypeAlias
 
 from lightning_trainer.intervals import Declared, Estimate, estimate_difference
 
-Rewards: TypeAlias = Mapping[int, float]  # mean reward of each held-out task, by its place
+Rewards: TypeAlias = Mapping[int, float]  # mean reward of each held-out task, by its index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spending:
-    """What a method did with its tokens until the end of a rung.
+    """The state of a method at the end of a rung.
 
     Attributes:
         tokens: spent so far, in all rungs.
-        changed: whether there is something to measure: weights or prompts that are not the base's.
+        changed: whether there is something to measure: weights or prompts that differ from the base's.
         ended: why more tokens would change nothing; None if it can continue.
     """
 
@@ -33,12 +33,12 @@ class Spending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A method after a rung.
+    """The measurement of a method after a rung.
 
     Attributes:
         rung: from 1.
         tokens: spent so far.
-        difference: of its reward to the base's on the tasks to choose by.
+        difference: of its reward to the base's, on the tasks for choosing.
         rewards: by task; empty if nothing changed.
     """
 
@@ -55,10 +55,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodResult:
-    """What a method bought.
+    """The result of a method.
 
     Attributes:
-        tokens: spent.
+        tokens: tokens spent.
         best: the stage with the highest gain, the first of several; None if the method changed nothing.
         ended: why it got no more tokens.
         rung: the last one that it took part in.
@@ -76,17 +76,17 @@ class MethodResult:
 
 
 def rung_count(methods: int) -> int:
-    """Return in how many rungs that many methods become one, and that one spends the rest."""
+    """Return the number of rungs until one method remains, including the one in which it spends the rest."""
     return 1 if methods == 1 else math.ceil(math.log2(methods)) + 1
 
 
 def share_of(budget: int, spent: int, rungs_left: int, methods: int) -> int:
-    """Return the tokens of one method in the next rung: what is left is divided by rungs, then by methods."""
+    """Return the tokens of one method in the next rung: the rest of the budget divided by rungs, then by methods."""
     return max(0, budget - spent) // rungs_left // methods
 
 
 def survivors(results: Mapping[str, MethodResult], declared: Declared = None) -> list[str]:
-    """Return the better half of the methods, the best first, without those that are worse than the best for sure."""
+    """Return the better half of the methods, best first, without those significantly worse than the best."""
     ranked = sorted(results, key=lambda name: -results[name].gain)
     best = results[ranked[0]].best
     return [
@@ -116,15 +116,15 @@ def halve(
     """Spend a budget on methods.
 
     Args:
-        methods: by name, at least one.
-        budget: tokens of all of them together.
-        base: rewards of the unchanged agent on the tasks to choose by.
-        spend: of a method, a rung (from 1) and the tokens that it may have spent by then: spends them.
-        measure: of a method and a rung: runs the tasks to choose by with what the method made until then.
+        methods: their names, at least one.
+        budget: tokens of all methods together.
+        base: rewards of the unchanged agent on the tasks for choosing.
+        spend: gets a method, a rung (from 1) and the tokens that the method may have spent by then, and spends them.
+        measure: gets a method and a rung, and runs the tasks for choosing with the method's result so far.
         declared: range of the rewards.
 
     Returns:
-        What each method bought, in the order of `methods`.
+        The result of each method, in the order of `methods`.
     """
     results = {name: MethodResult() for name in methods}
     alive, rungs = list(methods), rung_count(len(methods))

@@ -1,4 +1,4 @@
-"""`improve()`: finds the method that helps each agent most, and keeps only what is better than the base for sure."""
+"""`improve()`: finds the best method for each agent, and keeps only what is significantly better than the base."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from lightning_trainer.run.folders import RUNS
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.session.folder import open_folder
 
-_PLAN: Final = "plan.json"  # in the folder, once the budget is known to be enough
-_TRIED: Final = 4  # tasks that a dry run runs
+_PLAN: Final = "plan.json"  # in the folder, once the budget is known to be sufficient
+_TRIED: Final = 4  # tasks of a dry run
 
 
 def improve(
@@ -41,14 +41,14 @@ def improve(
     """Improve each agent within one budget.
 
     Args:
-        config: what, and how; of a search that is resumed, what `read_options` returned.
+        config: options of the search; for a resumed search, the result of `read_options`.
         progress: callback for progress events. Default: none.
         out: folder; None: runs/DATE.
-        resume: folder of a search to resume. What is done is not done again.
+        resume: folder of a search to resume. Completed parts are not repeated.
 
     Raises:
         LightningError: an option, a file or the agent is wrong, or the budget is too small.
-        Interrupted: somebody asked to stop.
+        Interrupted: a stop was requested.
     """
     progress = progress or Silent()
     config.check()
@@ -71,7 +71,7 @@ def improve(
 
 
 def plan_search(config: ImproveConfig, progress: Progress | None = None) -> SearchPlan:
-    """Return what a search would do, from a few rollouts of the unchanged program. Nothing is kept.
+    """Return the plan of a search, based on a few rollouts of the unchanged program. Nothing is stored.
 
     Raises:
         LightningError: see `improve`.
@@ -129,7 +129,7 @@ class _Search:
     def _decide(
         self, found: Mapping[str, Mapping[str, MethodResult]], searches: Mapping[str, AgentSearch], began: float
     ) -> Improvement:
-        """Compare the best of each agent with the base, and make the folder that of a run with what is kept."""
+        """Compare each agent's best method with the base, and make the folder a run's folder with the kept changes."""
         results = {agent: AgentResult(methods=its, candidate=_best(its)) for agent, its in found.items()}
         changes = {
             agent: searches[agent].change(each.candidate, best.rung)
@@ -159,13 +159,13 @@ class _Search:
 
 
 def _best(methods: Mapping[str, MethodResult]) -> str | None:
-    """Return the method with the highest gain, the first of several; None if none gained anything."""
+    """Return the method with the highest gain, the first of several; None if none has a gain."""
     best = max(methods, key=lambda name: methods[name].gain)
     return best if methods[best].gain > 0 else None
 
 
 def _plan(config: ImproveConfig, held_out: HeldOutMeasurement, tasks: TaskFiles) -> SearchPlan:
-    """Name the agents that were seen, and divide the budget among them."""
+    """Name the agents that were seen, and divide the budget between them."""
     chosen = config.train.agents or ("*",)
     seen = held_out.summarise([])[0].by_agent
     agents = [name for name in seen if name and selects(chosen, name)]

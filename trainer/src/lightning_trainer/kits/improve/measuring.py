@@ -1,4 +1,4 @@
-"""Runs held-out tasks with the base or with what a method made, each once: an evaluation that is there is resumed."""
+"""Runs held-out tasks, once for the base and for each result of a method. Existing evaluations are resumed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class HeldOutMeasurement:
     """Measures on one set of held-out tasks, always with the same seeds.
 
     Attributes:
-        config: of the search.
+        config: options of the search.
         tasks: file of the set.
         progress: callback for progress events.
-        agents: names of those whose calls the model answers; None: all that have a name.
-        base: samples of the unchanged agents, once they were measured.
-        tokens: of all model calls of all measurements.
+        agents: names of the agents whose calls the model answers; None: all that have a name.
+        base: samples of the unchanged agents, once they have been measured.
+        tokens: tokens of all model calls in all measurements.
     """
 
     config: ImproveConfig
@@ -54,7 +54,7 @@ class HeldOutMeasurement:
         return self.summarise([self._measure(folder, model, snapshot.prompts)])[1]
 
     def summarise(self, others: Iterable[list[Sample]]) -> list[Summary]:
-        """Return the summary of the base and of others."""
+        """Return the summary of the base, and of other samples."""
         return summarise_each([self.base, *others], self.counting)
 
     def _measure(self, folder: Path, model: str, prompts: Path | None) -> list[Sample]:
@@ -84,11 +84,11 @@ class Finals:
     """Measures candidates on the tasks that decide.
 
     Attributes:
-        held_out: these tasks.
+        held_out: measures on these tasks.
         names: adapter of each agent.
         changes: the candidate of each agent that has one.
-        folder: of snapshots and evaluations.
-        measured: summary of what was measured, by the agents with their candidates; () is the base.
+        folder: folder of snapshots and evaluations.
+        measured: summaries, by the agents with their candidates; () is the base.
     """
 
     held_out: HeldOutMeasurement

@@ -1,7 +1,7 @@
-"""The methods: each is an existing command's function for one agent, which spends tokens up to a limit and stops.
+"""The methods: each runs an existing command's function for one agent, spends tokens up to a limit and stops.
 
-What counts is in `costs`. Whole steps, rounds and proposals are taken, so a method may exceed its limit by the last of
-them; what it has exceeded is taken off its next share.
+See `costs` for what counts. Steps, rounds and proposals are always completed, so the last one may exceed the method's
+limit; the excess is subtracted from its next share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_trainer.report.progress import Progress
 from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.folders import read_config
 
-_KEPT_EPOCHS: Final = 2  # of rejection sampling: its best rollouts are learned so often
+_KEPT_EPOCHS: Final = 2  # epochs of rejection sampling on its best rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,11 @@ class Method(ABC):
     """A method for one agent.
 
     Attributes:
-        config: of the search. `train` names all agents.
-        agent: that it improves.
+        config: options of the search. `train` names all agents.
+        agent: the agent to improve.
         names: adapter of each agent.
-        folder: of its run.
-        tasks: to learn from.
+        folder: folder of its run.
+        tasks: the task files; it learns from the training tasks.
         rollout_tokens: tokens of a rollout of the unchanged program.
         progress: callback for progress events.
     """
@@ -58,20 +58,20 @@ class Method(ABC):
 
     @abstractmethod
     def spend(self, limit: int, rung: int) -> Spending:
-        """Spend tokens until the limit, from where an earlier call, or an interrupted process, stopped."""
+        """Spend tokens up to the limit, continuing where an earlier call, or an interrupted process, stopped."""
 
     @abstractmethod
     def change(self) -> Change:
-        """Return what it has made so far."""
+        """Return the result so far."""
 
     @property
     @abstractmethod
     def least(self) -> int:
-        """Fewest tokens with which it can do something."""
+        """Fewest tokens that the method needs."""
 
     @property
     def policies(self) -> dict[str, str]:
-        """This agent's own adapter; the other agents get the base."""
+        """The policies of a run: this agent's own adapter, and the base for the other agents."""
         return {agent: f"lora:{name}" if agent == self.agent else BASE for agent, name in self.names.items()}
 
 
@@ -82,11 +82,11 @@ class _Training(Method):
     @property
     @abstractmethod
     def run_options(self) -> dict[str, Any]:
-        """Options of its run, those of every method apart."""
+        """Options of this method's run, in addition to the common ones."""
 
     @property
     def new_run(self) -> TrainConfig:
-        """The run, one step long."""
+        """A new run of one step."""
         train = self.config.train
         unset = ("val", "val_every", "epochs", "until", "resume", "store", "tinker_url", "rollback_on_cliff")
         values = {name: value for name, value in without_empty(dict(train)).items() if name not in unset}
@@ -98,13 +98,13 @@ class _Training(Method):
 
     @property
     def least(self) -> int:
-        """Tokens of a step, sampled and learned."""
+        """Tokens of a step, sampled and trained."""
         run = self.new_run
         groups = run.batch_size * run.group_size
         return round(self.rollout_tokens * (groups * (2 + run.resample) + run.fork_count))
 
     def spend(self, limit: int, rung: int) -> Spending:  # noqa: ARG002 - it continues its own run
-        """Take steps: at first half of what is affordable by the estimate, then as many as the steps so far cost."""
+        """Run half of the steps that the estimate allows, then as many as the cost of the earlier steps allows."""
         ended = None
         while (steps := self._affordable(limit)) and ended is None:
             taken = self._taken
@@ -152,15 +152,15 @@ class RLMethod(_Training):
 
     @property
     def run_options(self) -> dict[str, Any]:
-        """Nothing else."""
+        """No further options."""
         return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistilMethod(_Training):
-    """On-policy distillation from the teacher that is named."""
+    """On-policy distillation from the given teacher."""
 
-    # Options of learning from rewards, which distillation refuses or sets by itself.
+    # Options of learning from rewards, which distillation rejects or sets itself.
     _OF_REWARDS: ClassVar[frozenset[str]] = frozenset(
         ("algorithm", "credit", "credit_options", "gamma", "forks", "alternatives", "orders", "fork_at", "fork_tools",
          "rewards", "normalise_std", "alone", "resample", "until", "task_order", "gae_lambda", "value_clip",
@@ -169,7 +169,7 @@ class DistilMethod(_Training):
 
     @property
     def run_options(self) -> dict[str, Any]:
-        """Return the teacher, and the defaults of distillation in place of those of learning from rewards."""
+        """The teacher, and the defaults of distillation instead of options of learning from rewards."""
         plain = {
             name: field.get_default(call_default_factory=True)
             for name, field in TrainConfig.model_fields.items()
@@ -181,11 +181,11 @@ class DistilMethod(_Training):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftMethod(Method):
-    """Rejection sampling for one agent: one run in each rung, from the weights of the rung before."""
+    """Rejection sampling for one agent: one run in each rung, which starts from the weights of the previous rung."""
 
     @property
     def least(self) -> int:
-        """Tokens of a group, sampled, and of its best rollout, learned."""
+        """Tokens of a sampled group, and of training on its best rollout."""
         return round(self._rollout_cost * self.config.train.group_size)
 
     @property
@@ -193,7 +193,7 @@ class SftMethod(Method):
         return self.rollout_tokens * (1 + _KEPT_EPOCHS / self.config.train.group_size)
 
     def spend(self, limit: int, rung: int) -> Spending:
-        """Sample as many tasks as are affordable, in several rounds if there are not as many, and learn the best."""
+        """Sample as many tasks as the limit allows, in several rounds if there are too few, and train on the best."""
         from lightning_trainer.kits.sft.rounds.rejection import rejection_sampling, resumed
         from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME
 
@@ -218,7 +218,7 @@ class SftMethod(Method):
     def _options(self, tokens: int, rung: int) -> dict[str, Any]:
         groups = max(1, int(tokens // self.least))
         rounds = math.ceil(groups / len(load_tasks(self.tasks.train)))
-        seed = self.config.train.seed + rung - 1  # other tasks and other samples than in the rung before
+        seed = self.config.train.seed + rung - 1  # other tasks and samples than in the previous rung
         file = self.tasks.some_to_learn(
             groups // rounds, seed, self.folder.with_name(f"{self.folder.name}-tasks-{rung}.jsonl")
         )
@@ -242,14 +242,14 @@ class SftMethod(Method):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsMethod(Method):
-    """The search for a better system prompt of one agent; the weights stay."""
+    """The search for a better system prompt of one agent, with unchanged weights."""
 
-    _ROLLOUTS: ClassVar[int] = 14  # with which one proposal can be tried on two tasks
-    _TASKS: ClassVar[int] = 6  # rollouts for each task that is learned from or chosen by
+    _ROLLOUTS: ClassVar[int] = 14  # rollouts that are enough to try one proposal on two tasks
+    _TASKS: ClassVar[int] = 6  # rollouts per task for learning or choosing
 
     @property
     def least(self) -> int:
-        """Tokens of the rollouts with which one proposal can be tried."""
+        """Tokens of the rollouts that are enough to try one proposal."""
         return round(self.rollout_tokens * self._ROLLOUTS)
 
     @property
@@ -257,7 +257,7 @@ class PromptsMethod(Method):
         return self.folder / "prompts.json"
 
     def spend(self, limit: int, rung: int) -> Spending:  # noqa: ARG002 - it continues its own search
-        """Propose and try prompts until the limit."""
+        """Propose and try prompts up to the limit."""
         from lightning_trainer.kits.prompts.optimise import optimise
 
         search = self._file.with_name(f"{self._file.name}.search")
@@ -268,7 +268,7 @@ class PromptsMethod(Method):
             self._file.unlink(missing_ok=True)
         try:
             found = optimise(self._options(limit, resume=resume), self.progress, resume=resume)
-        except UnknownAgentError as error:  # it was seen in held-out tasks, where its name comes from
+        except UnknownAgentError as error:  # the agent was seen in held-out tasks, so its name is valid
             return Spending(tokens=costs_of(search).tokens, changed=False, ended=str(error))
         ended = "no prompt can earn more on its tasks" if found.ended == "ceiling" else None
         return Spending(tokens=found.tokens, changed=bool(found.diff), ended=ended)

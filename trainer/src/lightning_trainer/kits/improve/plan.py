@@ -1,4 +1,4 @@
-"""What a search will do with its budget: the share of each method in each rung, and what measuring takes."""
+"""The plan of a search: the share of each method in each rung, and the cost of measuring."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_trainer.reasons.amounts import amount
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPlan:
-    """How a budget is divided.
+    """The division of a budget.
 
     Attributes:
-        agents: that are improved.
-        methods: of each.
-        budget: tokens of all of them.
-        least: fewest tokens with which a method can do something, by method.
+        agents: the agents to improve.
+        methods: methods of each agent.
+        budget: tokens of all agents together.
+        least: fewest tokens that a method needs, by method.
         rollout_tokens: tokens of a rollout of the unchanged program.
-        to_choose: rollouts on the held-out tasks to choose by, each time they are measured.
-        to_decide: the same of the tasks that decide.
+        to_choose: rollouts of one measurement on the held-out tasks for choosing.
+        to_decide: the same for the tasks that decide.
     """
 
     agents: Sequence[str]
@@ -36,7 +36,7 @@ class SearchPlan:
 
     @property
     def rungs(self) -> list[tuple[int, int]]:
-        """Number of methods, and tokens of each, of each rung."""
+        """The number of methods, and the tokens of each, for each rung."""
         count, left, rungs = len(self.methods), self.budget // len(self.agents), []
         for rung in range(rung_count(count), 0, -1):
             rungs.append((count, left // rung // count))
@@ -46,17 +46,17 @@ class SearchPlan:
 
     @property
     def measured_rollouts(self) -> int:
-        """Most rollouts on held-out tasks."""
+        """The largest number of rollouts on held-out tasks."""
         agents = len(self.agents)
         chosen = 1 + agents * sum(count for count, _ in self.rungs)
         decided = 1 + agents + (agents > 1)
         return chosen * self.to_choose + decided * self.to_decide
 
     def check(self) -> None:
-        """Refuse a budget that is too small for the first rung.
+        """Reject a budget that is too small for the first rung.
 
         Raises:
-            ConfigError: says how much is needed.
+            ConfigError: the budget is too small; the message says how much is needed.
         """
         _, share = self.rungs[0]
         method = max(self.methods, key=lambda name: self.least[name])
@@ -70,7 +70,7 @@ class SearchPlan:
             )
 
     def lines(self) -> list[str]:
-        """Return it for people."""
+        """Return the plan as lines of text."""
         agents = len(self.agents)
         found = [
             f"agents: {', '.join(self.agents)}; {amount(self.budget // agents, 'token')} each",

@@ -1,4 +1,4 @@
-"""The choice between methods, registered through the hooks that anybody would use."""
+"""Registers the choice between methods through the public hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_trainer.commands import Listed
 
 @hookimpl
 def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
-    """Register the command, and the name that it had."""
+    """Register the command."""
     register(
         "improve",
         Listed(

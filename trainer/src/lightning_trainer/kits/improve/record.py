@@ -1,4 +1,4 @@
-"""The two validations of a search, as a run keeps its own: `runs` and the viewer show them."""
+"""The two validations of a search, in the format of a run: `runs` and the viewer show them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_trainer.rl.scores import BY_TASK, Score
 
 
 def write_metrics(folder: Path, before: Summary, after: Summary | None) -> None:
-    """Write the rewards of the unchanged agents, and of what is kept, as before and after one step.
+    """Write the rewards without and with the kept changes as the validations before and after one step.
 
     Args:
-        folder: of the search.
-        before: of the unchanged agents.
-        after: of what is kept; None: nothing is.
+        folder: folder of the search.
+        before: summary of the unchanged agents.
+        after: summary with the kept changes; None: nothing is kept.
     """
     lines = [_validation(0, before), *([] if after is None else [_validation(1, after)])]
     write_atomically(folder / LOG_NAME, "".join(json.dumps(line) + "\n" for line in lines).encode())

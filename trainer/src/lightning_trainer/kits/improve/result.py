@@ -1,4 +1,4 @@
-"""What a search came to."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BASE_METHOD: Final = "base"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """What was found for one agent.
+    """The result for one agent.
 
     Attributes:
-        methods: what each bought.
-        candidate: the method whose result was compared with the base at the end; None: no method gained anything.
+        methods: result of each method.
+        candidate: the method whose result was compared with the base at the end; None: no method had a gain.
     """
 
     methods: Mapping[str, MethodResult]
@@ -35,20 +35,20 @@ class AgentResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Improvement:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
-        agents: by name.
-        decision: what is kept.
-        base: of the tasks that decide, with the unchanged agents; None if there was no candidate.
-        kept: of the same tasks, with what is kept; None if nothing is.
+        agents: results by agent.
+        decision: the final decision.
+        base: summary of the tasks that decide, with the unchanged agents; None if there was no candidate.
+        kept: summary of the same tasks, with the kept changes; None if nothing is kept.
         checkpoint: the model with the kept adapters, or the base.
         prompts: file with the kept prompts; None if there is none.
         budget: tokens that could be spent.
         measured: tokens of all rollouts on held-out tasks.
-        tasks: number of held-out tasks to choose by, and of those that decide.
-        folder: of the search.
-        seconds: that it took.
+        tasks: number of held-out tasks for choosing, and of those that decide.
+        folder: folder of the search.
+        seconds: duration.
     """
 
     agents: Mapping[str, AgentResult]
@@ -64,7 +64,7 @@ class Improvement:
     seconds: float
 
     def method_of(self, agent: str) -> str:
-        """Return the method that is kept for an agent; `base`: none."""
+        """Return the method that is kept for an agent; `base` if none is."""
         candidate = self.agents[agent].candidate
         return candidate if agent in self.decision.kept and candidate is not None else BASE_METHOD
 

@@ -1,4 +1,4 @@
-"""The options that rejection sampling takes from those of a run."""
+"""The options of rejection sampling, derived from those of a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_trainer.work import Work
 
 
 def rounds_options(config: ImproveConfig, own: Mapping[str, Any]) -> RoundsConfig:
-    """Return the options of rounds: who runs, what is trained and how it samples as in a run, and its own.
+    """Return the options of rounds: those of the run for program, training and sampling, and the rounds' own.
 
     Args:
-        config: of the search; ``--sft`` goes before what it would take from the run.
-        own: of these rounds, which go before all.
+        config: options of the search; ``--sft`` takes precedence over options of the run.
+        own: options of these rounds, which take precedence over all others.
     """
     train = config.train
     same = (
@@ -32,7 +32,7 @@ def rounds_options(config: ImproveConfig, own: Mapping[str, Any]) -> RoundsConfi
 
 
 def _loading_options(train: TrainConfig) -> dict[str, Any]:
-    """Return the options of loading that rounds know only as the backend's."""
+    """Return the loading options that rounds accept only as backend options."""
     return {
         name: value
         for name in ("max_model_len", "tool_format", "base_bits")

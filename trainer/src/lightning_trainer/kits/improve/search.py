@@ -1,4 +1,4 @@
-"""The search for one agent: each method spends in its own folder, and what each rung made is kept and measured."""
+"""The search for one agent: each method has its own folder; the result of each rung is stored and measured."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from lightning_trainer.report.terminal import decimal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSearch:
-    """Finds the best method for one agent, the others unchanged.
+    """Finds the best method for one agent, with the others unchanged.
 
     Attributes:
-        config: of the whole search; `train` names all agents.
-        agent: that is improved.
+        config: options of the whole search; `train` names all agents.
+        agent: the agent to improve.
         names: adapter of each agent.
-        folder: of this agent.
-        tasks: of the search.
-        held_out: tasks to choose by, with the base measured.
-        base: of these tasks.
+        folder: folder of this agent.
+        tasks: tasks of the search.
+        held_out: measures on the tasks for choosing; the base is already measured.
+        base: summary of the base on these tasks.
         rollout_tokens: tokens of a rollout of the unchanged program.
         progress: callback for progress events.
     """
@@ -60,17 +60,17 @@ class AgentSearch:
         )  # fmt: skip
 
     def snapshot(self, method: str, rung: int) -> Snapshot:
-        """Return what a method had made by the end of a rung."""
+        """Return the snapshot of a method's result at the end of a rung."""
         return Snapshot(self.folder / method / f"rung-{rung}")
 
     def change(self, method: str, rung: int) -> Change:
-        """Return the same as a part for another snapshot."""
+        """Return the same result as a change for another snapshot."""
         folder = self.snapshot(method, rung).folder
         prompts = folder / PROMPTS_NAME
         return Change(prompts=prompts) if prompts.is_file() else Change(checkpoint=folder / NEWEST)
 
     def _spend(self, name: str, rung: int, limit: int) -> Spending:
-        """Let a method spend, unless it has: what a rung came to is kept."""
+        """Run a method for a rung, or return its stored result if it has run."""
         kept = self.folder / name / f"rung-{rung}.json"
         if kept.exists():
             return Spending(**json.loads(kept.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""A run's folder made of parts: the base, with an adapter or a prompt for some agents. `eval` and `serve` read it."""
+"""A run's folder composed of the base, with an adapter or a prompt for some agents. `eval` and `serve` read it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lightning_trainer.policies import ADAPTERS_NAME, BASE
 from lightning_trainer.report.metrics import write_atomically
 
 PROMPTS_NAME: Final = "prompts.json"
-_STATE: Final = re.compile(r"(trainer\.(json|safetensors)|state\.json)")  # what only resuming needs
+_STATE: Final = re.compile(r"(trainer\.(json|safetensors)|state\.json)")  # files that only resuming needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What a method made for one agent: one of the two.
+    """The result of a method for one agent: one of the two.
 
     Attributes:
-        checkpoint: of a run that trained this agent's adapter alone.
+        checkpoint: checkpoint of a run that trained only this agent's adapter.
         prompts: a file with its prompt.
     """
 
@@ -40,7 +40,7 @@ class Snapshot:
     """A folder with weights and prompts of all agents.
 
     Attributes:
-        folder: where it is.
+        folder: the folder.
     """
 
     folder: Path
@@ -57,12 +57,12 @@ class Snapshot:
         return self.folder / NEWEST
 
     def write(self, config: TrainConfig, names: Mapping[str, str], changes: Mapping[str, Change]) -> None:
-        """Make it.
+        """Write the snapshot.
 
         Args:
-            config: of the base, with the agents.
+            config: configuration of the base, with the agents.
             names: adapter of each agent.
-            changes: by agent; the others stay as the base has them.
+            changes: by agent; the others use the base unchanged.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoints = {agent: each.checkpoint for agent, each in changes.items() if each.checkpoint is not None}
@@ -81,12 +81,12 @@ class Snapshot:
 
 
 def without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the options that were not given."""
+    """Return the options that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def adapter_names(agents: Sequence[str]) -> dict[str, str]:
-    """Return a name for the adapter of each agent that a folder can have, no two the same."""
+    """Return a unique adapter name for each agent that is valid as a folder name."""
     names: dict[str, str] = {}
     for agent in agents:
         plain = re.sub(r"[^A-Za-z0-9_-]+", "_", agent).strip("_-") or "agent"
@@ -99,7 +99,7 @@ def adapter_names(agents: Sequence[str]) -> dict[str, str]:
 
 
 def _join(folder: Path, checkpoints: Mapping[str, Path]) -> None:
-    """Put the adapters of several checkpoints of the same base into one."""
+    """Merge the adapters of several checkpoints of the same base into one."""
     first = next(iter(checkpoints.values()))
     folder.mkdir()
     for path in first.iterdir():  # the tokenizer

@@ -1,4 +1,4 @@
-"""Three sets of tasks: to learn from, to choose between methods by, and to compare what was chosen with the base."""
+"""Three task sets: to train on, to choose between methods, and to compare the chosen methods with the base."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.run.data import Task, batch_at, load_tasks
 
-FEW: Final = 20  # tasks below which only large differences can be told from chance
-_LEAST: Final = 4  # held-out tasks
+FEW: Final = 20  # with fewer tasks, only large differences can be distinguished from chance
+_LEAST: Final = 4  # fewest held-out tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,28 +24,28 @@ class TaskFiles:
     """The files of the three sets.
 
     Attributes:
-        folder: that has them.
+        folder: folder of the files.
     """
 
     folder: Path
 
     @property
     def train(self) -> Path:
-        """Tasks to learn from."""
+        """Tasks to train on."""
         return self.folder / "train.jsonl"
 
     @property
     def choose(self) -> Path:
-        """Held-out tasks by which methods are compared with each other."""
+        """Held-out tasks for choosing between methods."""
         return self.folder / "choose.jsonl"
 
     @property
     def decide(self) -> Path:
-        """Held-out tasks that decide whether the base is replaced. Nothing is chosen by them."""
+        """Held-out tasks that decide whether the base is replaced. They are not used for any choice."""
         return self.folder / "decide.jsonl"
 
     def write(self, config: ImproveConfig, progress: Progress) -> None:
-        """Divide the tasks of a configuration, and keep all three sets: a resumed search reads them from here."""
+        """Divide the configured tasks, and write all three sets. A resumed search reads them from here."""
         train, held_out = _divide(config, progress)
         order = list(range(len(held_out)))
         random.Random(f"{config.train.seed}/held out").shuffle(order)
@@ -61,17 +61,17 @@ class TaskFiles:
             )
 
     def some_to_learn(self, count: int, seed: int, file: Path) -> Path:
-        """Write so many of the tasks to learn from, sampled as a run samples its first batch, and return the file."""
+        """Write `count` training tasks, sampled like a run's first batch, and return the file."""
         tasks = load_tasks(self.train)
         _write(file, [tasks[place] for place in batch_at(0, len(tasks), min(count, len(tasks)), seed)])
         return file
 
 
 def _divide(config: ImproveConfig, progress: Progress) -> tuple[list[Task], list[Task]]:
-    """Return tasks to learn from, and held-out ones.
+    """Return training tasks and held-out tasks.
 
     Raises:
-        ConfigError: there are too few of one.
+        ConfigError: there are too few of either.
     """
     tasks = load_tasks(config.train.data, config.train.columns)
     if config.train.val is not None:
@@ -81,7 +81,7 @@ def _divide(config: ImproveConfig, progress: Progress) -> tuple[list[Task], list
         if len(train) < len(tasks):
             progress.note(f"{len(tasks) - len(train)} tasks of {config.train.data} are held out, not trained on")
     else:
-        distinct = list(dict.fromkeys(map(_key, tasks)))  # a task that is there twice is on one side only
+        distinct = list(dict.fromkeys(map(_key, tasks)))  # duplicates of a task are on the same side
         count = len(distinct) // 3
         chosen = set(random.Random(f"{config.train.seed}/split").sample(distinct, count))
         held_out = [json.loads(text) for text in distinct if text in chosen]
