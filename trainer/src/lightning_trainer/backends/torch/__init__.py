@@ -1,6 +1,6 @@
-"""The embedded backend: generation and training of one policy in this process, or of several adapters.
+"""The embedded backend: generation and training of one policy, or of several adapters, in this process.
 
-Torch is imported when it is used: `backend` and `options` are light.
+Torch is imported when it is first used: `backend` and `options` are light.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from lightning_trainer.run.embedded import Embedded
 if TYPE_CHECKING:
     from lightning_trainer.backends.torch.learner import TorchLearner
 
-# Options of a run that are the learner's by the same name.
+# Options of a run that the learner has under the same name.
 _SHARED: Final = (
     "agent_weight", "base_bits", "chat_template", "clip_high", "clip_low", "device", "dtype", "kl_coef",
     "learning_rate", "lora_alpha", "lora_rank", "loss_aggregation", "max_grad_norm", "max_model_len", "seed",
@@ -55,7 +55,7 @@ def _open(config: TrainConfig) -> TorchLearner:
 
 
 def _learner(model: str, options: Mapping[str, Any]) -> TorchLearner:
-    """Load a model to learn from data. On a GPU a forward pass takes more tokens than one of a run's on a CPU."""
+    """Load a model to learn from data. A forward pass takes more tokens on a GPU than on a CPU."""
     need_torch()
     import torch
 
@@ -71,7 +71,7 @@ def open_torch(model: str, **options: Any) -> TorchLearner:
         options: fields of `TorchOptions`, and `sampler` of `TorchLearner`.
 
     Raises:
-        ConfigError: a package is missing, an option is wrong, or the model can't be loaded.
+        ConfigError: a package is missing, an option is wrong, or the model cannot be loaded.
     """
     need_torch()
     from lightning_trainer.backends.torch.learner import TorchLearner
@@ -80,7 +80,7 @@ def open_torch(model: str, **options: Any) -> TorchLearner:
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse what this backend can't do.
+    """Refuse options that this backend does not support.
 
     Raises:
         ConfigError: says which option, or what to install.
@@ -101,7 +101,7 @@ def check(config: TrainConfig) -> None:
 
 
 def sized(config: TrainConfig, steps: int) -> tuple[int, int] | None:
-    """Count the bytes of a checkpoint, and of all that a run keeps at once; None where the model is not here yet."""
+    """Return the bytes of a checkpoint, and of all that a run keeps at once; None if the model is not here yet."""
     weights = weights_of(config)
     if weights is None:
         return None
@@ -110,10 +110,10 @@ def sized(config: TrainConfig, steps: int) -> tuple[int, int] | None:
 
 
 def need_torch() -> None:
-    """Make sure that what the embedded backend needs is installed.
+    """Check that the packages of the embedded backend are installed.
 
     Raises:
-        ConfigError: it is not; the message says how to install it.
+        ConfigError: one is missing; the message says how to install it.
     """
     missing = [package for package in ("torch", "transformers", "peft", "safetensors") if find_spec(package) is None]
     if missing:
@@ -123,7 +123,7 @@ def need_torch() -> None:
 
 
 def learner_options(config: TrainConfig) -> dict[str, Any]:
-    """Return the learner's options: those that every run has, and those named for it alone.
+    """Return the learner's options: those of every run, and those for the learner alone.
 
     Raises:
         ConfigError: an option is given twice.
@@ -139,7 +139,7 @@ def learner_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _learning_options(config: TrainConfig) -> dict[str, Any]:
-    """Return what an algorithm asks of the learner beyond GRPO."""
+    """Return the learner options that an algorithm needs beyond those of GRPO."""
     asked: dict[str, Any] = {"algorithm": config.algorithm, "entropy_coef": config.entropy_coef}
     for kind in wanted_callbacks(config):
         asked |= kind.learner_options(config)

@@ -1,4 +1,4 @@
-"""Checkpoints: a model folder that transformers and ``lightning-rl serve`` load, and beside it the trainer's state.
+"""Checkpoints: a model folder that transformers and ``lightning-rl serve`` load, together with the trainer's state.
 
 No pickle: tensors are safetensors, the rest is JSON.
 """
@@ -34,13 +34,13 @@ from lightning_trainer.policies import ADAPTERS_NAME
 
 STATE = "trainer.json"
 TENSORS = "trainer.safetensors"
-BASE_FILE = "base.json"  # of adapters over a quantised model: with how many bits
+BASE_FILE = "base.json"  # for adapters over a quantised model: its number of bits
 _FORMAT = 1
 _ADAPTER = re.compile(r"\.lora_\w+\.([^.]+)\.")
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """Tell one model from another by the names, shapes and first weights of its parameters, before they are trained."""
+    """Return a hash that identifies a model: names, shapes and first weights of its parameters before training."""
     digest = hashlib.sha256(model.causal.config.model_type.encode())
     for name, parameter in model.causal.named_parameters():
         if "lora_" in name:
@@ -59,19 +59,19 @@ def save(
     *,
     resumable: bool = True,
 ) -> None:
-    """Write a checkpoint, whole or not at all: into a folder beside it that then takes its name.
+    """Write a checkpoint atomically: into a folder next to it, which is then renamed.
 
     Args:
-        folder: where to; what is there is replaced.
+        folder: where to; existing content is replaced.
         model: weights in their working format, and the tokenizer. With LoRA only the adapters are written, with the
-            place of the model that they belong to; of several adapters each into a folder of its own, as peft has it.
+            location of their base model; several adapters each into their own folder, in peft's format.
         policies: masters and optimisers, by adapter; None stands for the only one.
         engine: its version and random state.
         base: fingerprint of the model that training started from.
-        resumable: whether masters, moments and random state are written, from which a run goes on exactly.
+        resumable: whether to write masters, moments and random state, from which a run resumes exactly.
 
     Raises:
-        OSError: it can't be written.
+        OSError: it cannot be written.
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def save(
             _sync(path)
         _sync(unfinished)
         _replace(unfinished, folder)
-    except SafetensorError as error:  # which hides the operating system's number in its text
+    except SafetensorError as error:  # contains the operating system's error number only in its text
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
     finally:
@@ -109,7 +109,7 @@ def save(
 def _state_to_keep(
     model: LoadedModel, policies: Mapping[str | None, TrainedWeights], engine: PolicyEngines, base: str
 ) -> dict[str, Any]:
-    """Return what `restore` compares and restores, apart from the tensors."""
+    """Return the state that `restore` compares and restores, without the tensors."""
     return {
         "format": _FORMAT,
         "base": base,
@@ -128,10 +128,10 @@ def strip(folder: Path) -> None:
 
 
 def base_bits_of(folder: Path, asked: int | None) -> int | None:
-    """Return the bits of the model under the adapters of a checkpoint: those asked for, or those of its training.
+    """Return the bits of the model under a checkpoint's adapters: those requested, or those of its training.
 
     Raises:
-        ConfigError: it was trained over a model of other bits than those asked for, or the file can't be read.
+        ConfigError: it was trained over a model of other bits than requested, or the file cannot be read.
     """
     path = folder / BASE_FILE
     if not path.is_file():
@@ -146,13 +146,13 @@ def base_bits_of(folder: Path, asked: int | None) -> int | None:
 
 
 def saved_adapters(folder: Path) -> tuple[Path, tuple[str, ...]] | None:
-    """Read which adapters a checkpoint of several holds, and the folder of the model that they belong to.
+    """Return the folder of the base model and the names of the adapters in a checkpoint of several.
 
     Returns:
-        None where the folder is none of several adapters.
+        None if the folder is not a checkpoint of several adapters.
 
     Raises:
-        ConfigError: the index can't be read, or the model is not where it was.
+        ConfigError: the index cannot be read or has an invalid name, or the base model is no longer there.
     """
     path = folder / ADAPTERS_NAME
     if not path.is_file():
@@ -175,7 +175,7 @@ def saved_adapters(folder: Path) -> tuple[Path, tuple[str, ...]] | None:
 def restore(
     folder: Path, model: LoadedModel, policies: Mapping[str | None, TrainedWeights], engine: PolicyEngines, base: str
 ) -> tuple[int, dict[str, int]]:
-    """Read a checkpoint into policies and their engine, and give the version of the weights, and of each adapter.
+    """Read a checkpoint into policies and their engine, and return the version of the weights, and of each adapter.
 
     Raises:
         ConfigError: it is incomplete, or of another model, or other weights were trained.
@@ -232,7 +232,7 @@ def _kind(names: Iterable[str]) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Have a file's content, or a folder's entries, on disk before going on."""
+    """Flush a file's content, or a folder's entries, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -241,7 +241,7 @@ def _sync(path: Path) -> None:
 
 
 def _replace(new: Path, folder: Path) -> None:
-    """Return a finished folder its name; what had the name is there until then."""
+    """Rename a finished folder to its final name. The old folder has that name until then."""
     old = new.with_name(new.name + ".old")
     if folder.exists():
         folder.rename(old)

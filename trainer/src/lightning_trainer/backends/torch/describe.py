@@ -1,4 +1,4 @@
-"""What the embedded backend would work with on this machine, for `lightning-rl doctor`."""
+"""Description of the embedded backend on this machine, for `lightning-rl doctor`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lightning_trainer.backends.torch.threads import available_cores
 
 
 def describe() -> str:
-    """Compute something on the device that ``auto`` chooses, and say which it is.
+    """Compute something on the device that ``auto`` chooses, and return a description of the device.
 
     Raises:
-        RuntimeError: torch can't.
+        RuntimeError: torch cannot compute on it.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ones = torch.ones(8, 8, dtype=torch.bfloat16, device=device)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _RANK: Final = 16
 _SMALL: Final = 512  # tokens of a forward pass
-_SLOTS: Final = 16  # answers at once
-_MOST: Final = 4  # changes that are named
+_SLOTS: Final = 16  # concurrent answers
+_MOST: Final = 4  # changes to suggest
 _MEANING: Final = {
     f"--lora-rank {_RANK}": ", which trains an adapter instead of all weights",
     f"--engine {EMBEDDED}": ", which samples more slowly",
@@ -33,14 +33,14 @@ _EMBEDDED: Final[Mapping[str, Any]] = {
 
 
 class MemoryFit(NamedTuple):
-    """How memory is divided, in lines, and whether it can suffice."""
+    """The memory plan in lines, and whether memory can suffice."""
 
     lines: tuple[str, ...]
     fits: bool
 
 
 def plan_run(config: TrainConfig) -> MemoryFit:
-    """Say how the memory of a run's GPU is divided, and what to change if it does not suffice.
+    """Return how the memory of a run's GPU is divided, and what to change if it does not suffice.
 
     Raises:
         ConfigError: an option is wrong.
@@ -54,7 +54,7 @@ def plan_run(config: TrainConfig) -> MemoryFit:
 
 
 class _TooSmallError(Exception):
-    """The GPU is too small: in any case, or if answers are as long as is assumed."""
+    """The GPU is too small: in any case, or only if answers are as long as assumed."""
 
     def __init__(self, *lines: str, certain: bool = True) -> None:
         super().__init__(*lines)
@@ -65,7 +65,7 @@ def _divide(config: TrainConfig, total: int | None) -> list[str]:
     """Return the plan in lines.
 
     Raises:
-        _TooSmallError: memory does not suffice; has the lines so far.
+        _TooSmallError: memory does not suffice; contains the lines so far.
     """
     learner = learner_memory_of(config, total)
     kind, request = engine_of(config)
@@ -95,7 +95,7 @@ def _divide(config: TrainConfig, total: int | None) -> list[str]:
 
 
 def _learner_line(config: TrainConfig, learner: LearnerMemory) -> str:
-    """Return what the learner takes, in one line."""
+    """Return the learner's memory in one line."""
     tokens = int(config.backend_options.get("micro_batch_tokens", 2048))
     how = "layers run again" if learner.again else "all kept"
     cache = ""
@@ -111,7 +111,7 @@ def _learner_line(config: TrainConfig, learner: LearnerMemory) -> str:
 
 
 def _advice(config: TrainConfig, total: int | None) -> Iterator[str]:
-    """Name changes that fit, first those that change least."""
+    """Yield changes that make the run fit, the smallest changes first."""
     found: list[_Change] = []
     for change in _changes(config):
         if len(found) == _MOST or any(known.within(change) for known in found):
@@ -138,16 +138,16 @@ class _Change(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The flags, with what one of them means where it is alone."""
+        """The flags; a single flag with its meaning."""
         alone = _MEANING.get(self.flags[0], "") if len(self.flags) == 1 else ""
         return " ".join(self.flags) + alone
 
     def within(self, other: _Change) -> bool:
-        """Whether another change does all of this, and more."""
+        """Whether another change includes all of this one."""
         return set(self.flags) <= set(other.flags)
 
     def __or__(self, other: _Change) -> _Change:
-        """Both."""
+        """Return both changes combined."""
         given = (self.options, other.options)
         inner = {name: value for each in given for name, value in each.get("backend_options", {}).items()}
         more = {"backend_options": inner} if inner else {}
@@ -155,14 +155,14 @@ class _Change(NamedTuple):
 
 
 def _without_cuda() -> Iterator[str]:
-    """Say if this torch can't use the GPU that is planned for."""
+    """Yield a warning if this torch cannot use the planned GPU."""
     with suppress(PackageNotFoundError):
         if version("torch").endswith("+cpu"):
             yield "The torch that is installed here has no CUDA: to use the processor instead, add --device cpu."
 
 
 def _changes(config: TrainConfig) -> Iterator[_Change]:
-    """Return what may be changed: first what keeps the weights that are trained, then fewer of them and fewer bits."""
+    """Yield possible changes: first those with the same trained weights, then fewer trained weights and fewer bits."""
     yield from _smaller(config)
     unchanged = _Change((), {})
     adapters = unchanged if config.lora_rank else _Change((f"--lora-rank {_RANK}",), {"lora_rank": _RANK})
@@ -183,7 +183,7 @@ def _changes(config: TrainConfig) -> Iterator[_Change]:
 
 
 def _smaller(config: TrainConfig) -> Iterator[_Change]:
-    """Return changes that need less memory at once, and train the same weights."""
+    """Yield changes that need less memory at once, and train the same weights."""
     options, embedded = config.backend_options, engine_name(config) == EMBEDDED
     if int(options.get("micro_batch_tokens", 2048)) > _SMALL:
         small = {"backend_options": {**options, "micro_batch_tokens": _SMALL}}

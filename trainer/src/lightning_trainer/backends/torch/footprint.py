@@ -1,12 +1,12 @@
-"""What the learner takes on its GPU. Pure: numbers in, numbers out.
+"""Memory of the learner on its GPU. Pure: numbers in, numbers out.
 
 For n weights of W bytes, t of them trained (all, or those of adapters), and T tokens of a forward pass:
 
-    weights        W n; with `base_bits` those of the linear layers less (`models.shape.quantised_bytes`)
-    training       16 t bytes: a float32 master, its gradient and AdamW's two moments; 12 t where the weights are
+    weights        W n; with `base_bits` less for the linear layers (`models.shape.quantised_bytes`)
+    training       16 t bytes: a float32 master, its gradient and AdamW's two moments; 12 t if the weights are
                    float32 themselves; adapters have W t more of working weights
     activations    what a forward pass keeps for its backward pass: T layers W (8 hidden + 2 queries + 2 keys and values
-                   + 4 inner) bytes; or T layers W hidden, if each layer runs again, and one layer's
+                   + 4 inner) bytes; or T layers W hidden, if each layer is recomputed, and one layer's
     logits         of 256 positions at a time in float32 with their gradient, and up to 256 MiB that are kept
     cache          the embedded engine's keys and values: 2 layers kv_width W bytes for each token
 
@@ -23,7 +23,7 @@ from lightning_trainer.models.shape import Shape, activation_bytes, quantised_by
 OVERHEAD: Final = 2**30
 _KEPT_LOGITS: Final = 2**28
 _POSITIONS: Final = 256
-_SHARE: Final = 0.8  # of the free memory, which kept activations may take
+_SHARE: Final = 0.8  # share of the free memory that kept activations may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,13 @@ class LearnerMemory:
     """Bytes on the learner's GPU.
 
     Attributes:
-        weights: that go forward, adapters and a frozen reference included.
+        weights: used in the forward pass, including adapters and a frozen reference.
         training: masters, gradients and moments.
-        gradients: of these, what is there during an update only.
+        gradients: the part of these that exists only during an update.
         activations: of one forward pass.
-        again: whether layers run again in the backward pass, so that only their inputs are kept.
+        again: whether layers are recomputed in the backward pass, so that only their inputs are kept.
         logits: of one forward pass.
-        layer: activations of one layer, which a forward pass without gradient has.
+        layer: activations of one layer, needed by a forward pass without gradient.
         cache: of the embedded engine.
     """
 
@@ -52,12 +52,12 @@ class LearnerMemory:
 
     @property
     def peak(self) -> int:
-        """During an update."""
+        """Bytes during an update."""
         return self.weights + self.training + self.activations + self.logits + self.cache + OVERHEAD
 
     @property
     def idle(self) -> int:
-        """While another process samples."""
+        """Bytes while another process samples."""
         return self.weights + self.training - self.gradients + self.logits + self.layer + OVERHEAD
 
 
@@ -74,19 +74,19 @@ def learner_memory(
     checkpointing: str = "auto",
     total: int | None = None,
 ) -> LearnerMemory:
-    """Count what a learner takes.
+    """Return the memory of a learner.
 
     Args:
         shape: of the model.
-        width: bytes of each weight that goes forward.
+        width: bytes of each weight in the forward pass.
         tokens: of a forward pass.
         adapters: weights of all adapters; 0: all weights are trained.
         bits: of the frozen linear layers under adapters; None: `width`.
         copies: frozen copies of the model, as a reference.
         averaged: whether a teacher's average of the trained weights is kept.
         cached: tokens in the embedded engine's cache at once.
-        checkpointing: whether layers run again in the backward pass: on, off, or auto, if they would not fit.
-        total: bytes of the GPU; None: not known, so auto keeps all.
+        checkpointing: whether layers are recomputed in the backward pass: on, off, or auto, if they would not fit.
+        total: bytes of the GPU; None: unknown, so auto keeps all.
     """
     trained = adapters or shape.parameters
     weights = (1 + copies) * width * shape.parameters
@@ -113,7 +113,7 @@ def learner_memory(
 
 
 def kept_bytes(shape: Shape, *, width: int, tokens: int) -> tuple[int, int]:
-    """Return the bytes that a forward pass keeps, and those that it keeps if each layer runs again."""
+    """Return the bytes that a forward pass keeps, and those that it keeps if each layer is recomputed."""
     attention = shape.heads_width + shape.kv_width
     layer = activation_bytes(shape.hidden, shape.inner, width=width, tokens=tokens, attention=attention)
     return shape.layers * layer, shape.layers * tokens * width * shape.hidden + layer

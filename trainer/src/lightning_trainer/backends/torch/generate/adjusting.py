@@ -1,6 +1,6 @@
-"""What a request changes in the logits before a token is drawn: penalties, biases, a grammar. V vocabulary.
+"""Changes of a request to the logits before a token is sampled: penalties, biases, a grammar. V vocabulary.
 
-Log-probabilities on record are those before all this: they are the policy's, which is what is trained.
+Recorded log-probabilities are those before these changes: they belong to the policy, which is trained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_trainer.gateway.engine import Sampling
 
 
 class Adjuster:
-    """Changes the logits of one request. Formulas are vLLM's."""
+    """Changes the logits of one request, with vLLM's formulas."""
 
     def __init__(self, sampling: Sampling, prompt: NDArray[np.int32], grammar: Grammar | None) -> None:
         self._sampling = sampling
@@ -29,12 +29,12 @@ class Adjuster:
 
     @property
     def failure(self) -> str | None:
-        """Why the answer can't go on; None while it can."""
+        """Why the answer cannot continue; None while it can."""
         return None if self._grammar is None else self._grammar.failure
 
     @classmethod
     def of(cls, sampling: Sampling, prompt: NDArray[np.int32], grammar: Grammar | None) -> Adjuster | None:
-        """Return one where there is something to change."""
+        """Return an adjuster if the request changes anything, otherwise None."""
         asked = (
             grammar is not None,
             sampling.presence_penalty != 0,
@@ -45,7 +45,7 @@ class Adjuster:
         return cls(sampling, prompt, grammar) if any(asked) else None
 
     def apply(self, logits_V: Tensor) -> Tensor:
-        """Return the logits to draw from, in float32."""
+        """Return the logits to sample from, in float32."""
         logits_V = logits_V.float().clone()
         self._penalize(logits_V)
         if len(self._biased):
@@ -56,7 +56,7 @@ class Adjuster:
         return logits_V
 
     def take(self, token: int) -> None:
-        """Note a token that was drawn."""
+        """Record a sampled token."""
         self._drawn[token] += 1
         if self._grammar is not None:
             self._grammar.take(token)

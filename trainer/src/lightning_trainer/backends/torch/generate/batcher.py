@@ -1,7 +1,7 @@
-"""A thread that generates: continuous batching over the slots of one cache.
+"""A generating thread: continuous batching over the slots of one cache.
 
-Each step computes one token for every request that decodes and some prompt tokens of those that begin, all packed into
-one forward pass.
+Each step computes one token for every decoding request and some prompt tokens of new requests, all packed into one
+forward pass.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lightning_trainer.gateway.engine import Sampled
 
 _log = logging.getLogger(__name__)
 
-_STEP_TOKENS = 512  # most prompt tokens in a step, so that those who decode never wait long
-_WORTH_WAITING = 16  # shared tokens for which a request waits until another has computed them
+_STEP_TOKENS = 512  # most prompt tokens in a step, so that decoding requests never wait long
+_WORTH_WAITING = 16  # if another is computing at least so many shared tokens, a request waits for them
 
 
 class Batcher:
@@ -41,7 +41,7 @@ class Batcher:
         self._steps = 0
         self.counts: Counter[str] = Counter()
         self._waiting: deque[Request] = deque()
-        self._changed = threading.Condition()  # guards what follows, and _waiting
+        self._changed = threading.Condition()  # guards the fields below, and _waiting
         self._held = 0
         self._busy = False
         self._closed = False
@@ -50,7 +50,7 @@ class Batcher:
 
     @property
     def requests(self) -> int:
-        """Number of requests that run or wait."""
+        """Number of running and waiting requests."""
         return len(self._running) + len(self._waiting)
 
     def submit(self, request: Request) -> None:
@@ -67,7 +67,7 @@ class Batcher:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let running requests end, start no others, and keep the thread still until the block is left."""
+        """Wait for running requests to end, start no others, and pause the thread until the end of the block."""
         with self._changed:
             self._held += 1
             self._changed.notify_all()
@@ -80,11 +80,11 @@ class Batcher:
                 self._changed.notify_all()
 
     def forget(self) -> None:
-        """Drop the prefix cache. Call it while the thread is held."""
+        """Clear the prefix cache. Call it while the thread is held."""
         self._cache.clear()
 
     def close(self) -> None:
-        """End the thread after the step it is in; requests that are not done get an error."""
+        """End the thread after its current step; unfinished requests get an error."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -108,7 +108,7 @@ class Batcher:
         self._fail(left, RuntimeError("the engine was closed"))
 
     def _next(self) -> bool:
-        """Sleep until there is a step to take; False when the engine is closed."""
+        """Whether to take a step, after waiting for one; False if the engine is closed."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -158,7 +158,10 @@ class Batcher:
         self._last_used[request.slot] = self._steps
 
     def _admit(self) -> None:
-        """Assign free slots to waiting requests, in order, but let one wait for a prefix that another is computing."""
+        """Assign free slots to waiting requests, in order.
+
+        A request may wait for a prefix that another is computing.
+        """
         with self._changed:
             if self._held:
                 return
@@ -169,7 +172,7 @@ class Batcher:
                     try:
                         placed = self._place(request)
                     except Exception as error:
-                        _deliver([(request, error)])  # it is in no slot yet, so nobody else would tell it
+                        _deliver([(request, error)])  # it is in no slot yet, so nothing else would report the error
                         raise
                     if not placed:
                         kept.append(request)
@@ -177,8 +180,9 @@ class Batcher:
                 self._waiting.extendleft(reversed(kept))
 
     def _place(self, request: Request) -> bool:
-        """Put a request into a slot; False when it should wait."""
-        cache, last = self._cache, len(request.prompt) - 1  # the last token is always computed: it gives the logits
+        """Whether a request was put into a slot; False if it should wait."""
+        # the last token is always computed, because it gives the logits
+        cache, last = self._cache, len(request.prompt) - 1
         same = np.minimum(cache.shared(request.prompt, request.adapter), last)
         there = cache.there(same)
         source = int(there.argmax())
@@ -194,12 +198,12 @@ class Batcher:
         return True
 
     def _free_slot(self) -> int:
-        """Return the free slot that has been unused for longest, the lowest of several."""
+        """Return the least recently used free slot, the lowest of several."""
         free = [slot for slot in range(self._cache.slots) if slot not in self._running]
         return min(free, key=lambda slot: (self._last_used[slot], slot))
 
     def _compact(self) -> None:
-        """Move requests down into free slots, so that neighbouring slots can share their products."""
+        """Move requests down into free slots, so that neighbouring slots can share their matrix products."""
         while (top := max(self._running)) >= len(self._running):
             hole = next(slot for slot in range(top) if slot not in self._running)
             self._cache.swap(top, hole)
@@ -209,12 +213,12 @@ class Batcher:
             self._running[hole] = request
 
     def _divide(self) -> list[Chunk]:
-        """Say what is computed in this step: a token of each that decodes, and prompts first come first served."""
+        """Return the chunks of this step: a token of each decoding request, and prompts first come, first served."""
         cache, chunks, left = self._cache, [], _STEP_TOKENS
         for slot, request in self._running.items():
             missing = int(cache.planned[slot] - cache.computed[slot])
             if cache.memories is not None and missing > 1:
-                missing -= 1  # the last one goes alone: others with this prompt go on from what is remembered before it
+                missing -= 1  # the last one goes alone: others with this prompt continue from the memory before it
             if request.drawn:
                 chunks.append(Chunk(slot, missing))
             elif left >= min(missing, SHORT):
@@ -223,7 +227,7 @@ class Batcher:
         return chunks
 
     def _take(self, requests: list[Request], drawn: Drawn) -> None:
-        """Hand drawn tokens to their requests, and end those that are done."""
+        """Pass sampled tokens to their requests, and end those that are done."""
         pieces: list[tuple[Request, Sampled | Exception]] = []
         for request, token, logprob, steered in zip(requests, *drawn, strict=True):
             piece = request.take(token, logprob, ends=token in self._model.end_tokens, steered=steered)
@@ -237,14 +241,14 @@ class Batcher:
 
 
 def _deliver(pieces: list[tuple[Request, Sampled | Exception]]) -> None:
-    """Hand pieces to the event loops that wait for them, one wake-up for each loop."""
+    """Pass pieces to the event loops that wait for them, one wake-up per loop."""
     by_loop: dict[AbstractEventLoop, list[tuple[Request, Sampled | Exception]]] = {}
     for request, piece in pieces:
         by_loop.setdefault(request.loop, []).append((request, piece))
     for loop, batch in by_loop.items():
         try:
             loop.call_soon_threadsafe(_put, batch)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed: nothing waits any more
             for request, _ in batch:
                 request.cancelled = True
 

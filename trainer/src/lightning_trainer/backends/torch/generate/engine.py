@@ -48,7 +48,7 @@ class TorchEngine:
         self.random = random.Random(options.seed)
         self.tool_format = options.tool_format
         self._version = version
-        # packed weights would be a second copy, which a quantised model is there to avoid
+        # packed weights would be a second copy, which a quantised model is meant to avoid
         packable = model.base_bits is None and can_pack(model.shape.dtype, model.shape.device)
         names = options.served
         mixed = MixedLinears(model.causal, names, pack=packable) if names else None
@@ -64,7 +64,7 @@ class TorchEngine:
 
     @property
     def version(self) -> int:
-        """Number of the weights."""
+        """Version number of the weights."""
         return self._version
 
     @property
@@ -78,11 +78,11 @@ class TorchEngine:
         return self._model.max_model_len
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
-        """Draw one answer: `Engine.generate`; of a model with several adapters, its base's."""
+        """Sample one answer: `Engine.generate`; with several adapters, from their base model."""
         return self.draw(prompt, sampling, NO_ADAPTER)
 
     def draw(self, prompt: Sequence[int], sampling: Sampling, adapter: int) -> AsyncIterator[Sampled]:
-        """Draw one answer through the adapter of this number.
+        """Sample one answer with the adapter of this number.
 
         Raises:
             ValueError: the prompt is empty, leaves no room or has an unknown token, or a sampling option is out of
@@ -135,50 +135,50 @@ class TorchEngine:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """One for each policy that is served; of several adapters, the frozen model first."""
+        """One engine for each served policy; with several adapters, the frozen model first."""
         return (self, *self.adapters)
 
     def publish(self, versions: Mapping[str, int], write: WriteWeights | None = None) -> None:  # noqa: ARG002 - shared
-        """Take new weights, which are already in place: `PolicyEngines.publish`. Call it inside `still`."""
+        """Use new weights, which are already in place: `PolicyEngines.publish`. Call it inside `still`."""
         self.adapters_changed(versions)
         self.weights_changed(versions.get(self._name, self._version))
 
     def logprobs(self, policy: str, tokens: Sequence[int]) -> None:  # noqa: ARG002 - the protocol's
-        """Return None: the weights are the learner's own."""
+        """No log-probabilities: the weights are the learner's own."""
         return
 
     def counts(self) -> dict[str, int]:
-        """Totals since the start: requests, prompt_tokens, of them reused_tokens, generated_tokens."""
+        """Totals since the start: requests, prompt_tokens, reused_tokens (a part of these), generated_tokens."""
         names = ("requests", "prompt_tokens", "reused_tokens", "generated_tokens")
         return {name: self._batcher.counts[name] for name in names}
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Let running requests end and hold back the others, so that weights can change."""
+        """Wait for running requests to end and hold back the others, so that weights can change."""
         with self._batcher.held():
             yield
 
     def weights_changed(self, version: int) -> None:
-        """Take new weights, which are already in place. Call it inside `still`."""
+        """Use new weights, which are already in place. Call it inside `still`."""
         if self._linears is not None:
             self._linears.refresh()
         self._batcher.forget()
         self._version = version
 
     def adapters_changed(self, versions: Mapping[str, int]) -> None:
-        """Number the new weights of the adapters named; `weights_changed` takes them."""
+        """Set the version of the new weights of these adapters; `weights_changed` puts them to use."""
         for adapter in self.adapters:
             adapter.version = versions.get(adapter.model, adapter.version)
 
     def close(self) -> None:
-        """End the thread; requests that are not done get an error."""
+        """End the thread; unfinished requests get an error."""
         self._batcher.close()
         if self._linears is not None:
             self._linears.undo()
 
 
 class AdapterEngine:
-    """One adapter of an engine, as a policy of its own: `Engine`. Requests of all adapters share each batch."""
+    """One adapter of an engine, as a separate policy: `Engine`. Requests of all adapters share each batch."""
 
     abilities = ABILITIES
 
@@ -199,12 +199,12 @@ class AdapterEngine:
         return self._engine.max_model_len
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
-        """Draw one answer: `Engine.generate`, with the errors of `TorchEngine.draw`."""
+        """Sample one answer: `Engine.generate`, with the errors of `TorchEngine.draw`."""
         return self._engine.draw(prompt, sampling, self._number)
 
 
 def served_name(model: LoadedModel, options: TorchOptions) -> str:
-    """Return the name under which the policy is served; of several adapters, the frozen model."""
+    """Return the name under which the policy is served; with several adapters, that of the frozen model."""
     return BASE if options.adapters else options.name or model.source.resolve().name
 
 
@@ -226,11 +226,11 @@ def _check(sampling: Sampling) -> None:
 
 
 def _threads(options: TorchOptions, model: LoadedModel) -> int:
-    """Cores for generation: one for each 512 of the model's width.
+    """Return the number of cores for generation: one for each 512 of the model's width.
 
     The products of a decoding step are small. Measured on two cores with a width of 576: one thread generates as fast
-    as two that meet after each product, and two threads with half the requests each are 9 % faster for 60 % more CPU
-    time, which the agents can use better.
+    as two that synchronise after each product, and two threads with half the requests each are 9 % faster for 60 % more
+    CPU time, which the agents can use better.
     """
     if options.generate_threads is not None:
         return options.generate_threads

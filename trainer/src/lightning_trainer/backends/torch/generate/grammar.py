@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Grammars:
-    """Makes grammars for one tokenizer, which llguidance reads once, when the first is asked for."""
+    """Makes grammars for one tokenizer, which llguidance reads once, when the first is requested."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: Collection[int]) -> None:
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, end_tokens
@@ -22,7 +22,7 @@ class Grammars:
         """Make a grammar. Takes up to a second the first time.
 
         Raises:
-            ValueError: it is no grammar, or asks for what llguidance does not do.
+            ValueError: it is not a grammar, or needs something that llguidance does not support.
         """
         import llguidance.hf
 
@@ -36,10 +36,10 @@ class Grammars:
 
 
 class Grammar:
-    """How far one answer is in its grammar.
+    """The position of one answer in its grammar.
 
     Attributes:
-        failure: why the grammar can't be followed further; the answer ends then.
+        failure: why the grammar cannot be followed further; the answer ends then.
     """
 
     def __init__(self, matcher: Any, end_tokens: Collection[int]) -> None:
@@ -47,7 +47,7 @@ class Grammar:
         self.failure: str | None = None
 
     def allowed(self, width: int) -> NDArray[np.bool_]:
-        """Return (V,) which tokens may come next; where the grammar has ended, those that end the answer."""
+        """Return (V,) which tokens may come next; at the end of the grammar, those that end the answer."""
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.zeros(width, np.bool_)
         bits = np.unpackbits(mask, bitorder="little")[:width]
@@ -58,6 +58,6 @@ class Grammar:
         return allowed
 
     def take(self, token: int) -> None:
-        """Note a token that was drawn."""
+        """Record a sampled token."""
         if self.failure is None:
             self._matcher.consume_token(token)

@@ -1,7 +1,7 @@
-"""Linear layers of a model with several LoRA adapters, for generation: each token of a batch goes through its own.
+"""Linear layers of a model with several LoRA adapters, for generation: each token of a batch uses its own adapter.
 
-The base product is made once for all tokens. The low-rank parts of all adapters lie side by side, so that they too are
-two products for the whole batch, and a mask leaves each token those of its adapter.
+The base product is computed once for all tokens. The low-rank parts of all adapters are concatenated, so that they too
+are two products for the whole batch, and a mask selects those of each token's adapter.
 
 Axes: N packed tokens, R ranks of all adapters together.
 """
@@ -23,14 +23,14 @@ NO_ADAPTER = -1  # the number of the base model among the adapters
 
 
 class MixedLinears:
-    """What a model's linear layers do under `torch.inference_mode`; elsewhere they are peft's own."""
+    """A model's linear layers under `torch.inference_mode`; otherwise they are peft's own."""
 
     def __init__(self, model: nn.Module, adapters: Sequence[str], *, pack: bool) -> None:
-        """Take over the forward of the layers.
+        """Replace the forward methods of the layers.
 
         Args:
             model: with these adapters.
-            adapters: their names; a token says which by number.
+            adapters: their names; a token refers to one by number.
             pack: lay the base weights out for bfloat16 matrix instructions, as `packing.PackedLinears` does.
         """
         self._ranks = _ranks(model, adapters)
@@ -38,38 +38,38 @@ class MixedLinears:
         self._layers = [_Mixed(module, adapters, self, pack=pack) for module in linears(model)]
         parameter = next(model.parameters())
         owner_R = np.repeat(np.arange(len(adapters)), self._ranks)
-        table = owner_R == np.arange(-1, len(adapters))[:, None]  # the first line is that of the base model
+        table = owner_R == np.arange(-1, len(adapters))[:, None]  # the first row is that of the base model
         self._table = torch.from_numpy(table).to(parameter.device, parameter.dtype)
         self.refresh()
 
     @property
     def mask(self) -> Tensor | None:
-        """(N, R) 1 where a rank is of the token's adapter, else 0; None where no token has an adapter.
+        """(N, R) 1 if a rank belongs to the token's adapter, otherwise 0; None if no token has an adapter.
 
-        Of the tokens that layers get now: a recurrent layer gets those of some slots at a time.
+        For the tokens that layers currently get: a recurrent layer gets those of some slots at a time.
         """
         mine = tokens_in_hand()
         return self._mask_NR if self._mask_NR is None or mine is None else self._mask_NR[mine]
 
     def choose(self, adapters_N: NDArray[np.int64]) -> None:
-        """Say which adapter each token of the next forward pass goes through; `NO_ADAPTER` for none."""
+        """Set the adapter of each token of the next forward pass; `NO_ADAPTER` for none."""
         none = bool((adapters_N == NO_ADAPTER).all())
         self._mask_NR = None if none else self._table[torch.from_numpy(adapters_N + 1).to(self._table.device)]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the adapters' weights again: they have changed. The base never does."""
+        """Reload the adapters' weights after a change. The base weights never change."""
         for layer in self._layers:
             layer.refresh()
 
     def undo(self) -> None:
-        """Return the layers back their own forward."""
+        """Restore the layers' own forward methods."""
         for layer in self._layers:
             layer.undo()
 
 
 class _Mixed:
-    """One linear layer, or LoRA's wrapping of one."""
+    """One linear layer, or LoRA's wrapper of one."""
 
     def __init__(self, module: nn.Module, adapters: Sequence[str], mixed: MixedLinears, *, pack: bool) -> None:
         self._module, self._adapters = module, adapters
@@ -103,6 +103,6 @@ class _Mixed:
 
 
 def _ranks(model: nn.Module, adapters: Sequence[str]) -> list[int]:
-    """Rank of each adapter: of all its layers alike, as `adapters.add_adapters` makes them."""
+    """Return the rank of each adapter. It is the same in all its layers, as `adapters.add_adapters` makes them."""
     layer: Any = next(module for module in linears(model) if hasattr(module, "lora_A"))
     return [int(layer.r[name]) for name in adapters]

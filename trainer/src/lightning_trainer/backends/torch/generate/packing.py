@@ -1,8 +1,8 @@
 """Linear layers for generation on a CPU: weights laid out once for bfloat16 matrix instructions.
 
-torch turns a bfloat16 weight into oneDNN's layout in each call. For the few tokens of a decoding step that is as much
-work as the product itself: with weights laid out beforehand a step of 32 tokens takes a quarter less time. Results are
-the same up to the order of float32 sums. LoRA adapters are added in here, so that generation pays nothing for them.
+torch converts a bfloat16 weight into oneDNN's layout in each call. For the few tokens of a decoding step that is as
+much work as the product itself: with weights laid out beforehand a step of 32 tokens takes a quarter less time. Results
+are the same up to the order of float32 sums. LoRA adapters are merged here, so that generation pays nothing for them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_TOKENS = 32  # the layout is made for products with about so many tokens; others work too
+_TOKENS = 32  # the layout suits products with about so many tokens; others work too
 
 
 class PackedLinears:
-    """The packed copies of a model's linear layers, used under `torch.inference_mode` and nowhere else."""
+    """The packed copies of a model's linear layers, used only under `torch.inference_mode`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [_Packed(module) for module in linears(model)]
@@ -26,18 +26,18 @@ class PackedLinears:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Lay the weights out again: they have changed."""
+        """Lay the weights out again after a change."""
         for layer in self._layers:
             layer.refresh()
 
     def undo(self) -> None:
-        """Return the layers back their own forward."""
+        """Restore the layers' own forward methods."""
         for layer in self._layers:
             layer.undo()
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch and processor have what is needed: oneDNN with bfloat16 instructions."""
+    """Whether this torch and processor support oneDNN with bfloat16 instructions."""
     return (
         dtype is torch.bfloat16
         and device.type == "cpu"
@@ -49,7 +49,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Base:
-    """The product of a linear layer with its base weights, laid out for matrix instructions where asked."""
+    """The product of a linear layer with its base weights, laid out for matrix instructions if requested."""
 
     def __init__(self, module: nn.Module, *, pack: bool) -> None:
         self._linear = _base(module)
@@ -65,14 +65,14 @@ class Base:
 
     @torch.no_grad()
     def refresh(self, weight: Tensor | None = None) -> None:
-        """Take the weights again: the layer's own, or those given."""
+        """Reload the weights: the layer's own, or those given."""
         if self._pack:
             own = self._linear.weight.detach() if weight is None else weight
             self._packed = torch.ops.mkldnn._reorder_linear_weight(own, _TOKENS)
 
 
 class _Packed:
-    """One linear layer, or LoRA's wrapping of one."""
+    """One linear layer, or LoRA's wrapper of one."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -92,7 +92,7 @@ class _Packed:
 
 
 def linears(model: nn.Module) -> Iterator[nn.Module]:
-    """Return the outermost linear layers: LoRA's wrapping, not what it wraps."""
+    """Yield the outermost linear layers: LoRA's wrappers, not the layers inside."""
     for child in model.children():
         if isinstance(child, nn.Linear) or _delta(child) is not None:
             yield child

@@ -1,4 +1,4 @@
-"""One request as the engine holds it, from `generate` to its last token."""
+"""One request in the engine, from `generate` to its last token."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lightning_trainer.gateway.prompt.text_stream import TextStream
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What is asked, where the answer goes, and how far it is.
+    """A request, its progress and the destination of its answer.
 
     Attributes:
         prompt: (T,) token ids.
-        sampling: how tokens are drawn.
-        limit: most tokens to draw: what was asked for and what the context leaves.
-        random: where draws come from.
+        sampling: how tokens are sampled.
+        limit: most tokens to sample: the requested number, or as many as the context allows.
+        random: source of random numbers.
         text: turns tokens into text.
-        adjuster: changes the logits before each draw; None: nothing does.
+        adjuster: changes the logits before each token is sampled; None: no changes.
         loop: event loop that takes the answer.
         pieces: the answer, piece by piece, or the error that ended it.
-        cancelled: nobody waits for the answer any more. Set by the event loop, read by the batcher.
+        cancelled: the answer is no longer needed. Set by the event loop, read by the batcher.
         adapter: number of the adapter that answers; -1 for none.
-        newest: gives the number of the weights when the answer begins.
+        newest: returns the number of the weights when the answer begins.
         version: that number; None while it waits.
-        drawn: number of tokens drawn.
-        slot: where its keys and values are; -1 while it waits.
+        drawn: number of sampled tokens.
+        slot: of its keys and values; -1 while it waits.
     """
 
     prompt: NDArray[np.int32]
@@ -53,14 +53,14 @@ class Request:
     slot: int = -1
 
     def next_draw(self) -> Draw:
-        """Say how the next token is drawn."""
+        """Return how the next token is sampled."""
         sampling = self.sampling
         adjust = None if self.adjuster is None else self.adjuster.apply
         drawn = self.random.random()
         return Draw(sampling.temperature, sampling.top_p, sampling.top_k, drawn, sampling.min_p, adjust)
 
     def take(self, token: int, logprob: float, *, ends: bool, steered: bool = False) -> Sampled:
-        """Take a drawn token, and give the piece of the answer that it makes."""
+        """Take a sampled token, and return the piece of the answer that it makes."""
         self.drawn += 1
         if self.adjuster is not None:
             self.adjuster.take(token)

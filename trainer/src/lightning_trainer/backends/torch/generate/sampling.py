@@ -1,7 +1,7 @@
-"""Draw one token for each row of logits. Axes: B rows, V vocabulary.
+"""Sample one token for each row of logits. Axes: B rows, V vocabulary.
 
-One uniform number decides each draw (inverse of the cumulative distribution), so a request with its own generator draws
-the same whatever it is batched with. Sums go by blocks of the vocabulary: no cumulative sum runs over all of it.
+One uniform number decides each sample (inverse of the cumulative distribution), so a request with its own generator
+samples the same in any batch. Sums are computed in blocks of the vocabulary, without a cumulative sum over all of it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 _BLOCK = 256
-_PIECE = 2**19  # weights that a CPU computes at once: what stays in its cache, and is allocated without new pages
-_LEAST_TEMPERATURE = 1e-30  # below it logits / temperature leave float32; there the likeliest token has all weight
+_PIECE = 2**19  # weights that a CPU computes at once: they fit into its cache and need no new memory pages
+_LEAST_TEMPERATURE = 1e-30  # below it logits / temperature overflow float32; there the likeliest token has all weight
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is drawn; `uniform` lies in [0, 1), `adjust` changes the logits that it is drawn from."""
+    """How one row is sampled; `uniform` is in [0, 1), `adjust` changes the logits before sampling."""
 
     temperature: float
     top_p: float
@@ -36,18 +36,19 @@ class Draw:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
-STEERED = 0.01  # of the probability: a draw from another distribution than the policy's by more is no sample of it
+# if the distribution differs from the policy's by more probability than this, the token is not a sample of the policy
+STEERED = 0.01
 
 
 class Drawn(NamedTuple):
-    """What was drawn for each row.
+    """The sampled tokens of all rows.
 
     Attributes:
         tokens: (B,) the tokens.
         logprobs: (B,) their natural log-probabilities under softmax(logits / temperature) over the whole vocabulary,
-            before adjustments, top-p, top-k and min-p; under temperature 1 where the temperature is 0.
-        steered: (B,) whether these made the distribution drawn from another one, by more than `STEERED` in total
-            variation: what was drawn then is no sample of the policy, as a token that a grammar forces.
+            before adjustments, top-p, top-k and min-p; at temperature 1 if the temperature is 0.
+        steered: (B,) whether these changed the distribution by more than `STEERED` in total variation: the token is
+            then not a sample of the policy, like one that a grammar forces.
     """
 
     tokens: list[int]
@@ -56,11 +57,11 @@ class Drawn(NamedTuple):
 
 
 def draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> Drawn:
-    """Draw a token for each row.
+    """Sample a token for each row.
 
     Args:
         logits_BV: (B, V) in any floating format; computed in float32.
-        draws_B: (B,) how.
+        draws_B: (B,) how to sample.
 
     Raises:
         FloatingPointError: logits are not finite.
@@ -103,7 +104,7 @@ def _draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> Drawn:
 
 
 def _exp_in_blocks(scaled_BV: Tensor, highest_B1: Tensor) -> Tensor:
-    """Return exp(scaled - highest), filled up with zeros to whole blocks."""
+    """Return exp(scaled - highest), padded with zeros to whole blocks."""
     rows, vocabulary = scaled_BV.shape
     width = -(-vocabulary // _BLOCK) * _BLOCK
     weights = torch.zeros if width > vocabulary else torch.empty
@@ -114,10 +115,10 @@ def _exp_in_blocks(scaled_BV: Tensor, highest_B1: Tensor) -> Tensor:
 
 
 def _invert(weights_BW: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Find where the cumulative weight passes uniform * total: first the block, then the place in it.
+    """Return where the cumulative weight exceeds uniform * total: find the block, then the position in it.
 
     Returns:
-        (B,) places, always of a weight above 0, and (B,) totals in float64.
+        (B,) positions, always with a weight above 0, and (B,) totals in float64.
     """
     blocks_BCK = weights_BW.view(len(weights_BW), -1, _BLOCK)
     upto_BC = blocks_BCK.sum(-1).double().cumsum(-1)
@@ -134,18 +135,18 @@ def _invert(weights_BW: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weights(logits_V: Tensor, how: Draw) -> Tensor:
-    """Return the weights of logits of a request's own, the heaviest 1."""
+    """Return the weights of a request's adjusted logits, scaled so that the heaviest is 1."""
     scaled_V = logits_V.float() / max(how.temperature, _LEAST_TEMPERATURE)
     return (scaled_V - scaled_V.max()).exp()
 
 
 def _draw_truncated(weights_W: Tensor, how: Draw) -> tuple[int, Tensor]:
-    """Draw among the `top_k` heaviest, and of these among the smallest set that has `top_p` of their weight.
+    """Sample from the `top_k` heaviest tokens, and of these from the smallest set that has `top_p` of their weight.
 
-    The heaviest weight is 1, so weights below `min_p` are those that fall out before.
+    The heaviest weight is 1, so weights below `min_p` are those that are removed first.
 
     Returns:
-        The place drawn, and (W,) the probability of each.
+        The sampled position, and (W,) the probability of each.
     """
     if how.min_p:
         weights_W = torch.where(weights_W >= how.min_p, weights_W, 0.0)
