@@ -1,1 +1,1 @@
-"""Measuring agents: a model, a run or an endpoint on held-out tasks, with intervals, and against another one."""
+"""Evaluation of agents: a model, a run or an endpoint on held-out tasks, with intervals, and compared with another."""

@@ -155,7 +155,7 @@ def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
     """Read the flags of `eval`, which other commands that run a program on tasks share.
 
     Raises:
-        ConfigError: an option is missing, has a wrong value, or contradicts another.
+        ConfigError: an option is missing, has a wrong value, or contradicts another one.
     """
     from lightning_trainer.kits.evaluation.config import EvalConfig
     from lightning_trainer.kits.evaluation.evaluate import resumed
@@ -163,7 +163,7 @@ def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
     from lightning_trainer.naming import parse_rules
 
     if resume is not None:
-        store = flags.pop("store", None)  # a password in its address is not kept
+        store = flags.pop("store", None)  # not saved because its URL may contain a password
         if flags:
             wrong = ", ".join(f"--{name.replace('_', '-')}" for name in flags if name != "target") or "TARGET"
             raise ConfigError(f"a resumed evaluation keeps its options: leave out {wrong}.")
@@ -199,7 +199,7 @@ def _parse_failed(text: str) -> Failed:
 
 
 def _same_server(config: EvalConfig) -> bool:
-    """Whether both sides are one server's, so that one key is for both: no server is sent another's."""
+    """Whether both sides are on one server and may share a key: no server gets the key of another."""
     from urllib.parse import urlsplit
 
     other = (config.against or "").rpartition("=")[2]

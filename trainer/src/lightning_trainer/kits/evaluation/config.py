@@ -1,4 +1,4 @@
-"""What to evaluate, on what, and how."""
+"""The options of an evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_trainer.session.answers import AsItIs, Subject, endpoint, read_su
 
 
 class EvalConfig(MeasuringOptions, CheckedRecord):
-    """What to evaluate, on what, and how.
+    """Options of an evaluation.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value.
@@ -57,38 +57,38 @@ class EvalConfig(MeasuringOptions, CheckedRecord):
         return self
 
     def subject(self, key: str | None) -> Subject:
-        """Return what is evaluated.
+        """Return the subject to evaluate.
 
         Raises:
-            ConfigError: it is given wrongly.
+            ConfigError: the options that name it are wrong.
         """
         if self.endpoint is not None:
             return endpoint(self.endpoint, model=self.model, key=key)
         return AsItIs() if self.model is None else read_subject(self.model, key=key)
 
     def read_prompts(self) -> Prompts:
-        """Read the prompts that are put in the place of the agents' own; {} for none.
+        """Read the prompts that replace the agents' own; {} for none.
 
         Raises:
-            ConfigError: they can't be read.
+            ConfigError: they cannot be read.
         """
         return read_prompts(self.prompts) if self.prompts is not None else {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as kept in the evaluation's folder."""
+        """Return the options as saved in the evaluation's folder."""
         return self.model_dump() | {
             name: None if (path := getattr(self, name)) is None else str(path) for name in ("data", "out", "prompts")
         }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> EvalConfig:
-        """Read what `to_json` gave.
+        """Read the output of `to_json`.
 
         Raises:
-            ConfigError: it is of another version.
+            ConfigError: another version wrote it.
         """
         try:
-            own = {"timeouts": "exclude", **values["counting"]}  # as it was before there was a choice
+            own = {"timeouts": "exclude", **values["counting"]}  # the behaviour before this was an option
             counting = Counting(**{name: own[name] for name in ("failed", "success", "timeouts")})
             return cls(**{**values, "out": None, "counting": counting})
         except (KeyError, TypeError, ConfigError) as error:
@@ -97,11 +97,11 @@ class EvalConfig(MeasuringOptions, CheckedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BearerKeys:
-    """Bearer keys of servers, which are kept nowhere.
+    """Bearer keys of servers, which are never saved.
 
     Attributes:
-        endpoint: of what is evaluated.
-        against: of what it is compared with.
+        endpoint: key of the evaluated subject.
+        against: key of the baseline.
     """
 
     endpoint: str | None = field(default=None, repr=False)

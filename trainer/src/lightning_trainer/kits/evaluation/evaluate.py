@@ -1,4 +1,4 @@
-"""`evaluate()`: draws samples of each task, from one subject or from two, and says what they come to."""
+"""`evaluate()`: sample each task with one subject or two, and summarise the results."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from lightning_trainer.session.fingerprint import ProgramFingerprint
 from lightning_trainer.session.folder import check_unchanged, open_folder
 from lightning_trainer.session.session import STORE_NAME, open_database
 
-_OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # that come to a model named here
+_OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # options that only apply to a model named here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an evaluation came to.
+    """Result of an evaluation.
 
     Attributes:
-        summary: of what was evaluated.
-        name: of it.
-        folder: where it lies.
-        seconds: that it took, earlier parts included.
-        against: summary of what it was compared with; None without one.
-        against_name: of that.
-        failure: the most frequent error, where not one sample succeeded; None where one did.
-        program: what it gave its agents.
+        summary: of the evaluated subject.
+        name: of the subject.
+        folder: of the evaluation.
+        seconds: duration, including that of earlier parts.
+        against: summary of the baseline; None without one.
+        against_name: name of the baseline.
+        failure: the most frequent error if no sample succeeded; otherwise None.
+        program: fingerprint of what the program gave its agents.
     """
 
     summary: Summary
@@ -82,7 +82,7 @@ class Evaluation:
 def _compare_agents(
     by_agent: Mapping[str, Mapping[str, Any]], found: Mapping[str, tuple[Estimate, int]]
 ) -> dict[str, dict[str, Any]]:
-    """Put the difference of each agent next to its mean: `low` and `high` are the difference's then."""
+    """Return each agent's entry with its difference. `low` and `high` become the interval of the difference."""
     compared = {}
     for name, own in by_agent.items():
         means = {"mean_low": own["low"], "mean_high": own["high"]}
@@ -94,15 +94,15 @@ def _compare_agents(
 def evaluate(
     config: EvalConfig, progress: Progress | None = None, *, resume: Path | None = None, keys: BearerKeys | None = None
 ) -> Evaluation:
-    """Evaluate.
+    """Evaluate one subject, or compare two.
 
-    Ctrl-C or SIGTERM ends it, and raises `KeyboardInterrupt`; samples that have ended are kept.
+    Ctrl-C or SIGTERM ends it, and raises `KeyboardInterrupt`; finished samples are kept.
 
     Args:
-        config: what, on what, and how; of one that goes on, what `resumed` returned.
+        config: the options; to resume, those that `resumed` returned.
         progress: callback for progress events. Default: none.
-        resume: the folder of an evaluation to go on with: only samples that have not ended are drawn, and those that
-            failed by no fault of the model's.
+        resume: folder of an evaluation to resume: only unfinished samples are run, and those that failed for a reason
+            other than the model.
         keys: of servers.
 
     Raises:
@@ -112,7 +112,7 @@ def evaluate(
     tasks = load_tasks(config.data, config.columns)[: config.tasks]
     judging = _judge_plan(config)
     subject, other = config.subject(keys.endpoint), _other(config, tasks, keys)
-    config.read_prompts()  # or refuse
+    config.read_prompts()  # raises if they cannot be read
     if resume is None:
         refuse_unheard({name: getattr(config, name) for name in _OF_CALLS}, subject, other)
     sides = [side for side in (subject, other) if isinstance(side, LocalModel)]
@@ -165,10 +165,10 @@ def _measure(
     progress: Progress,
     judging: JudgePlan | None,
 ) -> tuple[list[list[Sample]], ProgramFingerprint]:
-    """Measure one subject after the other: two models need not be in memory together.
+    """Measure one subject after the other, so that two models need not be in memory together.
 
     Returns:
-        The samples of each, and what the program gave its agents when it was measured with the first.
+        The samples of each, and the fingerprint of the program with the first.
     """
     drawn = []
     with ExitStack() as stack:
@@ -189,7 +189,7 @@ def _measure(
                     progress=progress,
                     check=check,
                     judge=judge,
-                    prompted=not suffix,  # what it is compared with keeps the program's own
+                    prompted=not suffix,  # the baseline keeps the program's own prompts
                 )
                 drawn.append(side.measure())
             except Interrupted:
@@ -198,7 +198,7 @@ def _measure(
 
 
 def resumed(folder: Path) -> EvalConfig:
-    """Return the options of an evaluation that goes on.
+    """Return the options of an evaluation to resume.
 
     Raises:
         ConfigError: there is none.
@@ -217,10 +217,10 @@ def _asked(config: EvalConfig, tasks: Sequence[Task], folder: Path, resume: Path
 
 
 def _judge_plan(config: EvalConfig) -> JudgePlan | None:
-    """Read what judges; None where nothing does.
+    """Read the plan of the judge; None if there is no judge.
 
     Raises:
-        ConfigError: an option is wrong, or the rewards of two sides would be compared, of which it sees one at a time.
+        ConfigError: an option is wrong, or the rewards of two sides would be compared, but a judge sees one at a time.
     """
     judging = read_judge(config.reward, config.judge)
     if judging is not None and config.against is not None:
@@ -233,7 +233,7 @@ def _judge_plan(config: EvalConfig) -> JudgePlan | None:
 
 
 def _other(config: EvalConfig, tasks: Sequence[Task], keys: BearerKeys) -> Subject | Path | None:
-    """Return what it is compared with: an evaluation that is there, or another subject."""
+    """Return the baseline: an existing evaluation, or another subject; None without one."""
     if config.against is None:
         return None
     folder = Path(config.against).expanduser()

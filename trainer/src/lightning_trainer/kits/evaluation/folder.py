@@ -1,4 +1,4 @@
-"""The folder of an evaluation: what was asked, a line a sample, and what it came to. Found again when it goes on."""
+"""The folder of an evaluation: its options, its samples, and its summary. It is read again to resume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.kits.evaluation.samples import Sample
 from lightning_trainer.report.metrics import write_atomically
 
-EVALS: Final = Path("evals")  # where evaluations without a folder of their own go
+EVALS: Final = Path("evals")  # default parent of evaluation folders
 ASKED_NAME: Final = "eval.json"
 SAMPLES_NAME: Final = "samples.jsonl"
 SUMMARY_NAME: Final = "summary.json"
@@ -20,25 +20,25 @@ PROGRAM: Final = "program"  # in the summary: the fingerprint of the program
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Whether an evaluation lies there."""
+    """Whether a folder contains an evaluation."""
     return (folder / ASKED_NAME).is_file()
 
 
 def has_samples(folder: Path) -> bool:
-    """Whether a sample of an evaluation has ended."""
+    """Whether a sample of an evaluation has finished."""
     return (folder / SAMPLES_NAME).is_file()
 
 
 def write_asked(folder: Path, asked: Mapping[str, Any]) -> None:
-    """Keep what was asked."""
+    """Save the options of an evaluation."""
     write_atomically(folder / ASKED_NAME, (json.dumps(without_passwords(asked), indent=2, default=str) + "\n").encode())
 
 
 def read_asked(folder: Path) -> dict[str, Any]:
-    """Read what was asked.
+    """Read the options of an evaluation.
 
     Raises:
-        ConfigError: there is no evaluation, or its file can't be read.
+        ConfigError: there is no evaluation, or its file cannot be read.
     """
     try:
         values: dict[str, Any] = json.loads((folder / ASKED_NAME).read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def read_asked(folder: Path) -> dict[str, Any]:
 
 
 def write_samples(folder: Path, samples: Sequence[Sample]) -> None:
-    """Write a line a sample, in the order of tasks."""
+    """Write one line per sample, in the order of tasks."""
     lines = [json.dumps(s.to_json(), ensure_ascii=False) for s in sorted(samples, key=lambda s: (s.task, s.sample))]
     write_atomically(folder / SAMPLES_NAME, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
@@ -63,7 +63,7 @@ def read_samples(folder: Path) -> list[Sample]:
     """Read the samples of an evaluation.
 
     Raises:
-        ConfigError: the file is not there, or a line can't be read.
+        ConfigError: the file is missing, or a line cannot be read.
     """
     path = folder / SAMPLES_NAME
     try:
@@ -75,7 +75,7 @@ def read_samples(folder: Path) -> list[Sample]:
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Keep what it came to."""
+    """Save the summary of an evaluation."""
     write_atomically(folder / SUMMARY_NAME, (json.dumps(summary, indent=2) + "\n").encode())
 
 
@@ -83,7 +83,7 @@ def read_program(folder: Path) -> dict[str, Any]:
     """Read the fingerprint of the program that was evaluated.
 
     Raises:
-        ConfigError: the evaluation has not ended, or an earlier version made it.
+        ConfigError: the evaluation has not finished, or an earlier version made it.
     """
     path = folder / SUMMARY_NAME
     try:

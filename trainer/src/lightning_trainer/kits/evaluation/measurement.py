@@ -1,4 +1,4 @@
-"""Measuring one subject: samples that are missing are drawn, those that are there already are taken up."""
+"""Measurement of one subject: run the missing samples, and reuse the existing ones."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class Measurement:
     """Measures one subject.
 
     Attributes:
-        config: what is measured, and how.
-        subject: what answers.
-        tasks: that it is asked.
-        store: where rollouts and spans go.
-        name: of the evaluation, with a letter more for what it is compared with.
+        config: the options.
+        subject: the model that is measured.
+        tasks: that it runs on.
+        store: where rollouts and spans are saved.
+        name: of the evaluation; for the baseline, with a letter added.
         folder: of the samples.
         progress: callback for progress events.
-        check: raises where the evaluation is to stop.
+        check: raises if the evaluation was asked to stop.
         judge: gives the rewards; None: they come with the attempts.
-        prompted: whether the prompts of the configuration are put in the place of the agents' own.
-        samples: that there are, by task and number.
+        prompted: whether the configured prompts replace the agents' own.
+        samples: existing samples, by task and number.
     """
 
     config: EvalConfig
@@ -63,10 +63,10 @@ class Measurement:
     judge: RolloutJudge | None = None
     prompted: bool = True
     samples: dict[tuple[int, int], Sample] = field(default_factory=dict)
-    _unjudged: list[Outcome] = field(default_factory=list, init=False)  # of before, of tasks whose samples all ended
+    _unjudged: list[Outcome] = field(default_factory=list, init=False)  # from earlier, of tasks whose samples all ended
 
     def measure(self) -> list[Sample]:
-        """Draw what is missing, and return all samples."""
+        """Run the missing samples, and return all samples."""
         generation = self._take_up()
         if self._unjudged:
             self._add(self._unjudged)
@@ -120,15 +120,15 @@ class Measurement:
         try:
             found = session.run(rollouts, self.progress, f"samples of {self.subject.name}", check=self.check)
         except BaseException:
-            self._take_up()  # what has ended until now
+            self._take_up()  # keep what has ended so far
             raise
         self._refuse_unheard(self._add(found), session)
 
     def _add(self, found: Sequence[Outcome]) -> list[Sample]:
-        """Have samples judged, keep them, and return them.
+        """Let the judge score samples, save them, and return them.
 
         Raises:
-            LightningError: the judge gave no verdict; what it is to judge is kept.
+            LightningError: the judge gave no verdict; the samples that it is to judge are kept.
         """
         if self.judge is not None:
             self.progress.phase("judging")
@@ -145,10 +145,10 @@ class Measurement:
         return new
 
     def _refuse_unheard(self, samples: Sequence[Sample], session: Session) -> None:
-        """Refuse an evaluation in which something else was measured than what was named.
+        """Reject an evaluation that measured something else than the named subject.
 
         Raises:
-            LightningError: not one call reached what is evaluated.
+            LightningError: no call reached the evaluated subject.
         """
         seen = {name for sample in samples for name in sample.usage if name}
         if self.config.agents is not None and seen and not any(selects(self.config.agents, name) for name in seen):
@@ -173,7 +173,7 @@ class Measurement:
             )
 
     def _take_up(self) -> int:
-        """Take the samples that are in the store already, end what nobody waits for, and number what comes now."""
+        """Load the samples in the store, cancel unfinished rollouts, and return the number of the next generation."""
         groups = [self._group(task) for task in range(len(self.tasks))]
         old = [
             rollout
@@ -205,11 +205,11 @@ class Measurement:
         return 1 + max(_generation(rollout.rollout_id) for rollout in old)
 
     def _leave_failed(self) -> None:
-        """Leave out samples that failed by no fault of the model's: they are drawn again."""
+        """Leave out samples that failed for a reason other than the model, so that they are sampled again."""
         self.samples = {place: sample for place, sample in self.samples.items() if sample.status != "failed"}
 
     def _has_verdict(self, outcome: Outcome) -> bool:
-        """Whether a sample of before needs no judge, or has had its reward of one."""
+        """Whether an earlier sample needs no judge, or has a judge's reward."""
         missing = self.judge is not None and outcome.attempt is not None and outcome.crash is None
         return not missing or any(reward.source == JUDGE for reward in outcome.rewards)
 
@@ -219,7 +219,7 @@ class Measurement:
     def _rollout(self, place: tuple[int, int], generation: int) -> Rollout:
         task, sample = place
         return Rollout(
-            # seeds follow from what stands after the colon: the same for both sides, and for one that goes on
+            # seeds depend on what follows the colon: the same for both sides, and after a resume
             rollout_id=f"{self.name}.{generation}:{task}-{sample}",
             group_id=self._group(task),
             task=self.tasks[task],
@@ -235,7 +235,7 @@ def _place(rollout_id: str) -> tuple[int, int]:
 
 
 def _together(places: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Cut what is to be drawn into pieces; the samples of a task stay together, for a judge compares them."""
+    """Split the samples to run into pieces. The samples of a task stay together, because a judge compares them."""
     piece: list[tuple[int, int]] = []
     for _, its in groupby(places, key=lambda place: place[0]):
         group = list(its)

@@ -1,4 +1,4 @@
-"""Evaluation, registered through the hooks that anybody would use."""
+"""Evaluation, registered through the public hooks."""
 
 from __future__ import annotations
 

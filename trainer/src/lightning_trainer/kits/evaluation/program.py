@@ -1,4 +1,4 @@
-"""What the program gave its agents while it was evaluated."""
+"""The fingerprint of what the program gave its agents during an evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.kits.evaluation.samples import Sample
 from lightning_trainer.session.fingerprint import AgentCalls, ProgramFingerprint
 
-_MOST: Final = 500  # samples that are read: what all calls share is soon known
+_MOST: Final = 500  # maximum samples to read: they soon show what all calls share
 _AT_ONCE: Final = 64
 
 

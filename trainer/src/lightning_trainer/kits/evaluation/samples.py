@@ -1,4 +1,4 @@
-"""One line a sample: what one execution on one task came to, as it is kept beside the store."""
+"""Samples: the result of one execution on one task, saved as one line per sample next to the store."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NS: Final = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What an agent did in one sample.
+    """An agent's activity in one sample.
 
     Attributes:
-        calls: model calls, failed ones among them.
+        calls: model calls, including failed ones.
         failed_calls: model calls that failed.
-        elsewhere: model calls that another model than the one that is measured answered.
+        elsewhere: model calls answered by another model than the measured one.
         prompt_tokens: as the engine or the model server counted them.
         response_tokens: likewise.
         tool_calls: tools that ran.
@@ -49,7 +49,7 @@ class Usage:
     tool_errors: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        """Add up."""
+        """Return the sum of both."""
         mine, its = asdict(self), asdict(other)
         return Usage(**{name: mine[name] + its[name] for name in mine})
 
@@ -59,21 +59,21 @@ class Sample:
     """One execution on one task.
 
     Attributes:
-        task: the task's place in the data, from 0.
-        sample: its place among the samples of the task, from 0.
+        task: index of the task in the data, from 0.
+        sample: index among the samples of the task, from 0.
         rollout_id: in the store.
-        attempt_id: the attempt that counts; None where none began.
-        status: ``succeeded``; ``crashed``: failed by what the model said; ``failed``: anything else, such as a model
-            server that does not answer.
-        ending: how the attempt that counts ended, see `rl.endings`; None where that is not known.
+        attempt_id: the attempt that counts; None if none began.
+        status: ``succeeded``; ``crashed``: failed because of a model's answer; ``failed``: anything else, such as a
+            model server that does not answer.
+        ending: how the attempt that counts ended, see `rl.endings`; None if unknown.
         reward: of the whole attempt; None unless it succeeded.
-        shared: rewards of the attempt that name no agent; None where none was given.
-        rewards: by agent, called as in `usage`, where rewards were given by agent; those that reach nobody by the name
-            that was given.
-        usage: by agent; the key "" holds calls and tools that nothing names.
+        shared: rewards of the attempt that name no agent; None if there are none.
+        rewards: by agent, named as in `usage`, if rewards were given by agent; those that match no agent keep the given
+            name.
+        usage: by agent; the key "" is for calls and tools without an agent.
         answers: by agent, how often it gave each short answer; see `report.answers`.
         seconds: of the attempt.
-        error: why it failed; None where it succeeded at once.
+        error: why it failed; None if it succeeded at once.
     """
 
     task: int
@@ -92,11 +92,11 @@ class Sample:
 
     @property
     def is_late(self) -> bool:
-        """Whether it was too slow."""
+        """Whether the sample was too slow."""
         return self.ending is not None and Ending.from_slug(self.ending).is_late
 
     def to_json(self) -> dict[str, Any]:
-        """Return the line of the file."""
+        """Return the sample as a line of the file."""
         return asdict(self)
 
     @classmethod
@@ -104,7 +104,7 @@ class Sample:
         """Read a line of the file."""
         usage = {name: Usage(**counts) for name, counts in line["usage"].items()}
         shared = None
-        if "shared" not in line and line["reward"] is not None:  # of an earlier version
+        if "shared" not in line and line["reward"] is not None:  # from an earlier version
             own = list(line["rewards"].values())
             shared = line["reward"] - sum(own) / len(own) if own else line["reward"]
         return cls(**{"shared": shared, **line, "usage": usage})
@@ -116,26 +116,26 @@ def read_samples(
     outcomes: Sequence[Outcome],
     agents: Sequence[str] | None = None,
 ) -> list[Sample]:
-    """Return what became of rollouts, a sample each.
+    """Return one sample per rollout.
 
     Args:
         store: has their traces.
         places: task and sample of each rollout, by its id.
         outcomes: of the rollouts.
-        agents: names and globs that are selected: agents selected by their path are called by it.
+        agents: selected names and globs: agents selected by their path are named by it.
     """
     heard = dict(_agent_facts(store, [a.attempt_id for a in map(_counted_attempt, outcomes) if a is not None], agents))
     return [_sample(outcome, places[outcome.rollout.rollout_id], heard) for outcome in outcomes]
 
 
 def _counted_attempt(outcome: Outcome) -> AttemptRecord | None:
-    """Return the attempt that counts: the first crash, else the success, else the last."""
+    """Return the attempt that counts: the first crash, otherwise the success, otherwise the last."""
     return outcome.crash or outcome.attempt or (outcome.attempts[-1] if outcome.attempts else None)
 
 
 @dataclass(frozen=True, slots=True)
 class _AgentFacts:
-    """Who worked in an attempt: what each did, and what each is called by its path."""
+    """The agents of an attempt: the usage and short answers of each, and the name of each path."""
 
     usage: Mapping[str, Usage] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -171,7 +171,7 @@ def _shared_reward(rewards: Sequence[Reward]) -> float | None:
 
 
 def _by_label(rewards: Sequence[Reward], labels: Mapping[str, str]) -> dict[str, float]:
-    """Add up the rewards of each agent, as it is called; those that reach nobody keep the name that was given."""
+    """Sum the rewards of each agent by its name; those that match no agent keep the given name."""
     totals: defaultdict[str, float] = defaultdict(float)
     for reward in rewards:
         if reward.agent is not None:
@@ -199,7 +199,7 @@ def _short_answers(trace: Trace, agents: Sequence[str] | None) -> dict[str, dict
 
 
 def usage_of(trace: Trace, agents: Sequence[str] | None = None) -> dict[str, Usage]:
-    """Count what each agent did in an attempt; those selected by their path are called by it."""
+    """Return the usage of each agent in an attempt; those selected by their path are named by it."""
     found: defaultdict[str, Usage] = defaultdict(Usage)
     for node in trace.chats:
         prompt, response = tokens_of(node)

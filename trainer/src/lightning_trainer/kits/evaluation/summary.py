@@ -1,4 +1,4 @@
-"""What the samples of an evaluation come to: mean reward, pass@k, agents, and the difference to another evaluation."""
+"""The summary of an evaluation: mean reward, pass@k, agents, and the difference from another evaluation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Counting:
     """How samples count.
 
     Attributes:
-        failed: the reward of a sample whose program failed by what the model said; ``exclude`` leaves it out, and
-            ``lowest`` takes 0, or the lowest reward of all that is compared where that is less.
-        success: the least reward that is a success.
-        timeouts: whether samples that were too slow count as failed by what the model said, or are left out.
-        agents: names and globs of the agents whose rewards count, where rewards were given by agent; None: all.
+        failed: the reward of a sample whose program failed because of a model's answer; ``exclude`` leaves it out, and
+            ``lowest`` uses 0, or the lowest of all compared rewards if that is less.
+        success: minimum reward of a success.
+        timeouts: whether samples that were too slow count as failed because of a model's answer, or are left out.
+        agents: names and globs of the agents whose rewards count, if rewards were given by agent; None: all.
         declared: range of the rewards.
     """
 
@@ -40,13 +40,13 @@ class Counting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSummary:
-    """What one agent came to.
+    """Summary of one agent.
 
     Attributes:
-        reward: mean over tasks of what it earned: its own rewards where the program gives rewards by agent, else the
-            attempt's, of the samples in which it spoke.
-        usage: what it did, in all samples.
-        by_task: mean of each task's samples, by the task's place.
+        reward: mean over tasks of its reward: its own if the program gives rewards by agent, otherwise the attempt's,
+            of the samples in which it made calls.
+        usage: over all samples.
+        by_task: mean of each task's samples, by the task's index.
         declared: range of the rewards.
     """
 
@@ -58,24 +58,24 @@ class AgentSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What an evaluation came to.
+    """Summary of an evaluation.
 
     Attributes:
         reward: mean over tasks of the mean of each task's samples.
-        tasks: tasks of which at least one sample counts.
-        samples: samples that were drawn of each task.
-        counted: samples that count.
-        crashed: samples whose program failed by what the model said.
-        timed_out: samples that were too slow after a model had answered, whether they count or not.
-        left_out: samples that failed otherwise, and do not count.
-        left_out_by: their number by how they ended, see `rl.endings`.
-        pass_at: chance that at least one of k samples succeeds, by k.
-        pass_all: chance that k samples all succeed, by k.
+        tasks: number of tasks of which at least one sample counts.
+        samples: number of samples per task.
+        counted: number of samples that count.
+        crashed: number of samples whose program failed because of a model's answer.
+        timed_out: number of samples that were too slow after a model had answered, whether they count or not.
+        left_out: number of samples that failed for another reason, and do not count.
+        left_out_by: their number by ending, see `rl.endings`.
+        pass_at: probability that at least one of k samples succeeds, by k.
+        pass_all: probability that k samples all succeed, by k.
         most_frequent: by agent, its most frequent short answer and the share of its answers that this is.
-        by_agent: by the agent's name; calls that nothing names are under "".
-        sample_seconds: mean time of a sample.
-        failed_reward: what a crash counted as; None where it was left out.
-        by_task: mean of each task's samples, by the task's place.
+        by_agent: by the agent's name; calls without an agent are under "".
+        sample_seconds: mean duration of a sample.
+        failed_reward: the reward that a crash counts as; None if crashes are left out.
+        by_task: mean of each task's samples, by the task's index.
         declared: range of the rewards.
     """
 
@@ -98,11 +98,11 @@ class Summary:
 
     @property
     def usage(self) -> Usage:
-        """What all agents did together."""
+        """The usage of all agents together."""
         return sum((agent.usage for agent in self.by_agent.values()), Usage())
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `lightning-rl eval --json` prints of it."""
+        """Return what `lightning-rl eval --json` prints about it."""
         return {
             **self.reward.to_json(),
             "interval": METHOD,
@@ -129,7 +129,7 @@ class Summary:
 
 
 def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
-    """Put the samples of an evaluation together."""
+    """Return the summary of an evaluation's samples."""
     crash = _crash_reward(samples, counting)
     chosen = trained_names({name for sample in samples for name in sample.rewards}, counting.agents)
     by_task: defaultdict[int, list[float]] = defaultdict(list)
@@ -164,7 +164,7 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
 
 
 def summarise_each(sides: Iterable[Sequence[Sample]], counting: Counting) -> list[Summary]:
-    """Put the samples of each of several evaluations together, whose crashes count alike: they are compared."""
+    """Return the summaries of several evaluations to compare, with the same reward for crashes."""
     sides = list(sides)
     crash = _crash_reward([sample for side in sides for sample in side], counting)
     alike = replace(counting, failed="exclude" if crash is None else crash)
@@ -176,12 +176,11 @@ def difference(
 ) -> tuple[Estimate, int]:
     """Return how much more reward this evaluation has than another of the same tasks, and on how many tasks.
 
-    Paired: the difference of the two means of each task, whose mean and interval are taken over the tasks that count
-    in both.
+    Paired: the difference of the two means of each task. Its mean and interval are over the tasks that count in both.
 
     Args:
-        this: what is compared.
-        other: what it is compared with.
+        this: the summary to compare.
+        other: the baseline.
         comparisons: see `estimate_difference`.
     """
     both = [task for task in this.by_task if task in other.by_task]
@@ -198,11 +197,11 @@ def differences_by_agent(this: Summary, other: Summary) -> dict[str, tuple[Estim
 
 
 def _counted_reward(sample: Sample, crash: float | None, chosen: frozenset[str] | None) -> float | None:
-    """Return the reward with which a sample counts; None where it is left out.
+    """Return the reward with which a sample counts; None if it is left out.
 
     Args:
         sample: the sample.
-        crash: what a crash counts as.
+        crash: reward of a crash; None leaves it out.
         chosen: agents whose rewards count, see `trained_names`.
     """
     if sample.status == "crashed":
@@ -224,7 +223,7 @@ def _crash_reward(samples: Sequence[Sample], counting: Counting) -> float | None
 
 
 def _places(drawn: int) -> list[int]:
-    """Return the values of k to tell: all, or powers of two and the last where they are many."""
+    """Return the values of k to report: all, or powers of two and the last if there are many."""
     if drawn <= _MOST_EACH:
         return list(range(1, drawn + 1))
     return sorted({*(2**power for power in range(drawn.bit_length())), drawn})
@@ -238,7 +237,7 @@ def _by_agent(samples: Sequence[Sample], crash: float | None, declared: Declared
     for sample in samples:
         for name, its in sample.usage.items():
             usage[name] += its
-        for name in own or names:  # nobody said what the others earned, where some have rewards of their own
+        for name in own or names:  # if some agents have their own rewards, those of the others are unknown
             if name and (value := _agent_reward(sample, name, bool(own), crash)) is not None:
                 earned[name][sample.task].append(value)
     return {
@@ -269,7 +268,7 @@ def _estimate(by_task: Mapping[int, Sequence[float]], declared: Declared) -> Est
 
 
 def _agent_reward(sample: Sample, name: str, own: bool, crash: float | None) -> float | None:
-    """Return what an agent earned in a sample; None where it earned nothing there, or the sample does not count."""
+    """Return an agent's reward in a sample; None if it has none, or the sample does not count."""
     spoke = name in sample.usage
     if sample.status == "crashed":
         return crash if spoke else None
