@@ -1,1 +1,1 @@
-"""Judges: a model that ranks the rollouts of a group against each other, and gives each a reward from 0 to 1."""
+"""Judges: a model ranks the rollouts of a group against each other, and gives each a reward from 0 to 1."""

@@ -1,4 +1,4 @@
-"""What a judge is asked, over HTTP, and what its answer says: a score for each attempt, or an error."""
+"""Call a judge over HTTP, and read from its answer a score for each attempt, or an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SYSTEM: Final = (
 )
 _LINE_END: Final = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _MARK: Final = re.compile(r"<(?=\s*/?\s*(?:attempt|context)\b)", re.IGNORECASE)
-_DIGITS: Final = 10  # more than the number of any attempt has
+_DIGITS: Final = 10  # more digits than the number of any attempt
 _PAUSE_S: Final = 0.5
 _AGAIN: Final = (408, 429)
 
@@ -40,11 +40,11 @@ class JudgeError(LightningError):
 
 @dataclass(frozen=True, slots=True)
 class JudgeScore:
-    """What a judge says of an attempt.
+    """A judge's score of an attempt.
 
     Attributes:
         score: from 0 to 1.
-        explanation: in its own words.
+        explanation: in the judge's words.
     """
 
     score: float
@@ -53,13 +53,13 @@ class JudgeScore:
 
 @dataclass(frozen=True, slots=True)
 class JudgeAnswer:
-    """What a judge was asked and what it said.
+    """A judge's last request and its answer.
 
     Attributes:
-        request: the body that was sent last.
-        response: the text that came last; empty where none came.
-        scores: (N,) of the attempts in the order in which they were told; None: no verdict.
-        error: why there is none.
+        request: the last request body.
+        response: the last text; empty if there was none.
+        scores: (N,) of the attempts in the order of the request; None: no verdict.
+        error: why there is no verdict.
         start_ns: Unix time in nanoseconds.
         end_ns: likewise.
     """
@@ -73,7 +73,7 @@ class JudgeAnswer:
 
 
 def messages(options: JudgeOptions, attempts: Sequence[Entries]) -> list[dict[str, str]]:
-    """Write what a judge is asked: what all attempts begin with is told once."""
+    """Return the messages to a judge. The common beginning of all attempts is sent once."""
     shared, rests = tell_apart(attempts)
     parts = []
     if shared:
@@ -88,12 +88,12 @@ def messages(options: JudgeOptions, attempts: Sequence[Entries]) -> list[dict[st
 
 
 def ask(client: httpx.Client, options: JudgeOptions, attempts: Sequence[Entries]) -> JudgeAnswer:
-    """Ask a judge about attempts, again where it fails or answers nonsense. Never raises for what it does.
+    """Call a judge on attempts, and again if the call fails or the answer is invalid. A judge's failure never raises.
 
     Args:
         client: with the server's key.
         options: of the judge.
-        attempts: in the order in which they are told.
+        attempts: in the order of the request.
     """
     start_ns = time.time_ns()
     body, text, ended, error = _body(options, attempts), "", "", ""
@@ -119,15 +119,15 @@ def ask(client: httpx.Client, options: JudgeOptions, attempts: Sequence[Entries]
 
 
 def read_scores(text: str, count: int, told: str = "") -> tuple[JudgeScore, ...]:
-    """Return the verdict that an answer holds.
+    """Return the verdict in an answer.
 
     Args:
         text: of the judge's answer.
-        count: attempts that it was told.
-        told: what it read. A verdict that stands there is the attempts' own, and no verdict where the judge quotes it.
+        count: number of attempts in the request.
+        told: text of the request. A verdict in it is the attempts' own, and does not count if the judge quotes it.
 
     Raises:
-        JudgeError: it is no JSON, or has not exactly one score from 0 to 1 for each attempt.
+        JudgeError: the answer is not JSON, or does not have exactly one score from 0 to 1 for each attempt.
     """
     found: dict[int, JudgeScore] = {}
     for item in _items(text, told):
@@ -152,7 +152,7 @@ def key_of(options: JudgeOptions) -> str | None:
     """Read the key of a judge's server.
 
     Raises:
-        ConfigError: its file can't be read.
+        ConfigError: the key file cannot be read.
     """
     if options.key_file is None:
         return os.environ.get("LIGHTNING_JUDGE_KEY")
@@ -163,11 +163,11 @@ def key_of(options: JudgeOptions) -> str | None:
 
 
 class _NonsenseError(JudgeError):
-    """It answered, and not what was asked."""
+    """The answer is invalid."""
 
 
 class _PassingError(JudgeError):
-    """It did not answer, and may another time."""
+    """There was no answer, but a retry may help."""
 
 
 def _is_number(score: Any) -> TypeGuard[float]:
@@ -175,9 +175,10 @@ def _is_number(score: Any) -> TypeGuard[float]:
 
 
 def _quote_entries(entries: Entries, most: int) -> str:
-    """Return what happened as text that can't end its own part of the message and begin another's.
+    """Return entries as text that cannot end its own part of the message and begin another one.
 
-    Only the first line of an entry stands at a line's beginning, so that no text can pass for what somebody else did.
+    Only the first line of an entry starts at the beginning of a line, so that no text can pass for another agent's
+    action.
     """
     text = "\n".join(_LINE_END.sub("\n  ", entry) for entry in entries)
     return _MARK.sub("&lt;", shortened(text, most))
@@ -217,7 +218,7 @@ def _schema(count: int) -> dict[str, Any]:
 
 
 def _post(client: httpx.Client, options: JudgeOptions, body: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the text of an answer, and why it ended."""
+    """Return the text of an answer, and its finish reason."""
     import httpx
 
     url = f"{options.endpoint.rstrip('/')}/chat/completions"
@@ -238,7 +239,7 @@ def _post(client: httpx.Client, options: JudgeOptions, body: Mapping[str, Any]) 
 
 
 def _items(text: str, told: str) -> list[dict[str, Any]]:
-    """Find the list of scores in an answer that may have other words around it: the last one, after its thoughts."""
+    """Return the list of scores in an answer that may contain other text: the last one, after any reasoning."""
     found = list(_objects(text))
     if not found:
         raise _NonsenseError(f"its answer is not JSON: {text[:200]!r}")
@@ -253,7 +254,7 @@ def _items(text: str, told: str) -> list[dict[str, Any]]:
 
 
 def _verdicts_within(told: str) -> Iterator[list[Any]]:
-    """Return the lists of scores that stand in a text, in whatever other JSON and its strings."""
+    """Yield the lists of scores in a text, including those within other JSON and its strings."""
     waiting: list[Any] = [told]
     while waiting:
         each = waiting.pop()
@@ -268,7 +269,7 @@ def _verdicts_within(told: str) -> Iterator[list[Any]]:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Return the JSON objects that stand in a text, one after the other."""
+    """Yield the JSON objects in a text, one after the other."""
     decoder, place = json.JSONDecoder(), text.find("{")
     while place >= 0:
         try:

@@ -1,4 +1,4 @@
-"""Judges the groups of a batch: each in an order of its own, equal rollouts once, what was judged before never."""
+"""Judge the groups of a batch: each in its own order, equal rollouts once, and known verdicts from the cache."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class GroupJudge(RolloutJudge):
     """Gives rewards to rollouts by comparing those of a group.
 
     Args:
-        options: how it judges.
-        store: has the rollouts' traces; keeps the judge's spans and rewards.
-        seed: of the orders in which rollouts are told.
-        cache: file with verdicts by what was asked; None: they are kept in memory alone.
-        send: asks a judge; to be replaced in tests.
+        options: of the judge.
+        store: has the rollouts' traces; saves the judge's spans and rewards.
+        seed: of the orders in which rollouts are sent.
+        cache: file with verdicts by request; None: they are kept in memory only.
+        send: calls a judge; replaceable in tests.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class GroupJudge(RolloutJudge):
         self._client.close()
 
     def verdicts(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return the outcomes with the judge's rewards, which are in the store too.
+        """Return the outcomes with the judge's rewards, which are also added to the store.
 
-        Rollouts that did not succeed are not judged. Where the judge gives no verdict, a group's rollouts are left
-        out, each with the reason: no verdict is no 0.
+        Rollouts that did not succeed are not judged. If the judge gives no verdict, a group's rollouts are left out,
+        each with the reason: no verdict is not a reward of 0.
         """
         groups: defaultdict[str, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
@@ -95,7 +95,7 @@ class GroupJudge(RolloutJudge):
         return [replace(outcome, rewards=(*outcome.rewards, reward)) for outcome, reward, _ in rewarded]
 
     def scores(self, outcomes: Sequence[Outcome]) -> list[float] | str:
-        """Return the mean score of each rollout of a group that succeeded, or why there is none. It is no reward."""
+        """Return the mean score of each succeeded rollout of a group, or why there is none. It is not a reward."""
         judged = self._passes(outcomes, [o.attempt.attempt_id for o in outcomes if o.attempt is not None])
         if isinstance(judged, str):
             return judged
@@ -104,7 +104,7 @@ class GroupJudge(RolloutJudge):
     def _passes(
         self, outcomes: Sequence[Outcome], ids: Sequence[str]
     ) -> tuple[list[list[JudgeScore]], list[str]] | str:
-        """Return each rollout's score of every pass, and the traces in which they were asked for; or why not."""
+        """Return each rollout's score in every pass, and the traces of the judge's calls; or why there are none."""
         traces = {trace.attempt_id: trace for trace in traces_of(self._store, attempt_ids=ids)}
         told = [entries_of(traces[attempt_id]) for attempt_id in ids]
         different = list(dict.fromkeys(told))
@@ -119,7 +119,10 @@ class GroupJudge(RolloutJudge):
     def _verdict(
         self, told: Sequence[Entries], group: str, number: int, attempt_ids: Sequence[str]
     ) -> tuple[dict[Entries, JudgeScore], str | None] | str:
-        """Return the score of each rollout that is told and the trace it was asked in (None: before), or why not."""
+        """Return the score of each distinct rollout and the trace of the judge's call (None.
+
+        Cached), or why there is none.
+        """
         order = self._order(told, group, number)
         key = self._key(told, str(number))
         with self._lock:
@@ -143,7 +146,7 @@ class GroupJudge(RolloutJudge):
         return [*order[first:], *order[:first]]
 
     def _key(self, told: Sequence[Entries], number: str) -> str:
-        """Name what is judged, in whatever order it comes."""
+        """Return the cache key of what is judged, whatever its order."""
         o = self._options
         facts = [o.endpoint, o.model, o.rubric, o.temperature, o.max_tokens, o.max_chars, number]
         return _hash([*facts, sorted(map(_digest, told))])
@@ -162,11 +165,11 @@ class GroupJudge(RolloutJudge):
             attempt_id=attempt_id,
             value=self._options.weight * statistics.fmean(score.score for score in scores),
             source=JUDGE,
-            reward_id=f"{JUDGE}/{attempt_id}",  # the same when judged again
+            reward_id=f"{JUDGE}/{attempt_id}",  # unchanged when judged again
         )
 
     def _span(self, reward: Reward, scores: Sequence[JudgeScore], asked: Sequence[str]) -> Span:
-        """Return the verdict on an attempt, with the traces in which it was asked for."""
+        """Return the verdict on an attempt, with the traces of the judge's calls."""
         now = time.time_ns()
         return Span(
             operation=EVALUATE,
@@ -188,7 +191,7 @@ class GroupJudge(RolloutJudge):
         )
 
     def _judge_span(self, answer: JudgeAnswer, attempt_ids: Sequence[str]) -> Span:
-        """Return what the judge was asked about a group, and said: of no attempt, for it is of several."""
+        """Return a judge's call on a group as a span, which has no attempt because it is about several."""
         return Span(
             operation=EVALUATE,
             name=f"{JUDGE} {self._options.model}",
@@ -217,14 +220,14 @@ def _digest(entries: Entries) -> str:
 
 
 def _read(path: Path | None) -> dict[str, dict[str, JudgeScore]]:
-    """Read the verdicts of a file; a line that was cut off while it was written is left out."""
+    """Read the verdicts of a file, except a line that was cut off during writing."""
     found: dict[str, dict[str, JudgeScore]] = {}
     if path is None or not path.exists():
         return found
     lines = path.read_text(encoding="utf-8").split("\n")
     if lines[-1]:
         with path.open("a", encoding="utf-8") as file:
-            file.write("\n")  # else the next line would be lost with this one
+            file.write("\n")  # otherwise the next line would be lost with this one
     for text in lines:
         with suppress(ValueError, KeyError, TypeError):
             line = json.loads(text)

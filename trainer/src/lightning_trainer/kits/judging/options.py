@@ -20,26 +20,26 @@ RUBRIC: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeOptions:
-    """How a judge judges.
+    """Options of a judge.
 
     Attributes:
         endpoint: base URL of its OpenAI-compatible server.
-        model: what the server is asked for.
+        model: model name in the requests.
         rubric: what is better than what; a text, or the path of a file with one.
-        weight: its scores are multiplied by this.
+        weight: factor of its scores.
         key_file: file with the server's key; None: LIGHTNING_JUDGE_KEY.
         temperature: of its answers; None: the server's own.
-        max_tokens: most tokens of its answer.
-        passes: times that each group is judged, each in another order; the mean counts.
-        retries: further tries where it fails or answers nonsense.
-        timeout_s: most seconds of an answer.
-        concurrency: groups at once.
-        max_chars: characters of a rollout that it reads; of longer ones the middle is left out.
-        schema: send a JSON schema of the answer, for servers that take one.
-        second_model: another judge, which is not learned from and judges some groups again; None: there is none.
+        max_tokens: maximum tokens of its answer.
+        passes: number of times that each group is judged, each in another order; the mean counts.
+        retries: number of retries if a call fails or its answer is invalid.
+        timeout_s: maximum seconds of an answer.
+        concurrency: number of groups at once.
+        max_chars: maximum characters of a rollout; of longer ones the middle is left out.
+        schema: send a JSON schema of the answer, for servers that accept one.
+        second_model: another judge that is not learned from and judges some groups again; None: there is none.
         second_endpoint: base URL of its server; None: that of the first.
         second_key_file: file with its key; None: that of the first.
-        second_groups: most groups of a step that it judges.
+        second_groups: maximum groups of a step that it judges.
     """
 
     endpoint: str
@@ -62,7 +62,7 @@ class JudgeOptions:
 
     @property
     def longest_s(self) -> float:
-        """Most seconds that a group may take, with room for the pauses between tries."""
+        """Maximum seconds for a group, with room for the pauses between tries."""
         return self.passes * (self.retries + 1) * (self.timeout_s + 60.0)
 
 
@@ -128,7 +128,7 @@ def _check(options: JudgeOptions) -> None:
 
 
 def _rubric(text: str) -> str:
-    """Take a text, or that of a file whose path it is."""
+    """Return the rubric: the text itself, or the content of the file that it names."""
     if not text.strip():
         raise ConfigError("judge: the rubric is empty. Say what is better than what, or leave it out.")
     path = Path(text)

@@ -14,7 +14,7 @@ from lightning_trainer.kits.judging.options import JudgeOptions, read_options
 
 @dataclass(frozen=True, slots=True)
 class ModelJudgePlan:
-    """`lightning_trainer.judges.JudgePlan` of a model behind a server.
+    """`lightning_trainer.judges.JudgePlan` of a model on a server.
 
     Attributes:
         options: of the judge.
@@ -24,16 +24,16 @@ class ModelJudgePlan:
 
     @property
     def concurrency(self) -> int:
-        """Groups that are judged at once."""
+        """Number of groups that are judged at once."""
         return self.options.concurrency
 
     @property
     def longest_s(self) -> float:
-        """Most seconds that a group may take."""
+        """Maximum seconds for a group."""
         return self.options.longest_s
 
     def open(self, store: Store, *, seed: int, cache: Path | None) -> GroupJudge:
-        """Make the judge."""
+        """Open the judge."""
         return GroupJudge(self.options, store, seed=seed, cache=cache)
 
 

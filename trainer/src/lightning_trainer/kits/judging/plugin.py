@@ -1,4 +1,4 @@
-"""The judge, and the second one, registered through the hooks that anybody would use."""
+"""The judge and the second judge, registered through the public hooks."""
 
 from __future__ import annotations
 

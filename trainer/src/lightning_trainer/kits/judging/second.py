@@ -1,4 +1,4 @@
-"""A second judge, which is not learned from: how often it prefers the same rollouts as the judge does."""
+"""A second judge that is not learned from: it measures how often both judges prefer the same rollouts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SecondJudgeKind(CallbackKind):
     """Takes part in runs whose judge has a second one."""
 
     def wanted(self, config: TrainConfig) -> bool:
-        """Return whether the judge is a model with a second one."""
+        """Whether the judge is a model with a second one."""
         return config.judge.get("kind", DEFAULT_KIND) == DEFAULT_KIND and "second_model" in config.judge
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
@@ -52,20 +52,20 @@ def _open(context: CallbackContext) -> Iterator[SecondJudge]:
 
 
 class SecondJudge(Callback):
-    """Has some groups of each step judged again.
+    """Judges some groups of each step again.
 
     Args:
         judge: the second one.
-        groups: most groups of a step.
-        seed: of which they are.
-        progress: is told where it gives no verdict.
+        groups: maximum groups of a step.
+        seed: of the choice of groups.
+        progress: gets a note if there is no verdict.
     """
 
     def __init__(self, judge: GroupJudge, groups: int, seed: int, progress: Progress) -> None:
         self._judge, self._groups, self._seed, self._progress = judge, groups, seed, progress
 
     def before_batch(self, rollouts: StepRollouts) -> Extra:
-        """Return `judge_agreement` over groups that are sampled."""
+        """Return `judge_agreement` over sampled groups."""
         groups: defaultdict[str, list[Outcome]] = defaultdict(list)
         for outcome in rollouts.outcomes:
             if outcome.attempt is not None and outcome.crash is None and outcome.unjudged is None:
@@ -83,17 +83,17 @@ class SecondJudge(Callback):
 
 
 def judged_scores(outcomes: Sequence[Outcome]) -> list[float]:
-    """Return what the judge gave each rollout."""
+    """Return the judge's reward of each rollout."""
     return [sum(reward.value for reward in outcome.rewards if reward.source == JUDGE) for outcome in outcomes]
 
 
 def agreement(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return the share of pairs that both prefer in one order, of those of which the first prefers one.
+    """Return the share of pairs that both prefer in the same order, among the pairs in which the first has a preference.
 
-    Pairs of which the second prefers none count half, so that chance is 0.5.
+    Pairs in which the second has no preference count half, so that chance is 0.5.
 
     Returns:
-        None where the first prefers none.
+        None if the first has no preference in any pair.
     """
     pairs = [((b - a), (d - c)) for (a, c), (b, d) in combinations(zip(first, second, strict=True), 2) if a != b]
     values = [0.5 if other == 0 else float((own > 0) == (other > 0)) for own, other in pairs]

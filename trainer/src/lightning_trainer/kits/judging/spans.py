@@ -1,4 +1,4 @@
-"""What a judge's spans are called, and what stands in them."""
+"""The names and attributes of a judge's spans."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ EVALUATE: Final = "evaluate"  # the operation
 NAME: Final = "gen_ai.evaluation.name"
 SCORE: Final = "gen_ai.evaluation.score.value"
 EXPLANATION: Final = "gen_ai.evaluation.explanation"
-ATTEMPTS: Final = "lightning.judge.attempts"  # of what was asked: those that were told
-ASKED: Final = "lightning.judge.asked"  # of a verdict: the traces in which it was asked for
+ATTEMPTS: Final = "lightning.judge.attempts"  # of a judge's call: the attempts in it
+ASKED: Final = "lightning.judge.asked"  # of a verdict: the traces of the judge's calls

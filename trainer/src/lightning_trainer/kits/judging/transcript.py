@@ -1,4 +1,4 @@
-"""What a judge reads of a rollout: who was told what, what models answered, what tools gave. Each thing once."""
+"""What a judge reads of a rollout: inputs, model answers and tool results, each once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_trainer.rl.told import chat_messages, text_of
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
 
-Entries: TypeAlias = tuple[str, ...]  # what happened, in order, each as a line that says who
-_CUT: Final = "\n[... {count} characters left out ...] "  # what follows begins no line of its own
+Entries: TypeAlias = tuple[str, ...]  # events in order, each as a line that starts with the agent's name
+_CUT: Final = "\n[... {count} characters left out ...] "  # the text after it does not start a line
 
 
 def entries_of(trace: Trace) -> Entries:
-    """Return what happened in an attempt, in order. What an agent was told before is not told again."""
+    """Return the events of an attempt in order. What an agent has received before is not repeated."""
     told: defaultdict[str, list[str]] = defaultdict(list)
     by_tool = {node.span.attributes.get(TOOL_CALL_ID) for node in trace.tools} - {None}
     found: list[str] = []
@@ -33,13 +33,13 @@ def entries_of(trace: Trace) -> Entries:
 
 
 def tell_apart(group: Sequence[Entries]) -> tuple[Entries, list[Entries]]:
-    """Split the rollouts of a group into what all begin with and what each goes on with."""
+    """Split the rollouts of a group into their common beginning and the rest of each."""
     shared = group[0][: min(_alike(group[0], entries) for entries in group)] if len(group) > 1 else ()
     return shared, [entries[len(shared) :] for entries in group]
 
 
 def shortened(text: str, most: int) -> str:
-    """Leave the middle out of a text that is too long."""
+    """Return a text without its middle if it is too long."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -59,7 +59,7 @@ def _call(node: Node, who: str, told: list[str], by_tool: set[Any]) -> list[str]
 
 
 def _known_result(message: Any, by_tool: set[Any]) -> bool:
-    """Whether a message says what a tool's own span says already."""
+    """Whether a tool's own span already contains the message."""
     return isinstance(message, Mapping) and message.get("role") == "tool" and message.get("tool_call_id") in by_tool
 
 
@@ -77,6 +77,6 @@ def _tool(node: Node, who: str) -> str:
 
 
 def _alike(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return how many entries two lists begin with that are the same."""
+    """Return the length of the common beginning of two lists."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
