@@ -88,7 +88,7 @@ def judged_scores(outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def agreement(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return the share of pairs that both prefer in the same order, among the pairs in which the first has a preference.
+    """Return the share of pairs that both prefer in the same order, among those in which the first has a preference.
 
     Pairs in which the second has no preference count half, so that chance is 0.5.
 
