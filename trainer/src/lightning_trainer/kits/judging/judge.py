@@ -119,7 +119,7 @@ class GroupJudge(RolloutJudge):
     def _verdict(
         self, told: Sequence[Entries], group: str, number: int, attempt_ids: Sequence[str]
     ) -> tuple[dict[Entries, JudgeScore], str | None] | str:
-        """Return the score of each distinct rollout and the judge call's trace (None if cached), or why there is none."""
+        """Return the score of each distinct rollout and the judge call's trace (None: cached), or why there is none."""
         order = self._order(told, group, number)
         key = self._key(told, str(number))
         with self._lock:
