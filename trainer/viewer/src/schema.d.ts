@@ -13,7 +13,7 @@ export interface paths {
         };
         /**
          * Runs
-         * @description List the runs, the newest first.
+         * @description Return the runs, the newest first.
          */
         get: operations["runs_api_view_runs_get"];
         put?: never;
@@ -33,7 +33,7 @@ export interface paths {
         };
         /**
          * Run Page
-         * @description Return a run: options, numbers of its steps, alarms, and what its store holds.
+         * @description Return a run: options, metrics per step, alarms, and the contents of its store.
          */
         get: operations["run_page_api_view_run_get"];
         put?: never;
@@ -93,7 +93,7 @@ export interface paths {
         };
         /**
          * Facts
-         * @description Count what is in the traces of some rollouts, and say in which a text is found.
+         * @description Return the counts of some rollouts' traces, and whether they contain a text.
          */
         get: operations["facts_api_view_facts_get"];
         put?: never;
@@ -113,7 +113,7 @@ export interface paths {
         };
         /**
          * Group Page
-         * @description Return a group side by side: each rollout's transcript, and how far all are alike.
+         * @description Return a group side by side: each rollout's transcript, and how many first calls all share.
          */
         get: operations["group_page_api_view_group_get"];
         put?: never;
@@ -133,7 +133,7 @@ export interface paths {
         };
         /**
          * Tries
-         * @description Return tasks that were run at several times, those that got the most better first; or the one of a group.
+         * @description Return tasks that were run at several times, the most improved first; or the one of a group.
          */
         get: operations["tries_api_view_tries_get"];
         put?: never;
@@ -153,7 +153,7 @@ export interface paths {
         };
         /**
          * Rollout Page
-         * @description Return an attempt of a rollout as it went: by default the one that counts.
+         * @description Return an attempt of a rollout with its events: by default the one that counts.
          */
         get: operations["rollout_page_api_view_rollout_get"];
         put?: never;
@@ -173,7 +173,7 @@ export interface paths {
         };
         /**
          * Trace Page
-         * @description Return a trace that belongs to no rollout, as it went.
+         * @description Return a trace that belongs to no rollout, with its events.
          */
         get: operations["trace_page_api_view_trace_get"];
         put?: never;
@@ -233,7 +233,7 @@ export interface paths {
         };
         /**
          * Credit
-         * @description Return credit by agent and turn of a step, or of the whole run, by the run's assigner or by another.
+         * @description Return credit by agent and turn of a step, or of the whole run, by the run's credit assigner or another.
          */
         get: operations["credit_api_view_credit_get"];
         put?: never;
@@ -293,7 +293,7 @@ export interface paths {
         };
         /**
          * Fleet
-         * @description Return the runners, the queue, and the attempts under way.
+         * @description Return the runners, the queue, and the running attempts.
          */
         get: operations["fleet_api_view_fleet_get"];
         put?: never;
@@ -333,7 +333,7 @@ export interface paths {
         };
         /**
          * Search
-         * @description Look for a text in all that the store holds of spans, then of other calls; a page looks for a second at most.
+         * @description Search all spans of the store, then its other calls; a page searches for a second at most.
          */
         get: operations["search_api_view_search_get"];
         put?: never;
@@ -359,7 +359,7 @@ export interface paths {
         put?: never;
         /**
          * Mark
-         * @description Save or remove a mark, which everybody who may look then sees; return all of them.
+         * @description Save or remove a mark, which everybody with access then sees. Returns all marks.
          */
         post: operations["mark_api_view_marks_post"];
         delete?: never;
@@ -377,7 +377,7 @@ export interface paths {
         };
         /**
          * Events
-         * @description Tell, as server-sent events, whenever something was written to a run's folder or store.
+         * @description Send a server-sent event whenever something was written to a run's folder or store.
          */
         get: operations["events_api_view_events_get"];
         put?: never;
@@ -478,15 +478,15 @@ export interface components {
          * @description A model call in a list.
          *
          *     Attributes:
-         *         rollout_id, attempt_id, span_id: where it is.
-         *         agent: that called.
+         *         rollout_id, attempt_id, span_id: ids of its rollout, attempt and span.
+         *         agent: agent that made it.
          *         turn: its number among the calls of its attempt.
          *         credit: its share of the rewards.
-         *         advantage: how much better it was than what it was compared with.
+         *         advantage: how much better it was than its baseline.
          *         text: the start of the answer.
          *         task: the rollout's task, shortened.
          *         reward: of the rollout.
-         *         times: identical calls in the list, this one included.
+         *         times: number of identical calls in the list, including this one.
          */
         CallLink: {
             /** Rollout Id */
@@ -523,7 +523,7 @@ export interface components {
         };
         /**
          * CallPage
-         * @description A model call. `untrained` says why it is in no training row, `unread` why no update saw its tokens.
+         * @description A model call. `untrained` says why it is in no training row, `unread` why no update read its tokens.
          */
         CallPage: {
             /** Rollout Id */
@@ -594,31 +594,31 @@ export interface components {
         };
         /**
          * Event
-         * @description A span in its place.
+         * @description A span with its position in the attempt.
          *
          *     Attributes:
          *         span_id: its id.
-         *         parent_id: of the span around it; None for a root.
+         *         parent_id: of the enclosing span; None for a root.
          *         operation: ``chat``, ``execute_tool``, ``invoke_agent``, ...
          *         name: the tool, the agent, the model.
-         *         agent: at work.
+         *         agent: active agent.
          *         start_ms: since the attempt's first span.
-         *         ms: that it took.
-         *         depth: spans around it.
+         *         ms: duration.
+         *         depth: number of enclosing spans.
          *         error: why it failed.
          *         turn: of a call: its number among the calls.
-         *         known: of a call: messages of its prompt that an earlier call had, which are not in `said`.
-         *         said: of a call: what is new in its prompt; of a tool: its arguments; of a judge: what it was asked.
-         *         answer: of a call: what was answered, one for each choice; of a tool: its result; of a judge: its verdict.
-         *         asked: of a judge's verdict: the traces in which it was asked for.
-         *         prompt_tokens: of a call; None where not recorded.
+         *         known: of a call: number of messages of its prompt that an earlier call had; they are not in `said`.
+         *         said: of a call: the new messages of its prompt; of a tool: its arguments; of a judge: its request.
+         *         answer: of a call: one answer per choice; of a tool: its result; of a judge: its verdict.
+         *         asked: of a judge's verdict: the traces of its requests.
+         *         prompt_tokens: of a call; None if not recorded.
          *         response_tokens: likewise.
          *         version: of the weights.
-         *         model: that answered.
+         *         model: model that answered.
          *         finish: why the answer ended.
-         *         rewards: tied to this span.
+         *         rewards: rewards of this span.
          *         credit: the call's share of the rewards.
-         *         advantage: how much better it was than what it was compared with.
+         *         advantage: how much better the call was than its baseline.
          *         left_out: why it was not compared.
          */
         Event: {
@@ -674,7 +674,7 @@ export interface components {
         };
         /**
          * Facts
-         * @description What happened in a rollout, counted in its trace: the same numbers as `lightning-rl traces --json` has lines.
+         * @description Counts of a rollout's trace, equal to the numbers of lines of `lightning-rl traces --json`.
          */
         Facts: {
             /** Rollout Id */
@@ -706,7 +706,7 @@ export interface components {
         };
         /**
          * FleetPage
-         * @description Runners, queue and attempts under way.
+         * @description Runners, queue and running attempts.
          */
         FleetPage: {
             /** Queued */
@@ -720,7 +720,7 @@ export interface components {
         };
         /**
          * GroupPage
-         * @description Some members of a group side by side; `alike` leading calls are the same in all of them.
+         * @description Some members of a group side by side; all of them share the first `alike` calls.
          */
         GroupPage: {
             /** Group Id */
@@ -746,7 +746,7 @@ export interface components {
         };
         /**
          * GroupRow
-         * @description A group: rollouts of one task, whose rewards are compared.
+         * @description A group: rollouts of one task. Their rewards are compared.
          */
         GroupRow: {
             /** Group Id */
@@ -773,7 +773,7 @@ export interface components {
          *
          *     Attributes:
          *         sentence: the result in words.
-         *         held_out: of the trained agents, then of each agent with rewards of its own; [] without held-out tasks.
+         *         held_out: of the trained agents, then of each agent with its own rewards; [] without held-out tasks.
          *         best: the validation with the highest reward; None without held-out tasks, and with a judge.
          *         best_folder: its checkpoint, within the run's folder; None if it was not saved.
          *         cost: of the run.
@@ -793,12 +793,12 @@ export interface components {
          * @description Held-out rewards of an agent, or of all trained agents together.
          *
          *     Attributes:
-         *         agent: by its own rewards; "" stands for the reward of the trained agents.
+         *         agent: agent with these rewards; "" stands for the reward of the trained agents.
          *         trained: whether the run trains it.
-         *         points: one for each validation.
-         *         difference: from the first validation to the last, paired by task; None where they can't be compared.
+         *         points: one per validation.
+         *         difference: from the first validation to the last, paired by task; None if they cannot be compared.
          *         low, high: its 95 % interval.
-         *         tasks: that it is of.
+         *         tasks: number of paired tasks.
          */
         HeldOut: {
             /** Agent */
@@ -832,7 +832,7 @@ export interface components {
         };
         /**
          * Hit
-         * @description A span or call in which a text was found, with the task and the reward of its rollout.
+         * @description A span or call that contains a text, with the task and the reward of its rollout.
          */
         Hit: {
             /** Rollout Id */
@@ -863,18 +863,18 @@ export interface components {
         };
         /**
          * Judgement
-         * @description An attempt's rewards by source: a point of the scatter.
+         * @description An attempt's rewards by source: a point of the scatter plot.
          *
          *     Attributes:
          *         rollout_id: its rollout.
-         *         attempt_id: its own.
-         *         outcome: what it was worth without automatic rules; None without a reward.
-         *         by_agent: of that, the rewards of each agent.
+         *         attempt_id: id of the attempt.
+         *         outcome: its reward without automatic rules; None without a reward.
+         *         by_agent: the rewards of each agent in `outcome`.
          *         lowest: the lowest reward of any agent; of an attempt without rewards by agent, `outcome`.
          *         task: its task, shortened.
-         *         by_source: the sum of what each source gave.
-         *         spans: by source, the span that it gave the most for, up or down: where to look.
-         *         said: by source, why it gave this, in its own words.
+         *         by_source: sum of the rewards of each source.
+         *         spans: by source, the span to look at: the one with its largest reward, positive or negative.
+         *         said: by source, its explanation of the reward, verbatim.
          */
         Judgement: {
             /** Rollout Id */
@@ -950,7 +950,7 @@ export interface components {
         };
         /**
          * MarkChange
-         * @description A mark to save, in place of the one that is on the same rollout, call or trace; or to remove.
+         * @description A mark to save, which replaces the one on the same rollout, call or trace; or a mark to remove.
          */
         MarkChange: {
             /** Run */
@@ -998,11 +998,11 @@ export interface components {
          *     Attributes:
          *         rollout_id: of the marked rollout; "" for a trace that belongs to no rollout.
          *         trace_id: of such a trace; "" for a rollout.
-         *         attempt_id: of the marked call; "" where it is not known.
+         *         attempt_id: of the marked call; "" if it is unknown.
          *         span_id: of the marked call; "" for the whole rollout or trace.
-         *         comment: in the person's words.
-         *         author: who marked it, as they call themselves.
-         *         marked_s: Unix time at which it was last changed.
+         *         comment: text of the note.
+         *         author: who marked it, under a name of their choice.
+         *         marked_s: Unix time of its last change.
          *         task: of the rollout, shortened.
          *         reward: of the rollout.
          */
@@ -1039,7 +1039,7 @@ export interface components {
         };
         /**
          * Member
-         * @description A rollout beside the others of its group, with the mean advantage of each agent's calls.
+         * @description A rollout next to the others of its group, with the mean advantage of each agent's calls.
          */
         Member: {
             row: components["schemas"]["RolloutRow"];
@@ -1068,16 +1068,16 @@ export interface components {
         };
         /**
          * PolicyRow
-         * @description Held-out rewards of a policy with weights of its own, or of one that was returned to its best.
+         * @description Held-out rewards of a policy with its own weights, or of one that was returned to its best.
          *
          *     Attributes:
          *         policy: its name.
-         *         agents: that it answers, where they have rewards of their own.
-         *         points: steps taken and mean reward, one pair for each validation.
+         *         agents: agents that it answers, if they have their own rewards.
+         *         points: steps taken and mean reward, one pair per validation.
          *         best_step: steps taken when the reward was highest.
          *         best: that reward.
-         *         last: the newest one.
-         *         folder: where its best weights are, within the run's folder; None if they were not saved.
+         *         last: the newest reward.
+         *         folder: folder of its best weights, within the run's folder; None if they were not saved.
          *         rollbacks: every return to them.
          */
         PolicyRow: {
@@ -1117,7 +1117,7 @@ export interface components {
         };
         /**
          * RewardsPage
-         * @description Rewards of a step by source, and of some attempts; `total` is how many were rewarded.
+         * @description Rewards of a step by source, and of some attempts; `total` is the number of attempts with rewards.
          */
         RewardsPage: {
             /** Sources */
@@ -1143,10 +1143,10 @@ export interface components {
         };
         /**
          * RolloutPage
-         * @description An attempt as it went.
+         * @description An attempt with its events.
          *
          *     `task_json` is the whole task, as a line of a data file. `spans`, `calls` (of models) and `tools` (their calls)
-         *     count all that happened; `events` holds the first of it where that is very much.
+         *     count everything that happened; `events` contains only the first of it if there is very much.
          */
         RolloutPage: {
             /** Rollout Id */
@@ -1196,15 +1196,15 @@ export interface components {
          *
          *     Attributes:
          *         rollout_id: its id.
-         *         attempt_id: the attempt that counts, else its last; None before one began.
-         *         status: ``succeeded``, ``crashed`` (by the policy's doing), ``failed``, ``running``, ``queued``, ``cancelled``.
-         *         attempts: how many there were.
-         *         reward: what it counts as; None where it does not count.
-         *         by_agent: rewards of agents, where given by agent.
+         *         attempt_id: the attempt that counts, otherwise its last; None before one began.
+         *         status: ``succeeded``, ``crashed`` (caused by the policy), ``failed``, ``running``, ``queued``, ``cancelled``.
+         *         attempts: number of attempts.
+         *         reward: the reward that it counts with; None if it does not count.
+         *         by_agent: rewards of agents, if given by agent.
          *         lowest: the lowest reward of any agent; without rewards by agent, `reward`.
-         *         error: the end of the error, where there was one.
-         *         kind: the error's type in a word.
-         *         seconds: that its attempt took; None while it runs.
+         *         error: the end of the error, if there was one.
+         *         kind: the error's type in one word.
+         *         seconds: duration of its attempt; None while it runs.
          */
         RolloutRow: {
             /** Rollout Id */
@@ -1232,7 +1232,7 @@ export interface components {
         };
         /**
          * RowPlace
-         * @description The training row that a call is in: `calls` share it, by their span ids.
+         * @description The training row of a call: `calls` share it, by their span ids.
          */
         RowPlace: {
             /** Calls */
@@ -1258,9 +1258,9 @@ export interface components {
         };
         /**
          * RunPage
-         * @description A run: its result, its options, the numbers of its steps, its alarms, and what its store holds.
+         * @description A run: its result, options, metrics per step, alarms, and the contents of its store.
          *
-         *     `most_frequent` has, by agent, the most frequent short answer of the newest step or validation, and its share.
+         *     `most_frequent` is, by agent, the most frequent short answer of the newest step or validation, and its share.
          */
         RunPage: {
             /** Name */
@@ -1298,7 +1298,7 @@ export interface components {
         };
         /**
          * RunRow
-         * @description A run in the list of runs. Rewards are means over rollouts; None where there is none.
+         * @description A run in the list of runs. Rewards are means over rollouts; None if there is none.
          */
         RunRow: {
             /** Name */
@@ -1332,7 +1332,7 @@ export interface components {
         };
         /**
          * RunningRow
-         * @description An attempt under way; `lease_s` is what is left of its lease as far as the store's clock tells.
+         * @description A running attempt; `limit_s` is its rollout's time limit.
          */
         RunningRow: {
             /** Rollout Id */
@@ -1384,13 +1384,13 @@ export interface components {
         };
         /**
          * SearchPage
-         * @description Where a text was found on a page of a search.
+         * @description The matches on one page of a search.
          *
          *     Attributes:
-         *         hits: where.
-         *         looked: records that this page looked at.
-         *         next: where to go on; None when everything was looked through.
-         *         calls: go on there among calls that no span tells of, instead of spans.
+         *         hits: the matches.
+         *         looked: number of records that this page searched.
+         *         next: where the next page starts; None at the end.
+         *         calls: whether the next page searches calls without a span, instead of spans.
          */
         SearchPage: {
             /** Hits */
@@ -1404,7 +1404,7 @@ export interface components {
         };
         /**
          * SourceRow
-         * @description What one source gave.
+         * @description The rewards of one source.
          */
         SourceRow: {
             /** Source */
@@ -1422,7 +1422,7 @@ export interface components {
         };
         /**
          * StepPage
-         * @description Some groups of a step; `next` is where to go on, None at the end.
+         * @description Some groups of a step; `next` is where the next page starts, None at the end.
          */
         StepPage: {
             /** Mode */
@@ -1438,20 +1438,20 @@ export interface components {
         };
         /**
          * StepRow
-         * @description The rollouts of a step, or of the validation before it, as the store has them.
+         * @description The rollouts of a step, or of the validation before it, as stored.
          *
          *     Attributes:
          *         mode: ``train``, ``val``, or ``other`` for rollouts that no run of ours named.
-         *         step: steps taken before; of ``other`` 0.
-         *         groups: how many.
-         *         rollouts: how many.
-         *         status: number of rollouts that stand so, by status.
+         *         step: steps taken before; 0 for ``other``.
+         *         groups: number of groups.
+         *         rollouts: number of rollouts.
+         *         status: number of rollouts by status.
          *         reward: mean over tasks, as the run logged it. While the step runs, and without a log: over the groups, of the
          *             rollouts that have succeeded so far; None without one.
          *         reward_low, reward_high: its 95 % interval.
-         *         low: the lowest.
-         *         high: the highest.
-         *         flat: groups in which all rewards are equal.
+         *         low: the lowest reward.
+         *         high: the highest reward.
+         *         flat: number of groups in which all rewards are equal.
          */
         StepRow: {
             /** Mode */
@@ -1481,16 +1481,16 @@ export interface components {
         };
         /**
          * Token
-         * @description A token. All but its id and text is known of sampled ones alone, and there only where it was recorded.
+         * @description A token. Everything except its id and text is known for sampled tokens only, if it was recorded.
          *
          *     Attributes:
          *         id: in the vocabulary.
-         *         text: that it stands for.
-         *         logprob: natural log-probability with which the engine drew it.
-         *         trained: whether the loss looks at it.
-         *         advantage: what it is pushed by.
-         *         gap: log-probability under the trainer less `logprob`, as the update saw it.
-         *         entropy: in nats, of the distribution that it was drawn from, as the update saw it.
+         *         text: text of the token.
+         *         logprob: natural log-probability with which the engine sampled it.
+         *         trained: whether the loss includes it.
+         *         advantage: its advantage in the loss.
+         *         gap: log-probability under the trainer minus `logprob`, at the update.
+         *         entropy: in nats, of the distribution that it was sampled from, at the update.
          */
         Token: {
             /** Id */
@@ -1531,7 +1531,7 @@ export interface components {
         };
         /**
          * ToolUse
-         * @description A tool that a message calls; `arguments` is JSON text.
+         * @description A tool call in a message; `arguments` is JSON text.
          */
         ToolUse: {
             /** Name */
@@ -1541,7 +1541,7 @@ export interface components {
         };
         /**
          * ToolsPage
-         * @description Tools and model calls of a step. `usage` starts with the rollouts as wholes, where there are any.
+         * @description Tools and model calls of a step. `usage` starts with the whole rollouts, if there are any.
          */
         ToolsPage: {
             /** Rollouts */
@@ -1553,7 +1553,7 @@ export interface components {
         };
         /**
          * TriedGroup
-         * @description A task at one time: `name` is that of the batch, `mean` over the rollouts that succeeded and were rewarded.
+         * @description A task at one time: `name` is that of the batch, `mean` is over the successful rollouts with a reward.
          */
         TriedGroup: {
             /** Group Id */
@@ -1581,7 +1581,7 @@ export interface components {
         };
         /**
          * TriesPage
-         * @description Tasks that were run at several times. `commands` run the one asked for anew, with tuned and base model.
+         * @description Tasks that were run at several times. `commands` run the requested one again, with tuned and base model.
          */
         TriesPage: {
             /** Tasks */
@@ -1620,12 +1620,12 @@ export interface components {
          * @description Latency and tokens of an agent's model calls, or of whole rollouts.
          *
          *     Attributes:
-         *         agent: that called; of rollouts None.
+         *         agent: agent that called; None for rollouts.
          *         number: of calls, or of rollouts.
          *         errors: how many of them failed.
          *         ms: latency.
-         *         prompt_tokens, response_tokens: of one.
-         *         slowest: the call that took longest; None of rollouts.
+         *         prompt_tokens, response_tokens: per call or rollout.
+         *         slowest: the slowest call; None for rollouts.
          */
         UsageRow: {
             /** Agent */

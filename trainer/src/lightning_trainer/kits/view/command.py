@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_trainer.kits.view.runs import Runs
 
 _RUNS: Final = Path("runs")
-_KEY_S: Final = 10 * 86_400.0  # that the key of a page is good
+_KEY_S: Final = 10 * 86_400.0  # lifetime of a page's key
 
 
 @click.command(name="view")
@@ -79,7 +79,7 @@ def command(
     if store is not None and store.startswith(("http://", "https://")):
         raise ConfigError(f"{store} is a server: --server {store}.")
     runs = Runs(store=store) if store is not None else Runs(run or _RUNS, trusted=trust)
-    for each in runs.all():  # or refuse
+    for each in runs.all():  # raises if there is none
         if each.is_elsewhere:
             told = f"{each.name} names a store outside of its folder, which is not opened. If it is yours: --trust."
             click.echo(printable(told), err=True)
@@ -115,7 +115,7 @@ def _serve(runs: Runs, tokenizers: tuple[Path, ...], host: str, port: int, *, pl
 
     found = runs.all()
     if len(found) == 1 and (found[0].folder is None or found[0].has_store):
-        StoreReader(found[0].store).close()  # or refuse
+        StoreReader(found[0].store).close()  # raises if it cannot be read
     keys = Keys.fresh()
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -128,7 +128,7 @@ def _serve(runs: Runs, tokenizers: tuple[Path, ...], host: str, port: int, *, pl
 
 
 def _page_of(server: str, key: str | None) -> str:
-    """Return the address of a server's page, once it has answered.
+    """Return the address of a server's page, after checking that it answers.
 
     Raises:
         ConfigError: it does not answer, or has no pages.
@@ -163,9 +163,9 @@ def _show(url: str, *, opened: bool) -> None:
 
 
 def _private_page(url: str) -> Path:
-    """Write a page that leads to an address and that only this user can read; return its path.
+    """Write a page that redirects to an address and that only this user can read; return its path.
 
-    The address has a key in it, and every user of the machine can read the command line of a browser.
+    The address contains a key, and every user of the machine can read the command line of a browser.
     """
     from platformdirs import user_runtime_path
 

@@ -1,4 +1,4 @@
-"""The table of marks. The first mark creates it, so that a store without marks needs no other version for them."""
+"""The table of marks. The first mark creates it, so that stores without marks need no new version for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from sqlalchemy import BigInteger, Column, Connection, MetaData, Table, Text, func, inspect, select
 
-PLACE: Final = ("rollout_id", "trace_id", "span_id")  # "" where there is none
+PLACE: Final = ("rollout_id", "trace_id", "span_id")  # "" if there is none
 table: Final = Table(
     "viewer_marks",
     MetaData(),

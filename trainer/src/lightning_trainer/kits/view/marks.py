@@ -23,7 +23,7 @@ from lightning_trainer.kits.view.reading.steps import tasks_and_rewards
 from lightning_trainer.kits.view.reading.texts import legible
 from lightning_trainer.kits.view.runs import Run
 
-_MOST: Final = 10_000  # marks in a store
+_MOST: Final = 10_000  # most marks in a store
 _LONGEST: Final = {"comment": 4000, "author": 100, "attempt_id": 300, "span_id": 100}
 
 
@@ -57,7 +57,7 @@ def change_mark(reader: StoreReader, run: Run, change: MarkChange) -> None:
 
     Raises:
         RefusedError: the store has no such rollout or trace, a text is too long, or there are too many marks.
-        StoreError: the store can't be written.
+        StoreError: the store cannot be written.
     """
     values = {name: _storable(getattr(change, name)) for name in (*PLACE, *_LONGEST)}
     for name, most in _LONGEST.items():
@@ -91,10 +91,10 @@ def _refuse_unknown(reader: StoreReader, rollout_id: str, trace_id: str) -> None
 
 @contextmanager
 def _write_transaction(store: str) -> Iterator[Connection]:
-    """Lend a connection in a transaction that writes, with the table of marks.
+    """Open a connection in a write transaction, with the table of marks.
 
     Raises:
-        StoreError: the store can't be written.
+        StoreError: the store cannot be written.
     """
     database = open_database(store if "://" in store else f"sqlite:///{store}", create=False)
     try:

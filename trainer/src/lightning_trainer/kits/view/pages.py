@@ -1,4 +1,4 @@
-"""The pages themselves: a few files that the wheel carries, shown under a policy that lets nothing else in."""
+"""The viewer's pages: a few files in the wheel, served under a security policy that blocks everything else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILES: Final = {
     "app.css": ("app.css", "text/css; charset=utf-8"),
 }
 HEADERS: Final = {
-    # No script, style, picture, font or address but this server's own; no frame around it, no form out of it.
+    # Only this server's own scripts, styles, images, fonts and addresses; no frames around it, no forms.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -37,12 +37,12 @@ HEADERS: Final = {
     "Cache-Control": "no-cache",
 }
 
-pages: Final = APIRouter()  # the files hold no data: who has no key sees a page that asks for one
+pages: Final = APIRouter()  # the files contain no data: without a key, a page asks for one
 
 
 @pages.get("/view", include_in_schema=False)
 def bare() -> Response:
-    """Send the address without its slash to the page."""
+    """Redirect the address without its slash to the page."""
     return RedirectResponse(PATH)
 
 
@@ -57,7 +57,7 @@ def page(name: str) -> Response:
     """Return one of the files.
 
     Raises:
-        HTTPException: there is none of this name.
+        HTTPException: there is no file of this name.
     """
     if name not in _FILES:
         raise HTTPException(404, "there is no such file: the viewer is at /view/")
@@ -74,7 +74,7 @@ def add_view(app: FastAPI, views: Views) -> None:
 
 
 def create_view(views: Views, keys: Keys) -> FastAPI:
-    """Make an app that is the viewer and nothing else."""
+    """Make an app with the viewer only."""
     app = FastAPI(title="Lightning-RL viewer", docs_url=None, redoc_url=None)
     app.state.access = Access(keys, EndedAttempts(NullStore()))
     limits = Limits()

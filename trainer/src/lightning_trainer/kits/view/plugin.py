@@ -1,4 +1,4 @@
-"""The viewer, registered through the hooks that anybody would use."""
+"""Registration of the viewer, through the same hooks as any plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store as the viewer reads it, and what tells that something in it changed."""
+"""A store as the viewer reads it, and values that change whenever something in it changes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class StoreReader(SqlReader):
             return (*(number or 0 for number in found), *marks_version(connection))
 
     def at_work(self) -> bool:
-        """Whether any attempt runs whose runner still says so: its lease, by the store's own clock, has not ended."""
+        """Whether an attempt is running with a valid lease, by the store's own clock."""
         attempts, clock = schema.attempts.c, schema.lease_clock.c
         with self.reading() as connection:
             now_ns, wrote_ns = connection.execute(select(clock.now_ns, clock.wrote_ns)).one()
             passed = self.elapsing_ns(connection) - wrote_ns
-            if passed < 0:  # the machine was started anew since
+            if passed < 0:  # the machine was restarted since
                 return False
             leased = attempts.lease_until_ns > now_ns + passed
             return connection.scalar(select(attempts.fence).where(schema.RUNNING, leased).limit(1)) is not None

@@ -1,4 +1,4 @@
-"""``/api/view``: what pages request. Only marks are written; each answer is read from store and folder anew."""
+"""``/api/view``: the requests of the pages. Only marks are written; each answer is read anew from store and folder."""
 
 from __future__ import annotations
 
@@ -47,36 +47,36 @@ from lightning_trainer.rl.scores import BY_TASK
 from lightning_trainer.run.group_ids import Step
 
 MAY: Final = Needs("viewer", "admin")
-_GROUPS: Final = 200  # in a page
+_GROUPS: Final = 200  # groups in a page
 _FACTS: Final = 32  # rollouts counted at once
 _POLL_S: Final = 1.0
 
 _Run = Annotated[str, Query(description="name of the run", alias="run")]
 _Limit = Annotated[int, Query(ge=1, le=_GROUPS)]
-_After = Annotated[int, Query(ge=0, le=2**63 - 1)]  # what a database holds
+_After = Annotated[int, Query(ge=0, le=2**63 - 1)]  # range of a database's integers
 _Before = Annotated[int | None, Query(ge=0, le=2**63 - 1)]
 _Look: TypeAlias = tuple[tuple[int, ...], str]  # a run's mark, and its state
 _Text = Annotated[str, Query(min_length=1, max_length=500)]
 
 
 class Views:
-    """What the routes work with; `app.state.views` is one.
+    """The state of the routes; `app.state.views` is one.
 
     Args:
-        runs: that may be asked for.
-        tokenizers: folders with the tokenizer of the models shown, before those that a run names.
+        runs: runs that may be requested.
+        tokenizers: folders with the tokenizer of the models shown; they come before those that a run names.
     """
 
     def __init__(self, runs: Runs, tokenizers: Sequence[Path] = ()) -> None:
         self.runs = runs
         self.tokenizers = tokenizers
-        self.stopping = threading.Event()  # set when the server stops: it waits for answers that go on
+        self.stopping = threading.Event()  # set when the server stops, which waits for streaming answers
 
     def named(self, name: str) -> Run:
         """Return a run.
 
         Raises:
-            RefusedError: there is none of that name.
+            RefusedError: there is no run of that name.
         """
         found = next((run for run in self.runs.all() if run.name == name), None)
         if found is None:
@@ -101,7 +101,7 @@ class Views:
 
 
 def views_of(request: Request) -> Views:
-    """Return what the app that is asked shows."""
+    """Return the views of the requested app."""
     views: Views = request.app.state.views
     return views
 
@@ -112,13 +112,13 @@ router: Final = APIRouter(prefix="/api/view", route_class=KeyedRoute, dependenci
 
 @router.get("/runs")
 def runs(views: _Views) -> list[RunRow]:
-    """List the runs, the newest first."""
+    """Return the runs, the newest first."""
     return [run_row(run) for run in views.runs.all()]
 
 
 @router.get("/run")
 def run_page(views: _Views, name: _Run) -> RunPage:
-    """Return a run: options, numbers of its steps, alarms, and what its store holds."""
+    """Return a run: options, metrics per step, alarms, and the contents of its store."""
     run = views.named(name)
     lines = run.lines()
     held_out = newest_validations(lines)
@@ -168,14 +168,14 @@ def facts(
     rollout: Annotated[list[str], Query(max_length=_FACTS)],
     text: Annotated[str, Query(max_length=500)] = "",
 ) -> list[Facts]:
-    """Count what is in the traces of some rollouts, and say in which a text is found."""
+    """Return the counts of some rollouts' traces, and whether they contain a text."""
     with views.opened(name) as (run, reader):
         return [facts_of(trace, text=text, chosen=chosen_by(run)) for trace in each_trace(reader, rollout_ids=rollout)]
 
 
 @router.get("/group")
 def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> GroupPage:
-    """Return a group side by side: each rollout's transcript, and how far all are alike."""
+    """Return a group side by side: each rollout's transcript, and how many first calls all share."""
     with views.opened(name) as (run, reader):
         return side_by_side(reader, run, group, after=after)
 
@@ -190,7 +190,7 @@ def tries(
     after: _After = 0,
     limit: _Limit = 50,
 ) -> TriesPage:
-    """Return tasks that were run at several times, those that got the most better first; or the one of a group."""
+    """Return tasks that were run at several times, the most improved first; or the one of a group."""
     with views.opened(name) as (run, reader):
         if group is not None:
             return tries_of(reader, run, group)
@@ -199,14 +199,14 @@ def tries(
 
 @router.get("/rollout")
 def rollout_page(views: _Views, name: _Run, rollout: str, attempt: str | None = None) -> RolloutPage:
-    """Return an attempt of a rollout as it went: by default the one that counts."""
+    """Return an attempt of a rollout with its events: by default the one that counts."""
     with views.opened(name) as (run, reader):
         return as_it_went(reader, run, rollout, attempt)
 
 
 @router.get("/trace")
 def trace_page(views: _Views, name: _Run, trace: str) -> RolloutPage:
-    """Return a trace that belongs to no rollout, as it went."""
+    """Return a trace that belongs to no rollout, with its events."""
     with views.opened(name) as (run, reader):
         return page_of(run, reader, None, loose_trace(reader, trace), attempts=[], members=[], row=None)
 
@@ -241,7 +241,7 @@ def account(views: _Views, name: _Run, step: int) -> AccountPage:
 
 @router.get("/credit")
 def credit(views: _Views, name: _Run, step: int | None = None, credit: str | None = None) -> CreditPage:
-    """Return credit by agent and turn of a step, or of the whole run, by the run's assigner or by another."""
+    """Return credit by agent and turn of a step, or of the whole run, by the run's credit assigner or another."""
     with views.opened(name) as (run, reader):
         return credit_of(reader, run, step, credit)
 
@@ -268,7 +268,7 @@ def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> Tool
 
 @router.get("/fleet")
 def fleet(views: _Views, name: _Run) -> FleetPage:
-    """Return the runners, the queue, and the attempts under way."""
+    """Return the runners, the queue, and the running attempts."""
     with views.opened(name) as (_, reader):
         return others.fleet_page(reader)
 
@@ -282,7 +282,7 @@ def loose(views: _Views, name: _Run, before: _Before = None) -> LoosePage:
 
 @router.get("/search")
 def search(views: _Views, name: _Run, text: _Text, *, after: _After = 0, calls: bool = False) -> SearchPage:
-    """Look for a text in all that the store holds of spans, then of other calls; a page looks for a second at most."""
+    """Search all spans of the store, then its other calls; a page searches for a second at most."""
     with views.opened(name) as (run, reader):
         return search_page(reader, run, text, after=after, calls=calls)
 
@@ -296,7 +296,7 @@ def marks(views: _Views, name: _Run) -> MarksPage:
 
 @router.post("/marks")
 def mark(views: _Views, change: MarkChange) -> MarksPage:
-    """Save or remove a mark, which everybody who may look then sees; return all of them."""
+    """Save or remove a mark, which everybody with access then sees. Returns all marks."""
     with views.opened(change.run) as (run, reader):
         change_mark(reader, run, change)
         return MarksPage(marks=marks_of(reader, run))
@@ -304,7 +304,7 @@ def mark(views: _Views, change: MarkChange) -> MarksPage:
 
 @router.get("/events", response_class=StreamingResponse)
 async def events(request: Request, views: _Views, name: _Run) -> StreamingResponse:
-    """Tell, as server-sent events, whenever something was written to a run's folder or store."""
+    """Send a server-sent event whenever something was written to a run's folder or store."""
     run = views.named(name)
 
     async def changes() -> AsyncIterator[bytes]:
@@ -324,11 +324,11 @@ async def events(request: Request, views: _Views, name: _Run) -> StreamingRespon
 
 
 def _look_at(run: Run, before: _Look | None) -> _Look | None:
-    """Return a run's mark and its state; those before where its store does not answer, until it does again."""
+    """Return a run's mark and its state; the previous ones while its store does not answer."""
     try:
         mark = run.changed
         if before is not None and before[0] == mark and before[1] != "running":
-            return before  # whoever starts leaves a mark
+            return before  # a run that starts changes the mark
         return mark, run.state
     except StoreError:
         return before

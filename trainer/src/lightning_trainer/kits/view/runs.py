@@ -1,4 +1,4 @@
-"""What there is to look at: the folders of runs, or one store without a run."""
+"""The runs to show: the folders of runs, or one store without a run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Run:
     """A run, or a store that no run's folder names.
 
     Attributes:
-        name: what pages call it; unique among those shown.
+        name: its name on pages; unique among those shown.
         store: URL or path of its store.
         folder: its folder; None for a store alone.
-        trusted: whether the folder may say which store is opened and which rules of rewards are imported.
+        trusted: whether the folder may choose which store is opened and which reward rules are imported.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Run:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The options it was started with; {} where they are not known."""
+        """The options it was started with; {} if they are unknown."""
         return read_shown(self.folder) if self.folder and (self.folder / CONFIG_NAME).exists() else {}
 
     @property
     def shown_options(self) -> dict[str, Any]:
-        """The same for whoever may look: without the passwords in addresses."""
+        """The same for display: without the passwords in addresses."""
         return {name: without_passwords(value) for name, value in self.options.items()}
 
     @property
     def config(self) -> TrainConfig | None:
-        """The same, checked; None where they are not known, or of a version with other options."""
+        """The same, validated; None if they are unknown, or of a version with other options."""
         known = {name: value for name, value in self.options.items() if value is not None}
         try:
             return TrainConfig(**known) if known else None
@@ -60,17 +60,17 @@ class Run:
 
     @property
     def declared(self) -> Declared:
-        """The range of its rewards; None where no command gives them, or the options are not known."""
+        """The range of its rewards; None if no command gives them, or the options are unknown."""
         return Work.declared_in(self.options)
 
     @property
     def rules(self) -> frozenset[str]:
-        """Sources of rewards that automatic rules give: they are no part of what the run was scored by."""
+        """Sources of rewards from automatic rules, which are not part of the run's score."""
         return frozenset(self.options.get("rewards") or {})
 
     @property
     def imports(self) -> frozenset[str]:
-        """Those of them that may be imported."""
+        """The rules that may be imported."""
         return self.rules if self.trusted else frozenset()
 
     @property
@@ -80,27 +80,27 @@ class Run:
 
     @property
     def shared(self) -> bool:
-        """Whether other runs may be in its store: it is not in its folder."""
+        """Whether its store may contain other runs, because it is not in its folder."""
         return self.folder is not None and bool(self.options.get("store"))
 
     @property
     def prefix(self) -> str:
-        """What the ids of its rollouts begin with, where other runs may share its store."""
+        """The prefix of its rollout ids if other runs may share its store, otherwise empty."""
         return prefix_of(self.folder) if self.folder is not None and self.shared else ""
 
     @property
     def has_store(self) -> bool:
-        """Whether there is a store to read; of supervised learning, and where somebody deleted it, there is none."""
+        """Whether there is a store to read. Supervised fine-tuning has none, nor has a run with a deleted store."""
         file = self.store.removeprefix("sqlite:///")
         return "://" in file or Path(file).is_file()
 
     def lines(self) -> list[Line]:
-        """Read the numbers of its steps, of its validations, and its alarms."""
+        """Return the metrics of its steps and validations, and its alarms."""
         return read(self.folder / LOG_NAME) if self.folder is not None else []
 
     @property
     def changed(self) -> tuple[int, ...]:
-        """A value that is another one whenever something was written: sizes and times of files, or a store's mark.
+        """A value that changes with every write: sizes and times of files, or a store's mark.
 
         Raises:
             StoreError: the store is on a server that does not answer.
@@ -117,10 +117,10 @@ class Run:
 
     @property
     def state(self) -> str:
-        """``running``: something is at work; else ``stopped``, or ``idle`` of a store that no run's folder names.
+        """``running`` if something is at work; otherwise ``stopped``, or ``idle`` for a store without a run's folder.
 
         Raises:
-            StoreError: the store can't be read.
+            StoreError: the store cannot be read.
         """
         if self.folder is not None and is_held(self.folder):
             return "running"
@@ -141,7 +141,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def run_of(folder: Path, *, trusted: bool = False) -> Run | None:
-    """Return the run in a folder; None where there is none. Its store is in the folder, if that is not trusted."""
+    """Return the run in a folder; None if there is none. An untrusted folder's store is the one inside it."""
     if not (folder / LOG_NAME).is_file() and not (folder / STORE_NAME).is_file():  # models have a config.json, too
         return None
     run = Run(folder.absolute().name, str(folder / STORE_NAME), folder, trusted)
@@ -154,10 +154,10 @@ def runs_in(path: Path, *, trusted: bool = False) -> list[Run]:
 
     Args:
         path: the folder.
-        trusted: whether it may say which store is opened and which rules of rewards are imported.
+        trusted: whether it may choose which store is opened and which reward rules are imported.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no run.
     """
     own = run_of(path, trusted=trusted)
     if own is not None:
@@ -172,10 +172,10 @@ def runs_in(path: Path, *, trusted: bool = False) -> list[Run]:
 
 
 class Runs:
-    """The runs that pages may ask for by name. Folders made later are found when the list is read.
+    """The runs that pages may request by name. Folders made later are found when the list is read.
 
     Args:
-        path: a run's folder, or one that holds such folders.
+        path: a run's folder, or one that contains such folders.
         store: URL of a store instead.
         trusted: see `runs_in`.
     """
@@ -186,7 +186,7 @@ class Runs:
         self._store = store
 
     def all(self) -> Sequence[Run]:
-        """Return all of them, the newest first."""
+        """Return all runs, the newest first."""
         if self._store is not None:
             return [Run("store", self._store)]
         return runs_in(self._path, trusted=self._trusted) if self._path is not None else []

@@ -1,1 +1,1 @@
-"""What the viewer's interface answers with. FastAPI describes these records; the pages' types are made of that."""
+"""The answers of the viewer's interface. FastAPI describes these records; the pages' types are generated from that."""

@@ -10,16 +10,16 @@ from lightning_trainer.kits.view.answers.rollouts import RewardRow, Said
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token. All but its id and text is known of sampled ones alone, and there only where it was recorded.
+    """A token. Everything except its id and text is known for sampled tokens only, if it was recorded.
 
     Attributes:
         id: in the vocabulary.
-        text: that it stands for.
-        logprob: natural log-probability with which the engine drew it.
-        trained: whether the loss looks at it.
-        advantage: what it is pushed by.
-        gap: log-probability under the trainer less `logprob`, as the update saw it.
-        entropy: in nats, of the distribution that it was drawn from, as the update saw it.
+        text: text of the token.
+        logprob: natural log-probability with which the engine sampled it.
+        trained: whether the loss includes it.
+        advantage: its advantage in the loss.
+        gap: log-probability under the trainer minus `logprob`, at the update.
+        entropy: in nats, of the distribution that it was sampled from, at the update.
     """
 
     id: int
@@ -46,7 +46,7 @@ class CallChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlace:
-    """The training row that a call is in: `calls` share it, by their span ids."""
+    """The training row of a call: `calls` share it, by their span ids."""
 
     calls: list[str]
     tokens: int
@@ -55,7 +55,7 @@ class RowPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPage:
-    """A model call. `untrained` says why it is in no training row, `unread` why no update saw its tokens."""
+    """A model call. `untrained` says why it is in no training row, `unread` why no update read its tokens."""
 
     rollout_id: str | None
     attempt_id: str | None
@@ -86,15 +86,15 @@ class CallLink:
     """A model call in a list.
 
     Attributes:
-        rollout_id, attempt_id, span_id: where it is.
-        agent: that called.
+        rollout_id, attempt_id, span_id: ids of its rollout, attempt and span.
+        agent: agent that made it.
         turn: its number among the calls of its attempt.
         credit: its share of the rewards.
-        advantage: how much better it was than what it was compared with.
+        advantage: how much better it was than its baseline.
         text: the start of the answer.
         task: the rollout's task, shortened.
         reward: of the rollout.
-        times: identical calls in the list, this one included.
+        times: number of identical calls in the list, including this one.
     """
 
     rollout_id: str

@@ -13,15 +13,15 @@ class RolloutRow:
 
     Attributes:
         rollout_id: its id.
-        attempt_id: the attempt that counts, else its last; None before one began.
-        status: ``succeeded``, ``crashed`` (by the policy's doing), ``failed``, ``running``, ``queued``, ``cancelled``.
-        attempts: how many there were.
-        reward: what it counts as; None where it does not count.
-        by_agent: rewards of agents, where given by agent.
+        attempt_id: the attempt that counts, otherwise its last; None before one began.
+        status: ``succeeded``, ``crashed`` (caused by the policy), ``failed``, ``running``, ``queued``, ``cancelled``.
+        attempts: number of attempts.
+        reward: the reward that it counts with; None if it does not count.
+        by_agent: rewards of agents, if given by agent.
         lowest: the lowest reward of any agent; without rewards by agent, `reward`.
-        error: the end of the error, where there was one.
-        kind: the error's type in a word.
-        seconds: that its attempt took; None while it runs.
+        error: the end of the error, if there was one.
+        kind: the error's type in one word.
+        seconds: duration of its attempt; None while it runs.
     """
 
     rollout_id: str
@@ -38,7 +38,7 @@ class RolloutRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    """A group: rollouts of one task, whose rewards are compared."""
+    """A group: rollouts of one task. Their rewards are compared."""
 
     group_id: str
     task: str
@@ -50,7 +50,7 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPage:
-    """Some groups of a step; `next` is where to go on, None at the end."""
+    """Some groups of a step; `next` is where the next page starts, None at the end."""
 
     mode: str
     step: int
@@ -61,7 +61,7 @@ class StepPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What happened in a rollout, counted in its trace: the same numbers as `lightning-rl traces --json` has lines."""
+    """Counts of a rollout's trace, equal to the numbers of lines of `lightning-rl traces --json`."""
 
     rollout_id: str
     attempt_id: str
@@ -78,7 +78,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A rollout beside the others of its group, with the mean advantage of each agent's calls."""
+    """A rollout next to the others of its group, with the mean advantage of each agent's calls."""
 
     row: RolloutRow
     rewards: list[RewardRow]
@@ -88,7 +88,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPage:
-    """Some members of a group side by side; `alike` leading calls are the same in all of them."""
+    """Some members of a group side by side; all of them share the first `alike` calls."""
 
     group_id: str
     mode: str
@@ -104,7 +104,7 @@ class GroupPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedGroup:
-    """A task at one time: `name` is that of the batch, `mean` over the rollouts that succeeded and were rewarded."""
+    """A task at one time: `name` is that of the batch, `mean` is over the successful rollouts with a reward."""
 
     group_id: str
     mode: str
@@ -124,7 +124,7 @@ class TriedTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriesPage:
-    """Tasks that were run at several times. `commands` run the one asked for anew, with tuned and base model."""
+    """Tasks that were run at several times. `commands` run the requested one again, with tuned and base model."""
 
     tasks: list[TriedTask]
     total: int

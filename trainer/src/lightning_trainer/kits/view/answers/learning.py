@@ -1,4 +1,4 @@
-"""What a step learned from: account, credit, rewards."""
+"""The training data of a step: account, credit, rewards."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CreditPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRow:
-    """What one source gave."""
+    """The rewards of one source."""
 
     source: str
     rule: bool
@@ -78,18 +78,18 @@ class SourceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """An attempt's rewards by source: a point of the scatter.
+    """An attempt's rewards by source: a point of the scatter plot.
 
     Attributes:
         rollout_id: its rollout.
-        attempt_id: its own.
-        outcome: what it was worth without automatic rules; None without a reward.
-        by_agent: of that, the rewards of each agent.
+        attempt_id: id of the attempt.
+        outcome: its reward without automatic rules; None without a reward.
+        by_agent: the rewards of each agent in `outcome`.
         lowest: the lowest reward of any agent; of an attempt without rewards by agent, `outcome`.
         task: its task, shortened.
-        by_source: the sum of what each source gave.
-        spans: by source, the span that it gave the most for, up or down: where to look.
-        said: by source, why it gave this, in its own words.
+        by_source: sum of the rewards of each source.
+        spans: by source, the span to look at: the one with its largest reward, positive or negative.
+        said: by source, its explanation of the reward, verbatim.
     """
 
     rollout_id: str
@@ -105,7 +105,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsPage:
-    """Rewards of a step by source, and of some attempts; `total` is how many were rewarded."""
+    """Rewards of a step by source, and of some attempts; `total` is the number of attempts with rewards."""
 
     sources: list[SourceRow]
     attempts: list[Judgement]

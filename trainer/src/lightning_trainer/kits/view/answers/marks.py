@@ -1,4 +1,4 @@
-"""Marks: what people noted about rollouts, calls and traces."""
+"""Marks: the users' notes about rollouts, calls and traces."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class MarkRow:
     Attributes:
         rollout_id: of the marked rollout; "" for a trace that belongs to no rollout.
         trace_id: of such a trace; "" for a rollout.
-        attempt_id: of the marked call; "" where it is not known.
+        attempt_id: of the marked call; "" if it is unknown.
         span_id: of the marked call; "" for the whole rollout or trace.
-        comment: in the person's words.
-        author: who marked it, as they call themselves.
-        marked_s: Unix time at which it was last changed.
+        comment: text of the note.
+        author: who marked it, under a name of their choice.
+        marked_s: Unix time of its last change.
         task: of the rollout, shortened.
         reward: of the rollout.
     """
@@ -41,7 +41,7 @@ class MarksPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkChange:
-    """A mark to save, in place of the one that is on the same rollout, call or trace; or to remove."""
+    """A mark to save, which replaces the one on the same rollout, call or trace; or a mark to remove."""
 
     run: str
     rollout_id: str = ""

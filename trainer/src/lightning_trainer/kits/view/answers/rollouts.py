@@ -1,4 +1,4 @@
-"""A rollout as it went: events, rewards, attempts."""
+"""The course of a rollout: events, rewards, attempts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """A tool that a message calls; `arguments` is JSON text."""
+    """A tool call in a message; `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -37,31 +37,31 @@ class RewardRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A span in its place.
+    """A span with its position in the attempt.
 
     Attributes:
         span_id: its id.
-        parent_id: of the span around it; None for a root.
+        parent_id: of the enclosing span; None for a root.
         operation: ``chat``, ``execute_tool``, ``invoke_agent``, ...
         name: the tool, the agent, the model.
-        agent: at work.
+        agent: active agent.
         start_ms: since the attempt's first span.
-        ms: that it took.
-        depth: spans around it.
+        ms: duration.
+        depth: number of enclosing spans.
         error: why it failed.
         turn: of a call: its number among the calls.
-        known: of a call: messages of its prompt that an earlier call had, which are not in `said`.
-        said: of a call: what is new in its prompt; of a tool: its arguments; of a judge: what it was asked.
-        answer: of a call: what was answered, one for each choice; of a tool: its result; of a judge: its verdict.
-        asked: of a judge's verdict: the traces in which it was asked for.
-        prompt_tokens: of a call; None where not recorded.
+        known: of a call: number of messages of its prompt that an earlier call had; they are not in `said`.
+        said: of a call: the new messages of its prompt; of a tool: its arguments; of a judge: its request.
+        answer: of a call: one answer per choice; of a tool: its result; of a judge: its verdict.
+        asked: of a judge's verdict: the traces of its requests.
+        prompt_tokens: of a call; None if not recorded.
         response_tokens: likewise.
         version: of the weights.
-        model: that answered.
+        model: model that answered.
         finish: why the answer ended.
-        rewards: tied to this span.
+        rewards: rewards of this span.
         credit: the call's share of the rewards.
-        advantage: how much better it was than what it was compared with.
+        advantage: how much better the call was than its baseline.
         left_out: why it was not compared.
     """
 
@@ -104,10 +104,10 @@ class AttemptRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPage:
-    """An attempt as it went.
+    """An attempt with its events.
 
     `task_json` is the whole task, as a line of a data file. `spans`, `calls` (of models) and `tools` (their calls)
-    count all that happened; `events` holds the first of it where that is very much.
+    count everything that happened; `events` contains only the first of it if there is very much.
     """
 
     rollout_id: str | None

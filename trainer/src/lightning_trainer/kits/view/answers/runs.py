@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """A run in the list of runs. Rewards are means over rollouts; None where there is none."""
+    """A run in the list of runs. Rewards are means over rollouts; None if there is none."""
 
     name: str
     model: str | None
@@ -27,20 +27,20 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """The rollouts of a step, or of the validation before it, as the store has them.
+    """The rollouts of a step, or of the validation before it, as stored.
 
     Attributes:
         mode: ``train``, ``val``, or ``other`` for rollouts that no run of ours named.
-        step: steps taken before; of ``other`` 0.
-        groups: how many.
-        rollouts: how many.
-        status: number of rollouts that stand so, by status.
+        step: steps taken before; 0 for ``other``.
+        groups: number of groups.
+        rollouts: number of rollouts.
+        status: number of rollouts by status.
         reward: mean over tasks, as the run logged it. While the step runs, and without a log: over the groups, of the
             rollouts that have succeeded so far; None without one.
         reward_low, reward_high: its 95 % interval.
-        low: the lowest.
-        high: the highest.
-        flat: groups in which all rewards are equal.
+        low: the lowest reward.
+        high: the highest reward.
+        flat: number of groups in which all rewards are equal.
     """
 
     mode: str
@@ -71,12 +71,12 @@ class HeldOut:
     """Held-out rewards of an agent, or of all trained agents together.
 
     Attributes:
-        agent: by its own rewards; "" stands for the reward of the trained agents.
+        agent: agent with these rewards; "" stands for the reward of the trained agents.
         trained: whether the run trains it.
-        points: one for each validation.
-        difference: from the first validation to the last, paired by task; None where they can't be compared.
+        points: one per validation.
+        difference: from the first validation to the last, paired by task; None if they cannot be compared.
         low, high: its 95 % interval.
-        tasks: that it is of.
+        tasks: number of paired tasks.
     """
 
     agent: str
@@ -104,7 +104,7 @@ class Headline:
 
     Attributes:
         sentence: the result in words.
-        held_out: of the trained agents, then of each agent with rewards of its own; [] without held-out tasks.
+        held_out: of the trained agents, then of each agent with its own rewards; [] without held-out tasks.
         best: the validation with the highest reward; None without held-out tasks, and with a judge.
         best_folder: its checkpoint, within the run's folder; None if it was not saved.
         cost: of the run.
@@ -132,16 +132,16 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRow:
-    """Held-out rewards of a policy with weights of its own, or of one that was returned to its best.
+    """Held-out rewards of a policy with its own weights, or of one that was returned to its best.
 
     Attributes:
         policy: its name.
-        agents: that it answers, where they have rewards of their own.
-        points: steps taken and mean reward, one pair for each validation.
+        agents: agents that it answers, if they have their own rewards.
+        points: steps taken and mean reward, one pair per validation.
         best_step: steps taken when the reward was highest.
         best: that reward.
-        last: the newest one.
-        folder: where its best weights are, within the run's folder; None if they were not saved.
+        last: the newest reward.
+        folder: folder of its best weights, within the run's folder; None if they were not saved.
         rollbacks: every return to them.
     """
 
@@ -166,9 +166,9 @@ class ScalePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPage:
-    """A run: its result, its options, the numbers of its steps, its alarms, and what its store holds.
+    """A run: its result, options, metrics per step, alarms, and the contents of its store.
 
-    `most_frequent` has, by agent, the most frequent short answer of the newest step or validation, and its share.
+    `most_frequent` is, by agent, the most frequent short answer of the newest step or validation, and its share.
     """
 
     name: str

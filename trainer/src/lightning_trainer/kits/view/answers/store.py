@@ -1,4 +1,4 @@
-"""What the store holds besides: tools, workers, loose traces, what a search finds."""
+"""The rest of the store: tools, workers, loose traces, search results."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class UsageRow:
     """Latency and tokens of an agent's model calls, or of whole rollouts.
 
     Attributes:
-        agent: that called; of rollouts None.
+        agent: agent that called; None for rollouts.
         number: of calls, or of rollouts.
         errors: how many of them failed.
         ms: latency.
-        prompt_tokens, response_tokens: of one.
-        slowest: the call that took longest; None of rollouts.
+        prompt_tokens, response_tokens: per call or rollout.
+        slowest: the slowest call; None for rollouts.
     """
 
     agent: str | None
@@ -56,7 +56,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolsPage:
-    """Tools and model calls of a step. `usage` starts with the rollouts as wholes, where there are any."""
+    """Tools and model calls of a step. `usage` starts with the whole rollouts, if there are any."""
 
     rollouts: int
     tools: list[ToolRow]
@@ -76,7 +76,7 @@ class WorkerRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningRow:
-    """An attempt under way; `lease_s` is what is left of its lease as far as the store's clock tells."""
+    """A running attempt; `limit_s` is its rollout's time limit."""
 
     rollout_id: str
     attempt_id: str
@@ -87,7 +87,7 @@ class RunningRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPage:
-    """Runners, queue and attempts under way."""
+    """Runners, queue and running attempts."""
 
     queued: int
     running: int
@@ -119,7 +119,7 @@ class LoosePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """A span or call in which a text was found, with the task and the reward of its rollout."""
+    """A span or call that contains a text, with the task and the reward of its rollout."""
 
     rollout_id: str | None
     attempt_id: str | None
@@ -136,13 +136,13 @@ class Hit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPage:
-    """Where a text was found on a page of a search.
+    """The matches on one page of a search.
 
     Attributes:
-        hits: where.
-        looked: records that this page looked at.
-        next: where to go on; None when everything was looked through.
-        calls: go on there among calls that no span tells of, instead of spans.
+        hits: the matches.
+        looked: number of records that this page searched.
+        next: where the next page starts; None at the end.
+        calls: whether the next page searches calls without a span, instead of spans.
     """
 
     hits: list[Hit]

@@ -1,1 +1,1 @@
-"""What each answer says, read from a run's store and folder."""
+"""The contents of each answer, read from a run's store and folder."""

@@ -1,4 +1,4 @@
-"""One model call: its tokens with what is known of each, what was said, what it came to."""
+"""One model call: its tokens with everything known about each, its messages, its result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rows import Row, why_untrainable
 from lightning_trainer.run.group_ids import step_of
 
-TOKENS: Final = 3000  # of a prompt, its last ones, unless all are asked for
+TOKENS: Final = 3000  # number of a prompt's last tokens to show, unless all are requested
 _REQUEST: Final = 500_000  # characters of a raw request
 _ATTRIBUTE: Final = 20_000
 
@@ -51,7 +51,7 @@ def call_page(
     """Return a call of a trace.
 
     Raises:
-        RefusedError: there is no such call in it.
+        RefusedError: the trace has no such call.
     """
     turn, node = next(((n, node) for n, node in enumerate(trace.chats) if node.span.span_id == span_id), (0, None))
     if node is None:
@@ -107,7 +107,7 @@ def _batch(reader: StoreReader, run: Run, group_id: str | None) -> Batch | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Learned:
-    """What training made of a call: its row, and what the update saw of the row's tokens, (T,) each, NaN elsewhere."""
+    """A call in training: its row, and the update's values for the row's tokens, (T,) each, NaN elsewhere."""
 
     row: Row | None = None
     place: RowPlace | None = None
@@ -117,7 +117,7 @@ class _Learned:
     unread: str | None = None
 
     def token(self, token_id: int, pieces: Pieces | None, logprob: float | None, at: int) -> Token:
-        """Return a token at a place of the row."""
+        """Return the token at a position of the row."""
         row = self.row if self.row is not None and at < len(self.row.mask) else None
         trained = bool(row.mask[at]) if row is not None else None
         return Token(
@@ -137,7 +137,7 @@ def _finite(values: NDArray[np.floating] | None, at: int) -> float | None:
 
 
 def _find_row(run: Run, batch: Batch | None, calls: Sequence[Judged], group_id: str | None) -> _Learned:
-    """Find the row of a call, where the run trains its agent, and what the update of its step saw of it."""
+    """Return the row of a call if the run trains its agent, and the values of its step's update."""
     if group_id is None or not step_trains(group_id):
         return _Learned(untrained="it belongs to no training step")
     if batch is None or not calls:
@@ -158,7 +158,7 @@ def _find_row(run: Run, batch: Batch | None, calls: Sequence[Judged], group_id: 
 
 
 def _why_unread(row: Row) -> str:
-    """Say why nothing is known of how an update saw a row."""
+    """Return why the update's values are unknown for a row."""
     if not row.has_gradient:
         return "all advantages of its row are 0, so the update did not read it"
     return "the run's folder does not have this row's tokens: an earlier version wrote it, or they were deleted"
@@ -192,7 +192,7 @@ def _attributes(node: Node) -> dict[str, Any]:
 
 
 def _folders(run: Run) -> list[Path]:
-    """Name the folders that may have the tokenizer of a run's model; nothing is fetched or made for a look."""
+    """Return the folders that may contain the tokenizer of a run's model. Nothing is downloaded or created for it."""
     found = [run.folder / "checkpoint"] if run.folder is not None else []
     model = run.options.get("model")
     if not isinstance(model, str):

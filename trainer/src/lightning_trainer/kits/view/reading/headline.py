@@ -1,4 +1,4 @@
-"""The result of a run at a glance: one sentence, what the held-out tasks say of each agent, and the cost."""
+"""The result of a run at a glance: one sentence, the held-out rewards of each agent, and the cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def headline_of(run: Run, lines: Sequence[Line], steps: Sequence[StepRow]) -> He
     Args:
         run: the run.
         lines: of its log.
-        steps: that its store holds.
+        steps: steps in its store.
     """
     validations = [line for line in newest_validations(lines) if "rollouts" in line]
     held_out = _held_out(validations, chosen_by(run), run.declared)
@@ -68,7 +68,7 @@ def _of_agent(agent: str, scores: Sequence[tuple[int, Score]], trained: bool) ->
 
 
 def _estimate(score: Score, agent: str) -> Estimate:
-    """Return the mean reward of an agent; "" stands for the trained agents, whose interval the run logged."""
+    """Return the mean reward of an agent; "" stands for the trained agents: their interval is in the log."""
     if not agent:
         return Estimate(score.reward, score.low, score.high)
     tasks = list(score.by_task.get(agent, {}).values())

@@ -1,4 +1,4 @@
-"""What a run made of its calls: the account, credit by agent and turn, the rows that calls share."""
+"""A run's calls in training: the account, credit by agent and turn, the rows that calls share."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from lightning_trainer.rl.rollouts import outcomes as outcomes_of
 from lightning_trainer.rl.rows import Row, why_untrainable
 from lightning_trainer.run.group_ids import Step, step_of
 
-_LINKS: Final = 50  # calls named for each reason
-_ENDS: Final = 12  # best and worst calls that differ
-_RANKED: Final = 2000  # among so many of them
+_LINKS: Final = 50  # calls to list per reason
+_ENDS: Final = 12  # distinct calls to list, of the best and of the worst
+_RANKED: Final = 2000  # calls among which they are searched
 _SHORT: Final = 200
 
 
@@ -50,7 +50,7 @@ def ended(reader: StoreReader, groups: Sequence[str]) -> list[Rollout]:
 def batch_of(
     reader: StoreReader, run: Run, groups: Sequence[str], *, config: TrainConfig | None = None, every_agent: bool = True
 ) -> tuple[Batch, list[Outcome]] | None:
-    """Make the batch of some groups again; None where the run's options are not known, or nothing has ended."""
+    """Rebuild the batch of some groups; None if the run's options are unknown, or nothing has ended."""
     config = config or run.config
     rollouts = ended(reader, groups) if config is not None else []
     if config is None or not rollouts:
@@ -59,18 +59,18 @@ def batch_of(
 
 
 def judged_in(reader: StoreReader, run: Run, group_id: str | None) -> tuple[Judged, ...]:
-    """Return the calls of a group with credit and advantage; none where they can't be known."""
+    """Return the calls of a group with credit and advantage; none if they cannot be computed."""
     made = None
     if group_id is not None and step_trains(group_id):
         try:
             made = batch_of(reader, run, [group_id])
-        except LightningError:  # a reward's rule that is not installed here, an assigner of another version
+        except LightningError:  # a reward rule that is not installed here, a credit assigner of another version
             return ()
     return made[0].calls if made is not None else ()
 
 
 def step_trains(group_id: str) -> bool:
-    """Whether a group is one of training."""
+    """Whether a group belongs to a training step."""
     return step_of(group_id).mode == "train"
 
 
@@ -78,7 +78,7 @@ def account_of(reader: StoreReader, run: Run, step: int) -> AccountPage:
     """Return the account of a step, each loss with some of its calls.
 
     Raises:
-        ConfigError: the run's options are not known, or nothing of the step has ended.
+        ConfigError: the run's options are unknown, or nothing of the step has ended.
     """
     made = _as_trained(reader, run, group_ids(reader, run, Step("train", step)))
     if made is None:
@@ -115,7 +115,7 @@ def account_of(reader: StoreReader, run: Run, step: int) -> AccountPage:
 
 
 def _as_trained(reader: StoreReader, run: Run, groups: Sequence[str]) -> tuple[Batch, list[Outcome]] | None:
-    """Make the batch of a step again; where groups without contrast were replaced, round after round as the run did."""
+    """Rebuild the batch of a step. Groups without contrast are replaced round by round if the run did so."""
     config, rounds = run.config, [[each for each in groups if _round(each) == 0]]
     made = batch_of(reader, run, rounds[0], every_agent=False)
     if made is None or config is None or not config.resample:
@@ -131,7 +131,7 @@ def _as_trained(reader: StoreReader, run: Run, groups: Sequence[str]) -> tuple[B
 
 
 def _round(group_id: str) -> int:
-    """Read from a group's id in which round it replaced another; 0: it was there from the beginning."""
+    """Return the round in which a group replaced another, from its id; 0: an original group."""
     found = re.search(r":t\d+(?:r(\d+))?-\d+$", group_id)
     return int(found[1] or 0) if found else 0
 
@@ -141,7 +141,7 @@ def _same(told: Mapping[str, Any], now: Mapping[str, float]) -> bool:
 
 
 def _link_failed(links: dict[str, list[CallLink]], outcomes: Sequence[Outcome], calls: Iterable[Judged]) -> None:
-    """Name attempts that do not count: their calls are seen, and were never shared out."""
+    """Add links to attempts that do not count: their calls are seen, but got no credit."""
     counted = {call.transition.attempt_id for call in calls}
     for outcome in outcomes:
         for attempt in outcome.attempts:
@@ -160,7 +160,7 @@ def _link_failed(links: dict[str, list[CallLink]], outcomes: Sequence[Outcome], 
 
 
 def link_of(call: Judged) -> CallLink:
-    """Return what leads to a call."""
+    """Return the link to a call."""
     transition = call.transition
     return CallLink(
         rollout_id=transition.rollout_id,
@@ -180,10 +180,10 @@ def _shown_answer(transition: Transition) -> str:
 
 
 def credit_of(reader: StoreReader, run: Run, step: int | None, credit: str | None) -> CreditPage:
-    """Return credit by agent and turn, under the run's assigner or another.
+    """Return credit by agent and turn, by the run's credit assigner or another.
 
     Raises:
-        ConfigError: the run's options are not known, nothing has ended, or there is no such assigner.
+        ConfigError: the run's options are unknown, nothing has ended, or there is no such assigner.
     """
     config = run.config
     if config is not None and credit is not None and credit != config.credit:
@@ -231,7 +231,7 @@ def distinct_links(reader: StoreReader, run: Run, calls: Iterable[Judged]) -> li
 
 
 def row_of(batch: Batch, transition: Transition) -> tuple[Row, RowPlace] | None:
-    """Find the row that a call is in, and the calls that share it; None where it is in none."""
+    """Return the row of a call, and the calls that share it; None if it is in no row."""
     mine = [row for row in batch.rows if row.attempt_id == transition.attempt_id and row.agent == transition.agent]
     calls = [c.transition for c in batch.calls if c.transition.attempt_id == transition.attempt_id]
     for row in mine:

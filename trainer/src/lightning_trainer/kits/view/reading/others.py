@@ -34,10 +34,10 @@ from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.rl.scores import agents_totals, earned, lowest
 from lightning_trainer.run.group_ids import Step
 
-_MOST: Final = 2000  # attempts in a scatter
+_MOST: Final = 2000  # most attempts in the scatter plot
 _TASK: Final = 120  # characters of a task in a table
 _WORDS: Final = 1000  # characters of a verdict
-_NEWEST: Final = 20_000  # spans that one page of loose traces looks through
+_NEWEST: Final = 20_000  # spans that one page of loose traces reads
 
 
 def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
@@ -69,7 +69,7 @@ def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
 
 
 def _verdicts(reader: StoreReader, attempt_ids: Sequence[str]) -> defaultdict[str, dict[str, tuple[str, str]]]:
-    """Return by attempt, by source: the span of a verdict, and its words."""
+    """Return by attempt and source the span of a verdict, and its text."""
     spans = schema.spans.c
     found: defaultdict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
     with reader.reading() as connection:
@@ -119,7 +119,7 @@ def _judgement(
 
 
 def fleet_page(reader: StoreReader) -> FleetPage:
-    """Return who claims rollouts, what waits, and what has run the longest."""
+    """Return the workers, the length of the queue, and the attempts that have run the longest."""
     attempts, rollouts = schema.attempts.c, schema.rollouts.c
     by_worker = select(
         attempts.worker, attempts.status, func.count(), func.max(func.coalesce(attempts.ended_ns, attempts.started_ns))
@@ -159,7 +159,7 @@ def fleet_page(reader: StoreReader) -> FleetPage:
 
 
 def loose_page(reader: StoreReader, *, before: int | None, limit: int = 50) -> LoosePage:
-    """Return traces that belong to no rollout, the newest first; one page looks through a bounded number of spans."""
+    """Return traces that belong to no rollout, the newest first; one page reads a bounded number of spans."""
     spans = schema.spans.c
     query = select(spans.seq, spans.trace_id, spans.rollout_id).order_by(spans.seq.desc()).limit(_NEWEST)
     query = query.where(spans.seq < before) if before is not None else query
@@ -175,7 +175,7 @@ def loose_page(reader: StoreReader, *, before: int | None, limit: int = 50) -> L
             last = row.seq
         whole = _outside_rollouts(connection, list(found))
     more = (bool(rows) and last != rows[-1].seq) or len(rows) == _NEWEST
-    traces = [  # what has a newer span stood on an earlier page
+    traces = [  # a trace with a newer span was on an earlier page
         _loose(trace_id, its)
         for trace_id in found
         if (its := whole[trace_id]) and (before is None or max(row.seq for row in its) < before)
@@ -184,7 +184,7 @@ def loose_page(reader: StoreReader, *, before: int | None, limit: int = 50) -> L
 
 
 def _outside_rollouts(connection: Connection, trace_ids: Sequence[str]) -> defaultdict[str, list[Any]]:
-    """Return by trace all its spans that belong to no rollout, without what was said."""
+    """Return by trace all its spans that belong to no rollout, without their messages."""
     spans = schema.spans.c
     columns = (
         spans.seq, spans.trace_id, spans.parent_id, spans.operation, spans.name, spans.agent, spans.origin,

@@ -1,4 +1,4 @@
-"""The text of single tokens, from the model's own tokenizer.json: no tokenizer needs to be installed to look at one."""
+"""The text of single tokens, from the model's own tokenizer.json: no tokenizer needs to be installed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _MOST_BYTES: Final = 1 << 28
 
 
 class Pieces:
-    """What each token of a vocabulary stands for.
+    """The text of each token of a vocabulary.
 
     Args:
         path: a ``tokenizer.json``.
 
     Raises:
-        ValueError: it is none.
-        OSError: it can't be read.
+        ValueError: it is invalid.
+        OSError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         described = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(described, ensure_ascii=False).encode()  # half a letter can't be shown
+        json.dumps(described, ensure_ascii=False).encode()  # raises for half a character, which cannot be shown
         if not isinstance(described, dict) or not isinstance(described.get("model"), dict):
             raise ValueError(f"{path} describes no tokenizer")
         self._special = {int(each["id"]): str(each["content"]) for each in described.get("added_tokens") or []}
@@ -33,7 +33,7 @@ class Pieces:
         self._bytes = _of_bytes if "ByteLevel" in json.dumps(described.get("decoder")) else _of_pieces
 
     def text(self, token_id: int) -> str:
-        """Return the text of one token; of one that is part of a letter, its bytes in brackets."""
+        """Return the text of one token; if it is part of a character, its bytes in brackets."""
         if token_id in self._special:
             return self._special[token_id]
         token = self._tokens.get(token_id)
@@ -51,14 +51,14 @@ class Pieces:
 
 
 def pieces_of(folders: Sequence[Path]) -> Pieces | None:
-    """Return the pieces of the first folder that has a tokenizer; None where none has."""
+    """Return the pieces of the first folder that has a tokenizer; None if none has."""
     for folder in folders:
         path = folder / FILE
         if path.is_file() and path.stat().st_size <= _MOST_BYTES:
             try:
                 return _read(path, path.stat().st_mtime_ns)
             except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
-                continue  # one of another program, or of a stranger
+                continue  # a file of another program, or an untrusted one
     return None
 
 
@@ -70,11 +70,11 @@ def _read(path: Path, _changed: int) -> Pieces:
 def _tokens(vocabulary: Any) -> dict[int, str]:
     if isinstance(vocabulary, dict):
         return {int(number): token for token, number in vocabulary.items()}
-    return {number: str(entry[0]) for number, entry in enumerate(vocabulary or [])}  # of a unigram model
+    return {number: str(entry[0]) for number, entry in enumerate(vocabulary or [])}  # a unigram model
 
 
 def _alphabet() -> dict[str, int]:
-    """Return the byte of each letter by which byte-level vocabularies write bytes (GPT-2's table)."""
+    """Return the byte of each character with which byte-level vocabularies write bytes (GPT-2's table)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(shown)]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -88,7 +88,7 @@ def _of_bytes(token: str) -> bytes:
 
 
 def _of_pieces(token: str) -> bytes:
-    """Read SentencePiece's form: a low line for a space, and bytes that have no piece as ``<0xE2>``."""
+    """Return the bytes of a SentencePiece token: U+2581 is a space, and ``<0xE2>`` a byte without a piece."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
     return token.replace("\u2581", " ").encode()

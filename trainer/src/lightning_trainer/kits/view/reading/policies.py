@@ -1,4 +1,4 @@
-"""Policies of a run with weights of their own: their held-out rewards, their best weights and returns to them."""
+"""Policies with their own weights: their held-out rewards, their best weights and returns to them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_trainer.run.cliffs import BEST_WEIGHTS, ROLLBACK
 
 
 def policies_of(run: Run, lines: Sequence[Line], validations: Sequence[Line]) -> list[PolicyRow]:
-    """Return the policies whose best weights the run keeps apart, and those that fell.
+    """Return the policies whose best weights the run saves separately, and those that were rolled back.
 
     Args:
         run: the run.
         lines: of its log.
-        validations: those of them that can be compared.
+        validations: the comparable validations among them.
     """
     rollbacks = defaultdict[str, list[Rollback]](list)
     for line in lines:

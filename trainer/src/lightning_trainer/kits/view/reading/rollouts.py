@@ -1,4 +1,4 @@
-"""A rollout as it went, and the rollouts of a group side by side."""
+"""The course of a rollout, and the rollouts of a group side by side."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TASK: Final = 5000
 
 
 def side_by_side(reader: StoreReader, run: Run, group: str, *, after: int) -> GroupPage:
-    """Return rollouts of a group beside each other, from one of them on, and how far all are alike.
+    """Return rollouts of a group side by side, starting at one of them, and how many first calls all share.
 
     Raises:
         RefusedError: there is no such group.
@@ -53,7 +53,7 @@ def side_by_side(reader: StoreReader, run: Run, group: str, *, after: int) -> Gr
     judged, chosen = judged_in(reader, run, group), chosen_by(run)
     traces: dict[str | None, Trace] = {}
     shown = row.rollouts[after : after + _MEMBERS]
-    first = row.rollouts[0]  # that all are compared with, on whichever page they are
+    first = row.rollouts[0]  # all are compared with it, on every page
     ids = [each.attempt_id for each in (first, *shown) if each.attempt_id is not None]
     for trace in traces_of(reader, attempt_ids=ids):
         traces[trace.attempt_id] = trace
@@ -85,7 +85,7 @@ def _member(row: RolloutRow, trace: Trace | None, judged: Sequence[Judged], chos
 
 
 def _steps_of(trace: Trace, judged: Sequence[Judged], chosen: Sequence[str] | None) -> list[Event]:
-    """Return the model calls and tools of an attempt: what a comparison looks at."""
+    """Return the model calls and tools of an attempt, which are compared."""
     events = events_of(trace, judged, chosen)
     return [event for event in events if event.turn is not None or event.operation == "execute_tool"]
 
@@ -102,7 +102,7 @@ def _advantages(judged: Sequence[Judged], attempt_id: str | None, chosen: Sequen
 
 
 def as_it_went(reader: StoreReader, run: Run, rollout: str, attempt: str | None) -> RolloutPage:
-    """Return an attempt of a rollout: the one asked for, else that which counts, else the last.
+    """Return an attempt of a rollout: the requested one, otherwise the one that counts, otherwise the last.
 
     Raises:
         RefusedError: there is no such rollout.
@@ -122,7 +122,7 @@ def as_it_went(reader: StoreReader, run: Run, rollout: str, attempt: str | None)
 
 
 def trace_of(run: Run, reader: StoreReader, rollout: str, attempt: str | None) -> tuple[Rollout | None, Trace]:
-    """Return a rollout, and the trace of its attempt: the one asked for, else that which counts, else the last."""
+    """Return a rollout and the trace of an attempt: the requested one, otherwise the counting one or the last."""
     asked = next(iter(reader.rollouts(rollout_ids=[rollout])), None)
     if attempt is None and asked is not None:
         outcome = outcomes_of(reader, run, [asked])[rollout]
@@ -140,7 +140,7 @@ def loose_trace(reader: StoreReader, trace_id: str) -> Trace:
     """Return a trace that belongs to no rollout.
 
     Raises:
-        RefusedError: there is none.
+        RefusedError: there is no such trace.
     """
     spans, calls = reader.spans(trace_ids=[trace_id]), reader.calls(trace_ids=[trace_id])
     if not spans and not calls:
@@ -161,13 +161,13 @@ def page_of(
     """Return the page of a trace.
 
     Args:
-        run: it is of.
+        run: run of the trace.
         reader: of its store.
-        asked: its rollout; None where it belongs to none.
-        trace: what happened.
+        asked: its rollout; None if it belongs to none.
+        trace: the trace.
         attempts: of the rollout.
         members: rollouts of its group.
-        row: what it counts as.
+        row: the rollout's status and reward.
     """
     judged, chosen = judged_in(reader, run, asked.group_id if asked is not None else None), chosen_by(run)
     events = events_of(trace, judged, chosen)
@@ -205,6 +205,6 @@ def page_of(
 
 
 def _took(events: Sequence[Event]) -> float:
-    """Return the milliseconds of an attempt. A verdict on it, which came later, is no part of it."""
+    """Return the duration of an attempt in milliseconds, without a judge's later verdict on it."""
     ends = [(event.operation == EVALUATE, event.start_ms + event.ms) for event in events]
     return max((end for verdict, end in ends if not verdict), default=max((end for _, end in ends), default=0.0))

@@ -16,7 +16,7 @@ from lightning_trainer.kits.view.reading.steps import rewarded, trained_in, with
 from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.log.lines import Line
 
-_BY_AGENT: Final = ("reward/", "response_tokens/", "calls_per_rollout/")  # metrics that name agents
+_BY_AGENT: Final = ("reward/", "response_tokens/", "calls_per_rollout/")  # metrics with an agent's name
 _GLOBS: Final = frozenset("*?[")
 
 
@@ -25,7 +25,7 @@ def scale_of(run: Run, reader: StoreReader | None) -> ScalePage:
 
     Args:
         run: the run.
-        reader: of its store; None where it has none.
+        reader: of its store; None if it has none.
     """
     lines = run.lines()
     values = [float(line["reward"]) for line in lines if line.get("reward") is not None]

@@ -1,4 +1,4 @@
-"""Looks for a text in all that was recorded, a second at a time: in spans, then in calls that no span tells of."""
+"""Search in everything that was recorded, a second at a time: in spans, then in calls without a span."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_trainer.kits.view.reading.steps import tasks_and_rewards
 from lightning_trainer.kits.view.reading.texts import legible
 from lightning_trainer.kits.view.runs import Run
 
-_LOOK_S: Final = 1.0  # that one page of a search takes
+_LOOK_S: Final = 1.0  # duration of one page of a search
 _AT_ONCE: Final = 2000  # records of a search between looks at the clock
 _AROUND: Final = 60
 _HITS: Final = 50
 
 
 def search(reader: StoreReader, run: Run, text: str, *, after: int, calls: bool = False) -> SearchPage:
-    """Look for a text in names, errors and attributes of spans (which hold requests, answers, arguments and results).
+    """Search names, errors and attributes of spans (which contain requests, answers, arguments and results).
 
-    Then in the requests and answers of calls that no span tells of: those of a program that is not attached. One page
-    looks for a second at most, and at one part at least; `next` and `calls` go on from there. The newest come last.
+    Then the requests and answers of calls without a span: those of a program that is not attached. One page searches
+    for a second at most, and at least one part; the next one continues at `next` and `calls`. The newest come last.
     """
     query = _in_calls(text) if calls else _in_spans(text)
     seq = schema.calls.c.seq if calls else schema.spans.c.seq
@@ -64,7 +64,7 @@ def _in_spans(text: str) -> Select[Any]:
         spans.status_message, spans.attributes,
     )  # fmt: skip
     plain = (spans.name, spans.status_message, spans.agent)
-    # In attributes texts stand as JSON, requests as JSON in JSON: a letter that JSON escapes is looked for escaped.
+    # Attributes contain texts as JSON, and requests as JSON in JSON: a character that JSON escapes is searched escaped.
     return select(*columns).where(
         or_(
             *(column.icontains(text, autoescape=True) for column in plain),
@@ -88,7 +88,7 @@ def _in_calls(text: str) -> Select[Any]:
 
 
 def _forms(text: str) -> list[str]:
-    """Return a text as it stands in JSON, and in JSON that stands as a text in JSON, with letters escaped or not."""
+    """Return a text, and its forms in JSON and in JSON within JSON, with non-ASCII characters escaped or not."""
     found = [text]
     for ascii_only in (False, True):
         once = json.dumps(text, ensure_ascii=ascii_only)[1:-1]

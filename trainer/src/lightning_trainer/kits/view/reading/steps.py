@@ -1,4 +1,4 @@
-"""Steps, groups and rollouts of a run, from the queue and the rewards: nothing here reads what was said."""
+"""Steps, groups and rollouts of a run, from the queue and the rewards: nothing here reads messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def steps_by_group(connection: Connection, run: Run) -> dict[str, Step]:
 
 
 def within(run: Run) -> ColumnElement[bool]:
-    """Return the condition that leaves out, in the database, most of what other runs have in the same store."""
+    """Return the condition that excludes, in the database, most rollouts of other runs in the same store."""
     return schema.rollouts.c.group_id.startswith(run.prefix, autoescape=True) if run.prefix else true()
 
 
@@ -54,7 +54,7 @@ def group_ids(reader: StoreReader, run: Run, step: Step | None = None) -> list[s
 
 
 def rollouts_in(reader: StoreReader, groups: Sequence[str]) -> list[Rollout]:
-    """Return the rollouts of groups, without the forks that a run made of them: these are no rollouts of its steps."""
+    """Return the rollouts of groups without the forks that a run made of them: they are not rollouts of its steps."""
     found = whole_list(reader, Rollout, Where(group_ids=list(groups)))
     return [each for each in found if _counts(step_of(each.group_id), each.replay is not None)]
 
@@ -69,7 +69,7 @@ def _natural(text: str) -> list[tuple[int, str]]:
 
 @dataclass(slots=True)
 class _Sums:
-    """Of a step."""
+    """Counts and rewards of a step."""
 
     groups: set[str] = field(default_factory=set)
     status: Counter[str] = field(default_factory=Counter)
@@ -80,7 +80,7 @@ class _Sums:
 
 
 def overview(reader: StoreReader, run: Run) -> list[StepRow]:
-    """Count rollouts and rewards of every step, in the database: nothing is read but numbers."""
+    """Return counts and rewards of every step. The database computes them and returns only numbers."""
     steps: defaultdict[Step, _Sums] = defaultdict(_Sums)
     with reader.reading() as connection:
         groups = steps_by_group(connection, run)
@@ -102,7 +102,7 @@ def overview(reader: StoreReader, run: Run) -> list[StepRow]:
 
 
 def _row(step: Step, sums: _Sums, line: Line | None, declared: Declared) -> StepRow:
-    """Return a step with the mean that the run logged, failures included; without one, of what has succeeded so far."""
+    """Return a step with the mean that the run logged, failures included; without one, of the successes so far."""
     so_far = estimate_mean(sums.means, reward_bounds([*sums.lows, *sums.highs], declared))
     score = so_far if line is None else Estimate(line.get("reward"), line.get("reward_low"), line.get("reward_high"))
     return StepRow(
@@ -121,7 +121,7 @@ def _row(step: Step, sums: _Sums, line: Line | None, declared: Declared) -> Step
 
 
 def _rows_of_groups(rows: Iterable[Sequence[Any]], groups: Mapping[str, Step]) -> Iterator[Sequence[Any]]:
-    """Keep the rows of these groups that are not of forks, without their second column, which says what is of forks."""
+    """Return the rows of these groups without those of forks, and without the second column, which marks forks."""
     for group_id, is_fork, *values in rows:
         if group_id in groups and _counts(groups[group_id], bool(is_fork)):
             yield group_id, *values
@@ -134,7 +134,7 @@ def _select_states(run: Run) -> Select[Any]:
 
 
 def trained_in(connection: Connection, run: Run) -> frozenset[str] | None:
-    """Return the agents whose rewards are the run's: see `rl.scores.trained_names`."""
+    """Return the agents whose rewards count for the run: see `rl.scores.trained_names`."""
     agents = chosen_by(run)
     if agents is None:
         return None
@@ -143,7 +143,10 @@ def trained_in(connection: Connection, run: Run) -> frozenset[str] | None:
 
 
 def rewarded(run: Run, groups: ColumnElement[bool] | None = None, trained: frozenset[str] | None = None) -> Select[Any]:
-    """By group, forks apart: number, sum, lowest and highest of what successful attempts earned: `scores.earned`."""
+    """Return the query of successful attempts' rewards by group, with forks separate: see `scores.earned`.
+
+    Its columns are the group, whether it is of forks, and the number, sum, lowest and highest of the rewards.
+    """
     rewards, attempts, rollouts = schema.rewards.c, schema.attempts.c, schema.rollouts.c
     named = rewards.agent.is_not(None)
     shared = func.sum(case((named, 0.0), else_=rewards.value))
@@ -171,7 +174,7 @@ def rewarded(run: Run, groups: ColumnElement[bool] | None = None, trained: froze
 
 
 def rewards_by_group(connection: Connection, run: Run, groups: Mapping[str, Step]) -> dict[str, tuple[int, float]]:
-    """Return of each group how many rollouts succeeded and were rewarded, and the sum of what they got."""
+    """Return by group the number of successful rollouts with a reward, and the sum of their rewards."""
     rows = _rows_of_groups(connection.execute(rewarded(run, trained=trained_in(connection, run))), groups)
     return {group: (int(number), float(total)) for group, number, total, _, _ in rows}
 
@@ -197,7 +200,7 @@ def groups_page(reader: StoreReader, run: Run, step: Step, *, after: int, limit:
 
 
 def outcomes_of(reader: StoreReader, run: Run, rollouts: Sequence[Rollout]) -> dict[str, Outcome]:
-    """Say what became of rollouts, by id, also of those that have not ended; without what automatic rules gave."""
+    """Return the outcomes of rollouts by id, also of unfinished ones, without the rewards of automatic rules."""
 
     def scored(outcome: Outcome) -> Outcome:
         return replace(outcome, rewards=tuple(each for each in outcome.rewards if each.source not in run.rules))
@@ -207,12 +210,12 @@ def outcomes_of(reader: StoreReader, run: Run, rollouts: Sequence[Rollout]) -> d
 
 
 def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[Outcome]) -> float:
-    """Return what failures by the policy's doing count as in a step: see `rl.scores.reward_of_failures`."""
+    """Return the reward of failures caused by the policy in a step: see `rl.scores.reward_of_failures`."""
     failed = failed_of(run)
     if not isinstance(failed, str):
         return failed
     if all(outcome.crash is None for outcome in outcomes):
-        return 0.0  # nothing counts so
+        return 0.0  # there is no such failure
     ids = group_ids(reader, run, step)
     with reader.reading() as connection:
         rows = connection.execute(rewarded(run, among(connection, schema.rollouts.c.group_id, ids))).all()
@@ -220,7 +223,7 @@ def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[O
 
 
 def group_rows(reader: StoreReader, run: Run, step: Step, rollouts: Sequence[Rollout]) -> list[GroupRow]:
-    """Put rollouts of a step together by group; see `rollouts_in`."""
+    """Return the rollouts of a step by group; see `rollouts_in`."""
     found = outcomes_of(reader, run, rollouts)
     crashed = crash_reward(reader, run, step, found.values())
     with reader.reading() as connection:
@@ -244,7 +247,7 @@ def tasks_and_rewards(reader: StoreReader, run: Run, rollout_ids: Iterable[str])
 
 
 def failed_of(run: Run) -> Failed:
-    """Return what the run counts failures as."""
+    """Return how the run counts failures."""
     config = run.config
     return config.failed if config is not None else "lowest"
 
@@ -268,7 +271,7 @@ def rollout_row(run: Run, outcome: Outcome, crashed: float, agents: frozenset[st
     Args:
         run: the run.
         outcome: of the rollout.
-        crashed: what a failure by the policy's doing counts as.
+        crashed: reward of a failure caused by the policy.
         agents: see `trained_in`.
     """
     counted = outcome.counts(failed_of(run))
@@ -298,7 +301,7 @@ def _status(outcome: Outcome, *, is_crash: bool) -> str:
 
 
 def _kind(outcome: Outcome) -> str | None:
-    """Name the error: the exception's type, else how the attempt ended."""
+    """Return the kind of the error: the exception's type, otherwise how the attempt ended."""
     if outcome.error is None:
         return None
     attempt = outcome.crash or (outcome.attempts[-1] if outcome.attempts else None)
@@ -317,7 +320,7 @@ def seconds_of(attempt: AttemptRecord | None) -> float | None:
 
 
 def task_text(rollout: Rollout, limit: int) -> str:
-    """Return a task in a few words: its one text, or all of it as JSON."""
+    """Return a task as a short text: its only text, or all of it as JSON."""
     texts = [value for value in rollout.task.values() if isinstance(value, str)]
     text = texts[0] if len(texts) == 1 else dumps(dict(rollout.task)).decode()
     return printable(legible(text[:limit]))

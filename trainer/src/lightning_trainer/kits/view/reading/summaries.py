@@ -1,4 +1,4 @@
-"""A run in a line: from its folder alone, so that a list of many runs opens no store."""
+"""A run as one row, from its folder alone, so that a list of many runs opens no store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was said, as text: messages of any surface, read into one shape, and cut to what a page shows."""
+"""Messages of any API as text, in one form, and cut to the length that a page shows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_trainer.kits.view.answers.rollouts import Said, ToolUse
 
 LIMIT: Final = 4000  # characters of a message that a page shows before it is opened
 WHOLE: Final = 2_000_000
-_EXACT: Final = 2**53  # the last integer up to which JavaScript tells each from the next
+_EXACT: Final = 2**53  # largest integer up to which JavaScript is exact
 
 
 def request_of(node: Node) -> Mapping[str, Json]:
-    """Return the request of a model call: as the program sent it, else as the gateway kept it."""
+    """Return the request of a model call as the program sent it, otherwise as the gateway recorded it."""
     text = node.span.attributes.get(REQUEST)
     if isinstance(text, str):
         try:
@@ -37,10 +37,10 @@ def messages(node: Node) -> list[Json]:
 
 
 def legible(value: Json) -> Json:
-    """Return a value as a browser can show it.
+    """Return a value in a form that a browser can show.
 
-    Half a letter, which no answer over HTTP can hold, is written as its escape, and an integer beyond 53 bits, such as
-    a seed, as text: JavaScript would round it.
+    Half a character, which HTTP answers cannot contain, becomes its escape. An integer beyond 53 bits, such as a seed,
+    becomes text, because JavaScript would round it.
     """
     if isinstance(value, int) and abs(value) > _EXACT:
         return str(value)
@@ -56,7 +56,7 @@ def legible(value: Json) -> Json:
 
 
 def said(message: Json, limit: int = LIMIT) -> Said:
-    """Read a message."""
+    """Return a message in the form of the pages."""
     message = legible(message)
     if not isinstance(message, Mapping):
         return Said(role="", **_cut(_text(message), limit))
@@ -77,7 +77,7 @@ def said(message: Json, limit: int = LIMIT) -> Said:
 
 
 def conversation(asked: Sequence[Json], limit: int = LIMIT) -> list[Said]:
-    """Read the messages of a prompt. A tool's result has the tool's name: the id of its call is another each time."""
+    """Return the messages of a prompt. A tool's result gets the tool's name, because call ids differ each time."""
     tools: dict[str, str] = {}
     found: list[Said] = []
     for message in asked:
@@ -96,7 +96,7 @@ def _uses(message: Mapping[str, Json]) -> Iterator[ToolCall]:
 
 
 def plain(role: str, value: Json, limit: int = LIMIT) -> Said:
-    """Return a text that is no message: a tool's arguments, a result."""
+    """Return a text that is not a message: a tool's arguments, a result."""
     return Said(role=role, **_cut(legible(_text(value)), limit))
 
 
@@ -135,7 +135,7 @@ def _parts(content: Json) -> Iterator[str]:
         elif isinstance(part, Mapping) and part.get("type") in ("tool_use", "thinking"):
             continue
         elif isinstance(part, Mapping):
-            yield f"[{part.get('type') or 'part'}]"  # an image or a sound: nothing is fetched
+            yield f"[{part.get('type') or 'part'}]"  # an image or a sound: nothing is downloaded
         else:
             yield _text(part)
 

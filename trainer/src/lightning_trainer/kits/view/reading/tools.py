@@ -26,7 +26,7 @@ _TEXT: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A call of a tool or a model, or a whole rollout; `error` is None where nothing failed."""
+    """A call of a tool or a model, or a whole rollout; `error` is None if nothing failed."""
 
     ms: float
     error: str | None
@@ -50,7 +50,7 @@ class UsageCounter:
         self._repeated: Counter[tuple[str, str | None]] = Counter()
 
     def add(self, trace: Trace) -> None:
-        """Count what a trace's tools and models did."""
+        """Count the tool calls and model calls of a trace."""
         seen: Counter[tuple[str, str | None, str]] = Counter()
         names = names_in(trace, self._chosen)
         for node in trace.tools:
@@ -65,7 +65,7 @@ class UsageCounter:
         self._rollouts.append(_rollout_use(trace, [use for _, use in calls]))
 
     def page(self) -> ToolsPage:
-        """Return a row for each tool of each agent, the most errors first, and one for the calls of each agent."""
+        """Return a row per tool and agent, the most errors first, and one for the model calls of each agent."""
         rows = [self._tool_row(key, uses) for key, uses in self._tools.items()]
         usage = [_usage_row(agent, uses) for agent, uses in sorted(self._calls.items(), key=lambda its: its[0] or "")]
         whole = [replace(_usage_row(None, self._rollouts), slowest=None)] if usage else []
@@ -126,7 +126,7 @@ def _call_use(trace: Trace, node: Node, turn: int) -> _Use:
 
 
 def _rollout_use(trace: Trace, calls: Sequence[_Use]) -> _Use:
-    """Add up a rollout's calls. A judge's verdict on it, which came later, is not part of its time."""
+    """Return the sums of a rollout's calls. A judge's later verdict on it is not part of its time."""
     spans = [node.span for node in trace if node.span.operation != EVALUATE]
     ends, starts = [span.end_ns for span in spans], [span.start_ns for span in spans]
     return _Use(

@@ -1,4 +1,4 @@
-"""An attempt as it went: its spans in lanes and as a transcript, and several beside each other."""
+"""The events of an attempt: its spans in lanes and as a transcript, and several attempts side by side."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lightning_trainer.report.step_metrics import tool_name
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.usage import tokens_of
 
-MOST_EVENTS: Final = 5000  # of a trace on one page
-_LARGEST: Final = 4 << 20  # characters of a transcript; beyond, messages are cut shorter
+MOST_EVENTS: Final = 5000  # spans of a trace on one page
+_LARGEST: Final = 4 << 20  # characters of a transcript; after these, messages are cut shorter
 _SHORT: Final = 400
 
 
@@ -106,7 +106,7 @@ def _of_call(node: Node, turn: int, earlier: _PromptTree, limit: int) -> dict[st
 
 
 def _of_judge(node: Node, limit: int) -> dict[str, Json]:
-    """Read what a judge was asked and said of a group, or its verdict on this attempt and where it was asked for."""
+    """Return a judge's request and answer for a group, or its verdict on this attempt with the request's traces."""
     values = node.span.attributes
     if REQUEST in values:
         return {
@@ -122,19 +122,19 @@ def _of_judge(node: Node, limit: int) -> dict[str, Json]:
 
 
 class _PromptTree:
-    """The prompts of earlier calls, each with its answer: a tree of messages, as most begin like others."""
+    """The prompts of earlier calls, each with its answer: a tree of messages, because most share a beginning."""
 
     def __init__(self) -> None:
-        self._next: dict[tuple[int, str], int] = {}  # by place in the tree and message
+        self._next: dict[tuple[int, str], int] = {}  # by node of the tree and message
 
     def add(self, marks: Iterable[str]) -> None:
-        """Take in the messages of a call."""
+        """Add the messages of a call."""
         at = 0
         for mark in marks:
             at = self._next.setdefault((at, mark), len(self._next) + 1)
 
     def known(self, marks: Sequence[str]) -> int:
-        """Count the messages that begin a prompt and that one earlier call had, its answer among them."""
+        """Return the number of a prompt's first messages that one earlier call had, including its answer."""
         at = 0
         for count, mark in enumerate(marks):
             if (at, mark) not in self._next:
@@ -144,7 +144,7 @@ class _PromptTree:
 
 
 def _mark(message: Json) -> str:
-    """Return what makes a message the same: who said what; not how its client wrote it down."""
+    """Return the identity of a message: role and content, not how its client encoded it."""
     if not isinstance(message, Mapping):
         return json.dumps(message, sort_keys=True, default=str)
     read = said(message, 1 << 30)
@@ -163,7 +163,7 @@ def known(value: float) -> float | None:
 
 
 def rewards_by_node(trace: Trace) -> dict[str | None, list[Reward]]:
-    """Sort rewards by the span that they are tied to; None for those of the attempt, or of a span that is not there."""
+    """Return rewards by the span they belong to; None for those of the attempt, or of a missing span."""
     spans = {span_id: node.span.span_id for node in trace for span_id in (node.span.span_id, *node.merged)}
     found: defaultdict[str | None, list[Reward]] = defaultdict(list)
     for reward in trace.rewards:
@@ -177,7 +177,7 @@ def reward_row(reward: Reward) -> RewardRow:
 
 
 def facts_of(trace: Trace, *, text: str = "", chosen: Sequence[str] | None = None) -> Facts:
-    """Count what is in a trace, and say whether a text is in it."""
+    """Return the counts of a trace, and whether it contains a text."""
     counted = [tokens_of(node) for node in trace.chats]
     tools, names = Counter(tool_name(node) for node in trace.tools), names_in(trace, chosen)
     return Facts(
@@ -207,7 +207,7 @@ def _holds(trace: Trace, text: str) -> bool:
 
 
 def alike(columns: Sequence[Sequence[Event]]) -> int:
-    """Count the leading calls that are the same in all of several attempts: the same agent, prompt and answer."""
+    """Return the number of first calls that several attempts share: the same agent, prompt and answer."""
     calls = [[_signature(event) for event in events if event.turn is not None] for events in columns]
     count = 0
     for each in zip(*calls, strict=False):

@@ -1,4 +1,4 @@
-"""The same task at several times: before training and after, at two steps, by both sides of an evaluation."""
+"""The same task at several times: before and after training, at two steps, by both sides of an evaluation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightning_trainer.kits.view.reading.steps import rewards_by_group, steps_by
 from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.run.group_ids import step_of
 
-_ENDED: Final = ("succeeded", "failed")  # what was cut short, or is under way, says nothing of how a model does
-_MOST: Final = 20_000  # groups, the newest, among which the same tasks are looked for
+_ENDED: Final = ("succeeded", "failed")  # a cancelled or running rollout does not measure the model
+_MOST: Final = 20_000  # newest groups, in which equal tasks are searched
 _TASK: Final = 300
-_LONGEST: Final = 4000  # characters of a task that stands in a command
+_LONGEST: Final = 4000  # most characters of a task in a command
 
 
 def tries_page(reader: StoreReader, run: Run, *, worse: bool, after: int, limit: int) -> TriesPage:
-    """Return tasks that were run at several times, those that changed the most first."""
+    """Return tasks that were run at several times, the most improved first; with `worse`, the least improved."""
     tasks = sorted(_tasks(reader, run), key=_change, reverse=not worse)
     following = after + limit
     return TriesPage(
@@ -40,7 +40,7 @@ def tries_page(reader: StoreReader, run: Run, *, worse: bool, after: int, limit:
 
 
 def tries_of(reader: StoreReader, run: Run, group: str) -> TriesPage:
-    """Return when the task of a group was run, and the commands that run it with both models.
+    """Return the times at which the task of a group was run, and the commands that run it with both models.
 
     Raises:
         RefusedError: there is no such group.
@@ -53,10 +53,10 @@ def tries_of(reader: StoreReader, run: Run, group: str) -> TriesPage:
 
 
 def _tasks(reader: StoreReader, run: Run, only: bytes | None = None) -> list[TriedTask]:
-    """Put groups together whose tasks are the same, in the order in which they were queued."""
+    """Return the groups of equal tasks together, in the order in which they were queued."""
     rollouts = schema.rollouts.c
     first = select(func.min(rollouts.seq).label("seq"), func.count().label("rollouts")).group_by(rollouts.group_id)
-    first = first.where(rollouts.replay.is_(None))  # a fork is no try of its own: most of it is its record's
+    first = first.where(rollouts.replay.is_(None))  # a fork is not a separate try: most of it is from its record
     first = first.where(rollouts.status.in_(_ENDED))
     newest = first.where(within(run)).order_by(func.min(rollouts.seq).desc()).limit(_MOST).subquery()
     query = (
@@ -91,7 +91,7 @@ def _times(groups: Sequence[tuple[str, int]]) -> int:
 
 
 def _when(group_id: str) -> str:
-    """Name the time of a group: all groups that were queued together have the same."""
+    """Return the name of a group's time: the same for all groups that were queued together."""
     step = step_of(group_id)
     return f"{step.mode} {step.number}" if step.mode != "other" else group_id.rpartition(":")[0]
 
@@ -110,16 +110,16 @@ def _group(group_id: str, number: int, means: Mapping[str, tuple[int, float]]) -
 
 
 def _change(task: TriedTask) -> float:
-    """Return how much better the last time was than the first; 0 where one of them is not known."""
+    """Return the improvement from the first time to the last; 0 if one of them is unknown."""
     first, last = task.groups[0].mean, task.groups[-1].mean
     return 0.0 if first is None or last is None else last - first
 
 
 def _commands(run: Run, rollout: Rollout) -> list[str]:
-    """Return what to type to run a task with the tuned and the base model; [] where the run does not say how."""
+    """Return the commands that run a task with the tuned and the base model; [] if they cannot be made."""
     options = run.options
     model, program = options.get("model"), options.get("target") or options.get("command")
-    task = json.dumps(dict(rollout.task))  # with letters beyond ASCII escaped: what is copied is what is seen
+    task = json.dumps(dict(rollout.task))  # non-ASCII characters are escaped: what is shown is what is copied
     if run.folder is None or not isinstance(model, str) or not isinstance(program, str) or len(task) > _LONGEST:
         return []
     how = [program] if options.get("target") else ["--command", program]
