@@ -1,4 +1,4 @@
-"""The verl backend: the same program trained on verl's trainer and vLLM, on one accelerator or on a cluster.
+"""The verl backend: trains the same program with verl's trainer and vLLM, on one accelerator or on a cluster.
 
-The only code that imports verl and Ray; this package's own import brings neither.
+The only code that imports verl and Ray. Importing this package imports neither.
 """

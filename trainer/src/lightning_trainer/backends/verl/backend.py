@@ -1,4 +1,4 @@
-"""The backend named ``verl``: serves store and gateway here, and lets verl's trainer, beside them, take the steps."""
+"""The backend named ``verl``: serves store and gateway here, next to verl's trainer, which takes the steps."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class VerlBackend:
     """`Backend` on verl's trainer and vLLM. verl and Ray are imported when a run starts."""
 
     def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
-        """Refuse what can't work, verl's own options among it, and find what to go on from: `Backend.start`."""
+        """Reject what cannot work, including verl's own options, and find the state to resume from: `Backend.start`."""
         _need_verl()
         _need_a_trl_that_fits()
         _need_room_for_ray()
         config = placed(config, fetch=False)
         if config.device == "cpu":
-            from lightning_trainer.backends.verl.plugin import use_cpu  # imports verl where the environment says so
+            from lightning_trainer.backends.verl.plugin import use_cpu  # imports verl if the environment says so
 
             use_cpu()
         site = Site(folder=(config.out or Path.cwd()).absolute(), steps=describe.count_steps(config))
@@ -46,7 +46,7 @@ class VerlBackend:
         return Start(step=step_of(checkpoint), folder=checkpoint.parent.parent, checkpoint=checkpoint)
 
     def train(self, run: OpenRun) -> int:
-        """Let verl take the steps: `Backend.train`. It can't be stopped between two steps: an interrupt ends it."""
+        """Let verl take the steps: `Backend.train`. It cannot stop between two steps, so an interrupt ends it."""
         run = replace(run, config=placed(run.config, fetch=True))
         reporter = Reporter(run.log, run.progress, run.config)
 
@@ -64,7 +64,7 @@ class VerlBackend:
         return run.steps
 
     def learner(self, model: str, options: Mapping[str, Any]) -> NoReturn:  # noqa: ARG002 - the protocol's signature
-        """Refuse: verl learns in processes of its own, from files of its own: `Backend.learner`."""
+        """Refuse: verl learns in its own processes, from its own files: `Backend.learner`."""
         raise ConfigError(
             "verl learns from data by its own trainer, not by this command. Write the conversations with"
             " `lightning-rl export --format sft --no-ids DATA.jsonl`, and give them to `verl.trainer.sft_trainer`:"
@@ -73,18 +73,18 @@ class VerlBackend:
         )
 
     def describe(self, config: TrainConfig, progress: Progress) -> Described:  # noqa: ARG002 - nothing is tried
-        """Say what verl would be told and what it needs: `Backend.describe`."""
+        """Describe verl's options and what the run needs: `Backend.describe`."""
         return Described(describe.describe(placed(config, fetch=False)))
 
 
 def placed(config: TrainConfig, *, fetch: bool) -> TrainConfig:
-    """Return the configuration with its model's folder by its absolute path, for processes elsewhere.
+    """Return the configuration with the absolute path of its model's folder, for processes elsewhere.
 
-    A hub id without a revision stays, so that each machine fetches it for itself.
+    A hub id without a revision stays, so that each machine fetches the model itself.
 
     Args:
         config: of the run.
-        fetch: whether a model that is not here is fetched or made; else it stays as it was named.
+        fetch: whether a missing model is fetched or made; otherwise its name stays unchanged.
 
     Raises:
         ConfigError: there is no such model.
@@ -103,11 +103,11 @@ def _need_verl() -> None:
 
 
 def _need_a_trl_that_fits() -> None:
-    """Refuse a trl without the class that verl patches in any trl it finds: its workers would fail on it."""
+    """Reject a trl without the class that verl patches in any installed trl: verl's workers would fail on it."""
     found = importlib.util.find_spec("trl")
     if found is None or found.origin is None:
         return
-    package = Path(found.origin)  # read, not imported: importing it takes seconds, and changes what verl finds
+    package = Path(found.origin)  # read, not imported: an import takes seconds, and changes what verl finds
     if (package.parent / "experimental" / "ppo").is_dir() or "WithValueHead" in package.read_text("utf-8"):
         return
     raise ConfigError(
@@ -118,7 +118,7 @@ def _need_a_trl_that_fits() -> None:
 
 
 def _need_room_for_ray() -> None:
-    """Refuse a temporary folder in which Ray's workers refuse to start, while Ray would wait for them for ever."""
+    """Reject a temporary folder in which Ray's workers refuse to start, because Ray would wait for them forever."""
     environment = os.environ.get("VIRTUAL_ENV")
     folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").resolve()  # noqa: S108 - Ray's
     if environment and folder.is_relative_to(Path(environment).resolve()):

@@ -1,4 +1,4 @@
-"""How the trainer's process tells the run's own server where the policy is, and asks its judge: routes and client.
+"""Routes and client by which the trainer's process tells the run's server where the policy is, and calls its judge.
 
 verl's trainer runs in a process that Ray starts somewhere; gateway, store and runner stay in the user's own process.
 """
@@ -27,7 +27,7 @@ _ANSWER_S = 60.0
 
 
 class PolicyBody(BaseModel):
-    """Where the policy is: its replicas and the number of their weights; without replicas, it learns."""
+    """The state of the policy: its replicas and the version of their weights; without replicas, it is learning."""
 
     addresses: list[str] = []
     version: int = 0
@@ -35,7 +35,7 @@ class PolicyBody(BaseModel):
 
 
 class StepBody(BaseModel):
-    """The numbers of a step as verl logs them, or of a validation."""
+    """The numbers of a step or of a validation, as verl logs them."""
 
     kind: Kind
     step: int
@@ -50,7 +50,7 @@ class JudgeBody(BaseModel):
 
 
 class Verdict(BaseModel):
-    """Why rollouts were not judged, by their ids. Rewards of the others are in the store."""
+    """The reasons why rollouts were not judged, by rollout id. The rewards of the others are in the store."""
 
     unjudged: dict[str, str] = {}
 
@@ -61,7 +61,7 @@ def add_routes(
     on_step: Callable[[Kind, int, Mapping[str, float], Mapping[str, Mapping[str, float]] | None], None],
     judging: Callable[[Sequence[str]], Mapping[str, str]],
 ) -> None:
-    """Give the app the routes that the trainer's process calls: like all that name no key, they need an admin's."""
+    """Add the routes that the trainer's process calls to the app. Like all that name no key, they need an admin's."""
 
     async def policy(body: PolicyBody) -> dict[str, int]:
         if body.addresses:
@@ -76,10 +76,10 @@ def add_routes(
         on_step(body.kind, body.step, body.values, body.by_task)
         return {"step": body.step}
 
-    def judge(body: JudgeBody) -> Verdict:  # in a thread of its own: the server goes on meanwhile
+    def judge(body: JudgeBody) -> Verdict:  # in a separate thread, so that the server continues meanwhile
         return Verdict(unjudged=dict(judging(body.rollout_ids)))
 
-    # FastAPI reads the signatures: under `from __future__ import annotations` it needs the types themselves.
+    # FastAPI reads the signatures. Under `from __future__ import annotations` it needs the types themselves.
     for endpoint, body, answer in (
         (policy, PolicyBody, dict[str, int]), (step, StepBody, dict[str, int]), (judge, JudgeBody, Verdict)
     ):  # fmt: skip
@@ -90,7 +90,7 @@ def add_routes(
 def judging_by(
     judge: RolloutJudge | None, store: Store, timeouts: Timeouts = "count"
 ) -> Callable[[Sequence[str]], Mapping[str, str]]:
-    """Return what judges the rollouts of a group, which keeps rewards in the store, and says why some have none."""
+    """Return a function that judges a group's rollouts, stores the rewards, and returns why some have none."""
 
     def judging(rollout_ids: Sequence[str]) -> Mapping[str, str]:
         if judge is None:
@@ -103,7 +103,7 @@ def judging_by(
 
 @dataclass(frozen=True, slots=True)
 class RunServerClient:
-    """The trainer's side.
+    """The trainer's side of the routes.
 
     Attributes:
         url: of the run's server.
@@ -115,27 +115,27 @@ class RunServerClient:
 
     @classmethod
     def of(cls, lightning: Mapping[str, Any]) -> RunServerClient:
-        """Read the part `lightning` of verl's configuration."""
+        """Read the section `lightning` of verl's configuration."""
         return cls(lightning["url"], Path(lightning["key_file"]).read_text(encoding="ascii").strip())
 
     def serve(self, addresses: Sequence[str], version: int) -> None:
-        """Let calls go to these replicas."""
+        """Let calls go to these replicas, with weights of this version."""
         self._post("policy", {"addresses": list(addresses), "version": version})
 
     def pause(self) -> int:
-        """Hold calls, cut those under way; gives their number."""
+        """Hold calls and cut those in progress; return how many were cut."""
         return int(self._post("policy", {}).get("cut", 0))
 
     def end(self) -> None:
-        """Close the connections to replicas: the run is over."""
+        """Close the connections to the replicas, because the run is over."""
         self._post("policy", {"ended": True})
 
     def judge(self, rollout_ids: Sequence[str], limit_s: float) -> Mapping[str, str]:
-        """Have the rollouts of a group judged; gives why some were not, by id. The others' rewards are in the store.
+        """Have a group's rollouts judged; return why some were not, by id. Rewards of the others are in the store.
 
         Args:
-            rollout_ids: have ended.
-            limit_s: most that the judge may take.
+            rollout_ids: of rollouts that have ended.
+            limit_s: longest time in seconds that the judge may take.
         """
         answer = self._post("judge", {"rollout_ids": list(rollout_ids)}, limit_s)
         return Verdict.model_validate(answer).unjudged
@@ -143,13 +143,13 @@ class RunServerClient:
     def step(
         self, kind: Kind, step: int, values: Mapping[str, Any], by_task: Mapping[str, Mapping[str, float]] | None = None
     ) -> None:
-        """Tell numbers, and of a validation the score's by task; what is no finite number is left out."""
+        """Report numbers, and for a validation the score by task. Values that are not finite numbers are left out."""
         numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
         self._post("step", {"kind": kind, "step": step, "values": numbers, "by_task": by_task})
 
     def _post(self, name: str, body: Mapping[str, Any], limit_s: float = _ANSWER_S) -> dict[str, Any]:
         headers, url = {"authorization": f"Bearer {self.key}"}, httpx.URL(f"{self.url}/api/verl/{name}")
-        proxied = not is_loopback(url.host)  # a proxy set for the internet does not reach our own machine
+        proxied = not is_loopback(url.host)  # a proxy for the internet does not reach our own machine
         try:
             response = httpx.post(url, json=body, headers=headers, timeout=limit_s, trust_env=proxied)
             response.raise_for_status()

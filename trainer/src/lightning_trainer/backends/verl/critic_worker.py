@@ -1,7 +1,7 @@
-"""verl's training worker for the critic, with our registrations made before it makes its engine.
+"""verl's training worker for the critic, with our registrations in place before it creates its engine.
 
-verl makes the critic's model configuration in the trainer's process and sends it ready-made, so `external_lib` is not
-imported where the critic lives. Unpickling this class imports it.
+verl creates the critic's model configuration in the trainer's process and sends the finished object, so `external_lib`
+is not imported in the critic's process. Unpickling this class imports it.
 """
 
 from __future__ import annotations
@@ -12,4 +12,4 @@ from lightning_trainer.backends.verl import registrations  # noqa: F401 - regist
 
 
 class CriticWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
-    """verl's own."""
+    """verl's training worker, unchanged."""

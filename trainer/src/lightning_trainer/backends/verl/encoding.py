@@ -1,7 +1,7 @@
-"""What goes with a row through verl to our advantage estimators: its calls, in the field `uid`.
+"""The calls of a row, passed through verl to our advantage estimators in the field `uid`.
 
-verl hands an estimator each row's reward, mask and `uid`, and nothing else. Advantages are made where whole groups are
-at hand, with every call that was seen, so the field carries them, exactly.
+verl gives an estimator each row's reward, mask and `uid`, and nothing else. Advantages are computed where whole groups
+are available, with every recorded call, so the field carries them exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TokenSpan(NamedTuple):
     """The sampled tokens of one call within the response of a row.
 
     Attributes:
-        start: place of the first one; 0 is the first token after the row's prompt.
+        start: position of the first one; 0 is the first token after the row's prompt.
         length: number of them.
         advantage: of each.
     """
@@ -29,7 +29,7 @@ class TokenSpan(NamedTuple):
 
 
 def prompt_length(row: Row) -> int:
-    """Number of tokens before the first sampled one."""
+    """Return the number of tokens before the first sampled one."""
     return int(np.argmax(row.mask))
 
 
@@ -45,19 +45,19 @@ def spans_of(row: Row) -> list[TokenSpan]:
 
 
 def encode(spans: list[TokenSpan]) -> str:
-    """Write the calls of a row as text."""
+    """Encode the calls of a row as text."""
     return json.dumps(spans)
 
 
 def decode(uid: str) -> list[TokenSpan]:
-    """Read the calls of a row; one that verl added to fill a batch has none."""
+    """Decode the calls of a row. A row that verl added to fill a batch has none."""
     return [TokenSpan(*span) for span in json.loads(uid)] if uid.startswith("[") else []
 
 
 def rewards_to_come(spans: list[TokenSpan]) -> list[tuple[int, float]]:
     """Return rewards at the last token of each call such that their sum from any sampled token on is its call's value.
 
-    For estimators that add up rewards backwards without discount, such as generalised advantage estimation.
+    For estimators that sum rewards backwards without discount, such as generalised advantage estimation.
     """
     following = [span.advantage for span in spans[1:]] + [0.0]
     return [

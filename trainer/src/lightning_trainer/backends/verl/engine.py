@@ -1,8 +1,8 @@
 """verl's vLLM replicas as the gateway's engine: token ids in, token ids out.
 
-While the trainer learns, replicas sleep and their weights change. An answer that is cut by that is not lost: what was
-drawn stays, and the rest is drawn by the new weights once they are there (partial rollouts). Each token keeps the
-log-probability of the weights that drew it.
+While the trainer learns, replicas sleep and their weights change. An answer that is cut by this is not lost: its
+sampled tokens stay, and the new weights sample the rest once they are loaded (partial rollouts). Each token keeps the
+log-probability of the weights that sampled it.
 
 Everything here belongs to one event loop, the server's.
 """
@@ -35,11 +35,11 @@ _WIRE: Final = CompletionsProtocol(grammars=False)
 
 
 class ReplicaError(LightningError):
-    """A vLLM replica refused a request or broke off."""
+    """A vLLM replica refused a request or closed the connection early."""
 
 
 class VllmEngine:
-    """Draws answers from whichever replica has the least to do.
+    """Samples answers from the least busy replica.
 
     Args:
         tokenizer: of the model.
@@ -64,21 +64,21 @@ class VllmEngine:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.version = 0
-        self._loads: dict[str, int] = {}  # requests under way by replica
-        self._names: dict[str, str] = {}  # what each replica calls the model
+        self._loads: dict[str, int] = {}  # requests in progress by replica
+        self._names: dict[str, str] = {}  # the model's name at each replica
         self._serving = asyncio.Event()
         self._streams: set[aiohttp.ClientResponse] = set()
         self._session: aiohttp.ClientSession | None = None
 
     async def serve(self, addresses: Sequence[str], version: int) -> None:
-        """Draw from these replicas (``host:port``), which have the weights of this version."""
+        """Sample from these replicas (``host:port``), which have the weights of this version."""
         self._loads = {address: self._loads.get(address, 0) for address in addresses}
         self._names = {address: await self._name_at(address) for address in addresses}
         self.version = version
         self._serving.set()
 
     def pause(self) -> int:
-        """Cut what is being drawn and hold requests until `serve`. Returns the number of answers cut."""
+        """Cut the answers in progress and hold requests until `serve`. Returns the number of answers cut."""
         self._serving.clear()
         for stream in self._streams:
             stream.close()
@@ -91,7 +91,7 @@ class VllmEngine:
             await self._session.close()
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
-        """Draw one answer; see `Engine.generate`. A stop string that spans a pause is not found.
+        """Sample one answer; see `Engine.generate`. A stop string that spans a pause is not found.
 
         Raises:
             ValueError: the prompt is empty or leaves no room in the context.
@@ -111,12 +111,12 @@ class VllmEngine:
                     yield piece
                     if piece.finish_reason is not None:
                         return
-            if left < 1:  # the pause came between the last token and the word that it was the last
+            if left < 1:  # the pause came after the last token, but before the message that it was the last
                 yield Sampled((), (), "", "length")
                 return
 
     async def _stream(self, ids: list[int], left: int, sampling: Sampling) -> AsyncGenerator[Sampled, None]:
-        """Draw from one replica until it is finished or a pause cuts it."""
+        """Sample from one replica until the answer is finished or a pause cuts it."""
         import aiohttp
 
         address = min(self._loads, key=lambda name: self._loads[name])
@@ -153,7 +153,7 @@ class VllmEngine:
 
     def _body(self, address: str, ids: list[int], left: int, sampling: Sampling) -> dict[str, Any]:
         if sampling.seed is not None:
-            # Another seed for each continuation: the same one would draw the same tokens again.
+            # A different seed for each continuation: the same one would sample the same tokens again.
             sampling = replace(sampling, seed=sampling.seed + len(ids))
         return _WIRE.body(self._names[address], ids, left, sampling, stream=True)
 

@@ -1,8 +1,9 @@
-"""Advantage estimators under our names, for what verl's own get wrong when a rollout has several rows.
+"""Advantage estimators under our names, because verl's are wrong if a rollout has several rows.
 
 verl compares rows: a rollout of five rows counts five times in its group, and agents that do different things are
-compared with each other. Here each rollout counts once and each agent is compared with itself: that is decided where
-groups are collected, by the same `lightning_trainer.rl.advantages` that the torch backend uses, and only laid out here.
+compared with each other. Here each rollout counts once and each agent is compared with itself.
+`lightning_trainer.rl.advantages`, which the torch backend uses too, decides this where groups are collected; here the
+advantages are only laid out.
 
 Axes: `_R` rows, `_T` tokens of the longest response.
 """
@@ -24,7 +25,7 @@ _EPSILON = 1e-8  # as in verl's own whitening
 
 
 def laid_out(uids: Sequence[str], mask_RT: Tensor) -> Tensor:
-    """(R, T) float32: the advantage of its call at each token that counts, 0 elsewhere."""
+    """(R, T) float32: at each token that counts, the advantage of its call; 0 elsewhere."""
     out_RT = torch.zeros(mask_RT.shape, dtype=torch.float32)
     for out_T, uid in zip(out_RT, uids, strict=True):
         for start, length, advantage in decode(uid):
@@ -33,7 +34,7 @@ def laid_out(uids: Sequence[str], mask_RT: Tensor) -> Tensor:
 
 
 def whitened(values_RT: Tensor, mask_RT: Tensor) -> Tensor:
-    """Centre values on their mean over all tokens of the batch, and divide by their deviation.
+    """Subtract the mean over all tokens of the batch, and divide by the standard deviation.
 
     REINFORCE++ (arXiv 2501.03262) with the return of a call at each of its tokens.
     """
@@ -45,10 +46,10 @@ def whitened(values_RT: Tensor, mask_RT: Tensor) -> Tensor:
 
 
 def weighed(advantages_RT: Tensor, uids: Sequence[str], aggregation: Aggregation) -> Tensor:
-    """Weigh advantages so that verl's mean over tokens becomes another aggregation: see `rows.token_weights`.
+    """Weight advantages so that verl's mean over tokens becomes another aggregation: see `rows.token_weights`.
 
-    verl divides by the number of tokens; so each token's advantage is multiplied by it, and by the weight meant. The
-    weight is positive, so clipping decides the same.
+    verl divides by the number of tokens, so each token's advantage is multiplied by that number and by the intended
+    weight. The weight is positive, so clipping decides the same.
     """
     if aggregation == "token-mean":
         return advantages_RT
@@ -66,7 +67,7 @@ def weighed(advantages_RT: Tensor, uids: Sequence[str], aggregation: Aggregation
 def estimate(
     *, response_mask: Tensor, index: Sequence[str], whiten: bool, aggregation: Aggregation, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns as verl's trainer asks for them; `index` holds the rows' field `uid`."""
+    """Return advantages and returns in the form that verl's trainer expects; `index` contains the rows' field `uid`."""
     advantages_RT = laid_out(index, response_mask)
     if whiten:
         advantages_RT = whitened(advantages_RT, response_mask)
@@ -75,7 +76,7 @@ def estimate(
 
 
 def register() -> None:
-    """Register all of them with verl, once in a process."""
+    """Register all estimators with verl, once per process."""
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
     for name, whiten in (("lightning", False), ("lightning_whitened", True)):

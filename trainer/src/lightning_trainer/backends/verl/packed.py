@@ -1,7 +1,7 @@
-"""Attention over packed rows with torch's own kernels, where flash-attn is not installed.
+"""Attention over packed rows with torch's own kernels, used if flash-attn is not installed.
 
-verl packs the rows of a micro-batch into one sequence without padding, whose positions begin again at each row. Nothing
-but the attention has to know: here each row attends to itself alone, by `torch.nn.attention.varlen` on GPUs and row by
+verl packs the rows of a micro-batch into one sequence without padding, with positions that restart at each row. Only
+the attention must know this: here each row attends only to itself, by `torch.nn.attention.varlen` on GPUs and row by
 row otherwise. transformers' own `sdpa` would compute the scores of all pairs of tokens in the pack and mask most of
 them.
 
@@ -28,10 +28,10 @@ _Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Where the rows of a pack begin and end.
+    """The bounds of the rows in a pack.
 
     Attributes:
-        positions: that they were read from.
+        positions: from which they were read.
         ends: (rows + 1,) int32: 0, then the end of each row.
         lengths: of the rows.
     """
@@ -41,7 +41,7 @@ class _Rows:
     lengths: list[int]
 
 
-_last: list[_Rows] = []  # of the micro-batch that is computed: all layers have the same
+_last: list[_Rows] = []  # of the current micro-batch: all layers have the same
 
 
 def _rows_of(positions: torch.Tensor) -> _Rows:
@@ -65,17 +65,17 @@ def attend_packed(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return (1, T, H, D) what each token attends to in its own row, as transformers' attention functions do.
+    """Return (1, T, H, D) the attention output of each token over its own row, as transformers' functions do.
 
     Args:
-        module: the layer; not looked at.
+        module: the layer; unused.
         query: (1, H, T, D).
         key: likewise, with as many heads or fewer.
         value: as `key`.
-        attention_mask: of padded rows, which are not for this function: None.
-        position_ids: (1, T) places of the tokens in their rows.
+        attention_mask: must be None; padded rows, which have a mask, are not supported.
+        position_ids: (1, T) positions of the tokens in their rows.
         scaling: of the scores; None: one over the root of D.
-        sliding_window: tokens that a token sees, itself included; None: all before it.
+        sliding_window: tokens that a token sees, including itself; None: all before it.
 
     Raises:
         ValueError: the rows are padded.
@@ -93,7 +93,7 @@ def attend_packed(
 
 @cache
 def kernel_works(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int) -> bool:
-    """Whether torch's kernel has the results and gradients of each row alone, tried once on two short rows."""
+    """Whether torch's kernel gives the results and gradients of separate rows, tested once on two short rows."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     random = torch.Generator(device).manual_seed(0)
@@ -123,7 +123,7 @@ def _are_close(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _attend_at_once(parts: _Parts, rows: _Rows, scale: float | None, window: int | None) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # A later torch asks for this where keys have fewer heads; an earlier one does not know the word, and takes them.
+    # Later versions of torch require this if keys have fewer heads; earlier ones lack the parameter but allow it.
     grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     query, key, value = (each[0].transpose(0, 1).contiguous() for each in parts)
     ends, longest = rows.ends, max(rows.lengths)
@@ -147,7 +147,7 @@ def _attend_by_row(parts: _Parts, rows: _Rows, scale: float | None, window: int 
 
 
 def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:
-    """Return which tokens each token of a row sees; None where these are all before it."""
+    """Return which tokens each token of a row sees; None if it sees all before it."""
     length = query.shape[2]
     if window is None or window >= length:
         return None
@@ -156,5 +156,5 @@ def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None
 
 
 def register() -> None:
-    """Let models choose it as their ``attn_implementation``."""
+    """Register packed attention with transformers as an ``attn_implementation``."""
     AttentionInterface.register(PACKED_ROWS, attend_packed)

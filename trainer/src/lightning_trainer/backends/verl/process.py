@@ -18,7 +18,7 @@ from lightning_trainer.models.shape import read_shape
 _LOOK_S: Final = 0.5
 _END_S: Final = 60.0
 _START_S: Final = 600.0  # to import verl and to reach Ray, whose own connecting has no bound
-# What torch and vLLM say of it.
+# Messages of torch and vLLM about a full GPU.
 _FULL: Final = ("out of memory", "No available memory for the cache blocks", "Free memory on device")
 _NO_ROOM: Final = (
     "a GPU has too little memory; --dry-run estimates what each needs. Learning takes less with a smaller"
@@ -33,15 +33,15 @@ def run_verl(config: TrainConfig, site: Site, check: Callable[[], None]) -> None
 
     Args:
         config: of the run.
-        site: where it is.
-        check: called all the while; raises to give up.
+        site: its location.
+        check: called repeatedly; raises to give up.
 
     Raises:
-        LightningError: verl failed, a process of it died, or Ray did not answer.
-        Exception: what `check` raised.
+        LightningError: verl failed, one of its processes died, or Ray did not answer.
+        Exception: the error that `check` raised.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers are the run: they need not give way to it
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers are the run, so they need no lower priority
     import ray
 
     values = overrides(config, site, read_shape(config.model), flash_attention=has_flash_attention())
@@ -76,7 +76,7 @@ def run_verl(config: TrainConfig, site: Site, check: Callable[[], None]) -> None
                     " the logs of Ray's daemon, raylet.out, are under /tmp/ray/session_latest/logs."
                 )
     except BaseException:
-        started.kill()  # Ray must not be shut down while a thread waits for it: it would crash this process
+        started.kill()  # shutting Ray down while a thread waits for it would crash this process
         thread.join(_END_S)
         raise
     finally:
@@ -87,7 +87,7 @@ def run_verl(config: TrainConfig, site: Site, check: Callable[[], None]) -> None
 
 
 class _Started:
-    """Stands for the actor class that verl's `run_ppo` starts, and keeps hold of the actor."""
+    """Replaces the actor class that verl's `run_ppo` starts, and keeps the actor."""
 
     def __init__(self) -> None:
         self._actor: Any = None
@@ -108,7 +108,7 @@ class _Started:
         return self._actor is not None
 
     def kill(self) -> None:
-        """End it, and with it all that it started."""
+        """Kill the actor, and everything that it started."""
         import ray
 
         self._killed = True
@@ -117,7 +117,7 @@ class _Started:
 
 
 def explained(error: BaseException, site: Site) -> BaseException:
-    """Return an error that a user can read: ours, as it was raised in verl's process, or one about a part that died."""
+    """Return an error that a user can read: ours as raised in verl's process, or one about a process that died."""
     from ray.exceptions import RayActorError, RayTaskError
 
     inner: BaseException | None = error

@@ -1,7 +1,7 @@
-"""Registers with verl what verl looks up by name.
+"""Registrations of what verl looks up by name.
 
-verl imports this as the model's `external_lib`, in every process that makes a model; the process of the trainer imports
-it first of all.
+verl imports this as the model's `external_lib`, in every process that creates a model; the trainer's process imports it
+first of all.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from lightning_trainer.backends.verl import estimators, packed
 
 
 def on_cpu() -> bool:
-    """Whether verl works on the CPU platform in this process.
+    """Whether verl uses the CPU platform in this process.
 
     Raises:
-        ConfigError: it should, and the platform was not loaded.
+        ConfigError: it should, but the platform was not loaded.
     """
     import os
 
@@ -33,7 +33,7 @@ def on_cpu() -> bool:
 
 
 def register_engines() -> None:
-    """Let the FSDP engines, which are registered for CUDA and NPU, be found for the CPU."""
+    """Register the FSDP engines, which verl registers for CUDA and NPU, for the CPU too."""
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -46,7 +46,7 @@ def register_engines() -> None:
 
 
 def register_replica() -> None:
-    """Replace verl's vLLM replica by one whose workers take new weights the way vLLM's CPU layers need it."""
+    """Replace verl's vLLM replica by one with workers that load new weights as vLLM's CPU layers need it."""
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     def load() -> Any:

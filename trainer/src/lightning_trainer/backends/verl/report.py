@@ -1,4 +1,4 @@
-"""What verl tells of its steps, in the run's own log and on the screen."""
+"""Reports of verl's steps, in the run's own log and on the screen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_trainer.report.speed.waits import longest_wait, name_bottleneck
 from lightning_trainer.report.step_notes import score_line
 from lightning_trainer.rl.scores import BY_TASK, Score
 
-# verl's name of a number, and the name that the torch backend gives it.
+# verl's name of a number, and the name in the torch backend.
 _NAMES: Final = {
     "actor/pg_loss": "loss",
     "actor/grad_norm": "grad_norm",
@@ -32,13 +32,13 @@ _NAMES: Final = {
     "timing_s/update_weights": "weights_seconds",
     "timing_s/save_checkpoint": "save_seconds",
 }
-_GIB: Final = ("gpu_memory_bytes", "memory_bytes")  # what verl gives in GiB
+_GIB: Final = ("gpu_memory_bytes", "memory_bytes")  # which verl reports in GiB
 _OURS: Final = "lightning/"
 _SPOKE: Final = "calls_per_rollout/"
 
 
 class Reporter:
-    """Keeps the numbers of steps.
+    """Records the numbers of steps.
 
     Args:
         log: of the run.
@@ -59,13 +59,13 @@ class Reporter:
         values: Mapping[str, float],
         by_task: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """Hear the numbers of a step, or of a validation.
+        """Record the numbers of a step, or of a validation.
 
         Args:
-            kind: of what.
+            kind: of the numbers.
             step: verl's number: of the step, from 1, or of the steps taken before a validation.
             values: by verl's names.
-            by_task: of a validation: the score's.
+            by_task: of a validation: the score by task.
         """
         if kind == "val":
             self._log.add("val", step, values, {BY_TASK: by_task or {}})
@@ -85,7 +85,7 @@ class Reporter:
             self.warn_of_unheard(1)
 
     def warn_of_unheard(self, steps: int) -> None:
-        """Warn of agents that are to be trained and made no call so far."""
+        """Warn of agents that should be trained but have made no call so far."""
         names = [name for line in self._log.lines("train") for name in line]
         text = not_heard(
             self._config.agents or (), (n.removeprefix(_SPOKE) for n in names if n.startswith(_SPOKE)), steps
@@ -99,7 +99,7 @@ def ours(values: Mapping[str, float], *, cpu: bool = False) -> dict[str, float]:
 
     Args:
         values: by verl's names.
-        cpu: whether the learner is on a CPU, where what verl takes for a GPU's memory is that of its process.
+        cpu: whether the learner is on a CPU, where verl's GPU memory is the memory of its process.
     """
     named = {
         _NAMES.get(name, name.removeprefix(_OURS) if name.startswith(_OURS) else f"verl/{name}"): value
@@ -108,6 +108,6 @@ def ours(values: Mapping[str, float], *, cpu: bool = False) -> dict[str, float]:
     named |= {name: named[name] * 1024**3 for name in _GIB if name in named}
     if cpu and "gpu_memory_bytes" in named:
         named["memory_bytes"] = named.pop("gpu_memory_bytes")
-    if not named.get("mfu"):  # verl does not know how fast the device is
+    if not named.get("mfu"):  # verl does not know the speed of the device
         named.pop("mfu", None)
     return named

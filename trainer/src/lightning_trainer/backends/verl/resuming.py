@@ -1,4 +1,4 @@
-"""Going on with a run: its newest checkpoint of verl's, and whether it is the same run."""
+"""Resuming a run: its newest checkpoint from verl, and whether it is the same run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PARTS: Final = "fsdp_config.json"  # verl's
 
 
 def newest_checkpoint(resume: Path, identity: Mapping[str, Any], *, accelerators: int) -> Path:
-    """Find verl's newest whole checkpoint in the folder to go on from.
+    """Find verl's newest complete checkpoint in the folder to resume from.
 
     Args:
         resume: a run's folder, or one of its checkpoints.
@@ -25,7 +25,7 @@ def newest_checkpoint(resume: Path, identity: Mapping[str, Any], *, accelerators
         accelerators: number of them, all nodes together.
 
     Raises:
-        ConfigError: there is none, or the run was another one, or had another number of accelerators.
+        ConfigError: there is none, or it is from another run or from another number of accelerators.
     """
     folder = resume.resolve()
     if folder.name.startswith("global_step_"):
@@ -47,12 +47,12 @@ def newest_checkpoint(resume: Path, identity: Mapping[str, Any], *, accelerators
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of steps after which a checkpoint of verl's was made."""
+    """Return the number of steps after which verl made a checkpoint."""
     return int(checkpoint.name.removeprefix("global_step_"))
 
 
 def note_identity(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Keep it in the run's folder."""
+    """Write the identity into the run's folder."""
     write_atomically(folder / _IDENTITY, json.dumps(dict(identity)).encode())
 
 

@@ -1,4 +1,4 @@
-"""What the user's own process serves beside verl: store, gateway over vLLM's replicas, routes for verl's process."""
+"""The servers in the user's own process: store, gateway over vLLM's replicas, routes for verl's process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import LOOPBACK, serve
 
 KEY_NAME: Final = "admin.key"
-RUNNER_KEY_NAME: Final = "runner.key"  # for runners on other machines; it can claim and end rollouts, and no more
+RUNNER_KEY_NAME: Final = "runner.key"  # for runners on other machines; it can only claim and end rollouts
 
 
 @contextmanager
 def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
-    """Serve the store and the gateway, with the routes for verl's process; gives what that process must know."""
+    """Serve the store and the gateway, with the routes for verl's process; yield what that process must know."""
     from lightning_trainer.backends.verl.control import RunServerClient, add_routes, judging_by
     from lightning_trainer.backends.verl.engine import VllmEngine
     from lightning_trainer.gateway.auth.keys import RUN_S, Keys
@@ -45,7 +45,7 @@ def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
         AnswerSource.of((engine,), config.policies),
         sampling_of(config),
         port=config.port,
-        host=_host(config),  # between the nodes of a Ray cluster nothing is encrypted, Ray's own traffic neither
+        host=_host(config),  # traffic between the nodes of a Ray cluster, including Ray's own, is not encrypted
         keys=keys,
         timeouts=config.timeouts,
         failed=config.failed,
@@ -69,10 +69,11 @@ def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
 
 
 def abilities_of(config: TrainConfig) -> frozenset[str]:
-    """Name what vLLM does with log-probabilities on record that are the policy's own, as the trainer computes them.
+    """Return what vLLM supports while recorded log-probabilities are the policy's own, as the trainer computes them.
 
-    They are where they are taken before penalties and biases. Grammars are left out: vLLM takes log-probabilities after
-    a grammar's mask whatever its mode. An answer that goes on with new weights forgets which tokens it has already.
+    They are the policy's own if they are taken before penalties and biases. Grammars are left out: in every mode, vLLM
+    takes log-probabilities after a grammar's mask. An answer that continues with new weights forgets which tokens it
+    already has.
     """
     if dict(flatten(config.verl)).get(LOGPROBS_MODE, logprobs_mode(config)) != "raw_logprobs":
         return frozenset()
@@ -80,7 +81,7 @@ def abilities_of(config: TrainConfig) -> frozenset[str]:
 
 
 def _host(config: TrainConfig) -> str:
-    """Loopback on one machine; the address that other nodes reach, on several."""
+    """Return the host: loopback on one machine, the address that other nodes reach on several."""
     if config.nodes == 1:
         return LOOPBACK
     import ray.util

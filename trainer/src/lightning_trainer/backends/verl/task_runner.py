@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from verl.trainer.main_ppo import TaskRunnerV1
 
-_VERLS: Any = TaskRunnerV1.__ray_metadata__.modified_class  # what ray.remote made an actor of
+_VERLS: Any = TaskRunnerV1.__ray_metadata__.modified_class  # the class that ray.remote made an actor of
 
 
 class _TaskRunner:

@@ -1,1 +1,1 @@
-"""What verl and vLLM need to run on a machine without an accelerator."""
+"""The parts that verl and vLLM need to run on a machine without an accelerator."""

@@ -1,6 +1,6 @@
-"""verl's critic on CPU: its engine, with an attention that a CPU has.
+"""verl's critic on CPU: verl's engine, with an attention that CPUs support.
 
-verl loads value models with flash attention, by name, whatever the options say; there is no build of it for CPUs.
+verl always loads value models with flash attention, whatever the options say; flash attention has no build for CPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 
 class ValueEngineCPU(FSDPEngineWithValueHead):  # type: ignore[misc]  # verl has no types
-    """Registered for value models on the device `cpu`."""
+    """The engine registered for value models on the device `cpu`."""
 
     def _build_module(self) -> Any:
         config = self.model_config.hf_config

@@ -1,4 +1,4 @@
-"""A machine without an accelerator as one of verl's platforms: torch on CPU, gloo, logical devices in Ray."""
+"""A platform of verl for machines without an accelerator: torch on CPU, gloo, logical devices in Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
 class _Stream:
-    """A stream whose work is done when it is asked for."""
+    """A stream without pending work."""
 
     def wait_stream(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
@@ -28,7 +28,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has happened."""
+    """An event that has already happened."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
@@ -39,7 +39,7 @@ class _Event:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Do what needs no doing on a CPU."""
+    """Do nothing: a CPU does not need it."""
 
 
 def _used_memory(*_: Any, **__: Any) -> int:
@@ -52,7 +52,7 @@ def _free_and_total(*_: Any) -> tuple[int, int]:
 
 
 def _device_module() -> types.ModuleType:
-    """Return what stands in the place of `torch.cuda`: `torch.cpu`, and what verl calls beyond it."""
+    """Return the replacement for `torch.cuda`: `torch.cpu`, and the functions that verl calls beyond it."""
     module = types.ModuleType("lightning_cpu_device")
     functions: dict[str, Any] = {
         "is_available": lambda: True,
@@ -80,33 +80,33 @@ def _device_module() -> types.ModuleType:
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
-    """Answers what verl asks of a platform. Chosen by ``VERL_PLATFORM=cpu``."""
+    """verl's platform for CPUs. Selected by ``VERL_PLATFORM=cpu``."""
 
     device_name = "cpu"
     vendor_name = "cpu"
     device_module = _device_module()
 
     def is_available(self) -> bool:
-        """There is always a CPU."""
+        """Whether there is a CPU: always."""
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:  # noqa: ARG002 - verl's
-        """Never found by probing: a machine with an accelerator has a CPU too."""
+        """Whether probing finds it: never, because a machine with an accelerator has a CPU too."""
         return False
 
     def current_device(self) -> str:
-        """Return what tensors are moved to."""
+        """Return the device that tensors are moved to."""
         return "cpu"
 
     def device_count(self) -> int:
-        """One for each process."""
+        """Return 1: each process has one device."""
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """There is nothing to choose."""
+        """Do nothing, because there is nothing to choose."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Everything is done when it returns."""
+        """Do nothing: every operation is finished when it returns."""
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch."""
@@ -117,45 +117,45 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
-        """There is no caching allocator."""
+        """Do nothing, because there is no caching allocator."""
 
     def empty_cache(self) -> None:
-        """There is no caching allocator."""
+        """Do nothing, because there is no caching allocator."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:  # noqa: ARG002 - verl's
-        """A CPU has no compute capability."""
+        """Return None twice: a CPU has no compute capability."""
         return None, None
 
     def communication_backend_name(self) -> str:
-        """Collectives run over gloo."""
+        """Return the backend of collectives: gloo."""
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        """Ray sets this one for the logical devices."""
+        """Return the variable that Ray sets for the logical devices."""
         return "CUDA_VISIBLE_DEVICES"
 
     @contextlib.contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:  # noqa: ARG002 - verl's
-        """There is no such profiler."""
+        """Do nothing, because there is no such profiler."""
         yield
 
     def profiler_start(self) -> None:
-        """There is no such profiler."""
+        """Do nothing, because there is no such profiler."""
 
     def profiler_stop(self) -> None:
-        """There is no such profiler."""
+        """Do nothing, because there is no such profiler."""
 
     def ray_resource_name(self) -> str:
-        """Logical devices: Ray is told a number of GPUs and hands out their indices."""
+        """Return the resource of the logical devices: Ray gets a number of GPUs and assigns their indices."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
-        """Ray may set what it likes."""
+        """Return an empty list: Ray may set any variable."""
         return []
 
     def is_ipc_supported(self) -> bool:
-        """Weights go through POSIX shared memory."""
+        """Whether IPC is supported: no, weights go through POSIX shared memory."""
         return False
 
     def cudart(self) -> None:
-        """There is no CUDA runtime."""
+        """Do nothing, because there is no CUDA runtime."""

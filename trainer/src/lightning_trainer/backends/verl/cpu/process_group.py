@@ -1,8 +1,8 @@
-"""The one place where verl is patched, and why.
+"""The only place that patches verl, and why.
 
-verl starts its process group with the backend ``cpu:gloo,{device}:{backend}``. Where the device is the CPU itself that
-is ``cpu:gloo,cpu:gloo``, which torch refuses ("Duplicate device type cpu in backend string"). No option or registry
-leads there. The patch gives torch ``cpu:gloo``. `tests/verl/test_process_group.py` fails when verl needs it no longer.
+verl starts its process group with the backend ``cpu:gloo,{device}:{backend}``. If the device is the CPU, that is
+``cpu:gloo,cpu:gloo``, which torch refuses ("Duplicate device type cpu in backend string"). No option or registry can
+change it. The patch gives torch ``cpu:gloo``. `tests/verl/test_process_group.py` fails once verl no longer needs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def patch() -> None:
-    """Register a process group on CPU with verl. Does nothing on other platforms, and nothing the second time."""
+    """Make verl use a valid process group on CPU. Does nothing on other platforms or if already patched."""
     from verl.utils import distributed
 
     original = distributed.initialize_global_process_group_ray

@@ -1,6 +1,6 @@
-"""vLLM on CPU as a replica of verl's: new weights go in place, through vLLM's own reload.
+"""vLLM on CPU as a replica of verl's: new weights are loaded in place, through vLLM's own reload.
 
-vLLM's CPU layers repack their weights for oneDNN after loading, so verl's plain `model.load_weights` works once only.
+vLLM's CPU layers repack their weights for oneDNN after loading, so verl's plain `model.load_weights` works only once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 
 class WorkerExtensionCPU(vLLMColocateWorkerExtension):  # type: ignore[misc]  # verl has no types
-    """What vLLM's worker can do beyond its own: receive weights from verl's trainer."""
+    """Extends vLLM's worker: receives weights from verl's trainer."""
 
     def update_weights_from_ipc(
         self,
@@ -25,8 +25,8 @@ class WorkerExtensionCPU(vLLMColocateWorkerExtension):  # type: ignore[misc]  # 
     ) -> None:
         """Receive all weights, then load them.
 
-        A sender waits for ever for a receiver that failed half-way, so nothing that can fail is done before the last
-        bucket is acknowledged; an error after that reaches the sender as this call's own.
+        A sender waits forever for a receiver that failed half-way, so nothing that can fail runs before the last bucket
+        is acknowledged. A later error reaches the sender as the error of this call.
         """
         if peft_config and base_sync_done:
             super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
@@ -45,10 +45,10 @@ class WorkerExtensionCPU(vLLMColocateWorkerExtension):  # type: ignore[misc]  # 
 
 
 def _retie(model: Any) -> None:
-    """Let a tied output layer use the new embedding.
+    """Make a tied output layer use the new embedding.
 
-    vLLM 0.27's reload leaves out the output layer of a model with tied embeddings ("ParallelLMHead: Failed to load
-    weights"): its repacked copy stays at the old weights, and nothing says so.
+    vLLM 0.27's reload skips the output layer of a model with tied embeddings ("ParallelLMHead: Failed to load
+    weights"): its repacked copy keeps the old weights, and no error is raised.
     """
     head, body = getattr(model, "lm_head", None), getattr(model, "model", None)
     embedding = getattr(body, "embed_tokens", None)
@@ -61,7 +61,7 @@ def _retie(model: Any) -> None:
 
 
 class ServerCPU(vLLMHttpServer):  # type: ignore[misc]  # verl has no types
-    """verl's vLLM server, with our extension of its workers."""
+    """verl's vLLM server, with our worker extension."""
 
     def _get_worker_extension_cls(self) -> str:
         return f"{WorkerExtensionCPU.__module__}.{WorkerExtensionCPU.__qualname__}"

@@ -1,1 +1,1 @@
-"""From a run's configuration to verl's options."""
+"""Conversion of a run's configuration to verl's options."""

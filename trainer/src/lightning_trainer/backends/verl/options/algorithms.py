@@ -1,4 +1,4 @@
-"""What each algorithm is on verl: its estimator of advantages and its loss, by verl's names."""
+"""Each algorithm on verl: its advantage estimator and its loss, by verl's names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import Aggregation
 from lightning_trainer.config.train import TrainConfig
 
-# What ends the name of an estimator of ours, by how the loss weighs responses.
+# Suffix of the name of our estimators, by how the loss weights responses.
 AGGREGATIONS: Final[Mapping[Aggregation, str]] = {
     "token-mean": "",
     "sequence-mean": "_sequence_mean",
@@ -23,10 +23,10 @@ class OnVerl:
     """An algorithm on verl.
 
     Attributes:
-        estimator: of advantages: ``gae`` of verl's own, or one of those that `estimators` registers.
+        estimator: of advantages: verl's ``gae``, or one of those that `estimators` registers.
         loss: verl's policy loss.
-        critic: whether verl trains a critic, for which rows hold the credit of calls as rewards.
-        merge: whether calls that continue an earlier one share its row. verl's GSPO takes a row for a response.
+        critic: whether verl trains a critic, for which rows contain the credit of calls as rewards.
+        merge: whether calls that continue an earlier one share its row. verl's GSPO treats a row as a response.
     """
 
     estimator: str = "lightning"
@@ -35,7 +35,7 @@ class OnVerl:
     merge: bool = True
 
     def estimator_for(self, aggregation: Aggregation) -> str:
-        """Name the estimator that weighs responses so, too: verl's own losses know the mean over tokens alone."""
+        """Return the estimator that also weights responses: verl's own losses only support the mean over tokens."""
         return self.estimator if self.critic else self.estimator + AGGREGATIONS[aggregation]
 
 
@@ -53,10 +53,10 @@ ALGORITHMS: Final[Mapping[str, OnVerl]] = {
 
 
 def on_verl(config: TrainConfig) -> OnVerl:
-    """Return what a run's algorithm is on verl.
+    """Return a run's algorithm on verl.
 
     Raises:
-        ConfigError: verl does not know it.
+        ConfigError: verl does not have it.
     """
     if config.algorithm not in ALGORITHMS:
         raise ConfigError(f"verl knows no algorithm {config.algorithm!r}. Use one of: {', '.join(ALGORITHMS)}.")

@@ -1,4 +1,4 @@
-"""What a run on verl would be: every option of verl, and what it needs. Nothing is started."""
+"""Description of a run on verl: every option of verl, and the resources that it needs. Nothing is started."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
 from lightning_trainer.run.data import load_tasks
 
-_FITS_GIB = (24, 48, 80, 141)  # memory of accelerators people have
+_FITS_GIB = (24, 48, 80, 141)  # memory of common accelerators
 
 
 def describe(config: TrainConfig) -> str:
-    """Return the options that verl would get and what it needs, as text for people.
+    """Return verl's options and the resources that they need, as text for people.
 
     Raises:
         ConfigError: an option is wrong.
-        DataError: the data file is.
+        DataError: the data file is wrong.
     """
     site = Site(folder=(config.out or Path("runs") / "DATE").absolute(), steps=count_steps(config))
     shape = read_shape(config.model)
@@ -39,15 +39,15 @@ def describe(config: TrainConfig) -> str:
 
 
 def count_steps(config: TrainConfig) -> int:
-    """Number of optimiser steps of the run."""
+    """Return the number of optimiser steps of the run."""
     return config.steps if config.steps is not None else config.step_count(len(load_tasks(config.data, config.columns)))
 
 
 def composed(values: Values) -> Any:
-    """Lay options over verl's own `ppo_trainer`; gives OmegaConf's DictConfig.
+    """Apply options on top of verl's own `ppo_trainer`; return OmegaConf's DictConfig.
 
     Raises:
-        ConfigError: verl knows no such option, or refuses a value.
+        ConfigError: verl has no such option, or rejects a value.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
@@ -61,14 +61,14 @@ def composed(values: Values) -> Any:
 
 
 def compose(values: Values) -> str:
-    """Return verl's whole configuration as YAML, references resolved."""
+    """Return verl's whole configuration as YAML, with references resolved."""
     from omegaconf import OmegaConf
 
     return str(OmegaConf.to_yaml(composed(values), resolve=True))
 
 
 def _fits(needs: Requirements, memory: int, share: float, longest: int) -> str:
-    """Say what learning and sampling have room for on accelerators with so many GiB each."""
+    """Return what fits for learning and sampling on accelerators with `memory` GiB each."""
     learned, cached = needs.micro_batch(memory), needs.while_sampling(memory, share)
     if not learned:
         return "too small to learn"

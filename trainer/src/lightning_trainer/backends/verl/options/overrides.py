@@ -1,8 +1,8 @@
-"""From what the user means to verl's options: one function, without importing verl.
+"""Conversion of the user's configuration to verl's options: one function, without importing verl.
 
-Three kinds of keys. Those that follow from an option of `TrainConfig` can only be changed there. Those that connect
-verl with this trainer can't be changed. All others are defaults, and the table `verl` of the configuration goes before
-them.
+There are three kinds of keys. Those derived from an option of `TrainConfig` can only be changed there. Those that
+connect verl with this trainer cannot be changed. All others are defaults, which the table `verl` of the configuration
+overrides.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import Shape
 
 HERE: Final = "lightning_trainer.backends.verl"
-DEFAULT_CONTEXT: Final = 4096  # where neither the configuration nor the model says how long a conversation gets
+DEFAULT_CONTEXT: Final = 4096  # if neither the configuration nor the model gives the longest context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where the run is, which verl's processes must know.
+    """The location of the run, which verl's processes need.
 
     Attributes:
         folder: the run's folder, on storage that all nodes share.
@@ -45,16 +45,16 @@ class Site:
 
 
 def overrides(config: TrainConfig, site: Site, shape: Shape | None, *, flash_attention: bool) -> Values:
-    """Return verl's options, by dotted key, over its `ppo_trainer` configuration.
+    """Return verl's options, by dotted key, on top of its `ppo_trainer` configuration.
 
     Args:
         config: of the run.
-        site: where it is.
-        shape: of the model; None where it can't be read.
-        flash_attention: whether the package flash_attn is installed, without which rows can't be packed.
+        site: its location.
+        shape: of the model; None if it cannot be read.
+        flash_attention: whether the package flash_attn is installed, which packs rows and which a critic on GPUs needs.
 
     Raises:
-        ConfigError: an option is not for verl, or the table `verl` sets a key that is not its own.
+        ConfigError: verl does not support an option, or the table `verl` sets a key that it may not set.
     """
     check(config)
     if on_verl(config).critic and config.device != "cpu" and not flash_attention:
@@ -81,16 +81,16 @@ def overrides(config: TrainConfig, site: Site, shape: Shape | None, *, flash_att
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse options that mean something else, or nothing, on verl.
+    """Reject options that mean something else, or nothing, on verl.
 
     Raises:
-        ConfigError: says which, and what to do.
+        ConfigError: the message says which, and what to do.
     """
     refuse({**_of_learner(config), **_of_loss(config), **_of_sampling(config), **_of_run(config)})
 
 
 def _of_learner(config: TrainConfig) -> dict[str, bool]:
-    """Return what of the learner is not supported, by what to do."""
+    """Return error messages about options of the learner, each with whether it applies."""
     return {
         "verl writes its own checkpoints. Leave checkpoint out.": config.checkpoint != "newest",
         "old_logprobs = engine, update_epochs and minibatches are for backend = torch. Leave them out, and give verl's"
@@ -124,7 +124,7 @@ def _of_learner(config: TrainConfig) -> dict[str, bool]:
 
 
 def _of_loss(config: TrainConfig) -> dict[str, bool]:
-    """Return what of the loss is not supported, by what to do."""
+    """Return error messages about options of the loss, each with whether it applies."""
     return {
         f"verl has no loss_aggregation = {config.loss_aggregation}. Use one of: {', '.join(AGGREGATIONS)}.": (
             config.loss_aggregation not in AGGREGATIONS
@@ -145,7 +145,7 @@ def _of_loss(config: TrainConfig) -> dict[str, bool]:
 
 
 def _of_sampling(config: TrainConfig) -> dict[str, bool]:
-    """Return what of sampling is not supported, by what to do."""
+    """Return error messages about options of sampling, each with whether it applies."""
     return {
         "verl's trainer samples a batch once: calls are sampled again on backend = torch only. Choose another credit"
         " than counterfactual, and leave orders out.": config.forked or config.by_coalitions,
@@ -159,7 +159,7 @@ def _of_sampling(config: TrainConfig) -> dict[str, bool]:
 
 
 def _of_run(config: TrainConfig) -> dict[str, bool]:
-    """Return what of the devices, the engine and the length is not supported, by what to do."""
+    """Return error messages about the devices, the engine and the length, each with whether it applies."""
     return {
         f"device = {config.device!r} names one device. With verl, say cpu, or give the number of gpus.": (
             config.device not in {"auto", "cpu", "cuda"}
@@ -182,7 +182,7 @@ def _of_run(config: TrainConfig) -> dict[str, bool]:
 
 
 def _derived_options(config: TrainConfig, site: Site, context: int) -> dict[str, tuple[Any, str]]:
-    """Options that follow from the user's, each with the name under which the user sets it."""
+    """Return the options that follow from the user's, each with the name under which the user sets it."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     answer = min(config.max_tokens or context // 2, context - 1)
     validates = config.val is not None
@@ -242,7 +242,7 @@ def _derived_options(config: TrainConfig, site: Site, context: int) -> dict[str,
 
 
 def _connection_options(config: TrainConfig, site: Site) -> Values:
-    """Options through which verl meets this trainer."""
+    """Return the options that connect verl with this trainer."""
     validation = config.val or config.data
     return {
         "trainer.use_v1": True,
@@ -261,7 +261,7 @@ def _connection_options(config: TrainConfig, site: Site) -> Values:
         "data.custom_cls.name": "TaskDataset",
         "data.train_files": f"train:{config.data.absolute()}",
         "data.val_files": f"val:{validation.absolute()}",
-        "data.shuffle": False,  # the data set is in the order of the run already
+        "data.shuffle": False,  # the data set is already in the run's order
         "data.validation_shuffle": False,
         "trainer.total_epochs": 1,  # one pass over the run's own order of tasks, whatever the number of epochs
         "+data.lightning": {
@@ -296,14 +296,14 @@ def _rate(config: TrainConfig) -> dict[str, tuple[Any, str]]:
 
 
 def _correction(config: TrainConfig) -> dict[str, tuple[Any, str]]:
-    """Correct for the gap between engine and trainer: weights of tokens up to a cap, and a mask."""
+    """Return the options that correct for the gap between engine and trainer: capped token weights, and a mask."""
     correction = "algorithm.rollout_correction"
     options: dict[str, tuple[Any, str]] = {}
     if config.importance_cap is not None:
         options[f"{correction}.rollout_is"] = ("token", "importance_cap")
         options[f"{correction}.rollout_is_threshold"] = (config.importance_cap, "importance_cap")
     if config.importance_mask is not None:
-        # k1 is the logarithm of the ratio: within 1 / mask and mask.
+        # k1 is the logarithm of the ratio: between 1 / mask and mask.
         bounds = f"{1 / config.importance_mask}_{config.importance_mask}"
         options[f"{correction}.rollout_rs"] = ("token_k1", "importance_mask")
         options[f"{correction}.rollout_rs_threshold"] = (bounds, "importance_mask")
@@ -328,7 +328,7 @@ def _rollout_dtype(config: TrainConfig) -> str:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Return a table's options by dotted key."""
+    """Yield a table's options by dotted key."""
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")

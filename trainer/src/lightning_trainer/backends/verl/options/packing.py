@@ -1,4 +1,4 @@
-"""Whether the rows of a micro-batch are packed into one sequence, and by which attention. No torch here."""
+"""Whether the rows of a micro-batch are packed into one sequence, and by which attention. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 
 PACKED_ROWS: Final = "packed_rows"  # our attention over packed rows
-# Decoders whose attention is plain: no soft capping, no sinks, no recurrent layers. tests/verl/test_packed.py has each.
+# Decoders with plain attention: no soft capping, no sinks, no recurrent layers. tests/verl/test_packed.py has each.
 PLAIN: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "smollm3", "granite", "olmo2")
 _MODEL: Final = "actor_rollout_ref.model"
 _PACKED: Final = f"{_MODEL}.use_remove_padding"
@@ -18,12 +18,12 @@ _ATTENTION: Final = f"+{_MODEL}.override_config.attn_implementation"
 
 
 def has_flash_attention() -> bool:
-    """Whether the package flash_attn is installed, which verl packs rows with."""
+    """Whether the package flash_attn is installed, which verl uses to pack rows."""
     return importlib.util.find_spec("flash_attn") is not None
 
 
 def packs_without(model: str) -> bool:
-    """Whether torch's own kernels can attend to packed rows of a model: its folder is here, and its attention plain."""
+    """Whether torch's kernels can attend to a model's packed rows: its folder is here, its attention is plain."""
     try:
         values = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -32,7 +32,7 @@ def packs_without(model: str) -> bool:
 
 
 def packing(model: str, *, flash_attention: bool) -> dict[str, Any]:
-    """Return verl's options of packing: with flash-attn, with torch's kernels, or not at all."""
+    """Return verl's packing options: with flash-attn, with torch's kernels, or no packing."""
     if flash_attention:
         return {_PACKED: True}
     packed = packs_without(model)
@@ -45,10 +45,10 @@ def packing(model: str, *, flash_attention: bool) -> dict[str, Any]:
 
 
 def settle(values: dict[str, Any], *, flash_attention: bool) -> None:
-    """Make the options of packing agree after the table `verl` has changed some.
+    """Make the packing options consistent after the table `verl` has changed some.
 
     Raises:
-        ConfigError: rows are to be shared by devices, which needs flash-attn.
+        ConfigError: rows should be split over devices, which needs flash-attn.
     """
     if flash_attention:
         return

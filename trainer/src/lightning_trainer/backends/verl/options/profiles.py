@@ -1,4 +1,4 @@
-"""Options of verl for which the user has no word of ours: defaults for accelerators, and what changes on a CPU."""
+"""Options of verl without a counterpart in `TrainConfig`: defaults for accelerators, and the changes for a CPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lightning_trainer.models.shape import Shape
 
 Values = dict[str, Any]
 
-TRANSFER_S: Final = 600.0  # longest time for new weights to reach vLLM
+TRANSFER_S: Final = 600.0  # longest time in seconds for new weights to reach vLLM
 _ROWS_OF_TOKENS_CPU: Final = 1024  # logits over a vocabulary of 50,000: 0.2 GiB, several times over
-# What a Ray of the run's own is told that it has; one that is joined knows. verl and TransferQueue ask for ten cores,
-# and for three more for each accelerator, to leave them idle: where there are fewer, they wait without end.
+# Resources declared for a run's own Ray; an existing cluster has its own. verl and TransferQueue request ten cores, and
+# three more for each accelerator, to leave them idle: if there are fewer, they wait forever.
 OF_OWN_RAY: Final = ("ray_kwargs.ray_init.num_cpus", "+ray_kwargs.ray_init.num_gpus")
 LOGPROBS_MODE: Final = "actor_rollout_ref.rollout.logprobs_mode"
 
@@ -32,13 +32,13 @@ LOGPROBS_MODE: Final = "actor_rollout_ref.rollout.logprobs_mode"
 def logprobs_mode(config: TrainConfig) -> str:
     """Return vLLM's mode: before penalties, top-p and top-k, over the whole vocabulary, as the trainer computes them.
 
-    At another temperature than 1 only those after all of them have the temperature in.
+    If the temperature is not 1, only log-probabilities after all of them include the temperature.
     """
     return "raw_logprobs" if config.temperature in {None, 1.0} else "processed_logprobs"
 
 
 def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool) -> Values:
-    """Options for which the user has no word of ours: the table `verl` changes them."""
+    """Return the options without a counterpart in `TrainConfig`. The table `verl` changes them."""
     actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
     tokens = _micro_batch(config, shape)
     values: Values = {
@@ -57,7 +57,7 @@ def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool)
         f"{rollout}.tensor_model_parallel_size": tensor_parallel(shape, config.gpus),
         f"{rollout}.gpu_memory_utilization": 0.5,
         f"{rollout}.enable_chunked_prefill": True,
-        f"{rollout}.load_format": "dummy",  # the trainer's weights come before the first call
+        f"{rollout}.load_format": "dummy",  # the trainer's weights arrive before the first call
         LOGPROBS_MODE: logprobs_mode(config),
         "data.dataloader_num_workers": 0,
         "reward.num_workers": 0,  # rewards come with the rollouts
@@ -70,11 +70,11 @@ def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool)
     if config.nodes > 1:
         values["+ray_kwargs.ray_init.address"] = "auto"  # the cluster that was started before
     else:
-        values["+ray_kwargs.ray_init.address"] = "local"  # one of its own, whoever else uses Ray on this machine
+        values["+ray_kwargs.ray_init.address"] = "local"  # a separate Ray, whatever else uses Ray on this machine
         values["+ray_kwargs.ray_init.include_dashboard"] = False
         values["ray_kwargs.ray_init.num_cpus"] = 12 + 4 * config.gpus  # logical
     if config.lora_rank:
-        values[f"{model}.lora.merge"] = True  # the gateway asks vLLM for the policy, not for an adapter beside it
+        values[f"{model}.lora.merge"] = True  # the gateway asks vLLM for the policy, not for an adapter next to it
     if on_verl(config).critic:
         values |= {
             "critic.strategy": "fsdp2",
@@ -84,7 +84,7 @@ def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool)
         }
     if config.staleness:
         values |= {
-            # Slow tasks would be dropped, and these are the hard ones: the step waits for groups that become too old.
+            # Slow tasks, the hard ones, would be dropped; so the step waits for groups that would get too old.
             "trainer.v1.sampler.max_off_policy_strategy": "wait",
             "trainer.v1.colocate_async.num_warmup_batches": config.staleness,
         }
@@ -92,7 +92,7 @@ def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool)
 
 
 def _micro_batch(config: TrainConfig, shape: Shape | None) -> int:
-    """Return the most tokens that a GPU takes at once: what fits into the smallest one here, where that is known."""
+    """Return the most tokens that a GPU processes at once: what fits into the smallest one here, if that is known."""
     memory = gpu_totals()
     if shape is None or not memory or config.device == "cpu":
         return MICRO_BATCH
@@ -120,10 +120,10 @@ def needs_of(config: TrainConfig, shape: Shape, *, parallel: int = 1, tokens: in
 
 
 def on_cpu(config: TrainConfig) -> Values:
-    """Options for a machine without an accelerator: logical devices, vLLM never asleep.
+    """Return the options for a machine without an accelerator: logical devices, vLLM never asleep.
 
-    Learning computes in float32, as vLLM does, unless ``dtype`` asks both for bfloat16: many times faster where the
-    processor multiplies it. The weights that the optimiser keeps are float32 in either case.
+    Learning computes in float32, as vLLM does, unless ``dtype`` sets both to bfloat16: many times faster if the
+    processor multiplies bfloat16. The optimiser's weights are float32 in either case.
     """
     actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
     computed = "bf16" if config.dtype == "bfloat16" else "fp32"
@@ -145,7 +145,7 @@ def on_cpu(config: TrainConfig) -> Values:
         "+ray_kwargs.ray_init.runtime_env.env_vars": {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"},
     }
     if config.nodes == 1:
-        values["+ray_kwargs.ray_init.num_gpus"] = config.gpus  # logical: verl's workers ask for them
+        values["+ray_kwargs.ray_init.num_gpus"] = config.gpus  # logical: verl's workers request them
     if on_verl(config).critic:
         values |= {
             "critic.ppo_max_token_len_per_gpu": _ROWS_OF_TOKENS_CPU,
@@ -157,6 +157,6 @@ def on_cpu(config: TrainConfig) -> Values:
 
 
 def model_path(config: TrainConfig) -> str:
-    """A local folder by its absolute path, for processes elsewhere; a hub id as it is."""
+    """Return the absolute path of a local folder, for processes elsewhere; a hub id unchanged."""
     folder = Path(config.model)
     return str(folder.absolute()) if folder.is_dir() else config.model

@@ -1,4 +1,4 @@
-"""Whether the engine that samples and the trainer that learns have the same weights: do their log-probabilities agree?
+"""Check that the engine that samples and the trainer that learns have the same weights, by their log-probabilities.
 
 A weight sync that loads a tensor wrongly raises no error anywhere. It shows here, at the first step.
 """
@@ -23,10 +23,10 @@ class WeightsError(LightningError):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How alike the log-probabilities of the same tokens are.
+    """The similarity of two sets of log-probabilities for the same tokens.
 
     Attributes:
-        correlation: Pearson's, over tokens; 1 where neither varies.
+        correlation: Pearson's, over tokens; 1 if neither varies.
         gap: mean absolute difference in nats.
         tokens: how many were compared.
     """
@@ -36,11 +36,11 @@ class Agreement:
     tokens: int
 
     def metrics(self) -> dict[str, float]:
-        """Return the same as numbers by name, for logs."""
+        """Return the correlation and the gap by name, for logs."""
         return {"logprob_correlation": self.correlation, "logprob_gap": self.gap}
 
     def check(self) -> None:
-        """Make sure that both have the same weights.
+        """Check that both have the same weights.
 
         Raises:
             WeightsError: the correlation is below 0.99, and the difference is more than rounding.

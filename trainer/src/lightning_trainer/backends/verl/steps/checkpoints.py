@@ -1,4 +1,4 @@
-"""After verl has written a checkpoint: the run's own link to it, and a line about the policy's version."""
+"""Registration of verl's checkpoints: the run's own link to the newest, and a line about the policy's version."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ POLICIES: Final = "policies.jsonl"
 
 
 class RegisterCheckpoint(CheckpointCallback):  # type: ignore[misc]  # verl has no types
-    """Registers each checkpoint in the run's folder; made by verl as `trainer.checkpoint_callback_class`."""
+    """Registers each checkpoint in the run's folder; created by verl as `trainer.checkpoint_callback_class`."""
 
     def on_save(self, *, global_step: int, checkpoint_dir: str, **_: Any) -> None:
-        """Hear of a checkpoint that is written."""
+        """Register a written checkpoint."""
         folder, checkpoint = Path(self.config.trainer.default_local_dir).parent, Path(checkpoint_dir)
         merge_adapters(checkpoint / "actor" / "huggingface")
         forget_attention(checkpoint / "actor" / "huggingface" / "config.json")
@@ -28,19 +28,19 @@ class RegisterCheckpoint(CheckpointCallback):  # type: ignore[misc]  # verl has 
 
 
 def forget_attention(path: Path) -> None:
-    """Take out of a model's configuration by which attention it was trained: others do not know ours."""
+    """Remove the attention implementation from a model's configuration, because other programs do not know ours."""
     values = json.loads(path.read_text(encoding="utf-8"))
     if values.pop("attn_implementation", None) is not None:
         write_atomically(path, json.dumps(values, indent=2).encode() + b"\n")
 
 
 def register(folder: Path, checkpoint: Path, version: int) -> None:
-    """Let the run's `checkpoint` be this one's model folder, and note the version of the policy that it holds.
+    """Point the run's `checkpoint` to this one's model folder, and record its policy version.
 
     Args:
         folder: of the run.
         checkpoint: verl's folder ``global_step_N``.
-        version: number of the weights.
+        version: of the weights.
     """
     mark_checkpoint(folder, checkpoint / "actor" / "huggingface", version)
     link = folder / "checkpoint"

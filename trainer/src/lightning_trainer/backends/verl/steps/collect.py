@@ -1,6 +1,6 @@
-"""verl's prompts to our rollouts, and back: the `agent_loop_manager_class`.
+"""Conversion of verl's prompts to our rollouts, and back: the `agent_loop_manager_class`.
 
-verl hands over prompts and reads rows from TransferQueue. Between the two, the user's agents run wherever the runners
+verl supplies prompts and reads rows from TransferQueue. Between the two, the user's agents run wherever the runners
 are; each group of rollouts becomes rows as on the torch backend, by the run's algorithm.
 """
 
@@ -53,7 +53,7 @@ class NothingCollectedError(LightningError):
 
 
 class RolloutCollector:
-    """Runs verl's prompts as rollouts of the user's agents. Made by verl's task runner, in the trainer's process."""
+    """Runs verl's prompts as rollouts of the user's agents. Created by verl's task runner, in the trainer's process."""
 
     def __init__(self, config: Any) -> None:
         lightning = config.lightning
@@ -61,10 +61,10 @@ class RolloutCollector:
         control = RunServerClient.of(lightning)
         rules = read_rules(self._run.rewards, credit=self._run.credit, gamma=self._run.gamma)
         if rules:
-            hooks.register(Judge(rules), PLUGIN)  # this process is the trainer's, and ends with it
+            hooks.register(Judge(rules), PLUGIN)  # this is the trainer's process, and ends with it
         self._store = open_store(control.url, key=control.key)
         self._control = control
-        # The rubric may be a file, which the run's own process has read: it is the one that asks the judge.
+        # The rubric may be a file. The run's own process has read it and calls the judge.
         table = {name: value for name, value in self._run.judge.items() if name != "rubric"}
         self._options = read_judge(self._run.reward, table)
         self._groups = Groups(
@@ -73,23 +73,23 @@ class RolloutCollector:
             at_once=self._options.concurrency if self._options else 1,
             timeouts=self._run.timeouts,
         )
-        # Of this start: rollouts of a run that was killed are not taken again.
+        # Of this start: rollouts of a killed run are not used again.
         self._name = name_start(Path(lightning.config).parent)
         self._gathered = Gathered(self._run.failed, self._run.agents, self._run.declared)
         self._agents: set[str] = set()
         self._times: Counter[int] = Counter()
-        self._barren = 0  # groups without a row, since the last one with
+        self._barren = 0  # groups without a row since the last one with rows
         self._manifest = Manifest(Path(lightning.config).parent)
         self._sources: dict[str, StepSources] = {}  # of groups that no step has learned from yet, by prompt
-        self._first_step: int | None = None  # that this start asked for, from 0
+        self._first_step: int | None = None  # that this start requested, from 0
 
     @classmethod
     def create(cls, *, config: Any, **_: Any) -> RolloutCollector:
-        """Make it; verl offers clients and reward workers, which the run's own server stands for."""
+        """Create it. verl's clients and reward workers are not used, because the run's own server replaces them."""
         return cls(config)
 
     def check(self) -> None:
-        """See that rollouts are still collected.
+        """Check that rollouts are still collected.
 
         Raises:
             LightningError: why they are not.
@@ -113,7 +113,7 @@ class RolloutCollector:
             self._groups.add(rollouts, functools.partial(self._write_group, prompt))
 
     def note_step(self, step: int, keys: Iterable[str]) -> None:
-        """Write into the run's manifest what a step learns from.
+        """Record in the run's manifest what a step learns from.
 
         Args:
             step: its number, from 0.
@@ -126,7 +126,7 @@ class RolloutCollector:
         """Run held-out tasks, sampled as in training, and wait for all of them.
 
         Raises:
-            LightningError: rollouts are not collected any more, or the judge gave no verdict on any.
+            LightningError: rollouts are no longer collected, or the judge gave no verdict on any.
         """
         ended: list[Outcome] = []
         done = threading.Semaphore(0)
@@ -146,18 +146,18 @@ class RolloutCollector:
         return score(ended, self._run.failed, self._run.agents, self._run.declared)
 
     def take_ended(self, windows: Sequence[Window]) -> tuple[dict[str, float], RolloutTime]:
-        """Return the numbers of the training rollouts that ended since the last time, and how these were waited for."""
+        """Return the metrics of the training rollouts that ended since the last call, and how they were waited for."""
         return self._gathered.take(windows)
 
     def _judge(self, ended: list[Outcome]) -> list[Outcome]:
-        """Have a group judged where the judge is, in the run's own process, and read what it came to."""
+        """Have a group judged by the judge in the run's own process, and read the results."""
         limit_s = self._options.longest_s if self._options else 0.0
         unjudged = self._control.judge([outcome.rollout.rollout_id for outcome in ended], limit_s)
         again = outcomes(self._store, [outcome.rollout for outcome in ended], self._run.timeouts)
         return [replace(outcome, unjudged=unjudged.get(outcome.rollout.rollout_id)) for outcome in again]
 
     def _place_of(self, index: int) -> tuple[str, int]:
-        """Return the batch and the place in it; verl may return to a place when groups were dropped."""
+        """Return the batch and the position in it. verl may return to a position if groups were dropped."""
         step, place = divmod(index, self._run.batch_size)
         self._times[index] += 1
         again = f".{self._times[index]}" if self._times[index] > 1 else ""
@@ -187,7 +187,7 @@ class RolloutCollector:
         self._gathered.add(ended, batch, traces.found)
 
     def _refuse_barren(self, batch: Batch, ended: Sequence[Outcome]) -> None:
-        """Refuse to go on when as many groups as a batch has, one after the other, gave no row."""
+        """Refuse to continue if consecutive groups, as many as in a batch, gave no row."""
         self._barren = 0 if batch.rows else self._barren + 1
         if self._barren < self._run.batch_size:
             return
@@ -203,13 +203,13 @@ class RolloutCollector:
 
 
 def make_batch(run: TrainConfig, ended: Sequence[Outcome], traces: Traces, known_agents: Iterable[str] = ()) -> Batch:
-    """Make rows of one group, as on the torch backend, but that verl's trainer compares with the whole batch."""
+    """Make rows of one group as on the torch backend; verl's trainer makes the comparisons with the whole batch."""
     algorithm = algorithm_by_name(run.algorithm)
     return algorithm.batch(run, ended, traces, known_agents, whole=False, merge=on_verl(run).merge)
 
 
 def write(prompt: VerlPrompt, laid: Sequence[Trajectory]) -> None:
-    """Put rows into TransferQueue, then tell that the prompt is done: a group without rows is one that failed."""
+    """Put rows into TransferQueue, then mark the prompt as done: a group without rows counts as failed."""
     if laid:
         tq.kv_batch_put(
             keys=[trajectory.key for trajectory in laid],
@@ -221,7 +221,7 @@ def write(prompt: VerlPrompt, laid: Sequence[Trajectory]) -> None:
 
 
 def as_dicts(batch: Any) -> list[dict[str, Any]]:
-    """Take verl's batch of prompts apart, one dictionary a prompt."""
+    """Split verl's batch of prompts into one dictionary per prompt."""
 
     def value(column: Any, place: int) -> Any:
         if isinstance(column, NonTensorStack):

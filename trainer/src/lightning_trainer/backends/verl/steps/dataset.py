@@ -1,4 +1,4 @@
-"""The user's task file as verl's data set. Prompts are the agent's business: a row holds the task and its place."""
+"""The user's task file as verl's data set. Prompts are up to the agent: a row contains the task and its position."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.utils.data import Dataset
 
 from lightning_trainer.run.data import batch_at, load_tasks
 
-SOURCE: Final = "lightning"  # what verl calls a data source; its validation metrics carry it
+SOURCE: Final = "lightning"  # verl's data source; its validation metrics contain this name
 
 
 class TaskDataset(Dataset[dict[str, Any]]):
-    """Tasks in the order in which the run takes them, which is that of the torch backend.
+    """Tasks in the order of the run, which is that of the torch backend.
 
-    Made by verl as `data.custom_cls`. ``train:PATH`` gives every place of every step's batch, so that one pass is the
-    whole run; ``val:PATH`` gives each held-out task once.
+    Created by verl as `data.custom_cls`. ``train:PATH`` contains every position of every step's batch, so that one pass
+    is the whole run; ``val:PATH`` contains each held-out task once.
     """
 
     def __init__(self, data_files: str, config: Any, **_: Any) -> None:
@@ -29,14 +29,14 @@ class TaskDataset(Dataset[dict[str, Any]]):
             self._order = [task for step in range(steps) for task in batch_at(step, len(self._tasks), size, seed)]
 
     def __len__(self) -> int:
-        """Number of places."""
+        """Return the number of positions."""
         return len(self._order)
 
     def __getitem__(self, place: int) -> dict[str, Any]:
-        """Return the row of one place."""
+        """Return the row of one position."""
         return {
             "raw_prompt": [],  # verl counts prompts by this field
-            "dummy_tensor": torch.zeros(1, dtype=torch.uint8),  # verl's batches must hold a tensor
+            "dummy_tensor": torch.zeros(1, dtype=torch.uint8),  # verl's batches must contain a tensor
             "data_source": SOURCE,
             "reward_model": {},
             "index": place,

@@ -1,4 +1,4 @@
-"""What rollouts came to between two steps of verl's trainer, as the numbers that the torch backend tells too."""
+"""Metrics of the rollouts between two steps of verl's trainer, as the torch backend reports them too."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LEARNER: Final = ("old_log_prob", "ref", "values", "adv", "update_critic", "upd
 
 
 class Gathered:
-    """Adds up groups as they end, on one thread, until another takes their numbers.
+    """Accumulates groups as they end, on one thread, until another takes their numbers.
 
     Args:
-        failed: the reward of a rollout that failed by the policy's doing; ``exclude`` leaves it out.
+        failed: the reward of a rollout that failed because of the policy; ``exclude`` leaves it out.
         agents: names and globs of the agents that are trained; None: all are.
         declared: range of the rewards.
     """
@@ -38,7 +38,7 @@ class Gathered:
         self._clear()
 
     def add(self, ended: Sequence[Outcome], batch: Batch, traces: Sequence[Trace]) -> None:
-        """Take in groups that have ended, what was made of them, and the traces of their attempts."""
+        """Add outcomes that have ended, the batch made of them, and the traces of their attempts."""
         compared, flat = step_metrics.compared(batch)
         with self._lock:
             self._outcomes += ended
@@ -49,7 +49,7 @@ class Gathered:
             self._flat += flat
 
     def take(self, windows: Sequence[Window]) -> tuple[dict[str, float], RolloutTime]:
-        """Return the numbers of what came since the last time, and how these rollouts were waited for.
+        """Return the metrics of what was added since the last call, and how these rollouts were waited for.
 
         Args:
             windows: in which the step waited.
@@ -80,7 +80,7 @@ class Gathered:
 
 
 def waits_of_step(rollouts: RolloutTime, timing: Mapping[str, float], generated: float) -> dict[str, float]:
-    """Divide a step of verl's trainer by what it waited for: `divide_step`.
+    """Divide the time of a step of verl's trainer by what it waited for: `divide_step`.
 
     Args:
         rollouts: how the step waited for its rollouts.

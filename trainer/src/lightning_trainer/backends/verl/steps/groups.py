@@ -1,4 +1,4 @@
-"""Groups of rollouts under way: queued for each prompt, watched together, handed on as each ends. Knows no verl."""
+"""Groups of rollouts in progress: queued per prompt, watched together, passed on as each ends. Without verl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_trainer.rl.rollouts import REWARD_ERROR, SLACK_S, Outcome, Stalle
 
 logger = logging.getLogger(__name__)
 POLL_S: Final = 0.1
-_POLL_EACH_S: Final = 0.001  # for each rollout: reading their states takes the server time
+_POLL_EACH_S: Final = 0.001  # for each rollout, because reading their states takes server time
 _RUNNING: Final = frozenset({"queued", "running"})
 
 OnEnd = Callable[[list[Outcome]], None]
@@ -26,12 +26,12 @@ Judging = Callable[[list[Outcome]], list[Outcome]]
 
 
 class Groups:
-    """Watches groups in a thread of its own.
+    """Watches groups in a separate thread.
 
     Args:
         store: where rollouts are queued.
-        poll_s: seconds between looks.
-        judging: gives outcomes rewards before they are handed on, in other threads; None: they have theirs.
+        poll_s: seconds between polls.
+        judging: gives outcomes rewards before they are passed on, in other threads; None: they already have rewards.
         at_once: groups that are judged at once.
         timeouts: how rollouts that were too slow count.
     """
@@ -61,7 +61,7 @@ class Groups:
         """Queue one group; `on_end` gets its outcomes, in the order of `rollouts`, on the watching thread.
 
         Raises:
-            LightningError: the watching has failed.
+            LightningError: watching has failed.
         """
         self.check()
         self._store.enqueue(rollouts)
@@ -70,7 +70,7 @@ class Groups:
         self._came.set()
 
     def check(self) -> None:
-        """See that groups are still watched.
+        """Check that groups are still watched.
 
         Raises:
             LightningError: why they are not.
@@ -127,7 +127,7 @@ class Groups:
             del self._pending[group_id]
 
     def _hand_on(self) -> None:
-        """Hand on what was judged since the last look."""
+        """Pass on the groups that were judged since the last poll."""
         done = [each for each in self._judged if each[0].done()]
         self._judged = [each for each in self._judged if each not in done]
         for future, on_end in done:
@@ -135,7 +135,7 @@ class Groups:
 
     @staticmethod
     def _refuse_stall(rollouts: Sequence[Rollout], since: float) -> None:
-        """Refuse to wait when nothing has begun or ended for longer than any attempt may take."""
+        """Stop waiting if nothing has begun or ended for longer than any attempt may take."""
         if any(rollout.timeout_s is None for rollout in rollouts):
             return
         limit_s = max(rollout.timeout_s or 0.0 for rollout in rollouts) + SLACK_S

@@ -1,7 +1,7 @@
-"""A LoRA's checkpoint as a model that anything loads.
+"""A LoRA checkpoint as a model that any library loads.
 
-verl writes base weights and adapters side by side, by the names that they have while peft wraps the model. Whoever
-loads such a folder finds none of the model's weights in it, and begins from random ones.
+verl writes base weights and adapters side by side, under the names that they have while peft wraps the model. A loader
+finds none of the model's weights in such a folder, and starts from random ones.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch import Tensor
 from lightning_spans.errors import LightningError
 from lightning_trainer.report.metrics import write_atomically
 
-LORA: Final = "lora_train_meta.json"  # verl's: rank and alpha, beside the model's folder
+LORA: Final = "lora_train_meta.json"  # verl's: rank and alpha, next to the model's folder
 _WRAPPED: Final = "base_model.model."
 _ADAPTER: Final = ".lora_"
 _BASE: Final = ".base_layer.weight"
 
 
 def merge_adapters(folder: Path) -> None:
-    """Add the adapters to the weights in a model's folder. Where all weights were trained, there are none.
+    """Add the adapters to the weights in a model's folder. If all weights were trained, there are none.
 
     Args:
         folder: with the model's files as verl wrote them.
 
     Raises:
-        LightningError: an adapter is none of a linear layer, or belongs to no weight.
+        LightningError: an adapter is not of a linear layer, or belongs to no weight.
     """
     told = folder.parent / LORA
     if not told.is_file():
@@ -56,7 +56,7 @@ def merge_adapters(folder: Path) -> None:
 
 
 def _merge_adapters(names: list[str], weights: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Give weights by the names that they have in a file, with what their adapters add; adapters are left out."""
+    """Yield weights with their adapters added, by their names in a file; the adapters themselves are left out."""
     for name in names:
         wrapped, _, adapter = name.partition(_ADAPTER)
         if adapter:
@@ -70,7 +70,7 @@ def _merge_adapters(names: list[str], weights: Mapping[str, Any], scale: float) 
 
 
 def _adapter_delta(name: str, weights: Mapping[str, Any], weight: Tensor) -> Tensor:
-    """Return what the adapter of a layer adds to its weight, but for the scale."""
+    """Return what the adapter of a layer adds to its weight, without the scale."""
     factors = [name.replace(_BASE, f".lora_{factor}.default.weight") for factor in "BA"]
     if all(factor in weights for factor in factors):
         left, right = (weights[factor].get_tensor(factor).float() for factor in factors)

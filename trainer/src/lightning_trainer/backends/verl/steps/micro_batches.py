@@ -1,4 +1,4 @@
-"""How many rows a worker takes at once, decided for each batch, whose rows have lengths that are known."""
+"""The number of rows that a worker processes at once, decided for each batch once the lengths of its rows are known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def in_order(lengths: Sequence[int], workers: int) -> list[int]:
-    """Return the places of rows so that each worker's rows are the same, and neighbours alike in length."""
+    """Return the places of rows, ordered so that each worker keeps its rows and neighbours have similar lengths."""
     each = len(lengths) // workers
     return [
         place
@@ -20,15 +20,15 @@ def in_order(lengths: Sequence[int], workers: int) -> list[int]:
 def bounded(
     lengths: Sequence[int], workers: int, budget: int, *, packed: bool, sequence_parallel: int = 1
 ) -> dict[str, Any]:
-    """Return verl's options of a batch, so that no micro-batch has more tokens than that, but for a row that is longer.
+    """Return verl's options of a batch such that only a micro-batch of one long row has more tokens than `budget`.
 
     verl counts tokens without the padding. Rows that are not packed are padded to the longest of their micro-batch, and
-    verl puts long and short ones together: then a number of rows bounds it.
+    verl mixes long and short ones: then a number of rows limits it.
 
     Args:
-        lengths: of the rows, in tokens; as many rows for each worker.
+        lengths: of the rows, in tokens; the same number of rows for each worker.
         workers: that share the batch.
-        budget: most tokens that a device takes at once.
+        budget: most tokens that a device processes at once.
         packed: whether rows are packed into one sequence.
         sequence_parallel: devices that share a row.
     """

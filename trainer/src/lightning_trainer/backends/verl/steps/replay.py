@@ -1,6 +1,6 @@
-"""verl's replay buffers, which look oftener and do not wait for what will never come.
+"""verl's replay buffers, which poll more often and do not wait for groups that will never arrive.
 
-Our trainers set `check`, which raises when nothing collects rollouts any more.
+Our trainers set `check`, which raises when rollouts are no longer collected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ POLL_S: Final = 0.1  # verl's own 2 s are most of a small step
 
 
 def _nothing_failed() -> None:
-    """Hold until a trainer sets the real one."""
+    """Do nothing; a placeholder until a trainer sets the real check."""
 
 
 class SyncReplay(ReplayBuffer):  # type: ignore[misc]  # verl has no types
@@ -32,8 +32,8 @@ class SyncReplay(ReplayBuffer):  # type: ignore[misc]  # verl has no types
 class AsyncReplay(ReplayBufferAsync):  # type: ignore[misc]  # verl has no types
     """Return a batch once enough groups have ended, oldest first.
 
-    Groups are admitted at a pace: one batch with each step, and so many ahead as `staleness` says. A step waits for
-    groups that would become older than that, so that none is thrown away, however slow its task is.
+    Groups are admitted at a pace: one batch per step, and as many ahead as `staleness` says. A step waits for groups
+    that would otherwise become older than that, so that none is thrown away, however slow its task is.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -1,7 +1,7 @@
-"""verl's trainers with our rollouts: registered under names of ours, and otherwise verl's own.
+"""verl's trainers with our rollouts: registered under our names, and otherwise verl's own.
 
-What is added at verl's hooks: calls are held while weights change, the log-probabilities of engine and trainer are
-compared at each step, a weight transfer has an end, one batch is one optimiser step however many rows it has.
+Added at verl's hooks: calls are held while weights change, the log-probabilities of engine and trainer are compared at
+each step, a weight transfer has a time limit, one batch is one optimiser step however many rows it has.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _HELD_OUT: Final = "val/"
 
 
 class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
-    """What both trainers add. A base before verl's own, whose hooks it calls."""
+    """What both trainers add. A base class that comes before verl's own and calls its hooks."""
 
-    kind: str  # verl's name of the trainer below, which it looks at in many places
+    kind: str  # verl's name of the trainer below, which verl reads in many places
 
     def __init__(self, config: Any) -> None:
         with open_dict(config):
@@ -50,13 +50,13 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._transfer_s = float(config.lightning.transfer_s)
         self._agreement: Agreement | None = None
         self._ages: dict[str, float] = {}
-        self._waiting_ns: Window = (0, 0)  # from when to when the step waited for rollouts
+        self._waiting_ns: Window = (0, 0)  # start and end of the step's wait for rollouts
         self._rollouts = RolloutTime(sampling=0.0, program=0.0, sampled=0.0)
-        self._at_once: dict[str, Any] = {}  # how many rows or tokens workers take, of this batch
+        self._at_once: dict[str, Any] = {}  # how many rows or tokens of this batch workers process at once
         self._folder = Path(config.lightning.config).parent
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train; the replay buffer hears when rollouts are not collected any more."""
+        """Train; the replay buffer checks that rollouts are still collected."""
         self.replay_buffer.check = agent_loop_manager.check
         super().fit(agent_loop_manager)
 
@@ -65,31 +65,31 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         if Role.Critic in self.role_worker_mapping:
             self.role_worker_mapping[Role.Critic] = ray.remote(CriticWorker)
 
-    # Calls go to vLLM from here on: after the first weights, and after each step's.
+    # Calls go to vLLM from here on: after the first weights, and after those of each step.
 
     def on_init_end(self) -> None:
-        """Send the first weights, and let calls in."""
+        """Send the first weights, then allow calls."""
         self._within(super().on_init_end)
         self._serve()
 
     def on_step_end(self) -> None:
-        """Send the new weights, and let calls in again."""
+        """Send the new weights, then allow calls again."""
         self._within(super().on_step_end)
         self._serve()
 
     def on_sample_begin(self) -> None:
-        """Note since when the step waits for rollouts."""
+        """Record when the step begins to wait for rollouts."""
         super().on_sample_begin()
         self._waiting_ns = (time.time_ns(), 0)
 
     def on_sample_end(self) -> None:
-        """Hold calls before vLLM goes to sleep; answers that are cut go on with the next weights."""
+        """Hold calls before vLLM sleeps; answers that are cut continue with the next weights."""
         self._waiting_ns = (self._waiting_ns[0], time.time_ns())
         self._control.pause()
         super().on_sample_end()
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
-        """Take one step, and stop where vLLM did not sample from the weights that learn."""
+        """Take one step, and stop if vLLM did not sample from the weights that learn."""
         batch = super().step(metrics, timing_raw)
         numbers, self._rollouts = self.agent_loop_manager.take_ended([self._waiting_ns])
         numbers |= self._ages
@@ -120,11 +120,11 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         super()._compute_metrics(batch, metrics, timing_raw, *args, **kwargs)
         parts = waits_of_step(self._rollouts, timing_raw, metrics.get("lightning/tokens_generated", 0.0))
         metrics.update({f"lightning/{name}": value for name, value in parts.items()})
-        # verl puts the numbers of a validation in this step among its own; they were told when they came.
+        # verl mixes this step's validation metrics into its own; they were already reported.
         own = {name: value for name, value in metrics.items() if not name.startswith(_HELD_OUT)}
         self._control.step("train", self.global_steps, own)
 
-    # One optimiser step for a batch: a rollout may have several rows, so their number is known only now.
+    # One optimiser step per batch: a rollout may have several rows, so their number is known only now.
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         return math.lcm(dp_size, self.config.actor_rollout_ref.rollout.n)
@@ -152,7 +152,7 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
             sequence_parallel=self._get_n_gpus_for_throughput() // workers,
         )
 
-    # What goes with a batch to the workers is gone when verl has written to it: each of these says it again.
+    # verl drops a batch's extra info for the workers when it writes to the batch: each of these sets it again.
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch.extra_info |= self._at_once
@@ -176,30 +176,30 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._control.serve(self.llm_server_manager.server_addresses, self.global_steps)
 
     def _within(self, transfer: Callable[[], T]) -> T:
-        """Send weights within the time limit: verl's sender waits for ever for a receiver that is gone."""
+        """Send weights within the time limit, because verl's sender waits forever for a receiver that is gone."""
         return within(self._transfer_s, transfer)
 
 
 @register_trainer("lightning_sync")
 class SyncTrainer(_Lightning, PPOTrainerSync):  # type: ignore[misc]  # verl has no types
-    """Collects and learns in turn."""
+    """Alternates between collecting and learning."""
 
     kind = "sync"
 
 
 @register_trainer("lightning_async")
 class AsyncTrainer(_Lightning, PPOTrainerColocateAsync):  # type: ignore[misc]  # verl has no types
-    """Collects the next batches while this one learns; answers that an update cuts go on with the new weights."""
+    """Collects the next batches while this one learns; answers that an update cuts continue with the new weights."""
 
     kind = "colocate_async"
 
 
 def compare(batch: Any, version: int) -> Agreement:
-    """Compare the log-probabilities of vLLM and of the trainer over the rows that were sampled by these weights.
+    """Compare the log-probabilities of vLLM and of the trainer over the rows sampled by the current weights.
 
     Args:
         batch: verl's batch, after the trainer has computed its own.
-        version: number of the trainer's weights.
+        version: of the trainer's weights.
     """
     fresh = [key for key, tag in _rows(batch) if tag["min_global_steps"] == version]
     if not fresh:
@@ -211,7 +211,7 @@ def compare(batch: Any, version: int) -> Agreement:
 
 
 def seen(batch: Any) -> dict[bytes, SeenTokens]:
-    """Return what the trainer saw of the trained tokens of each row, by the row's name.
+    """Return what the trainer computed for the trained tokens of each row, by the row's name.
 
     Args:
         batch: verl's batch, after the trainer has computed its own log-probabilities, and before it learns.
@@ -227,16 +227,16 @@ def seen(batch: Any) -> dict[bytes, SeenTokens]:
 
 
 def _rows(batch: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Give the rows of a batch, by key and tag, without those that fill it."""
+    """Return the rows of a batch, by key and tag, without padding rows."""
     return ((k, tag) for k, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False))
 
 
 def ages(tags: Iterable[Mapping[str, Any]], version: int) -> list[int]:
-    """Return by row how many updates ago it was begun; rows that fill a batch, and unknown versions, are left out.
+    """Return for each row how many updates ago it was begun; padding rows and unknown versions are left out.
 
     Args:
         tags: of the rows.
-        version: number of the trainer's weights.
+        version: of the trainer's weights.
     """
     begun = [tag["min_global_steps"] for tag in tags if not tag.get("is_padding", False)]
     return [version - number for number in begun if number != UNKNOWN_VERSION]
@@ -258,7 +258,7 @@ def _values(row: Any) -> NDArray[np.float32]:
 
 
 def within(limit_s: float, action: Callable[[], T]) -> T:
-    """Do something that may hang, in a thread of its own, and wait for so long.
+    """Run an action that may hang, in a separate thread, and wait for at most `limit_s` seconds.
 
     Raises:
         WeightsError: it has not ended in time. The thread stays; the process is about to end.

@@ -19,9 +19,9 @@ class Trajectory:
     """One row under its key.
 
     Attributes:
-        key: ``{uid}_{rollout}_{row}``, from which verl tells the prompt and the rollout.
+        key: ``{uid}_{rollout}_{row}``, from which verl reads the prompt and the rollout.
         fields: tensors and values.
-        tag: what verl's replay buffer looks at, and the row's name.
+        tag: what verl's replay buffer reads, and the row's name.
     """
 
     key: str
@@ -35,8 +35,8 @@ class VerlPrompt:
 
     Attributes:
         uid: verl's name of it.
-        step: the step for which it was drawn.
-        values_as_rewards: give each call its value as a reward, for a critic; else the rollout's reward.
+        step: the step for which it was sampled.
+        values_as_rewards: give each call its value as a reward, for a critic; otherwise the rollout's reward.
     """
 
     uid: str
@@ -47,11 +47,11 @@ class VerlPrompt:
 def trajectories(
     prompt: VerlPrompt, rows_by_member: Sequence[Sequence[Row]], rewards: Sequence[float]
 ) -> list[Trajectory]:
-    """Lay out the rows of a group.
+    """Return the rows of a group in verl's format.
 
     Args:
-        prompt: whose group it is.
-        rows_by_member: for each rollout of the group, its rows; none where it gave none.
+        prompt: of the group.
+        rows_by_member: for each rollout of the group, its rows; empty if it gave none.
         rewards: of each rollout.
     """
     return [
@@ -62,7 +62,7 @@ def trajectories(
 
 
 def prompt_of(key: str) -> str:
-    """Return verl's name of the prompt that a row is of."""
+    """Return verl's name of the prompt that a row belongs to."""
     return key.rsplit("_", 2)[0]
 
 
@@ -90,7 +90,7 @@ def _trajectory(prompt: VerlPrompt, key: str, row: Row, reward: float) -> Trajec
         "extra_fields": {"agent": row.agent},
         "multi_modal_inputs": {},
     }
-    # Versions are of the weights that began the calls; verl numbers weights by the step after which they came.
+    # A row's version is that of the weights that began its calls; verl numbers weights by the step that produced them.
     tag = {
         "status": "success",
         "prompt_len": first,
