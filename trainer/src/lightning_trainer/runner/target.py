@@ -21,7 +21,7 @@ JUDGE: Final = "judge"  # the reward that a judge gives, once all rollouts of a 
 
 
 class ProgramOptions(Protocol):
-    """Options that say what runs: every command's configuration has them."""
+    """Options that determine what runs: every command's configuration has them."""
 
     @property
     def target(self) -> str | None: ...  # noqa: D102
@@ -40,13 +40,13 @@ class Job:
     """What a runner runs for each rollout.
 
     Attributes:
-        target: ``module:function``, called as run(task); None where `command` is given.
-        command: program and arguments, started for each attempt; None where `target` is given.
-        reward: ``module:function``, called as score(task, result); None: the agent gives the reward; `JUDGE`: what it
-            returns is no reward, for a judge gives it later.
+        target: ``module:function``, called as run(task); None if `command` is given.
+        command: program and arguments, started for each attempt; None if `target` is given.
+        reward: ``module:function``, called as score(task, result); None: the agent gives the reward; `JUDGE`: the
+            agent's result is not a reward, because a judge gives it later.
         needs_reward: whether an attempt without a reward is an error.
-        work: of a command: where it works, and the command that gives its reward.
-        isolate: whether each attempt gets a process of its own, and in it the functions get the main thread.
+        work: for a command: its working folder, and the command that gives its reward.
+        isolate: whether each attempt gets a separate process, and its functions the main thread.
     """
 
     target: str | None = None
@@ -57,13 +57,13 @@ class Job:
     isolate: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.work, dict):  # as it comes to a worker
+        if isinstance(self.work, dict):  # the form in which it reaches a worker
             object.__setattr__(self, "work", Work(**self.work))
         self.work.check(command=self.command, reward=self.reward)
 
     @classmethod
     def of(cls, options: ProgramOptions, *, needs_reward: bool = True) -> Job:
-        """Return what a configuration runs."""
+        """Return the job of a configuration."""
         return cls(
             target=options.target, command=options.command, reward=options.reward, needs_reward=needs_reward,
             work=options.work, isolate=options.isolate,
@@ -76,16 +76,16 @@ class Job:
 
 
 def load_function(spec: str, *, option: str, parameters: tuple[str, ...], yields: bool = False) -> Callable[..., Any]:
-    """Import a function of the user's, with the current folder on the path.
+    """Import a function of the user, with the current folder on the path.
 
     Args:
         spec: ``module:function``; the part after the colon may have dots.
-        option: what the message calls it: ``target`` or ``reward``.
-        parameters: names of what it will be called with, by position.
-        yields: whether it may yield what it gives, as automatic rewards may.
+        option: its name in messages: ``target`` or ``reward``.
+        parameters: names of its arguments, by position.
+        yields: whether it may yield its values, as automatic rewards may.
 
     Raises:
-        ConfigError: it can't be imported, is not there, is no function, takes other parameters, or yields.
+        ConfigError: it cannot be imported, does not exist, is not a function, takes other parameters, or yields.
     """
     module_name, colon, path = spec.partition(":")
     if not (module_name and colon and path):
@@ -109,15 +109,15 @@ def load_function(spec: str, *, option: str, parameters: tuple[str, ...], yields
 
 
 def split_command(command: str, *, folder: str | None = None, image: str | None = None) -> list[str]:
-    """Split a command as a shell would, and check that its program is there.
+    """Split a command like a shell, and check that its program exists.
 
     Args:
         command: as the user wrote it.
-        folder: where it will run, if that is a folder of its own: a program there is not looked for now.
-        image: of the container in which it will run: its program is there.
+        folder: where it will run, if that is a separate folder: a program in it is not checked now.
+        image: of the container in which it will run, which contains its program.
 
     Raises:
-        ConfigError: it can't be split, is empty, or its program is not found or is a script without an interpreter.
+        ConfigError: it cannot be split, is empty, or its program is not found or is a script without an interpreter.
     """
     try:
         words = shlex.split(command)
@@ -126,7 +126,7 @@ def split_command(command: str, *, folder: str | None = None, image: str | None 
     if not words:
         raise ConfigError("command is empty. Give the program and its arguments, such as 'node agent.js'.")
     if image is not None or (folder is not None and not words[0].startswith(("/", "~")) and "/" in words[0]):
-        return words  # a program of the folder's own
+        return words  # a program in that folder, or in the image
     program = shutil.which(words[0])
     if program is None:
         raise ConfigError(f"command {command!r}: no program {words[0]!r} is found. Check the path, or install it.")
@@ -143,14 +143,14 @@ def _lacks_interpreter(program: Path) -> bool:
     try:
         with program.open("rb") as file:
             start = file.read(256)
-    except OSError:  # it may be run and not be read
+    except OSError:  # it may be executable but not readable
         return False
     text = all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
     return os.name == "posix" and bool(start) and text and not start.startswith(b"#!")
 
 
 def _check_module_name(module_name: str, function: str, spec: str, option: str) -> None:
-    """Refuse a path in a module's place: ``my_app.py``, ``src/my_app.py``."""
+    """Reject a path in place of a module: ``my_app.py``, ``src/my_app.py``."""
     if not (set(module_name) & {"/", "\\"} or Path(module_name).is_file()):
         return
     file = Path(module_name)
@@ -178,14 +178,14 @@ def _import(module_name: str, spec: str, option: str) -> Any:
 
 
 def _where(error: BaseException) -> str:
-    """Say where the user's code failed: the last frame that is not Python's own import machinery."""
+    """Return where the user's code failed: the last frame that is not Python's own import machinery."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     frames = [f for f in frames if f.filename != __file__]
     return f"\n  at {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
 def _install(error: BaseException) -> str:
-    """Say how a plugin is installed, where that is what is missing."""
+    """Return how to install a plugin, if that is what is missing."""
     name = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if not name.startswith("lightning_") or "." in name:
         return ""

@@ -1,4 +1,4 @@
-"""What a process holds, out of sight of others of the same user: Linux lets them read and trace it otherwise."""
+"""Protection of a process from others of the same user: by default, Linux lets them read and trace it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _NO_NEW_PRIVILEGES: Final = 38  # PR_SET_NO_NEW_PRIVS
 
 
 def keep_to_ourselves() -> None:
-    """Keep other processes of this user out of our memory, environment and open files; does nothing but on Linux.
+    """Keep other processes of this user out of our memory, environment and open files; does nothing except on Linux.
 
-    What is forked keeps to itself too; a program that is started does not. Root still can look, and so can whoever
-    may trace any process.
+    Forked children are protected too; a program that is started is not. Root still has access, and so has any process
+    that may trace all others.
     """
     _prctl(_DUMPABLE, 0)
 
 
 def in_fresh_memory() -> None:
-    """Keep to ourselves, and go on in a child, whose memory nobody has opened before; then end as it ended.
+    """Protect this process, and continue in a child, whose memory nobody has opened yet; then end as the child ended.
 
-    Who has a process's memory open, or traces it, goes on with that when it keeps to itself. Call it before there are
-    threads. Does nothing but on Linux.
+    A process that already has this one's memory open, or traces it, would keep that access. Call it before there are
+    threads. Does nothing except on Linux.
 
     Raises:
         ConfigError: this process is being traced.
@@ -45,7 +45,7 @@ def in_fresh_memory() -> None:
         _end_as(child)
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != ours:
-        os._exit(1)  # it was ended before it could take us with it
+        os._exit(1)  # the parent ended before its end could kill this process
 
 
 def _tracer() -> int:
@@ -54,7 +54,7 @@ def _tracer() -> int:
 
 
 def _end_as(child: int) -> NoReturn:
-    """Hold nothing, wait for a child, and end as it ended."""
+    """Close all files but the standard streams, wait for a child, and end as it ended."""
     os.closerange(3, 65_536)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -66,7 +66,7 @@ def _end_as(child: int) -> NoReturn:
 
 
 def gain_nothing() -> None:
-    """Gain no rights any more by starting programs such as ``sudo``, nor let what we start gain any (Linux)."""
+    """Prevent this process and what it starts from gaining rights through programs such as ``sudo`` (Linux)."""
     _prctl(_NO_NEW_PRIVILEGES, 1)
 
 

@@ -1,4 +1,4 @@
-"""What the fleet needs of a worker, wherever it runs: a process of this machine, or an actor of a Ray cluster."""
+"""The fleet's interface to a worker, wherever it runs: a process of this machine, or an actor of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_trainer.runner.protocol import Message
 
 @dataclass(frozen=True, slots=True)
 class Blocking:
-    """An attempt that keeps its worker's event loop from running.
+    """An attempt that blocks its worker's event loop.
 
     Attributes:
-        number: of the message that started it; None where it is not known which attempt it is.
-        seconds: for how long so far.
-        where: file, line and function at which the loop stands.
+        number: number of the message that started it; None if it is unknown which attempt it is.
+        seconds: how long so far.
+        where: file, line and function at which the loop is blocked.
     """
 
     number: int | None
@@ -30,8 +30,8 @@ class Death:
 
     Attributes:
         how: in words, such as ``signal SIGSEGV``.
-        outside: whether it came from outside the worker: none of its attempts can be to blame.
-        killed: whether it was killed, by the system or by somebody: nobody knows who is to blame.
+        outside: whether the cause was outside the worker: none of its attempts can be to blame.
+        killed: whether it was killed, by the system or a user: it is unknown what is to blame.
     """
 
     how: str
@@ -47,32 +47,32 @@ class Worker(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it: the number of a process."""
+        """Name in messages: the number of a process."""
         ...
 
     @property
     def log(self) -> str:
-        """Where what its agent prints can be read."""
+        """Where the agent's output can be read."""
         ...
 
     def send(self, message: Message) -> None:
-        """Send a message; one that has gone does not get it, and `receive` tells."""
+        """Send a message; a worker that has ended does not get it, which `receive` reports."""
         ...
 
     async def receive(self) -> Message | None:
-        """Return the next message; None when it has gone."""
+        """Return the next message; None if the worker has ended."""
         ...
 
     async def ended(self) -> Death:
-        """Say how one that has gone ended; waits a few seconds at most."""
+        """Return how a worker ended; waits a few seconds at most."""
         ...
 
     async def stop(self) -> None:
-        """Let it deliver its spans and end, within a few seconds."""
+        """Let the worker deliver its spans and end, within a few seconds."""
         ...
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the worker at once."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""Sandboxes of commands: what they see, and the one address that they can reach."""
+"""Sandboxes for commands: what they see, and the one address that they can reach."""

@@ -1,4 +1,4 @@
-"""See, before any attempt, that a sandbox can be opened here and that it sees the programs."""
+"""Check, before any attempt, that a sandbox can be opened here and that it sees the programs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _ADVICE: Final = {
 
 
 def check_sandbox(work: Work, programs: Sequence[str]) -> None:
-    """See that the sandbox of a command can be opened.
+    """Make sure that the sandbox of a command can be opened.
 
     Args:
         work: its options.
-        programs: that will run in it.
+        programs: programs that will run in it.
 
     Raises:
-        ConfigError: it can't, or it does not see them.
+        ConfigError: it cannot be opened, or it does not see them.
     """
     option, own = f"--sandbox {work.sandbox}", work.sandbox == BUBBLEWRAP
     if sys.platform != "linux":
@@ -57,14 +57,14 @@ def check_sandbox(work: Work, programs: Sequence[str]) -> None:
 
 
 def _check_program(name: str, work: Work) -> None:
-    """See that a program of this machine is where bubblewrap lets it be seen.
+    """Make sure that a program of this machine is in a place that bubblewrap makes visible.
 
     Raises:
         ConfigError: it is not.
     """
     found = shutil.which(name)
     if found is None or ("/" in name and not name.startswith("/")):
-        return  # a program of the work folder's own
+        return  # a program in the work folder
     seen = ("/usr", *SYSTEM_FOLDERS, *interpreters(), *expand_paths(work.sandbox_read))
     for path in (Path(found).absolute(), Path(found).resolve()):
         if not is_inside(str(path), seen):
@@ -75,7 +75,7 @@ def _check_program(name: str, work: Work) -> None:
 
 
 async def _try(work: Work, folder: Path) -> str:
-    """Start `true` in a sandbox; return what went wrong, empty if nothing did."""
+    """Start `true` in a sandbox; return what went wrong, or an empty string."""
     async with Sandbox(work, folder, _TRY_BYTES).started(["true"], {}, (), None) as command:
         process = await asyncio.create_subprocess_exec(
             *command.words, env=command.environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT

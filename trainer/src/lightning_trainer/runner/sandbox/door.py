@@ -1,4 +1,4 @@
-"""The way out of a sandbox: connections to one port in there, relayed to one address out here."""
+"""The way out of a sandbox: connections to one port inside are relayed to one address outside."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-PORT: Final = 18480  # on the sandbox's own loopback; below those that the system hands out
+PORT: Final = 18480  # on the sandbox's own loopback; below the ports that the system assigns
 SOCKET: Final = "door"  # name of the socket in the folder
-TERMINATE: Final = b"t"  # what the starter is sent when its command is to end
-_MOST_CONNECTIONS: Final = 128  # of one command at a time: they take descriptors of the worker that others need, too
+TERMINATE: Final = b"t"  # sent to the starter when its command must end
+_MOST_CONNECTIONS: Final = 128  # of one command: they use file descriptors of the worker that others need, too
 _PIECE: Final = 1 << 16
 
 
 def inside(endpoint: str | None) -> str | None:
-    """Return the address by which a sandbox's programs reach an endpoint; TLS ends outside."""
+    """Return the address by which programs in a sandbox reach an endpoint; TLS ends outside."""
     return None if endpoint is None else f"http://127.0.0.1:{PORT}{urlsplit(endpoint).path}"
 
 
 class Door:
-    """A context in which one command can be started and reach one address. It takes one starter, and then no more.
+    """A context in which one command can be started and reach one address. It accepts one starter only.
 
     Args:
-        endpoint: where all connections lead; None: the command reaches nothing.
-        descriptors: that the command gets, under the same numbers.
+        endpoint: target of all connections; None: the command reaches nothing.
+        descriptors: file descriptors that the command gets, under the same numbers.
         place: a folder that the sandbox does not see.
     """
 
@@ -43,7 +43,7 @@ class Door:
 
     @property
     def arguments(self) -> list[str]:
-        """What the starter has to know, beside the path of the socket."""
+        """Arguments of the starter, in addition to the path of the socket."""
         port = 0 if self._endpoint is None else PORT
         return [str(port), ",".join(map(str, self._descriptors))]
 
@@ -54,7 +54,7 @@ class Door:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Close all, which ends what the starter started."""
+        """Close all connections, which ends what the starter started."""
         self._opening.cancel()
         await asyncio.wait({self._opening})
         if self._serving is not None:
@@ -67,7 +67,7 @@ class Door:
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     def ask_to_end(self) -> bool:
-        """Ask what runs in the sandbox to end (SIGTERM); return False where nothing was started there yet."""
+        """Ask what runs in the sandbox to end (SIGTERM); return False if nothing was started there yet."""
         if self._line is None:
             return False
         with contextlib.suppress(OSError):  # it has ended
@@ -75,11 +75,11 @@ class Door:
         return True
 
     async def _open(self) -> None:
-        """Meet the starter, then keep the line to it: its end is the sandbox's."""
+        """Accept the starter, then keep the connection to it: when it closes, the sandbox ends."""
         line, _ = await asyncio.get_running_loop().sock_accept(self._listener)
         with line:
             (self.folder / SOCKET).unlink()
-            self._listener.close()  # nobody else is met
+            self._listener.close()  # no other starter is accepted
             socket.send_fds(line, [b"+"], list(self._descriptors))
             offered = await _receive(line)
             self._line = line
@@ -91,7 +91,7 @@ class Door:
                 self._line = None
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Join a connection of the sandbox to a new one to the endpoint, until both ways are closed."""
+        """Relay a connection of the sandbox to a new one to the endpoint, until both directions are closed."""
         task = asyncio.current_task()
         if task is None or len(self._connections) >= _MOST_CONNECTIONS:
             writer.close()
@@ -118,7 +118,7 @@ def _listen(folder: Path) -> socket.socket:
 
 
 async def _receive(line: socket.socket) -> socket.socket | None:
-    """Return the socket that the starter offers; None where it has none or has gone."""
+    """Return the socket that the starter offers; None if it has none or has ended."""
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(line, ready.set)
     try:

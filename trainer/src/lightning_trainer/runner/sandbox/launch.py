@@ -1,4 +1,4 @@
-"""How a command is started in a sandbox: bubblewrap's words, or those of docker and podman."""
+"""How a command is started in a sandbox: the command lines of bubblewrap, docker and podman."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from lightning_trainer.runner.sandbox.mounts import KERNEL_FILES, STARTER, SYSTE
 HOME: Final = "/tmp/home"  # noqa: S108 - in the sandbox's own /tmp
 _DOOR: Final = "/run/lightning"  # in the sandbox: the folder of the socket
 _STARTER: Final = "/run/lightning-starter.py"
-_PROCESSES: Final = "4096"  # of a container
-_NO_SITE: Final = ("-I", "-S", "-B")  # nothing of the folder or the environment is imported by the starter
+_PROCESSES: Final = "4096"  # limit for a container
+_NO_SITE: Final = ("-I", "-S", "-B")  # the starter imports nothing from the folder or the environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxPlan:
-    """A command that is to be started in a sandbox.
+    """A command to be started in a sandbox.
 
     Attributes:
         words: program and arguments.
-        environment: all variables that it gets, beside its home.
-        folder: it works there, and nowhere else it may write to stays.
+        environment: all its variables, except its home.
+        folder: its working folder; it is the only place where what it writes is kept.
         readable: paths that it may read.
-        door: the folder of the socket by which the starter meets us.
-        arguments: of the starter.
-        most_bytes: of its /tmp.
-        image: of a container.
-        name: of a container.
+        door: the folder of the socket by which the starter connects to us.
+        arguments: arguments of the starter.
+        most_bytes: size of its /tmp.
+        image: image of a container.
+        name: name of a container.
     """
 
     words: Sequence[str]
@@ -60,7 +60,7 @@ class SandboxPlan:
 
 
 def bubblewrap(plan: SandboxPlan) -> tuple[list[str], dict[str, str]]:
-    """Return the words and the environment of `bwrap`. Keys are in the environment: every user can read the words."""
+    """Return the words and the environment of `bwrap`. Keys go into the environment: every user can read the words."""
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--hostname", "sandbox", "--cap-drop", "ALL", *_system()]
     words += ["--proc", "/proc", *_kernel(), "--dev", "/dev"]
     words += ["--size", str(plan.most_bytes), "--tmpfs", "/tmp"]  # noqa: S108
@@ -78,14 +78,14 @@ def container(program: str, plan: SandboxPlan) -> tuple[list[str], dict[str, str
     words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", _PROCESSES]
     words += ["--user", f"{os.geteuid()}:{os.getegid()}"]
     if program == "podman":
-        words += ["--security-opt", "label=disable"]  # SELinux would keep it from the work folder
+        words += ["--security-opt", "label=disable"]  # otherwise SELinux would deny access to the work folder
         words += ["--userns", "keep-id"] if os.geteuid() else []
     for path in plan.readable:
         words += ["--mount", _mount(path, path, read_only=True)]
     words += ["--mount", _mount(str(plan.door), _DOOR, read_only=True)]
     words += ["--mount", _mount(str(STARTER), _STARTER, read_only=True)]
     words += ["--mount", _mount(str(plan.folder), str(plan.folder), read_only=False), "--workdir", str(plan.folder)]
-    own = {"HOME", "TMPDIR", "PWD"}  # of the client they are others
+    own = {"HOME", "TMPDIR", "PWD"}  # the client has other values for them
     for name, value in plan.variables.items():
         words += ["--env", f"{name}={value}" if name in own else name]
     words += ["--entrypoint", "python3", plan.image, *plan.starter]
@@ -93,7 +93,7 @@ def container(program: str, plan: SandboxPlan) -> tuple[list[str], dict[str, str
 
 
 def _system() -> list[str]:
-    """Return the arguments by which the system's programs, libraries and certificates are seen, to be read."""
+    """Return the arguments that make the system's programs, libraries and certificates visible, read-only."""
     words = ["--ro-bind", "/usr", "/usr"]
     for path in SYSTEM_FOLDERS:
         if os.path.islink(path):  # noqa: PTH114
@@ -111,7 +111,7 @@ def _kernel() -> list[str]:
 
 
 def _mount(source: str, target: str, *, read_only: bool) -> str:
-    """Return the value of ``--mount``: fields of a line of CSV, so that a comma in a path is quoted."""
+    """Return the value of ``--mount``: the fields of a CSV line, so that a comma in a path is quoted."""
     line = io.StringIO()
     own = ["readonly"] if read_only else []
     csv.writer(line, lineterminator="").writerow(["type=bind", f"source={source}", f"target={target}", *own])

@@ -1,4 +1,4 @@
-"""What a sandbox sees of the machine's files."""
+"""The files of the machine that a sandbox sees."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-# Of /etc: what programs need to find libraries, names, certificates and the time. Nothing there is secret.
+# From /etc: what programs need to find libraries, names, certificates and the time. Nothing there is secret.
 SYSTEM_FILES: Final = (
     "/etc/alternatives", "/etc/ca-certificates", "/etc/crypto-policies", "/etc/fonts", "/etc/group", "/etc/hosts",
     "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime", "/etc/mime.types",
@@ -24,13 +24,13 @@ STARTER: Final = Path(__file__).with_name("starter.py")
 
 
 def interpreters() -> list[str]:
-    """Return the folders of the Python that we run on and of its packages, which are outside /usr."""
+    """Return the folders outside /usr of the Python that we run on and of its packages."""
     folders = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))  # noqa: PTH120
     return [folder for folder in dict.fromkeys(folders) if not is_inside(folder, ("/usr",))]
 
 
 def shared_objects(folder: Path) -> list[str]:
-    """Return the objects that a clone shares with other repositories, which may share in turn.
+    """Return the object folders that a clone shares with other repositories, which may share others themselves.
 
     Args:
         folder: a new work folder, in which no agent has worked.
@@ -48,12 +48,12 @@ def shared_objects(folder: Path) -> list[str]:
 
 
 def is_inside(path: str, folders: Iterable[str]) -> bool:
-    """Whether a path is one of these folders or in one."""
+    """Whether a path is one of these folders or inside one."""
     return any(path == folder or path.startswith(f"{folder.rstrip('/')}/") for folder in folders)
 
 
 def expand_paths(paths: Sequence[str]) -> list[str]:
-    """Return paths that the user named, whole."""
+    """Return user-named paths as absolute paths."""
     return [os.path.abspath(os.path.expanduser(path)) for path in paths]  # noqa: PTH100, PTH111
 
 

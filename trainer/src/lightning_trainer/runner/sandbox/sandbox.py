@@ -1,4 +1,4 @@
-"""A sandbox for the commands of an attempt: the agent's, and the one that gives the reward."""
+"""A sandbox for the commands of an attempt: the agent's, and the one that computes the reward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_trainer.runner.sandbox.launch import SandboxPlan, bubblewrap, con
 from lightning_trainer.runner.sandbox.mounts import expand_paths, shared_objects
 from lightning_trainer.work import BUBBLEWRAP, Work
 
-# What a program needs to speak; of bubblewrap PATH too, because its programs are this machine's.
+# What a program needs to communicate; for bubblewrap also PATH, because its programs are this machine's.
 _PASSED: Final = (
     "LANG", "LANGUAGE", "LC_*", "TZ", "TERM", "COLORTERM", "NO_COLOR", "FORCE_COLOR", "PYTHONUNBUFFERED",
     "OTEL_SDK_DISABLED", "LIGHTNING_BOUNDS", "LIGHTNING_REDACT",
@@ -35,7 +35,7 @@ class StartedCommand(NamedTuple):
     Attributes:
         words: program and arguments.
         environment: all its variables.
-        ask_to_end: asks all that runs in the sandbox to end; False where nothing runs there yet.
+        ask_to_end: asks all that runs in the sandbox to end; False if nothing runs there yet.
     """
 
     words: list[str]
@@ -44,12 +44,14 @@ class StartedCommand(NamedTuple):
 
 
 class Sandbox:
-    """Where the commands of one attempt run: they see a work folder and the system's programs, and reach the gateway.
+    """The place where the commands of one attempt run. They see a work folder and the system's programs.
+
+    The only address that they reach is the gateway.
 
     Args:
         work: its options.
         folder: the attempt's work folder, in which no agent has worked yet.
-        most_bytes: of its /tmp.
+        most_bytes: size of its /tmp.
     """
 
     def __init__(self, work: Work, folder: Path, most_bytes: int) -> None:
@@ -70,8 +72,8 @@ class Sandbox:
         Args:
             words: program and arguments.
             given: variables that it gets.
-            descriptors: that it inherits, under the same numbers.
-            endpoint: the one address that it reaches; None: none.
+            descriptors: file descriptors that it inherits, under the same numbers.
+            endpoint: the only address that it reaches; None: none.
         """
         name = f"lightning-{os.getpid()}-{secrets.token_hex(8)}"
         async with Door(endpoint, descriptors, self._folder.parent) as door:
@@ -105,7 +107,7 @@ class Sandbox:
         return {name: value for name, value in environment.items() if any(fnmatchcase(name, each) for each in wanted)}
 
     def _end(self, name: str) -> None:
-        """End a container that outlived its client, as one does whose client was killed."""
+        """Remove a container that outlived its client, for example because the client was killed."""
         if self._work.sandbox != BUBBLEWRAP:
             with suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(  # noqa: S603 - the user chose the program

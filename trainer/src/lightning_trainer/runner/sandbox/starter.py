@@ -1,6 +1,6 @@
-"""Start a command inside a sandbox, wait for it, and end with whoever opened the sandbox.
+"""Start a command inside a sandbox, wait for it, and end with the process that opened the sandbox.
 
-The sandbox has no network. This program listens on a port of its loopback and hands the listening socket to the
+The sandbox has no network. This program listens on a port of its loopback and passes the listening socket to the
 process outside, which relays each connection to one address. It runs in images of others: any Python from 3.6, none of
 our packages.
 """
@@ -16,8 +16,8 @@ import sys
 import threading
 from typing import NoReturn
 
-_ABOVE = 200  # descriptors of ours are moved above those that the command knows by number
-_NOT_FOUND, _NOT_STARTED, _SIGNALLED, _ABANDONED = 127, 126, 128, 125  # exit statuses, as a shell's
+_ABOVE = 200  # our descriptors are moved above those that the command knows by number
+_NOT_FOUND, _NOT_STARTED, _SIGNALLED, _ABANDONED = 127, 126, 128, 125  # exit statuses like a shell's
 
 
 def main(path: str, port: str, numbers: str, *words: str) -> None:
@@ -38,7 +38,7 @@ def main(path: str, port: str, numbers: str, *words: str) -> None:
 
 
 def _join(path: str, numbers: "list[int]") -> socket.socket:
-    """Connect to the process outside, and take the descriptors that the command is to have."""
+    """Connect to the process outside, and receive the command's file descriptors."""
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(path)
         line = socket.socket(fileno=fcntl.fcntl(opened.fileno(), fcntl.F_DUPFD_CLOEXEC, _ABOVE))
@@ -55,7 +55,7 @@ def _join(path: str, numbers: "list[int]") -> socket.socket:
 
 
 def _offer(line: socket.socket, port: int) -> None:
-    """Hand out a socket that listens in here; without a port, say that there is none."""
+    """Send a socket that listens in the sandbox; without a port, report that there is none."""
     if not port:
         line.sendall(b"-")
         return
@@ -67,14 +67,14 @@ def _offer(line: socket.socket, port: int) -> None:
 
 
 def _make_home(home: str) -> None:
-    """Make the home folder, where git finds an author."""
+    """Create the home folder, with an author for git."""
     os.makedirs(home, exist_ok=True)  # noqa: PTH103
     with contextlib.suppress(FileExistsError), open(os.path.join(home, ".gitconfig"), "x") as file:  # noqa: PTH118, PTH123
         file.write("[user]\n\tname = agent\n\temail = agent@localhost\n")
 
 
 def _end_with(line: socket.socket, command: int) -> None:
-    """Pass on the request to end, and end all of the sandbox with the process outside: a container would outlive it.
+    """Pass on the request to end, and end the whole sandbox with the process outside: a container would outlive it.
 
     A signal from outside would end bubblewrap, and with it the command at once.
     """
@@ -92,7 +92,7 @@ def _signal(command: int, number: int) -> None:
 
 
 def _wait(pid: int) -> int:
-    """Return the command's exit status. As the first process of a container we get the orphans, too."""
+    """Return the command's exit status. As the first process of a container, this one also gets the orphans."""
     while True:
         ended, status = os.wait()
         if ended == pid:

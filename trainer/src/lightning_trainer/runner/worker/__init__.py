@@ -1,1 +1,1 @@
-"""Inside a worker process: it imports the agent, runs attempts of it, and makes a result of whatever goes wrong."""
+"""Inside a worker process: imports the agent, runs its attempts, and turns every failure into a result."""

@@ -1,7 +1,7 @@
 """A worker process: `python -m lightning_trainer.runner.worker FD PIPE HOW MARK`. It runs attempts on one loop.
 
-The runner speaks to it through the socket FD, so that whatever the agent prints goes to the log and never between the
-messages, and PIPE carries its signs of life. The process knows the contexts of its attempts and no other key.
+The runner communicates with it through the socket FD, so that the agent's output goes to the log and never between the
+messages, and PIPE carries its heartbeats. The process knows the contexts of its attempts and no other key.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def main(fd: int, pipe: int, how: str) -> None:
 
     Args:
         fd: the socket.
-        pipe: for signs of life.
-        how: ``shared`` by attempts, ``isolated`` from others of the same user, or as a ``user`` of its own.
+        pipe: for heartbeats.
+        how: ``shared`` by attempts, ``isolated`` from others of the same user, or run as a separate ``user``.
     """
-    keep_to_ourselves()  # before the keys of attempts come
+    keep_to_ourselves()  # before the keys of attempts arrive
     sock = socket.socket(fileno=fd)
-    sock.set_inheritable(False)  # what the agent starts must not hold the runner's line open
+    sock.set_inheritable(False)  # what the agent starts must not keep the runner's connection open
     os.set_inheritable(pipe, False)  # noqa: FBT003 - the system call's only form
     settings = receive_blocking(sock)
     job = Job(**settings["job"])
@@ -64,7 +64,7 @@ def main(fd: int, pipe: int, how: str) -> None:
             gain_nothing()
         watch.configure(os.environ.get("LIGHTNING_BOUNDS"))
         WorkerLimits(**settings["limits"]).apply(settings["n"])
-        # Before there is an event loop, for modules that run one of their own while they are imported.
+        # Before there is an event loop, for modules that run their own while they are imported.
         main_thread = MainThread() if job.isolate else None
         agent, score = load_job(
             job, _in_threads(settings["concurrency"]) if main_thread is None else main_thread.awaitable
@@ -76,7 +76,7 @@ def main(fd: int, pipe: int, how: str) -> None:
     if main_thread is not None:
         main_thread.serve(worker)
     elif asyncio.run(worker()):
-        os._exit(1)  # a thread of the agent's never ended, and Python would wait for it
+        os._exit(1)  # a thread of the agent never ended, and Python would wait for it
 
 
 def _in_threads(concurrency: int) -> Awaited:

@@ -1,8 +1,8 @@
-"""How a work folder was when its attempt began: what was changed since, and how files are put back.
+"""The state of a work folder when its attempt began, for finding changes and restoring files.
 
-git never looks into a folder that an agent has written to: a repository in there, or an attribute, would have it run
-programs that the agent chose. Files are read here, byte for byte, and handed to a repository of ours that has no work
-tree and no settings. It lies where the agent does not see it.
+git never looks into a folder that an agent has written to: a repository in there, or an attribute, would make it run
+programs that the agent chose. Files are read here, byte for byte, and passed to a repository of ours that has no work
+tree and no settings. The agent does not see it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from lightning_trainer.runner.worker.trees import (
 )
 
 _IGNORE: Final = ".gitignore"
-_LARGEST_FILE: Final = 4 << 20  # bytes of a file that a diff reads; of a larger one it says that it differs
-_LARGEST_DIFF: Final = 32 << 20  # bytes that a diff reads in all
+_LARGEST_FILE: Final = 4 << 20  # bytes of a file that a diff reads; a larger one is only reported as different
+_LARGEST_DIFF: Final = 32 << 20  # bytes that a diff reads in total
 _SAME_TICK_NS: Final = 50_000_000  # a file changed again within a tick of the file system's clock has the same times
-_GONE: Final = 0  # the mode that takes a path out of git's index
+_GONE: Final = 0  # the mode that removes a path from git's index
 _GLOB: Final = re.compile(r"(?<![^/])\*\*/|\*+|\?|\[[!^]?\]?[^\]]*\]|\\.|.", re.DOTALL)
 
 
 class _File(NamedTuple):
-    """A file or a link as it was.
+    """The original state of a file or a link.
 
     Attributes:
         mode: its type and its mode.
-        blob: the name of what it held.
-        stamp: what its status showed.
-        fresh: it was so new that a change since might not show there.
+        blob: the name of its content.
+        stamp: the fields of its status.
+        fresh: it was so new that a later change might not show in the status.
     """
 
     mode: int
@@ -50,25 +50,25 @@ class _File(NamedTuple):
     fresh: bool = False
 
     def is_surely(self, status: os.stat_result) -> bool:
-        """Whether its status alone says that it has not changed."""
+        """Whether its status alone shows that it has not changed."""
         return self.stamp == _stamp(status) and not self.fresh
 
     def is_surely_not(self, status: os.stat_result) -> bool:
-        """Whether its status alone says that it has changed, or has a second name by which it can be."""
+        """Whether its status alone shows a change, or that it has a second name through which it can be changed."""
         return self.stamp[:3] != _stamp(status)[:3] or status.st_nlink > 1
 
 
 class Baseline:
-    """How a folder was when this was made. All methods block.
+    """The state of a folder when this was created. All methods block.
 
     Args:
-        folder: nothing has worked in it yet.
+        folder: the folder, in which nothing has worked yet.
         place: a folder of ours.
-        commit: of the repository that the folder is a clone of; None: it is a copy.
+        commit: commit of the repository that was cloned; None: the folder is a copy.
         objects: the objects of that repository.
 
     Raises:
-        WorkFolderError: git failed, or the folder can't be read.
+        WorkFolderError: git failed, or the folder cannot be read.
     """
 
     def __init__(self, folder: Path, place: Path, commit: str | None = None, objects: Path | None = None) -> None:
@@ -81,7 +81,7 @@ class Baseline:
         paths = [entry.path for entry in entries if _can_be_stored(entry)]
         ignored = (
             frozenset() if commit else self._ignored_paths(paths)
-        )  # a new clone holds what is committed, and no more
+        )  # a new clone contains what is committed, and no more
         kept = [entry for entry in entries if _can_be_stored(entry) and entry.path not in ignored]
         newest = max((entry.status.st_ctime_ns for entry in kept), default=0)
         self._files = {entry.path: self._file(folder, entry, known, newest) for entry in kept}
@@ -102,7 +102,7 @@ class Baseline:
         return {os.fsdecode(path): told.split()[2].decode() for told, path in parts}
 
     def _keep_rules(self, folder: Path, entries: Sequence[FolderEntry]) -> None:
-        """Keep what says which files git ignores: what an agent writes there later hides nothing."""
+        """Keep the rules of which files git ignores: what an agent writes there later hides nothing."""
         for entry in entries:
             if entry.path.rpartition("/")[2] == _IGNORE and (content := read_entry(folder, entry)) is not None:
                 write_entry(self._rules, entry.path, stat.S_IFREG | 0o600, content)
@@ -126,12 +126,12 @@ class Baseline:
             path.write_bytes(zlib.compress(b"blob %d\0" % len(content) + content, 1))
 
     def diff(self, folder: Path, most: int) -> str:
-        """Return what was changed since, as a diff of git, cut at `most` bytes; ignored files are left out.
+        """Return what was changed since, as a git diff, cut at `most` bytes; ignored files are left out.
 
-        Nothing but changed files is read, and of them no more than has a place in a diff.
+        Only changed files are read, and no more of them than fits into a diff.
 
         Raises:
-            WorkFolderError: the folder is nested too deep or holds too much, or git failed.
+            WorkFolderError: the folder is nested too deep or contains too much, or git failed.
         """
         there = {entry.path: entry for entry in _outside_git(folder, mend=True) if _can_be_stored(entry)}
         new = there.keys() - self._files.keys() - self._left_out
@@ -150,28 +150,28 @@ class Baseline:
         return self._git(*words, self._tree, most=most).decode(errors="replace")
 
     def _store_changed(self, folder: Path, entry: FolderEntry, room: int) -> tuple[_File, int]:
-        """Store what a file holds that may have changed; returns it, and how much was read."""
+        """Store the content of a file that may have changed; return it, and how many bytes were read."""
         status, before = entry.status, self._files.get(entry.path)
         content = read_entry(folder, entry) if status.st_size <= min(_LARGEST_FILE, room) else None
         if content is None and before is not None and before.stamp == _stamp(status):
             return before, 0
         kept = content
-        if kept is None:  # a zero makes it binary for git, and its times make it differ
+        if kept is None:  # a zero byte makes it binary for git, and its times make it differ
             kept = b"\0%d bytes, not read: %r" % (status.st_size, _stamp(status))
         self._store(blob := self._name_of(kept), kept)
         return _File(status.st_mode, blob), len(content or b"")
 
     def restore(self, folder: Path, globs: Sequence[str]) -> None:
-        """Put files back as they were, and take away what was added beside them, ignored or not.
+        """Restore the original files, and remove files that were added next to them, ignored or not.
 
-        Files that were ignored when a folder was copied stay as they are now: nothing is known of what they were.
+        Files that were ignored when a folder was copied are left unchanged: their original state is unknown.
 
         Args:
             folder: the same as at the start.
-            globs: as git's, relative to the folder: ``*`` ends at a slash, ``**`` does not.
+            globs: like git's, relative to the folder: ``*`` ends at a slash, ``**`` does not.
 
         Raises:
-            WorkFolderError: a glob meets no file that was there, or a file can't be put back.
+            WorkFolderError: a glob matches no original file, or a file cannot be restored.
         """
         matches = [_matcher(glob) for glob in globs]
         for glob, match in zip(globs, matches, strict=True):
@@ -198,10 +198,10 @@ class Baseline:
         return content is not None and self._name_of(content) == before.blob
 
     def _ignored_paths(self, paths: Iterable[str]) -> frozenset[str]:
-        """Return which paths git ignores, by the rules of the start and the user's own."""
+        """Return the paths that git ignores, by the original rules and the user's own."""
         words = ("check-ignore", "-z", "--stdin", "--no-index")
         places = {"GIT_DIR": str(self._git_dir), "GIT_WORK_TREE": str(self._rules)}
-        given = b"".join(b"./" + os.fsencode(path) + b"\0" for path in paths)  # or :( would begin magic
+        given = b"".join(b"./" + os.fsencode(path) + b"\0" for path in paths)  # otherwise :( would start pathspec magic
         output = run_git(self._rules, *words, environment=places, status=(0, 1), given=given)
         return frozenset(os.fsdecode(path.removeprefix(b"./")) for path in output.split(b"\0") if path)
 
@@ -211,7 +211,7 @@ class Baseline:
 
 
 def _outside_git(folder: Path, *, mend: bool = False) -> list[FolderEntry]:
-    """Return files and the like in a folder; of a ``.git`` in it itself, and nothing of the folder's own."""
+    """Return the files in a folder, without the folder's own ``.git``; of a nested ``.git``, only the entry itself."""
     entries = walk(folder, _is_git, mend=mend)
     return [entry for entry in entries if entry.path.lower() != ".git" and (not entry.is_folder or _is_git(entry.path))]
 
@@ -221,7 +221,7 @@ def _is_git(path: str) -> bool:
 
 
 def _can_be_stored(entry: FolderEntry) -> bool:
-    """Whether git has a place for it: files and links, but for what it keeps for itself."""
+    """Whether git can store an entry: a file or a link, unless git reserves the name for itself."""
     if _is_git(entry.path):
         return False
     mode, name = entry.status.st_mode, entry.path.rpartition("/")[2].lower()
@@ -246,10 +246,10 @@ def _git_mode(mode: int) -> str:
 
 
 def _matcher(glob: str) -> Callable[[str], bool]:
-    """Return whether a path is one that a glob of git's names; a path without wildcards names what is in it, too.
+    """Return a function that tests whether a git glob matches a path; without wildcards, also a path inside it.
 
     Raises:
-        WorkFolderError: it is no glob.
+        WorkFolderError: it is not a glob.
     """
     plain = glob.removeprefix("./").rstrip("/")
     inside = "" if set(plain) & set("*?[\\") else "(?:/.*)?"

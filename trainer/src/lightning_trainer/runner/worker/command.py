@@ -18,20 +18,20 @@ from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.json import dumps
 from lightning_trainer.runner.sandbox.sandbox import Sandbox
 
-OUTPUT_LIMIT = 1 << 20  # bytes kept of each output stream: its end
+OUTPUT_LIMIT = 1 << 20  # bytes kept from the end of each output stream
 ENVIRONMENT_LIMIT = 100_000  # Linux refuses to start a program with a variable above 128 KiB
 KILL_AFTER_S = 2.0
-_LOOK_S: Final = 0.05  # between looks at whether a program has ended
+_LOOK_S: Final = 0.05  # between checks whether a program has ended
 _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 _FIELD: Final = re.compile(r"(?<!\$)\{(\w+)\}")
 
 
 class CommandError(Exception):
-    """The command ended with another status than 0."""
+    """The command ended with a status other than 0."""
 
 
 class CommandKilledError(CommandError):
-    """The command was killed, as when memory runs out."""
+    """The command was killed, for example when memory ran out."""
 
 
 async def run_command(
@@ -46,27 +46,28 @@ async def run_command(
 ) -> ProcessEnd:
     """Run the command on a task.
 
-    It gets the task as JSON on stdin and, up to 100 kB, in ``LIGHTNING_TASK``; ``{field}`` in its words stands for the
-    task's, or for a variable that it gets. A command whose words have a field of the task gets nothing on stdin: some
-    add what stands there to their prompt. Where agents are trained, ``OPENAI_BASE_URL``, ``ANTHROPIC_BASE_URL`` and
-    their keys lead its model calls to the gateway. The ``LIGHTNING_*`` variables tell `attach()` the attempt.
+    It gets the task as JSON on stdin and, up to 100 kB, in ``LIGHTNING_TASK``; ``{field}`` in its words stands for a
+    field of the task, or for a variable that it gets. A command whose words use a field of the task gets nothing on
+    stdin: some programs add their stdin to the prompt. If agents are trained, ``OPENAI_BASE_URL``,
+    ``ANTHROPIC_BASE_URL`` and their keys direct its model calls to the gateway. The ``LIGHTNING_*`` variables identify
+    the attempt for `attach()`.
 
     Args:
         words: program and arguments.
         task: the row of the user's data.
-        attempt: it belongs to.
-        folder: it works in; None: where we are.
-        more: variables that it gets, too.
-        descriptors: that it inherits.
-        sandbox: in which it runs; None: it runs as any other program.
+        attempt: the attempt that it belongs to.
+        folder: its working folder; None: the current one.
+        more: additional variables that it gets.
+        descriptors: file descriptors that it inherits.
+        sandbox: sandbox in which it runs; None: it runs like any other program.
 
     Returns:
         Its end, with exit status 0.
 
     Raises:
-        CommandError: its exit status is not 0; the message has the end of its standard error.
+        CommandError: its exit status is not 0; the message contains the end of its standard error.
     """
-    body = dumps(task).strip()  # without the mark of numbers beyond 64 bits: other languages read this
+    body = dumps(task).strip()  # without the marker of numbers beyond 64 bits: other languages read this
     given = {**environment(attempt if sandbox is None else sandbox.view(attempt), body), **more}
     told = any(name in task for word in words for name in _FIELD.findall(word))
     values = {**given, **texts(task)}
@@ -79,14 +80,14 @@ async def run_command(
 
 
 class ProcessEnd(NamedTuple):
-    """How a program ended, and the end of what it printed."""
+    """How a program ended, and the end of its output."""
 
     status: int
     output: str
     errors: str
 
     def told(self) -> str:
-        """Return what it printed last, its errors first."""
+        """Return the end of its standard error, or of its standard output if that is empty."""
         return self.errors.strip()[-4000:] or self.output.strip()[-4000:] or "it printed nothing"
 
 
@@ -100,9 +101,9 @@ async def run_to_end(
     sandbox: Sandbox | None = None,
     endpoint: str | None = None,
 ) -> ProcessEnd:
-    """Run a program, with `body` on its stdin and the variables `given` on top of our own; end all that it leaves.
+    """Run a program, with `body` on its stdin and the variables `given` on top of our own; end all processes it leaves.
 
-    In a sandbox it gets few of our variables, and reaches `endpoint` and nothing else.
+    In a sandbox it gets few of our variables, and reaches only `endpoint`.
     """
     if sandbox is not None:
         async with sandbox.started(words, given, descriptors, endpoint) as started:
@@ -136,20 +137,20 @@ async def _run(
     try:
         status = await _status(process)
     finally:
-        await _end_all(process, ask_to_end)  # what it left running holds its pipes, and lets go of them now
+        await _end_all(process, ask_to_end)  # remaining processes keep its pipes open, and release them now
         await asyncio.wait(pipes, timeout=KILL_AFTER_S)
-        # A program with a session of its own may hold them still, and nothing public lets go of them.
+        # A program with its own session may still keep them open, and no public API releases them.
         process._transport.close()  # type: ignore[attr-defined]
     return ProcessEnd(status, output.decode(errors="replace"), errors.decode(errors="replace"))
 
 
 def filled(word: str, values: Mapping[str, str]) -> str:
-    """Put values in the place of ``{name}``; names that are not there, and ``${name}``, stay as they are."""
+    """Replace ``{name}`` by its value; unknown names, and ``${name}``, are left unchanged."""
     return _FIELD.sub(lambda found: values.get(found[1], found[0]), word)
 
 
 def texts(task: Mapping[str, Any]) -> dict[str, str]:
-    """Return a task's fields as texts: what is none, as JSON."""
+    """Return a task's fields as text; other types as JSON."""
     return {name: value if isinstance(value, str) else dumps(value).decode() for name, value in task.items()}
 
 
@@ -164,7 +165,7 @@ def environment(attempt: Attempt, body: bytes) -> dict[str, str]:
 
 
 def status_text(status: int) -> str:
-    """Say what an exit status means: a number, or the signal's name."""
+    """Return the meaning of an exit status: a number, or the signal's name."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -174,18 +175,19 @@ def status_text(status: int) -> str:
 
 
 def result_of(output: str) -> Any:
-    """Return the last line of what a program printed, read as JSON; else all of it, None when there is none."""
+    """Return the last line of a program's output, parsed as JSON; otherwise all of it, or None if it is empty."""
     text = output.strip()
     if not text:
         return None
     try:
-        return json.loads(re.split(r"[\r\n]", text)[-1])  # splitlines would cut at U+2028, which JSON strings may hold
+        # splitlines would split at U+2028, which JSON strings may contain
+        return json.loads(re.split(r"[\r\n]", text)[-1])
     except (ValueError, RecursionError):
         return text
 
 
 async def _status(process: asyncio.subprocess.Process) -> int:
-    """Wait until the program itself has ended. In some versions of Python `wait` waits for its pipes, too."""
+    """Wait until the program itself has ended. In some versions of Python `wait` also waits for its pipes."""
     waiting = asyncio.ensure_future(process.wait())
     try:
         while process.returncode is None:
@@ -211,7 +213,7 @@ async def _feed(stream: asyncio.StreamWriter | None, body: bytes) -> None:
 
 
 async def _end_all(process: asyncio.subprocess.Process, ask_to_end: Callable[[], bool]) -> None:
-    """End the command and whatever it left running in its session. In a sandbox it is asked from within."""
+    """End the command and all remaining processes of its session. In a sandbox it is asked from inside."""
     if process.returncode is not None or not ask_to_end():
         _signal(process, signal.SIGTERM)
     if process.returncode is None:

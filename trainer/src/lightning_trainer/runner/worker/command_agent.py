@@ -1,4 +1,4 @@
-"""A command as an agent: its work folder, what it changed there, and the reward of a second command."""
+"""A command as an agent: its work folder, its changes there, and the reward of a second command."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ logger = logging.getLogger("lightning_trainer")
 
 DIFF: Final = "lightning.workdir.diff"  # attribute of a span: what the agent changed
 _NOTHING: Final[Mapping[str, Json]] = MappingProxyType({})
-OUTPUT: Final = "lightning.output"  # attribute of a span: the end of what a program printed
-_LOOK_S: Final = 2.0  # between looks at how large a folder has grown
-_NOT_RUN: Final = (126, 127)  # a shell's exit statuses for a program that can't be run
+OUTPUT: Final = "lightning.output"  # attribute of a span: the end of a program's output
+_LOOK_S: Final = 2.0  # between checks of a folder's size
+_NOT_RUN: Final = (126, 127)  # a shell's exit statuses for a program that cannot be run
 
 
 def command_agent(job: Job) -> Agent:
-    """Return the agent that a job's command is.
+    """Return the agent of a job's command.
 
     Raises:
-        ConfigError: its program, its folder or the program of its reward is not there.
+        ConfigError: its program, its folder or the program of its reward does not exist.
     """
     work = job.work
     place = {"folder": work.workdir, "image": work.sandbox_image}
@@ -85,8 +85,8 @@ class Place(NamedTuple):
     """Where a command runs.
 
     Attributes:
-        folder: it works there; None: where we are.
-        sandbox: that it runs in; None: none.
+        folder: its working folder; None: the current one.
+        sandbox: the sandbox in which it runs; None: none.
     """
 
     folder: Path | None = None
@@ -94,10 +94,10 @@ class Place(NamedTuple):
 
 
 async def _run_agent(job: Job, words: list[str], place: Place, task: dict[str, Any], attempt: Attempt) -> Any:
-    """Run the agent; return its reward where it gives that itself, otherwise its result.
+    """Run the agent; return its reward if it gives that itself, otherwise its result.
 
     Raises:
-        RewardError: it gave no reward, and there has to be one.
+        RewardError: it gave no reward, and one is required.
         RewardRefusedError: its reward is outside the range.
     """
     where = place._asdict()
@@ -110,7 +110,7 @@ async def _run_agent(job: Job, words: list[str], place: Place, task: dict[str, A
 
 
 async def _watch_folder(folder: WorkFolder, work: Coroutine[Any, Any, Any], attempt: Attempt) -> Any:
-    """Do some work in a folder; keep what it changed there, however it ends.
+    """Run `work` in a folder, and record what it changed there, however it ends.
 
     Raises:
         WorkFolderError: the folder has grown too large.
@@ -133,7 +133,7 @@ async def _watch_folder(folder: WorkFolder, work: Coroutine[Any, Any, Any], atte
 
 
 def _count_changes(diff: str) -> str:
-    """Say how much was changed."""
+    """Return the numbers of changed files and lines, as text."""
     lines = diff.splitlines()
     files = sum(line.startswith("diff --git ") for line in lines)
     added = sum(line.startswith("+") and not line.startswith("+++ ") for line in lines)
@@ -145,7 +145,7 @@ async def _reward(work: Work, words: list[str], place: Place, task: dict[str, An
     """Return the reward that a command gives.
 
     Raises:
-        RewardError: it can't be run.
+        RewardError: it cannot be run.
         RewardRefusedError: its reward is outside the range.
     """
     with RewardChannel(work, place.folder, texts(task)) as channel:
@@ -156,7 +156,7 @@ async def _reward(work: Work, words: list[str], place: Place, task: dict[str, An
 async def _run_tests(
     channel: RewardChannel, words: list[str], place: Place, task: dict[str, Any], attempt: Attempt
 ) -> ProcessEnd | None:
-    """Run the reward command and keep what it printed; return None if it took too long."""
+    """Run the reward command and record its output; return None if it took too long."""
     work = channel.work
     body = dumps(task).strip()
     given = {**channel.environment, **({"LIGHTNING_TASK": body.decode()} if len(body) <= ENVIRONMENT_LIMIT else {})}
@@ -165,7 +165,7 @@ async def _run_tests(
     try:
         running = run_to_end(filled_words, body, given, place.folder, channel.descriptors, sandbox=place.sandbox)
         ended = await asyncio.wait_for(running, work.reward_timeout_s)
-    except TimeoutError:  # which is an OSError too
+    except TimeoutError:  # which is also an OSError
         await _keep(attempt, "reward", work.reward_command or "", began, error=f"over {work.reward_timeout_s:g} s")
         return None
     except OSError as error:
@@ -188,7 +188,7 @@ async def _keep(
     attributes: Mapping[str, Json] = _NOTHING,
     error: str = "",
 ) -> None:
-    """Send a span of the attempt; what can't be sent is told in the worker's log."""
+    """Send a span of the attempt; what cannot be sent is reported in the worker's log."""
     status: Status = "error" if error else "ok"
     span = Span(
         operation=operation,

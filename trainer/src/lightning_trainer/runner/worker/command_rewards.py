@@ -1,4 +1,4 @@
-"""The reward of a command: from its exit status first, then from what it printed or wrote where nothing else writes."""
+"""The reward of a command: first from its exit status, then from its output, or from a file or pipe for the reward."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lightning_trainer.work import FROM_DESCRIPTOR, Work
 
 VARIABLE: Final = "LIGHTNING_REWARD_FD"  # the descriptor's number, with `reward_from = fd`
 _KEY: Final = "reward"
-_MOST_BYTES: Final = 65_536  # of a reward in a file; what a pipe holds
+_MOST_BYTES: Final = 65_536  # of a reward in a file; the capacity of a pipe
 
 
 class RewardRefusedError(Exception):
-    """A command gave a reward outside the range, or none where it was to write one: its attempt has failed."""
+    """A command gave a reward outside the range, or none although it had to write one: its attempt has failed."""
 
 
 @dataclass
 class RewardChannel:
-    """Where a command writes its reward; a context, because a descriptor is open for one command alone.
+    """Where a command writes its reward; a context, because a descriptor is open for one command only.
 
     Attributes:
-        work: says where.
-        folder: the command works there; None: where we are.
-        task: its fields may be named in a path.
+        work: the options that say where.
+        folder: the command's working folder; None: the current one.
+        task: its fields may be used in a path.
     """
 
     work: Work
@@ -41,7 +41,7 @@ class RewardChannel:
     _ends: tuple[int, int] | None = field(default=None, init=False)
 
     def __enter__(self) -> RewardChannel:
-        """Open the descriptor, or remove what an earlier program left in the file."""
+        """Open the descriptor, or delete the file of an earlier program."""
         if self.work.reward_from == FROM_DESCRIPTOR:
             self._ends = os.pipe()
             os.set_blocking(self._ends[0], False)
@@ -55,19 +55,19 @@ class RewardChannel:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Those that the command inherits."""
+        """The file descriptors that the command inherits."""
         return () if self._ends is None else self._ends[1:]
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that tell the command of the descriptor."""
+        """Variables that name the descriptor for the command."""
         return {} if self._ends is None else {VARIABLE: str(self._ends[1])}
 
     def read(self, ended: ProcessEnd) -> Any:
-        """Return the reward of a command that ended with status 0; None where it gave none.
+        """Return the reward of a command that ended with status 0; None if it gave none.
 
         Raises:
-            RewardRefusedError: it is outside the range, or was to be written and is not.
+            RewardRefusedError: it is outside the range, or it had to be written and was not.
         """
         if self.work.reward_from is None:
             said = result_of(ended.output)
@@ -116,7 +116,7 @@ def reward_of_agent(channel: RewardChannel, ended: ProcessEnd, *, needs_reward: 
     """Return the reward that an agent's command gave itself.
 
     Raises:
-        RewardError: it gave none, and there has to be one.
+        RewardError: it gave none, and one is required.
         RewardRefusedError: see `RewardChannel.read`.
     """
     reward = channel.read(ended)
@@ -131,7 +131,7 @@ def reward_of_agent(channel: RewardChannel, ended: ProcessEnd, *, needs_reward: 
 
 
 def reward_of(channel: RewardChannel, ended: ProcessEnd) -> Any:
-    """Return the reward that the end of a reward command means: 0 unless its exit status is 0, then what it gave, or 1.
+    """Return the reward of a reward command that ended: 0 if its exit status is not 0, otherwise what it gave, or 1.
 
     Raises:
         RewardRefusedError: see `RewardChannel.read`.
@@ -149,7 +149,7 @@ def reward_of(channel: RewardChannel, ended: ProcessEnd) -> Any:
 
 
 def _shown(value: object) -> str:
-    """Return a value that is no number as JSON writes it, and what it is."""
+    """Return a value that is not a number, as JSON with a description of its kind."""
     kinds = {bool: "true or false", str: "text", list: "a list", dict: "an object", type(None): "nothing"}
     kind = kinds.get(type(value), "a number that is not finite")
     return f"{dumps(value).decode()[:40]} ({kind})" if type(value) in kinds else f"{str(value)[:40]} ({kind})"

@@ -1,4 +1,4 @@
-"""One attempt inside a worker: the user's agent, then its reward. Whatever goes wrong becomes part of the result."""
+"""One attempt inside a worker: the user's agent, then its reward. Every failure becomes part of the result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_spans.schema.rewards import Reward, as_rewards
 from lightning_trainer.reasons.call_errors import SCORER_FAILED
 from lightning_trainer.runner.worker.command import CommandKilledError
 
-LATER = object()  # what a score gives where the reward comes once the attempt has ended, as a judge's does
-ERROR_LIMIT = 20_000  # characters kept of a traceback: its end, where the error is
+LATER = object()  # returned by a score if the reward comes after the attempt has ended, like a judge's
+ERROR_LIMIT = 20_000  # characters kept from the end of a traceback, where the error is
 
-_THREAD = "signal only works in main thread"  # how Python's own error begins
+_THREAD = "signal only works in main thread"  # the beginning of Python's own error
 _ADVICE = " Signals work only in the main thread of a process: --isolate gives it to run and score."
-SCORE_AGAIN_S = (0.5, 1.0, 2.0)  # pauses before a scorer that failed gets the same answer again
+SCORE_AGAIN_S = (0.5, 1.0, 2.0)  # pauses before a failed scorer gets the same answer again
 
 Agent = Callable[[dict[str, Any], Attempt], Awaitable[Any]]
 Score = Callable[[dict[str, Any], Any], Awaitable[Any]]
@@ -41,7 +41,7 @@ class AttemptResult:
     """How one attempt ended.
 
     Attributes:
-        status: ``cancelled`` when the runner cut it short, ``killed`` when something else killed its command.
+        status: ``cancelled`` if the runner cut it short, ``killed`` if something else killed its command.
         rewards: of the attempt; empty unless it succeeded.
         error: why it failed, with the traceback; None for one that succeeded.
     """
@@ -63,11 +63,11 @@ async def execute(
     """Run one attempt to its end. Never raises.
 
     Args:
-        agent: gives what the agent returned.
-        score: gives the reward of (task, result); None: the result is the reward.
+        agent: returns the agent's result.
+        score: returns the reward of (task, result); None: the result is the reward.
         task: the row of the user's data; the agent gets a copy.
-        attempt: what root spans begun inside belong to.
-        needs_reward: whether an attempt that gave no reward has failed.
+        attempt: the attempt that root spans started inside belong to.
+        needs_reward: whether an attempt without a reward has failed.
         on_score: called when the agent has answered and its reward begins.
     """
     with use_attempt(attempt), collecting() as emitted:
@@ -95,7 +95,7 @@ async def execute(
 async def _score_result(
     score: Score, task: Mapping[str, Any], result: Any, attempt: Attempt, emitted: list[Reward]
 ) -> tuple[Reward, ...]:
-    """Return the reward of an answer; a scorer that fails gets the same answer again, with longer and longer pauses.
+    """Return the reward of an answer; a scorer that fails gets the same answer again, after increasing pauses.
 
     Raises:
         ScorerError: it failed each time.
@@ -120,17 +120,17 @@ def _rewards(
     value: object, attempt: Attempt, source: str, emitted: list[Reward], needs_reward: bool
 ) -> tuple[Reward, ...]:
     if value is LATER or (value is None and (emitted or (not needs_reward and source == "run"))):
-        return ()  # whoever only looks at the agent need have no reward yet; a wrong one is told all the same
+        return ()  # a run that only observes the agent needs no reward yet; an invalid one is reported all the same
     values = as_rewards(value)
     given = partial(Reward, rollout_id=attempt.rollout_id, attempt_id=attempt.attempt_id, source=source)
     return tuple(given(value=number, agent=name) for name, number in values.items())
 
 
 def describe(error: BaseException) -> str:
-    """Return the traceback as text, without the frames of this package at its top; what was noted on it comes first.
+    """Return the traceback as text, without the frames of this package at its top; notes on the error come first.
 
-    So the last line is the error's own: LangGraph notes on each the node it came from. An error that this package made,
-    of a command or its folder, is told by its message alone: where we raised it helps nobody.
+    So the last line is the error's own: LangGraph notes on each the node it came from. An error of this package, about
+    a command or its folder, is reported by its message alone: where we raised it helps nobody.
     """
     if type(error).__module__.startswith(f"{__package__}."):
         return str(error)[-ERROR_LIMIT:]
@@ -146,7 +146,7 @@ def describe(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and all that led to it."""
+    """Return an error and all errors that led to it."""
     chain: dict[int, BaseException] = {}
     left = [error]
     while left:
@@ -159,12 +159,12 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def plain(text: str) -> str:
-    """Make text that every store can hold: lone surrogates and zero characters become their escapes."""
+    """Return text that every store can contain: lone surrogates and zero characters become their escapes."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def in_loop_or_thread(function: Callable[..., Any], threads: Executor) -> Callable[..., Awaitable[Any]]:
-    """Make a function awaitable: an async one runs on the event loop, another one in a thread with a copied context."""
+    """Make a function awaitable: an async one runs on the event loop, others in a thread with a copied context."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return function
 
@@ -187,12 +187,12 @@ async def in_thread(
     Args:
         function: the user's.
         args: of the function.
-        threads: where it runs.
+        threads: executor that runs it.
         on_cancel: called when this is cancelled, to end what can be ended there.
     """
 
     def guarded() -> tuple[Any, BaseException | None]:
-        # A future can't carry StopIteration, and SystemExit would stop the event loop.
+        # A future cannot carry StopIteration, and SystemExit would stop the event loop.
         try:
             return function(*args), None
         except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
@@ -202,8 +202,8 @@ async def in_thread(
     try:
         result, error = await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        # A thread can't be stopped. The attempt has ended when its thread has, and not before: the runner waits a
-        # little, then ends the whole process.
+        # A thread cannot be stopped. The attempt ends when its thread does, and not before: the runner waits a little,
+        # then ends the whole process.
         on_cancel()
         if not future.done():
             await asyncio.wait([asyncio.wrap_future(future)])

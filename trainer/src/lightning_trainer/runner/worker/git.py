@@ -11,7 +11,7 @@ from typing import IO, Final
 
 from lightning_trainer.runner.worker.trees import WorkFolderError
 
-# No setting of the user's, of the machine's or of attributes names a program that runs.
+# No setting of the user, the machine or attributes names a program that runs.
 SEALED: Final[Mapping[str, str]] = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_SYSTEM": os.devnull,
@@ -23,8 +23,8 @@ _SETTINGS: Final = (
     "core.autocrlf=false",
     "advice.detachedHead=false",
     "core.fsmonitor=false",
-    "core.bigFileThreshold=4m",  # larger files are compared as wholes
-    "core.protectNTFS=false",  # or a file called git~1 would be an error
+    "core.bigFileThreshold=4m",  # larger files are compared as a whole
+    "core.protectNTFS=false",  # otherwise a file named git~1 would be an error
     "core.protectHFS=false",
 )
 
@@ -40,12 +40,12 @@ def run_git(
     """Run git in a folder.
 
     Args:
-        folder: where. Never one that an agent has written to.
+        folder: the folder. Never one that an agent has written to.
         words: the command and its arguments.
         environment: variables on top of ours, such as `SEALED`.
-        status: exit statuses that are no failure.
+        status: exit statuses that are not failures.
         given: its stdin.
-        most: bytes to read of its output; the rest is dropped, and how it ends does not matter then.
+        most: bytes to read of its output; the rest is dropped, and then its exit status is ignored.
 
     Raises:
         WorkFolderError: it failed.
@@ -73,7 +73,7 @@ def run_git(
 
 
 def read_blobs(git_dir: Path, names: Iterable[str]) -> Iterator[bytes]:
-    """Yield what the blobs of a repository of ours hold, in this order."""
+    """Yield the contents of blobs of a repository of ours, in this order."""
     with tempfile.TemporaryFile() as wanted:
         wanted.write("".join(f"{name}\n" for name in names).encode())
         wanted.seek(0)

@@ -1,6 +1,6 @@
-"""What a worker process may use: memory and processor cores, set by the worker on itself before it imports the agent.
+"""Limits of a worker process: memory and processor cores, set by the worker on itself before it imports the agent.
 
-Both are inherited by whatever the agent starts. They hold for each process, not for their sum.
+Both are inherited by whatever the agent starts. They apply to each process, not to their sum.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _LEAST: Final = 64 << 20  # bytes: an interpreter that imports the openai client
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Bounds of each worker process.
+    """Limits of each worker process.
 
     Attributes:
-        memory_bytes: most private writable memory (RLIMIT_DATA); None: no bound of ours.
-        cores: processor cores it may run on; None: all.
+        memory_bytes: maximum private writable memory (RLIMIT_DATA); None: no limit of ours.
+        cores: number of processor cores it may run on; None: all.
     """
 
     memory_bytes: int | None = None
     cores: int | None = None
 
     def check(self) -> None:
-        """See that this system can keep them.
+        """Make sure that this system can enforce the limits.
 
         Raises:
-            ConfigError: it can't, or a bound makes no sense.
+            ConfigError: it cannot, or a limit is invalid.
         """
         if (self.memory_bytes, self.cores) == (None, None):
             return
@@ -49,10 +49,10 @@ class WorkerLimits:
             raise ConfigError(f"--worker-cores {self.cores}: this machine lets us use 1 to {there}.")
 
     def apply(self, number: int) -> None:
-        """Set them on this process.
+        """Set the limits on this process.
 
         Args:
-            number: of the worker; workers get neighbouring cores in turn.
+            number: number of the worker; successive workers get neighbouring cores.
 
         Raises:
             OSError: the system refuses.
@@ -73,10 +73,10 @@ NO_LIMITS: Final = WorkerLimits()
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size such as ``800M`` or ``2GiB``; units are powers of 1024.
+    """Parse a size such as ``800M`` or ``2GiB``; units are powers of 1024.
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: it is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if found is None:

@@ -1,7 +1,7 @@
-"""The main thread of a worker that runs one attempt at a time: the user's functions get it.
+"""The main thread of a worker that runs one attempt at a time: it runs the user's functions.
 
-Signals can be set in no other thread, and some reward functions are built on them. The worker's own event loop runs in
-a second thread.
+Signal handlers can be set in no other thread, and some reward functions rely on them. The worker's own event loop runs
+in a second thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_trainer.runner.worker.execution import in_thread
 
 
 class MainThread(Executor):
-    """Runs the user's functions in the thread that made it, which is in `serve` meanwhile."""
+    """Executor that runs the user's functions in the thread that created it, which is in `serve` meanwhile."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -53,10 +53,10 @@ class MainThread(Executor):
         return call_there
 
     def serve(self, worker: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-        """Run a worker in a second thread, and here what it submits, until the worker has ended.
+        """Run a worker in a second thread, and what it submits in this one, until the worker has ended.
 
         Args:
-            worker: gives whether an attempt still runs; then this process is ended.
+            worker: returns whether an attempt still runs; then this process is ended.
         """
 
         def work() -> None:

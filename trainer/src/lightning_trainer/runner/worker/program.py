@@ -1,4 +1,4 @@
-"""What a worker does wherever it runs: it imports the agent, runs many attempts on one loop, tells how they ended."""
+"""The work of any worker: imports the agent, runs many attempts on one loop, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class WorkerProgram:
 
     Args:
         agent: what it runs.
-        score: gives the reward of a task and its result; None: the result is the reward.
-        needs_reward: whether an attempt that gave no reward has failed.
-        send: takes messages for the runner.
+        score: returns the reward of a task and its result; None: the result is the reward.
+        needs_reward: whether an attempt without a reward has failed.
+        send: sends messages to the runner.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WorkerProgram:
         keep_imports_whole()
 
     def take(self, message: Message) -> None:
-        """Take a message of the runner's: begin an attempt, or cancel one."""
+        """Handle a message from the runner: begin an attempt, or cancel one."""
         if message["type"] == "run":
             self._start(message)
         elif message["type"] == "cancel" and (task := self._running.get(message["id"])):
@@ -77,7 +77,7 @@ class WorkerProgram:
         await _flush()
 
     def number_of(self, task: asyncio.Task[object]) -> int | None:
-        """Return the attempt that a task runs, or was started by where Python can tell."""
+        """Return the number of the attempt that a task runs, or of the one that started it, if Python can tell."""
         own = next((number for number, running in list(self._running.items()) if running is task), None)
         if own is None and hasattr(task, "get_context"):  # from Python 3.12 on
             own = task.get_context().get(_NUMBER)
@@ -95,7 +95,7 @@ class WorkerProgram:
             self._running.pop(number, None)
             if task.cancelled():  # before its first step, or while it delivered its spans
                 self._send(_ended_message(number, AttemptResult("cancelled", error="cancelled"), flushed=False))
-            elif (error := task.exception()) is not None:  # ours: the attempt must not wait for its time limit
+            elif (error := task.exception()) is not None:  # our own error: the attempt must not wait for its time limit
                 self._send(_ended_message(number, AttemptResult("failed", error=describe(error)), flushed=False))
 
         self._running[number] = asyncio.create_task(self._run(message))
@@ -137,7 +137,7 @@ def _ended_message(number: int, outcome: AttemptResult, flushed: bool) -> Messag
 async def _flush() -> bool:
     """Deliver the spans so far, so that an attempt's spans are in the store when its end is reported.
 
-    Also those of processes that the attempt started and that ended before they could.
+    This includes those of processes that the attempt started and that ended before they could deliver them.
     """
     recorder = live_recorder()
     return await asyncio.to_thread(deliver_left if recorder is None else recorder.tracer.flush, FLUSH_S)
@@ -151,7 +151,7 @@ def load_job(job: Job, awaitable: Awaited) -> tuple[Agent, Score | None]:
         awaitable: makes the user's functions awaitable on the worker's loop.
 
     Raises:
-        LightningError: one of them can't be imported or called.
+        LightningError: one of them cannot be imported or called.
     """
     score: Score | None = None
     if job.judged:

@@ -1,7 +1,7 @@
 """Processes that agents start: each carries a mark of its attempt, and is ended with it.
 
-Workers are shared, so what an attempt started is told by its environment, which its own children inherit. What was
-started while the agent was imported has no mark, and is there for all attempts.
+Workers are shared, so the processes of an attempt are recognised by their environment, which their own children
+inherit. What was started while the agent was imported has no mark, and is there for all attempts.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import psutil
 
 WORKER: Final = "LIGHTNING_WORKER"  # in the environment of a worker, and of all that is started in it
 _ATTEMPT: Final = "LIGHTNING_WORKER_ATTEMPT"  # of all that one attempt started
-_GRACE_S: Final = 1.0  # between the request to end and the end
+_GRACE_S: Final = 1.0  # between the request to end and the kill
 _LOOK_S: Final = 0.02
-_UNCLAIMED_S: Final = 10.0  # after which nobody else will ask how a process of ours ended
+_UNCLAIMED_S: Final = 10.0  # time after which nothing else will wait for a child process of ours that has ended
 _SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
 
 class Subprocesses:
-    """What the attempts of this process started. `watch` begins to mark it.
+    """The processes that the attempts of this process started. `watch` begins to mark them.
 
     Args:
-        current: gives the number of the attempt at work; None outside of attempts.
+        current: returns the number of the current attempt; None outside of attempts.
     """
 
     def __init__(self, current: Callable[[], int | None]) -> None:
         self._current = current
         self._starting: set[int] = set()  # attempts that have started a process
-        self._own: set[int] = set()  # processes whose end somebody here waits for
-        self._ended: dict[int, float] = {}  # those that came to us by the end of their parent, and when it was seen
+        self._own: set[int] = set()  # processes whose end is waited for in this process
+        self._ended: dict[int, float] = {}  # ended orphans that became our children, and when they were first seen
 
     def watch(self) -> None:
         """Mark what is started from now on, and become the parent of those whose own parent ends (Linux)."""
@@ -63,7 +63,7 @@ class Subprocesses:
         setattr(subprocess.Popen, "__init__", start)  # noqa: B010 - mypy knows its overloads
 
     def end(self, number: int) -> list[str]:
-        """End what an attempt left running, with all that this started, and return what it was.
+        """End what an attempt left running, with all that this started, and return the names.
 
         Waits until it has ended, about a second at most.
         """
@@ -81,7 +81,7 @@ class Subprocesses:
         return names
 
     def _clear(self, children: Iterable[psutil.Process]) -> None:
-        """Forget the ended: those that nobody here started stay in the system's table until we ask for them."""
+        """Reap ended processes that nobody here started: they stay in the system's table until we wait for them."""
         there = {process.pid: process for process in children}
         self._own &= there.keys()
         now = time.monotonic()
@@ -92,11 +92,11 @@ class Subprocesses:
 
 
 def end_of_worker(name: str) -> None:
-    """End at once what is left of a worker, whoever its parent is now.
+    """Kill at once what is left of a worker, whichever process is its parent now.
 
     Args:
-        name: the worker's `WORKER`, which is the last word of its command line too: what it forked keeps its
-            environment to itself.
+        name: the worker's `WORKER`, which is the last word of its command line too: what it forked hides its
+            environment.
     """
     for process in psutil.process_iter():
         if process.pid != os.getpid() and (_has(process, WORKER, name) or _last_word(process) == name):
@@ -130,7 +130,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Ask processes to end, and end those that do not."""
+    """Ask processes to end, and kill those that do not."""
     for ask in (psutil.Process.terminate, psutil.Process.kill):
         for process in processes:
             with contextlib.suppress(psutil.Error):

@@ -1,6 +1,6 @@
 """Folders that an agent may have written: walked, copied and removed without recursion and without following links.
 
-Every name is opened relative to the folder that holds it, so a link that appears half-way leads nowhere.
+Every name is opened relative to its parent folder, so a link that appears meanwhile leads nowhere.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-MOST_LEVELS: Final = 200  # folders inside each other
+MOST_LEVELS: Final = 200  # levels of nested folders
 MOST_ENTRIES: Final = 1_000_000
-_LONGEST_PATH: Final = 3_500  # bytes; Linux takes paths of 4,096, and there is one before ours
+_LONGEST_PATH: Final = 3_500  # bytes; Linux accepts paths of 4,096, and there is a prefix before ours
 _FOLDER: Final = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 _NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _FILE: Final = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class WorkFolderError(Exception):
-    """A folder can't be made, or has grown too large; the message says why."""
+    """A folder cannot be created, or has grown too large; the message says why."""
 
 
 class FolderEntry(NamedTuple):
-    """What a folder holds.
+    """An entry of a folder.
 
     Attributes:
         path: relative to the folder that is walked, with ``/`` between names.
-        status: of the entry itself, not of what a link leads to.
+        status: of the entry itself, not of a link's target.
     """
 
     path: str
@@ -40,29 +40,30 @@ class FolderEntry(NamedTuple):
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder."""
+        """Whether the entry is a folder."""
         return stat.S_ISDIR(self.status.st_mode)
 
 
 def nothing(_: str) -> bool:
-    """Leave nothing out."""
+    """Whether to leave a path out: never."""
     return False
 
 
 def walk(
     root: Path, pass_by: Callable[[str], bool] = nothing, *, mend: bool = False, strict: bool = False
 ) -> Iterator[FolderEntry]:
-    """Yield all that a folder holds, each folder before what is in it.
+    """Yield all entries of a folder, each folder before its contents.
 
     Args:
         root: the folder.
         pass_by: whether not to look into the folder at a path.
-        mend: open folders whose mode keeps us out, once nothing works there any more; otherwise they count as empty.
-        strict: a folder that can't be read is an error instead.
+        mend: open folders whose mode denies us access, once nothing works there any more; otherwise they count as
+            empty.
+        strict: a folder that cannot be read is an error instead.
 
     Raises:
-        OSError: a folder can't be read, if `strict`.
-        WorkFolderError: it is nested too deep, or holds too many entries.
+        OSError: a folder cannot be read, if `strict`.
+        WorkFolderError: it is nested too deep, or contains too many entries.
     """
     waiting, seen = [""], 0
     while waiting:
@@ -91,13 +92,13 @@ def _entries(root: Path, folder: str, most: int, *, mend: bool, strict: bool) ->
     hidden = () if strict else (OSError,)
     with suppress(*hidden), _open_folder(root, folder, mend=mend) as descriptor, os.scandir(descriptor) as entries:
         for entry in islice(entries, most):
-            with suppress(OSError):  # gone since
+            with suppress(OSError):  # deleted meanwhile
                 found.append((entry.name, entry.stat(follow_symlinks=False)))
     return found
 
 
 def total_size(root: Path, most: int, leave_out: Callable[[str], bool] = nothing, *, mend: bool = False) -> int:
-    """Return the bytes of a folder's files, holes included; stop where they are more than `most`."""
+    """Return the bytes of a folder's files, holes included; stop if they are more than `most`."""
     total = 0
     for entry in walk(root, leave_out, mend=mend):
         total += 0 if entry.is_folder or leave_out(entry.path) else entry.status.st_size
@@ -110,8 +111,8 @@ def copy_tree(source: Path, target: Path, leave_out: Callable[[str], bool]) -> N
     """Copy a folder with its modes, times and links.
 
     Raises:
-        WorkFolderError: something in it is no file, folder or link, or it is nested too deep.
-        OSError: something can't be read or written.
+        WorkFolderError: something in it is not a file, folder or link, or it is nested too deep.
+        OSError: something cannot be read or written.
     """
     target.mkdir()
     folders = [(target, source.stat())]
@@ -125,13 +126,13 @@ def copy_tree(source: Path, target: Path, leave_out: Callable[[str], bool]) -> N
             shutil.copy2(source / path, target / path, follow_symlinks=False)
         else:
             raise WorkFolderError(f"{source / path} is not a file, a folder or a link. Move it out of the folder.")
-    for folder, status in reversed(folders):  # a folder that nobody may write gets its mode when all is in it
+    for folder, status in reversed(folders):  # a read-only folder gets its mode when its contents are complete
         folder.chmod(stat.S_IMODE(status.st_mode))
         os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def read_entry(root: Path, entry: FolderEntry) -> bytes | None:
-    """Return what a file holds, or where a link leads; None for what can't be read or is neither."""
+    """Return the content of a file, or the target of a link; None for what cannot be read or is neither."""
     folder, _, name = entry.path.rpartition("/")
     with suppress(OSError), _open_folder(root, folder) as within:
         if stat.S_ISLNK(entry.status.st_mode):
@@ -145,7 +146,7 @@ def read_entry(root: Path, entry: FolderEntry) -> bytes | None:
 
 
 def write_entry(root: Path, path: str, mode: int, content: bytes) -> None:
-    """Write a file or a link anew, in place of whatever is there or is in the way."""
+    """Write a new file or link, in place of whatever is there or is in the way."""
     folder, _, name = path.rpartition("/")
     with _open_folder(root, folder, mend=True, make=True) as within:
         _remove(name, within)
@@ -158,7 +159,7 @@ def write_entry(root: Path, path: str, mode: int, content: bytes) -> None:
 
 
 def remove_entry(root: Path, path: str) -> None:
-    """Delete what is at a path, and then the folders around it that are empty."""
+    """Delete what is at a path, and then the parent folders that are empty."""
     folder, _, name = path.rpartition("/")
     while name:
         with suppress(FileNotFoundError, NotADirectoryError), _open_folder(root, folder, mend=True) as within:
@@ -169,17 +170,17 @@ def remove_entry(root: Path, path: str) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder and all that it holds, however deep; nothing is done where there is none.
+    """Delete a folder and all its contents, however deep; does nothing if there is none.
 
     Raises:
-        OSError: something in it can't be deleted.
+        OSError: something in it cannot be deleted.
     """
     with suppress(FileNotFoundError), _open_folder(path.parent.resolve(), "") as within:
         _remove(path.name, within)
 
 
 def _remove(name: str, within: int) -> None:
-    """Delete an entry of an open folder. Folders in it are moved to its top first, so that depth costs nothing."""
+    """Delete an entry of an open folder. Folders in it are moved to its top first, so that depth does not matter."""
     try:
         if not stat.S_ISDIR(os.lstat(name, dir_fd=within).st_mode):
             os.unlink(name, dir_fd=within)
@@ -208,7 +209,7 @@ def _empty(top: int) -> None:
 
 
 def _empty_one(folder: int, top: int | None, names: Iterator[str]) -> list[str]:
-    """Delete a folder's files and move its folders to the top; return what these are called there."""
+    """Delete a folder's files and move its folders to the top; return their names there."""
     with os.scandir(folder) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     moved = []
@@ -218,7 +219,7 @@ def _empty_one(folder: int, top: int | None, names: Iterator[str]) -> list[str]:
         elif top is None:
             moved.append(name)
         else:
-            os.close(_open(name, folder, mend=True))  # a folder that may not be written may not be moved
+            os.close(_open(name, folder, mend=True))  # a folder without write permission cannot be moved
             moved.append(next(names))
             os.rename(name, moved[-1], src_dir_fd=folder, dst_dir_fd=top)
     return moved
@@ -226,7 +227,7 @@ def _empty_one(folder: int, top: int | None, names: Iterator[str]) -> list[str]:
 
 @contextmanager
 def _open_folder(root: Path, folder: str, *, mend: bool = False, make: bool = False) -> Iterator[int]:
-    """Open a folder step by step, so that no link on the path is followed; give its descriptor."""
+    """Open a folder step by step, so that no link on the path is followed; yield its descriptor."""
     descriptor = os.open(root, _FOLDER) if not mend else _open(str(root), None, mend=True)
     try:
         for name in filter(None, folder.split("/")):
@@ -239,7 +240,7 @@ def _open_folder(root: Path, folder: str, *, mend: bool = False, make: bool = Fa
 
 
 def _make(name: str, within: int) -> int:
-    """Open a folder; make it in place of a file or a link."""
+    """Open a folder; create it in place of a file or a link."""
     try:
         return _open(name, within, mend=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -258,7 +259,7 @@ def _open(name: str, within: int | None, *, mend: bool) -> int:
     except PermissionError:
         if not mend:
             raise
-        # Root is refused nothing, so its rights never change the mode of what a link leads to.
+        # Root is refused nothing, so its rights never change the mode of a link's target.
         os.chmod(name, 0o700, dir_fd=within)
         descriptor = os.open(name, _FOLDER, dir_fd=within)
     mode = stat.S_IMODE(os.fstat(descriptor).st_mode)

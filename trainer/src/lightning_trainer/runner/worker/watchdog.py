@@ -1,4 +1,7 @@
-"""Signs of life from inside a worker: a thread sees the event loop stand still, and says which attempt holds it."""
+"""Heartbeats from inside a worker.
+
+A thread notices when the event loop is blocked, and reports which attempt blocks it.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from lightning_spans.record.process import thread_frames
 LOOK_S: Final = 0.25
 STILL_S: Final = 1.0  # a loop that has not run for this long is reported
 
-_OURS: Final = ("attempt", "asyncio_", "lightning", "MainThread")  # beginnings of the names of threads of ours
+_OURS: Final = ("attempt", "asyncio_", "lightning", "MainThread")  # prefixes of the names of our own threads
 
 
 class LoopWatch:
-    """Watches the loop of the thread that makes it, and writes what it sees into a pipe, one JSON object a line.
+    """Watches the loop of the thread that creates it, and writes its state into a pipe, one JSON object a line.
 
-    As long as all is well it writes null: where nothing comes, a call lets no thread of the process run.
+    It writes null as long as all is well; if nothing comes, a call lets no thread of the process run.
 
     Args:
         pipe: file descriptor.
-        number_of: gives the number of the attempt that a task belongs to; None where it is none's.
+        number_of: returns the number of the attempt that a task belongs to; None if it belongs to none.
     """
 
     def __init__(self, pipe: int, number_of: Callable[[asyncio.Task[object]], int | None]) -> None:
@@ -71,9 +74,9 @@ class LoopWatch:
         try:
             os.write(self._pipe, json.dumps(blocking).encode() + b"\n")
         except OSError:
-            self._closing.set()  # the runner has gone
+            self._closing.set()  # the runner has ended
 
 
 def leaked_threads() -> int:
-    """Count the threads of this process that neither Python's main program nor we have started."""
+    """Return the number of threads of this process that neither Python's main program nor we have started."""
     return sum(not thread.name.startswith(_OURS) for thread in threading.enumerate())

@@ -1,8 +1,8 @@
-"""A folder of its own for an attempt: a clone or a copy of the user's, what was changed in it, and its end.
+"""A separate folder for an attempt: a clone or a copy of the user's, the changes in it, and its removal.
 
-A git repository is cloned with its objects shared, so that neither its size nor its history costs anything, and what
-an agent does to branches and stashes stays in the clone. Any other folder is copied. What was changed is read from the
-files alone: an agent may commit, or throw its repository away.
+A git repository is cloned with its objects shared, so that neither its size nor its history costs anything, and what an
+agent does to branches and stashes stays in the clone. Any other folder is copied. Changes are read from the files
+alone: an agent may commit, or delete its repository.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from lightning_trainer.runner.worker.trees import WorkFolderError, copy_tree, re
 
 logger = logging.getLogger("lightning_trainer")
 
-LEFT_OVER: Final = "lightning-work-"  # how folders are named that are deleted when their process is no more
-_OURS: Final = ("runs", "evals", "comparisons")  # folders that `lightning-rl` makes where it is started
-_STORE: Final = "lightning.db"  # how the names of its store's files begin, there and in those folders
-# A submodule is a repository of somebody else, and git would run what its settings name.
+LEFT_OVER: Final = "lightning-work-"  # name prefix of folders that are deleted once their process no longer exists
+_OURS: Final = ("runs", "evals", "comparisons")  # folders that `lightning-rl` creates in its working folder
+_STORE: Final = "lightning.db"  # prefix of the names of its store's files, there and in those folders
+# A submodule is a repository of others, and git would run what its settings name.
 _STATUS: Final = ("status", "--porcelain", "-z", "--untracked-files=all", "--ignore-submodules=dirty")
-_LONGEST_DIFF: Final = 200_000  # characters kept of a diff: its beginning
+_LONGEST_DIFF: Final = 200_000  # characters kept from the beginning of a diff
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What folders are made of.
+    """The source of work folders.
 
     Attributes:
         path: the user's folder.
-        revision: of its repository; None: the commit that is checked out, or a folder that is no repository.
+        revision: of its repository; None: the commit that is checked out, or the folder is not a repository.
     """
 
     path: Path
@@ -50,12 +50,12 @@ class Source:
 
     @property
     def repository(self) -> bool:
-        """Whether it is the top of a git repository."""
+        """Whether the folder is the top of a git repository."""
         return (self.path / ".git").exists()
 
 
 def source_of(text: str, task: Mapping[str, Any] | None = None) -> Source:
-    """Read ``PATH`` or ``PATH@REVISION``, in which ``{field}`` stands for a task's.
+    """Parse ``PATH`` or ``PATH@REVISION``, in which ``{field}`` stands for a field of the task.
 
     Raises:
         ConfigError: there is no such folder, or git is missing.
@@ -76,7 +76,7 @@ def source_of(text: str, task: Mapping[str, Any] | None = None) -> Source:
 
 
 def _path_of(template: str, task: Mapping[str, Any]) -> Path:
-    """Fill a path. What a task says stays in the folder that is named before its first field.
+    """Fill in a path. The values of a task stay inside the folder that is named before its first field.
 
     Raises:
         ConfigError: it leads out of there, or names nothing in it.
@@ -96,10 +96,10 @@ def _path_of(template: str, task: Mapping[str, Any]) -> Path:
 
 
 def check(text: str) -> None:
-    """See, before anything runs, that a workdir is there and that its attempts see what the user sees.
+    """Make sure, before anything runs, that a workdir exists and that its attempts see what the user sees.
 
     Raises:
-        ConfigError: it is not there, or holds changes that no attempt would have.
+        ConfigError: it does not exist, or contains changes that no attempt would have.
     """
     if "{" in text and not Path(text).is_dir():
         return  # each task has its own
@@ -112,7 +112,7 @@ def check(text: str) -> None:
 
 
 def _has_changes(folder: Path) -> bool:
-    """Whether a repository holds what is not committed, beside what we write there ourselves."""
+    """Whether a repository contains uncommitted changes, apart from what we write there ourselves."""
     entries = filter(None, _git(folder, *_STATUS).split("\0"))
     return any(not (entry.startswith("?? ") and _lies_in_ours(folder / entry[3:])) for entry in entries)
 
@@ -122,7 +122,7 @@ def _lies_in_ours(path: Path) -> bool:
 
 
 def _ours(folder: str | Path, name: str) -> bool:
-    """Whether an entry of a folder is what `lightning-rl` makes where it was started: runs, stores and the like."""
+    """Whether an entry of a folder was created by `lightning-rl` in its working folder: runs, stores and the like."""
     here = (name in _OURS or name.startswith(_STORE)) and Path(folder).resolve() == Path.cwd()
     return here and (name not in _OURS or any(any(Path(name).glob(f"{depth}/{_STORE}")) for depth in ("*", "*/*")))
 
@@ -136,11 +136,11 @@ class WorkFolder:
     """One attempt's folder. All methods block.
 
     Args:
-        source: what it is made of.
-        most_bytes: it may not take more.
+        source: the folder that is cloned or copied.
+        most_bytes: its maximum size.
 
     Raises:
-        WorkFolderError: it can't be made.
+        WorkFolderError: it cannot be created.
     """
 
     def __init__(self, source: Source, most_bytes: int) -> None:
@@ -167,14 +167,14 @@ class WorkFolder:
             _git(self.path, "checkout", "--quiet")
         else:
             _git(self.path, "checkout", "--quiet", "--detach", commit)
-        _git(self.path, "remote", "remove", "origin")  # nothing can be pushed to the user's
+        _git(self.path, "remote", "remove", "origin")  # nothing can be pushed to the user's repository
         self._name_author()
         self.check_size()
         objects = Path(_git(source.path, "rev-parse", "--git-path", "objects").strip())
         return Baseline(self.path, self._beside, commit, (source.path / objects).resolve())
 
     def _name_author(self) -> None:
-        """Let an agent commit where nobody has said who he is."""
+        """Let an agent commit if no author is configured."""
         if not _git(self.path, "config", "--get", "user.email", status=(0, 1)).strip():
             _git(self.path, "config", "user.name", "agent")
             _git(self.path, "config", "user.email", "agent@localhost")
@@ -188,10 +188,10 @@ class WorkFolder:
         return Baseline(self.path, self._beside)
 
     def check_size(self, *, ended: bool = False) -> None:
-        """See that it has not grown too large.
+        """Make sure that the folder has not grown too large.
 
         Args:
-            ended: nothing works there any more, so that folders whose mode keeps us out may be opened.
+            ended: nothing works there any more, so that folders whose mode denies us access may be opened.
 
         Raises:
             WorkFolderError: it has, or it is nested too deep.
@@ -200,7 +200,7 @@ class WorkFolder:
             raise WorkFolderError(f"the work folder takes more than {self._most_bytes} bytes (workdir_size)")
 
     def diff(self) -> str:
-        """Return what was changed since it was made, as a diff of git; ignored files are left out.
+        """Return what was changed since the folder was created, as a git diff; ignored files are left out.
 
         Raises:
             WorkFolderError: it has grown too large, or git failed.
@@ -211,17 +211,17 @@ class WorkFolder:
         return text if len(text) <= _LONGEST_DIFF else f"{text[:_LONGEST_DIFF]}\n... and more"
 
     def restore(self, paths: Sequence[str]) -> None:
-        """Put files back as they were, and take away what was added beside them: see `Baseline.restore`.
+        """Restore the original files, and remove files that were added next to them: see `Baseline.restore`.
 
         Raises:
-            WorkFolderError: a glob meets no file that was there, or a file can't be put back.
+            WorkFolderError: a glob matches no original file, or a file cannot be restored.
         """
         with self._mend_folder():
             self._baseline.restore(self.path, paths)
 
     @contextmanager
     def _mend_folder(self) -> Iterator[None]:
-        """Make the folder again where the agent has taken it or the one around it away, and all files with it."""
+        """Create the folder again if the agent has removed it or its parent, and all files with it."""
         try:
             for folder in (self._root, self.path):
                 if folder.is_symlink() or not folder.is_dir():
@@ -232,13 +232,13 @@ class WorkFolder:
             raise WorkFolderError(f"the work folder was taken away in part: {error}") from None
 
     def remove(self) -> None:
-        """Delete it; what can't be deleted is told in the log."""
+        """Delete the folder; what cannot be deleted is reported in the log."""
         for folder in (self._root, self._beside):
             remove_folder(folder)
 
 
 def remove_left_over(folder: Path | None = None) -> None:
-    """Delete folders of this user's processes that were killed and are no more."""
+    """Delete folders of this user's processes that were killed and no longer exist."""
     for path in (folder or Path(tempfile.gettempdir())).glob(f"{LEFT_OVER}*-*"):
         number = path.name.removeprefix(LEFT_OVER).partition("-")[0]
         if number.isdigit() and not psutil.pid_exists(int(number)) and _is_this_users(path):
@@ -253,7 +253,7 @@ def _is_this_users(path: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder, whatever it holds; what can't be deleted is told in the log."""
+    """Delete a folder, whatever its contents; what cannot be deleted is reported in the log."""
     try:
         remove_tree(folder)
     except OSError as error:
@@ -261,5 +261,5 @@ def remove_folder(folder: Path) -> None:
 
 
 def _git(folder: Path, *words: str, status: Sequence[int] = (0,)) -> str:
-    """Run git where no agent has worked yet."""
+    """Run git in a folder in which no agent has worked yet."""
     return os.fsdecode(run_git(folder, *words, status=status))
