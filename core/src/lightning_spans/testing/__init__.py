@@ -1,4 +1,4 @@
-"""For those who write a plugin or a store: a scripted model server, and the promises that every plugin and store keeps.
+"""For authors of a plugin or a store: a scripted model server, and the promises that every plugin and store keeps.
 
 `pip install "lightning-spans[testing]"`. The server needs nothing beyond the standard library.
 """

@@ -1,6 +1,7 @@
-"""A process of its own that runs `one_agent` of a test class and ends attached.
+"""A separate process that runs `one_agent` of a test class and ends while attached.
 
-FAULT keeps its spans from being delivered; ``os._exit`` ends it at once instead, ``spawn`` a process that it spawned.
+FAULT prevents the delivery of its spans; ``os._exit`` ends the process at once instead, ``spawn`` a process that it
+spawned.
 
 Run it as ``python -m lightning_spans.testing.plugins.ending FILE CLASS FAULT URL``.
 """
@@ -24,7 +25,7 @@ _broken = ExitStack()  # lasts as long as the process
 
 
 def main(file: str, name: str, fault: str, url: str) -> None:
-    """Run it, and print what it gave."""
+    """Run the program, and print its output."""
     logging.basicConfig()
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or spec.loader is None:

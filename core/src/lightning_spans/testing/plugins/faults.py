@@ -1,4 +1,4 @@
-"""Faults for every method of a store, generated from the protocol: what callers meet when machines and nets fail."""
+"""Faults for every method of a store, generated from the protocol: as when machines and networks fail."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ METHODS: Final = tuple(name for name, value in vars(Store).items() if callable(v
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One fault to come.
+    """One planned fault.
 
     Attributes:
         method: of the store.
         fault: ``before``: an error, nothing done. ``after``: done, then an error instead of the answer. ``delay``: done
-            late. ``cut``: the caller hears an error at once, while the work goes on and is done later.
-        nth: which call of the method meets it, 0 for the first.
+            late. ``cut``: the caller gets an error at once, while the work continues and is done later.
+        nth: index of the affected call of the method, 0 for the first.
     """
 
     method: str
@@ -37,9 +37,9 @@ class FaultyStore:
     """A store that fails as planned, and passes everything else on.
 
     Args:
-        store: the store that works.
-        plan: what is to go wrong.
-        delay_s: how long a delay lasts, and a cut call's work takes to begin.
+        store: the working store.
+        plan: the faults.
+        delay_s: seconds that a delay lasts, and before the work of a cut call begins.
     """
 
     def __init__(self, store: Store, plan: Sequence[Planned], *, delay_s: float = 0.05) -> None:
@@ -84,7 +84,7 @@ class FaultyStore:
         try:
             work()
         except StoreError:
-            return  # nobody waits for this answer any more: it was too late, as it may be
+            return  # nobody waits for this answer any more, and it may be too late
 
     def called(self, method: str) -> int:
         """Return how often a method was called."""

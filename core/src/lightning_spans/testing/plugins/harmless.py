@@ -1,7 +1,7 @@
-"""What every plugin promises when something of ours fails: the same output, and a log that says what is lost.
+"""What every plugin promises when our code fails: the same output, and a log of what is lost.
 
-A fault is put in where spans leave the process (a sink, a server, a store, a collector), where a framework's event
-meets the recorder, and where a hook of the user's is called.
+Faults are injected where spans leave the process (a sink, a server, a store, a collector), where a framework's event
+meets the recorder, and where a user's hook is called.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HASTE_S: Final = 0.05  # `detach()` waits this long here for a destination that
 
 
 class HarmlessPromises:
-    """A part of `PluginConformance`, which gives the fixtures `recorded` and `folder`, and the programs."""
+    """A part of `PluginConformance`, which provides the fixtures `recorded` and `folder`, and the programs."""
 
     framework: ClassVar[str]
     program: Callable[[str], Callable[[str], Any]]
@@ -54,9 +54,9 @@ class HarmlessPromises:
     def test_a_failing_event_or_sink_harms_nothing(
         self, scenario: str, broken: str, folder: Path, recorded: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Whatever of ours raises, at whichever event, the output is the same, also what a tool raised; it is logged.
+        """If our code raises, at any event, the output is the same, including what a tool raised; the error is logged.
 
-        If it fails: see from where the exception comes; every event handler runs inside `SpanRecorder.guard`.
+        If it fails: find where the exception comes from; every event handler must run inside `SpanRecorder.guard`.
         """
         alone = recorded(scenario, None)
         monkeypatch.setattr(*_OURS[broken], _fail)
@@ -64,7 +64,7 @@ class HarmlessPromises:
         with logged() as log:
             found = record(self.program(scenario), place, framework=self.framework, tracer="embedded")
         assert found.output == alone.output
-        if broken != "RecordingSpan.set":  # not every program comes by there
+        if broken != "RecordingSpan.set":  # not every program reaches it
             assert any("failed" in line and "the agent continues" in line for line in log)
 
     @pytest.mark.parametrize("broken", ["SpanRecorder.start", "SpanRecorder.end"])
@@ -72,12 +72,12 @@ class HarmlessPromises:
     def test_recording_goes_on_after_a_fault(
         self, scenario: str, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Once it has passed, every call is recorded again, under its agent, in a tree without gaps.
+        """After a fault, every call is recorded again, under its agent, in a tree without gaps.
 
-        If it fails: what was entered for a span is to be left even where ending the span raised.
+        If it fails: exit what was entered for a span even if ending the span raised.
         """
         program = self.program(scenario)
-        # A server each: it counts how often it was asked the same.
+        # One server each, because it counts repeated requests.
         with user_environment(tmp_path), ScriptedServer() as broken_server, ScriptedServer() as server:
             with attach(self.framework, store=str(tmp_path / "traces.db"), tracer="embedded") as attachment:
                 with monkeypatch.context() as patch:
@@ -95,7 +95,7 @@ class HarmlessPromises:
                     span = None if span.parent_id is None else spans[span.parent_id]
 
     def test_a_failing_hook_harms_nothing(self, tracer: str, folder: Path, recorded: Any) -> None:
-        """A plugin of the user's whose hooks raise changes neither the output nor what is recorded; it is logged.
+        """A user's plugin with hooks that raise changes neither the output nor the records; the error is logged.
 
         If it fails: listeners must be called by `Listeners`, off the agent's thread, and not by the plugin.
         """
@@ -115,9 +115,10 @@ class HarmlessPromises:
     def test_spans_that_can_not_be_delivered_harm_nothing(
         self, scenario: str, fault: str, tmp_path: Path, recorded: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Wherever spans go, if it blocks, raises, or is gone: same output, no wait, and every span is in the spool.
+        """If the destination of spans blocks, raises or is gone: same output, no wait, and every span is in the spool.
 
-        If it fails: something of the delivery runs, or waits, in the agent's thread; or `detach()` waits for it.
+        If it fails: look for a part of the delivery that runs or waits in the agent's thread, or for a wait in
+        `detach()`.
         """
         alone, whole = recorded(scenario, None), recorded(scenario, "embedded")
         monkeypatch.setattr("lightning_spans.record.delivery.sink.DETACH_S", _HASTE_S)
@@ -136,13 +137,13 @@ class HarmlessPromises:
         assert outputs == [alone.output]
         assert len(_spooled_ids(tmp_path / "spool")) == len(whole.spans)
         assert any(f"{len(whole.spans)} were spooled" in line for line in log)
-        if fault == "collector gone":  # it holds up nothing else
+        if fault == "collector gone":  # it delays nothing else
             assert len(_spans_in(tmp_path / "own.db")) == len(whole.spans)
 
     def test_a_failing_store_harms_nothing(self, tracer: str, tmp_path: Path, recorded: Any) -> None:
-        """A store that can't be written changes nothing for the agent; its spans wait in the spool.
+        """A store that cannot be written changes nothing for the agent; its spans wait in the spool.
 
-        If it fails: something of the delivery runs, or waits, in the agent's thread.
+        If it fails: look for a part of the delivery that runs or waits in the agent's thread.
         """
         (tmp_path / "file").write_text("not a folder")
         with user_environment(tmp_path), ScriptedServer() as server:
@@ -156,9 +157,10 @@ class HarmlessPromises:
     def test_the_process_ends_though_spans_can_not_be_delivered(
         self, fault: str, tmp_path: Path, recorded: Any
     ) -> None:
-        """A program that ends while attached ends, with the same output; its spans are in the spool, and it says so.
+        """A program that ends while attached does end, with the same output; its spans are in the spool, as it logs.
 
-        If it fails: something waits at the end of the process for what never comes, or a thread is no daemon.
+        If it fails: look for a wait at the end of the process for what never comes, or for a thread that is not a
+        daemon.
         """
         alone, whole = recorded("one_agent", None), recorded("one_agent", "embedded")
         with user_environment(tmp_path), ScriptedServer() as server:
@@ -170,10 +172,10 @@ class HarmlessPromises:
 
     @pytest.mark.parametrize("how", ["os._exit", "spawn"])
     def test_no_span_is_lost_where_a_process_ends_at_once(self, how: str, tmp_path: Path, recorded: Any) -> None:
-        """A program that ends without a word loses no span that had ended: the next process delivers it.
+        """A program that ends abruptly loses no span that had ended: the next process delivers it.
 
-        If it fails: a span ends after the framework has returned, in a task or thread that the process does not wait
-        for.
+        If it fails: look for a span that ends after the framework has returned, in a task or thread that the process
+        does not wait for.
         """
         alone, whole = recorded("one_agent", None), recorded("one_agent", "embedded")
         with user_environment(tmp_path), ScriptedServer() as server:
@@ -185,7 +187,7 @@ class HarmlessPromises:
         assert found == sorted((span.operation, span.name) for span in whole.spans)
 
     def _run_apart(self, fault: str, url: str, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Run `one_agent` in a process of its own: see `ending`."""
+        """Run `one_agent` in a separate process: see `ending`."""
         kind = type(self)
         home = str(sys.modules[kind.__module__].__file__)
         command = [sys.executable, "-m", "lightning_spans.testing.plugins.ending", home, kind.__name__, fault, url]
@@ -200,7 +202,7 @@ _NO_ATTEMPT: Final = Attempt("r", "a")
 
 @contextmanager
 def broken_delivery(fault: str) -> Iterator[tuple[str | None, str | None]]:
-    """Break the way of the spans. Returns where the training side is, and where a collector; None: there is none."""
+    """Break the delivery of spans, and yield the URLs of the training side and of a collector; None: there is none."""
     gate = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         if fault in {"blocks", "raises"}:
@@ -228,13 +230,13 @@ def _nowhere() -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # the system takes connections, and nobody answers
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # the system accepts connections, and nothing answers
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 @contextmanager
 def _refusing_port() -> Iterator[str]:
-    with socket.socket() as bound:  # not listening, and nobody else's while it lasts
+    with socket.socket() as bound:  # not listening, and reserved while it lasts
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
@@ -257,19 +259,19 @@ class _Failing(http.server.BaseHTTPRequestHandler):
         self.send_error(500)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name that the base class has
-        """Say nothing."""
+        """Log nothing."""
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of a process that finds what this one finds."""
+    """Return the environment of a process that can import what this one can."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
 
 
 def finishes(work: Callable[[], None]) -> bool:
-    """Run something in a thread that may hang; raises what it raises.
+    """Run a function in a thread that may hang, and raise what it raises.
 
     Returns:
-        Whether it came to an end.
+        Whether it ended.
     """
     failed: list[BaseException] = []
 
@@ -289,7 +291,7 @@ def finishes(work: Callable[[], None]) -> bool:
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """Collect what our logger says."""
+    """Collect the messages of our logger."""
     lines: list[str] = []
 
     class Keeping(logging.Handler):

@@ -1,4 +1,4 @@
-"""The small programs that a plugin's test class writes in its framework, and what a run of one leaves behind."""
+"""The small programs that a plugin's test class implements in its framework, and the recording of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SCENARIOS: Final = {
 _HELLO: Final = "hello there"
 _ADD: Final = 'call add {"a": 2, "b": 3}'
 PROMPTS: Final = dict.fromkeys(SCENARIOS, _HELLO) | {
-    "abandoned": f"say {'and so on ' * 500}",  # some seconds: on a busy machine, too, the reader leaves before the end
+    "abandoned": f"say {'and so on ' * 500}",  # seconds long: even on a busy machine the reader leaves before the end
     "tool_call": _ADD,
     "parallel_tools": f'{_ADD}\ncall add {{"a": 20, "b": 30}}',
     "tool_error": 'call fail {"reason": "out of order"}',
@@ -74,10 +74,10 @@ AGENTS: Final = {scenario: {"writer"} for scenario in SCENARIOS} | {
     "nested": {"boss", "writer"},
     "asynchronous": {"writer", "rewriter"},
 }
-TEAMS: Final = {"red", "blue"}  # of `namesakes`; they may be agents that ask a model too
+TEAMS: Final = {"red", "blue"}  # of `namesakes`; they may be agents that call a model too
 TIMEOUT_S: Final = 0.2  # of the client of `slow`
 MODEL: Final = "test-model"
-PATIENCE_S: Final = 60.0  # for deliveries on a machine that has other things to do
+PATIENCE_S: Final = 60.0  # for deliveries on a busy machine
 SECRET: Final = "user-secret"  # noqa: S105 - part of everything that must never leave
 ENVIRONMENT: Final = {
     "OPENAI_API_KEY": f"sk-{SECRET}",
@@ -88,19 +88,19 @@ ENVIRONMENT: Final = {
 
 
 def instructions(agent: str) -> str:
-    """Return the system prompt of an agent: from it the server knows who asks."""
+    """Return the system prompt of an agent, by which the server recognises it."""
     return f"You are {agent}."
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one run left behind.
+    """The recording of one run.
 
     Attributes:
-        output: what the program gave.
-        requests: what the model server got, in order.
-        spans: what lies in the store; empty for a run that was not attached.
-        heard: what `lightning_span_ended` was given, in order.
+        output: the program's output.
+        requests: received by the model server, in order.
+        spans: from the store; empty for a run that was not attached.
+        heard: the spans that `lightning_span_ended` received, in order.
     """
 
     output: Any
@@ -119,7 +119,7 @@ class Recording:
         return [span for span in self.spans if span.operation == names.EXECUTE_TOOL]
 
     def calls(self) -> Iterator[tuple[ReceivedRequest, Span]]:
-        """Return each model call with its chat span: the last try of those that were tried again."""
+        """Yield each model call with its chat span; of a call with retries, the last request."""
         last = {span_of(request): request for request in self.requests}
         for span in self.chats:
             yield last[span.span_id], span
@@ -131,11 +131,11 @@ def span_of(request: ReceivedRequest) -> str:
 
 
 def run(program: Callable[[str], Any], url: str) -> Any:
-    """Run a program, be it a function or a coroutine function, and let go of what it left lying about."""
-    gc.freeze()  # so that collecting looks only at what the program made
+    """Run a program, either a function or a coroutine function, and collect the garbage that it left."""
+    gc.freeze()  # so that collection covers only the program's objects
     try:
         output = asyncio.run(program(url)) if inspect.iscoroutinefunction(program) else program(url)
-        for _ in range(3):  # streams that nobody reads end when they are collected
+        for _ in range(3):  # unread streams end when they are collected
             gc.collect()
             time.sleep(0.005)
     finally:
@@ -145,7 +145,7 @@ def run(program: Callable[[str], Any], url: str) -> Any:
 
 @contextmanager
 def user_environment(folder: Path) -> Iterator[None]:
-    """Set a user's credentials, no runner's attempt, and a spool of our own."""
+    """Set a user's credentials and a separate spool, and unset the variables of a runner's attempt."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ROLLOUT_ID", "ATTEMPT_ID", "ENDPOINT", "KEY", "AGENTS", "MODEL", "STORE", "OTLP", "REPLAY"):
             patch.delenv(f"LIGHTNING_{name}", raising=False)
@@ -156,7 +156,7 @@ def user_environment(folder: Path) -> Iterator[None]:
 
 
 def record(program: Callable[[str], Any], folder: Path, *, framework: str, tracer: str | None) -> Recording:
-    """Run a program against a server of its own, attached with a tracer, or with None not attached."""
+    """Run a program against its own server, attached with a tracer, or not attached if `tracer` is None."""
     folder.mkdir(parents=True, exist_ok=True)
     with user_environment(folder), ScriptedServer() as server:
         if tracer is None:

@@ -1,4 +1,4 @@
-"""What every plugin promises of what is recorded: each call, agent and tool once, whole, and in its place."""
+"""What every plugin promises of recordings: each call, agent and tool once, complete, and in its place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CUT_SHORT = {"abandoned", "failed", "slow", "cut"}
 
 
 class RecordedPromises:
-    """A part of `PluginConformance`, which gives the fixtures `recorded` and `folder`, and the programs."""
+    """A part of `PluginConformance`, which provides the fixtures `recorded` and `folder`, and the programs."""
 
     framework: ClassVar[str]
     program: Callable[[str], Callable[[str], Any]]
@@ -35,7 +35,7 @@ class RecordedPromises:
     def test_every_model_call_is_one_span(self, scenario: str, tracer: str, recorded: Any) -> None:
         """Every call is one chat span: streams, failures, and all tries of one call together.
 
-        If it fails: with too few spans, calls pass by the patched client (does the plugin bind it?) and no event makes
+        If it fails: with too few spans, calls bypass the patched client (does the plugin bind it?) and no event makes
         up for them; with too many, the framework's own event makes a span although the patched client made one.
         """
         found = recorded(scenario, tracer)
@@ -46,19 +46,19 @@ class RecordedPromises:
 
     @each_scenario
     def test_every_call_has_its_agent(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """The agent on a chat span is the one whose instructions were sent, also where one name begins or ends another.
+        """The agent on a chat span is the one whose instructions were sent, even if one name begins or ends another.
 
-        If it fails: the name must be visible in the OTel Context when the HTTP request is built; a handler that runs
-        in another thread or task sets it too late.
+        If it fails: the name must be visible in the OTel Context when the HTTP request is built; a handler that runs in
+        another thread or task sets it too late.
         """
         for request, span in recorded(scenario, tracer).calls():
             assert span.agent == agent_of(request.body)
 
     @each_scenario
     def test_request_and_response_are_as_sent(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """The bodies on a chat span are those sent and received; a stream is put together to what it amounts to.
+        """The bodies on a chat span are those sent and received; a stream is assembled into the whole response.
 
-        If it fails: the framework's view was recorded instead of what was sent, or recorded late and changed since.
+        If it fails: record what was sent instead of the framework's view, and before it can change.
         """
         for request, span in recorded(scenario, tracer).calls():
             assert json.loads(span.attributes[names.REQUEST]) == request.body
@@ -71,9 +71,9 @@ class RecordedPromises:
 
     @each_scenario
     def test_token_ids_are_kept(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """The token ids that a server sends are on the span, one after the other for a stream.
+        """The token ids that a server sends are on the span; those of a stream are concatenated.
 
-        If it fails: extras of the response were dropped on the way; keep the body's text, not a model of it.
+        If it fails: extras of the response were dropped on the way; keep the body's text, not a parsed model of it.
         """
         for request, span in recorded(scenario, tracer).calls():
             if scenario in _CUT_SHORT or "choices" not in request.answer:
@@ -84,9 +84,9 @@ class RecordedPromises:
                 assert choice["token_ids"] == sent["token_ids"] != []
 
     def test_every_choice_is_kept(self, tracer: str, recorded: Any) -> None:
-        """A call that asks for two choices is one span that has both, and says how many were asked for.
+        """A call that requests two choices is one span that contains both, and the requested number.
 
-        If it fails: something keeps the first choice of a response; `n` is read from the request as sent.
+        If it fails: look for code that keeps only the first choice of a response; `n` is read from the request as sent.
         """
         ((request, span),) = recorded("choices", tracer).calls()
         assert span.attributes[names.REQUEST_CHOICE_COUNT] == 2
@@ -95,10 +95,10 @@ class RecordedPromises:
         assert len(request.answer["choices"]) == 2
 
     def test_namesakes_are_told_apart(self, tracer: str, recorded: Any) -> None:
-        """Two agents of one name, in two teams, have spans of their own, and paths that say whose each is.
+        """Two agents of the same name, in two teams, have separate spans, and paths that name their teams.
 
-        If it fails: begin the span of the team (or of the agent around) before that of the agent, with its name as
-        `spans.AGENT_PATH`; or an agent counts as at work because one of the same name is.
+        If it fails: begin the span of the team (or of the enclosing agent) before that of the agent, with its name as
+        `spans.AGENT_PATH`; or an agent counts as active because another of the same name is.
         """
         found = recorded("namesakes", tracer)
         by_id = {span.span_id: span for span in found.spans}
@@ -113,9 +113,9 @@ class RecordedPromises:
         assert sorted(paths) == ["blue/writer", "red/writer"]
 
     def test_an_abandoned_stream_is_closed_and_marked(self, tracer: str, recorded: Any) -> None:
-        """A stream that nobody reads on is a span all the same, with what was read of it, and says so.
+        """A stream that is not read to its end is still a span, with what was read of it, and is marked as abandoned.
 
-        If it fails: the span ends only where the stream does; end it when the stream is closed or collected, too.
+        If it fails: the span ends only with the stream; end it also when the stream is closed or collected.
         """
         ((request, span),) = recorded("abandoned", tracer).calls()
         assert span.attributes[names.ABANDONED] is True
@@ -126,9 +126,9 @@ class RecordedPromises:
 
     @pytest.mark.parametrize("scenario", ["failed", "slow", "cut"])
     def test_a_failed_call_is_an_error(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """A call that failed, or that nobody waited for any longer, has status error, the kind of error and its text.
+        """A call that failed, or was no longer awaited, has status error, the kind of error and its text.
 
-        If it fails: the exception was not passed to `OpenSpan.end(error=...)`.
+        If it fails: pass the exception to `OpenSpan.end(error=...)`.
         """
         for _, span in recorded(scenario, tracer).calls():
             assert span.status == "error"
@@ -137,18 +137,18 @@ class RecordedPromises:
 
     @_tool_scenarios
     def test_every_tool_call_is_one_span(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """A tool call is one span with name, id, arguments, result, and the agent whose model asked for it.
+        """A tool call is one span with name, id, arguments, result, and the agent that requested it.
 
-        If it fails: see which attribute differs; where the framework does not tell the id, match it by name and
-        arguments among the calls that the agent's model asked for.
+        If it fails: see which attribute differs; if the framework does not report the id, match it by name and
+        arguments among the calls that the agent's model requested.
         """
         _check_tool_calls(recorded(scenario, tracer))
 
     def test_integers_beyond_64_bits_are_kept(self, tracer: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A tool call with an argument and a result that no 64 bits hold is recorded as any other.
+        """A tool call with an argument and a result beyond 64 bits is recorded like any other.
 
         If it fails: write JSON with `lightning_openai.json_text.to_json` and read it with `read_json`: orjson refuses
-        to write such integers, and rounds what it reads.
+        to write such integers, and rounds those that it reads.
         """
         monkeypatch.setitem(PROMPTS, "tool_call", f'call add {{"a": {10**30}, "b": 7}}')
         program = self.program("tool_call")
@@ -171,10 +171,10 @@ class RecordedPromises:
     def test_a_tool_call_that_can_not_be_carried_out_is_an_error(
         self, scenario: str, tracer: str, recorded: Any
     ) -> None:
-        """A call of a tool that is not there, or with arguments that can't be read, is one tool span with an error.
+        """A call of a tool that does not exist, or with unreadable arguments, is one tool span with an error.
 
-        If it fails: no tool runs, so the framework's event for tools is not told; make the span where the framework
-        says so to the model, or refuses the model's answer.
+        If it fails: no tool runs, so the framework's event for tools does not fire; make the span where the framework
+        reports the error to the model, or refuses the model's answer.
         """
         found = recorded(scenario, tracer)
         (asked,) = [call for request in found.requests for call in _calls_in(request)]
@@ -184,17 +184,17 @@ class RecordedPromises:
         assert span.attributes[names.TOOL_CALL_ID] == asked["id"]
         assert (span.name, span.attributes[names.TOOL_NAME]) == (asked["function"]["name"], asked["function"]["name"])
         told = span.attributes[names.TOOL_ARGUMENTS]
-        if scenario == "unknown_tool":  # a framework may have read them already, and written them out again
+        if scenario == "unknown_tool":  # a framework may have parsed and rewritten them
             assert json.loads(told) == json.loads(asked["function"]["arguments"])
         else:
             assert told == asked["function"]["arguments"]
 
     @each_scenario
     def test_there_are_no_orphans(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """Every span's parent is there, is in the same trace, and began before it.
+        """Every span's parent exists, is in the same trace, and began before it.
 
-        If it fails: a span was never ended (nobody told that an agent stopped), or took its parent from a context
-        that had moved on.
+        If it fails: look for a span that was never ended (nothing reported that an agent stopped), or that took its
+        parent from a context that had moved on.
         """
         spans = recorded(scenario, tracer).spans
         by_id = {span.span_id: span for span in spans}
@@ -208,7 +208,7 @@ class RecordedPromises:
             assert len([span for span in spans if span.parent_id is None]) == 1
 
     def test_an_agent_inside_a_tool_is_under_the_tool(self, tracer: str, recorded: Any) -> None:
-        """A tool that asks another agent keeps the tree: boss, its tool, writer, writer's call.
+        """A tool that runs another agent keeps the tree: boss, its tool, writer, writer's call.
 
         If it fails: the tool's span must be entered while the tool runs.
         """
@@ -224,18 +224,18 @@ class RecordedPromises:
         assert agents == [(names.INVOKE_AGENT, "writer"), (names.EXECUTE_TOOL, "boss"), (names.INVOKE_AGENT, "boss")]
 
     def test_both_tracers_give_the_same_rows(self, scenario: str, recorded: Any) -> None:
-        """What lies in the store does not depend on the tracer, but for ids and times.
+        """The rows in the store do not depend on the tracer, except for ids and times.
 
-        If it fails: an attribute has a type that one of the tracers changes; keep to str, bool, int, float and lists.
+        If it fails: an attribute has a type that one of the tracers changes; use only str, bool, int, float and lists.
         """
         first, second = (Counter(map(_without_ids, recorded(scenario, tracer).spans)) for tracer in TRACERS)
         assert first == second
 
     @each_scenario
     def test_spans_survive_json_otlp_and_the_store(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """Written as JSON, as OTLP or to the store, and read again, a span is the same.
+        """A span is the same after it is written as JSON, as OTLP or to the store, and read again.
 
-        If it fails: an attribute is no JSON-like value.
+        If it fails: look for an attribute that is not a JSON-like value.
         """
         found = recorded(scenario, tracer)
         spans = found.spans
@@ -245,7 +245,7 @@ class RecordedPromises:
 
 
 def _check_tool_calls(found: Recording) -> None:
-    """Check that what was asked for and what was recorded are the same tool calls."""
+    """Check that the requested tool calls and the recorded ones are the same."""
     asked = {call["id"]: (agent_of(r.body or {}), call["function"]) for r in found.requests for call in _calls_in(r)}
     results = {key: text for request in found.requests for key, text in tool_results(request.body or {}).items()}
     assert Counter(span.attributes[names.TOOL_CALL_ID] for span in found.tools) == Counter([*asked])
@@ -272,9 +272,9 @@ def _without_ids(span: Span) -> str:
     for key in ("trace_id", "span_id", "start_ns", "end_ns"):
         del data[key]
     data["parent_id"] = span.parent_id is not None
-    data["status_message"] = re.sub(r"\d+\.\d+ s", "", span.status_message)  # some say how long they waited
-    if span.attributes.get(names.ABANDONED):  # how much was read of it is chance, where a framework reads ahead
+    data["status_message"] = re.sub(r"\d+\.\d+ s", "", span.status_message)  # some report how long they waited
+    if span.attributes.get(names.ABANDONED):  # how much was read is random if a framework reads ahead
         data["attributes"] = {key: value for key, value in span.attributes.items() if key != names.RESPONSE}
     written = json.dumps(data, sort_keys=True)
-    answer = span.attributes.get(names.RESPONSE_ID)  # of two that ask the same at once, chance says who gets which
+    answer = span.attributes.get(names.RESPONSE_ID)  # of two identical requests at once, either may get it
     return written.replace(answer, "") if isinstance(answer, str) and answer else written

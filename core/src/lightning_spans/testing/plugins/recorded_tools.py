@@ -1,4 +1,4 @@
-"""What a gateway answers to the tools of a replay, from the spans of an earlier run."""
+"""A gateway's answers to the tools of a replay, from the spans of an earlier run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RUN: Final = {"do": "run"}
 
 
 class RecordedTools:
-    """Gives each recorded tool call once: of the same name and arguments, rather of the same call id and agent.
+    """Returns each recorded tool call once: of the same name and arguments, preferably of the same call id and agent.
 
     Args:
         spans: of the earlier run.
-        otherwise: what it answers to a call that is not among them; None: the replay ends.
+        otherwise: the answer to a call that is not among them; None: the replay ends.
 
     Attributes:
-        asked: what it was asked so far, in order.
+        asked: the requests so far, in order.
     """
 
     def __init__(self, spans: Sequence[Span], otherwise: Mapping[str, Json] | None = None) -> None:
@@ -33,7 +33,7 @@ class RecordedTools:
         self.asked: list[dict[str, Json]] = []
 
     def __call__(self, asked: dict[str, Json]) -> tuple[int, Json]:
-        """Answer one question with an HTTP status and a body."""
+        """Answer one request with an HTTP status and a body."""
         with self._lock:
             self.asked.append(asked)
             fits = [span for span in self._unused if _is_same(span, asked)]

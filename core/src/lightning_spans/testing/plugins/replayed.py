@@ -1,7 +1,7 @@
-"""What every plugin promises of tools in a replay: what the record has is given, and nothing is carried out twice.
+"""What every plugin promises of tools in a replay: recorded results are returned, and nothing runs twice.
 
-The first run is recorded. In the second one, a replay of it, the model answers the same, and the endpoint that a plugin
-asks for what a tool gave is the scripted server's.
+The first run is recorded. In the second one, a replay of it, the model answers the same, and the scripted server is the
+endpoint from which a plugin requests the result of a tool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_spans.testing.plugins.recorded_tools import RUN, RecordedTools
 from lightning_spans.testing.plugins.server import ScriptedServer
 
 _NOTE: Final = 'call note {"text": "one"}'
-# What each program does, beside those of `SCENARIOS`. Its one message is `REPLAY_PROMPTS` of its name.
+# What each program does, in addition to those of `SCENARIOS`. Its one message is in `REPLAY_PROMPTS`.
 REPLAYS: Final = {
     "effects": "The agent `caller` runs; it has the tool `note(text: str)`, which returns `noted(text)`.",
     "effect_fails": "The same agent, whose tool raises what `noted` does.",
@@ -40,10 +40,10 @@ _noting = threading.Lock()
 
 
 def noted(text: str) -> str:
-    """Do something that can't be undone, and return a text that is another one each time.
+    """Cause an effect that cannot be undone, and return a text that differs each time.
 
     Raises:
-        ValueError: the text is ``fail``. It is noted all the same.
+        ValueError: the text is ``fail``. It is noted nevertheless.
     """
     with _noting:
         NOTES.append(text)
@@ -59,17 +59,17 @@ _each_replayed = pytest.mark.parametrize(
 
 
 class ReplayPromises:
-    """A part of `PluginConformance`, which gives the programs."""
+    """A part of `PluginConformance`, which provides the programs."""
 
     framework: ClassVar[str]
     program: Callable[[str], Callable[[str], Any]]
 
     @_each_replayed
     def test_no_tool_is_run_again_in_a_replay(self, scenario: str, tmp_path: Path) -> None:
-        """A replay gives the same, does nothing again, and its tool spans say the same, and that they were replayed.
+        """A replay has the same output and no new effects; its tool spans are the same, and marked as replayed.
 
         If it fails: wrap the place where the framework runs a tool's own code with `replay.called` or `acalled`, inside
-        of the tool's span; the arguments on the span must be there by then.
+        the tool's span; the arguments must be on the span by then.
         """
         recorded, first = self._run(scenario, tmp_path / "record")
         effects = len(NOTES)
@@ -82,13 +82,13 @@ class ReplayPromises:
         assert {span.attributes[names.REPLAYED] for span in _tools(second)} == {True}
         assert not [span for span in first if names.REPLAYED in span.attributes]
         again = [span for span in second if span.operation == names.CHAT and _is_inside_tool(span, second)]
-        assert not again  # what a tool asked a model for is not asked again
+        assert not again  # the model calls inside a tool are not repeated
 
     @pytest.mark.parametrize("scenario", ["effects", "effects_awaited"])
     def test_a_tool_that_is_to_run_in_a_replay_runs_once(self, scenario: str, tmp_path: Path) -> None:
-        """Where the gateway says so, tools run, each once, and is asked about once, through however many layers.
+        """If the gateway says so, tools run, each once, and each is requested once, through any number of layers.
 
-        If it fails: something asks again, or takes no answer for an empty one.
+        If it fails: look for code that requests it again, or that mistakes a missing answer for an empty one.
         """
         recorded = len(NOTES)
         tools = RecordedTools([], otherwise=RUN)
@@ -98,9 +98,9 @@ class ReplayPromises:
 
     @pytest.mark.parametrize("scenario", ["effects", "effects_awaited"])
     def test_a_tool_that_is_not_in_the_record_is_not_run(self, scenario: str, tmp_path: Path) -> None:
-        """A tool that the record does not have, or that nobody can be asked about, is not run.
+        """A tool call that is not in the record, or for which there is no endpoint, is not run.
 
-        If it fails: an error of the endpoint was taken for leave to run the tool.
+        If it fails: do not take an error of the endpoint for permission to run the tool.
         """
         recorded = len(NOTES)
         for tools in (RecordedTools([]), None):
@@ -125,14 +125,14 @@ def run_attempt(
     *,
     replayed: bool = False,
 ) -> tuple[Any, list[Span]]:
-    """Run a program in an attempt, and return what it gave and its spans.
+    """Run a program in an attempt, and return its output and its spans.
 
     Args:
-        program: gets the address of a scripted server.
+        program: called with the address of a scripted server.
         folder: where it may write.
-        framework: what is attached.
+        framework: the framework to attach.
         tools: the endpoint for tools; with one the attempt is a replay.
-        replayed: whether it is one in any case.
+        replayed: whether it is a replay in any case.
     """
     replay = Replay(attempt_id="earlier") if tools is not None or replayed else None
     with user_environment(folder), ScriptedServer(tools=tools) as server:
@@ -145,7 +145,7 @@ def run_attempt(
 
 
 def run_twice(program: Callable[[str], Any], folder: Path, framework: str) -> tuple[list[Any], list[Span]]:
-    """Run a program and a replay of it. Returns what both gave, and the spans of the replay."""
+    """Run a program and a replay of it, and return both outputs and the spans of the replay."""
     recorded, spans = run_attempt(program, folder / "record", framework)
     replayed, again = run_attempt(program, folder / "replay", framework, RecordedTools(spans))
     return [recorded, replayed], again

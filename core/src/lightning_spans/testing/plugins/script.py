@@ -1,4 +1,4 @@
-"""What the scripted server answers: chat completions, completions, responses, whole or as the events of a stream."""
+"""The scripted server's answers: chat completions, completions, responses, whole or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Reply:
     """One answer of the server.
 
     Attributes:
-        text: of the message; with n > 1, choice i > 0 says which one it is.
-        tool_calls: made by the message; its text is then empty.
+        text: of the message; with n > 1, choices i > 0 append their number.
+        tool_calls: of the message; its text is then empty.
         status: an HTTP status of 400 or more is sent as an error with `text` as its message.
         delay_s: seconds to wait before answering.
-        cut: close the connection in the middle of the body.
+        cut: whether to close the connection in the middle of the body.
     """
 
     text: str = ""
@@ -45,7 +45,7 @@ class Reply:
     cut: bool = False
 
 
-# Given the request's body and how many times the very same body was seen before.
+# Called with the request's body and how many times the identical body was seen before.
 Script: TypeAlias = Callable[[Mapping[str, Json], int], Reply]
 
 _AGENT: Final = re.compile(r"You are ([\w-]+)")
@@ -53,7 +53,7 @@ _DIRECTIVE: Final = re.compile(r"^\s*(call|fail|wait|cut|say)\b[ ]*(.*?)\s*$", r
 
 
 def agent_of(body: Mapping[str, Json]) -> str | None:
-    """Name the agent that speaks, by the words ``You are NAME`` of its instructions."""
+    """Return the name of the calling agent, from ``You are NAME`` in its instructions."""
     texts = [str(body.get("instructions") or ""), str(body.get("prompt") or "")]
     texts += [text for role, text in _turns(body) if role in {"system", "developer"}]
     found = _AGENT.search("\n".join(texts))
@@ -61,7 +61,7 @@ def agent_of(body: Mapping[str, Json]) -> str | None:
 
 
 def tool_results(body: Mapping[str, Json]) -> dict[str, str]:
-    """Return the results of tools in a request, by the id of their call."""
+    """Return the tool results in a request, by call id."""
     results = {}
     for message in _messages(body):
         if message.get("role") == "tool":
@@ -72,7 +72,7 @@ def tool_results(body: Mapping[str, Json]) -> dict[str, str]:
 
 
 def follow(body: Mapping[str, Json], seen: int) -> Reply:
-    """Do what the user's last message says, one directive a line; otherwise answer in the agent's name.
+    """Return the reply that the user's last message directs, one directive per line; by default in the agent's name.
 
     ``call NAME {json}`` calls a tool, several lines call several at once, and once their results are there the answer
     quotes them. ``fail STATUS TIMES`` fails that many times for the same request. ``wait SECONDS``; ``cut``;
@@ -96,7 +96,7 @@ def follow(body: Mapping[str, Json], seen: int) -> Reply:
 
 
 def _results_after(body: Mapping[str, Json], text: str) -> list[str]:
-    """Return the tool results that came after the last user message with this text."""
+    """Return the tool results after the last user message, which has this text."""
     results: list[str] = []
     for message in _messages(body):
         if message.get("role") == "user":
@@ -124,19 +124,19 @@ def _text(content: Json) -> str:
 
 
 def tokens_of(text: str) -> list[int]:
-    """Return token ids of a text by a tokenizer of our own: one for each word with the spaces after it."""
+    """Return token ids of a text by our own tokenizer: one for each word with the spaces after it."""
     return [zlib.crc32(word.encode()) % 50_000 for word in words_of(text)]
 
 
 def words_of(text: str) -> list[str]:
-    """Cut a text into words with the spaces after them."""
+    """Split a text into words with the spaces after them."""
     return re.findall(r"\s*\S+\s*", text)
 
 
 def answer(endpoint: str, body: Mapping[str, Json], reply: Reply, seen: int) -> dict[str, Json]:
-    """Return the whole response; its id depends on the request alone, so that runs can be compared.
+    """Return the whole response; its id depends only on the request, so that runs can be compared.
 
-    A streamed chat completion has no usage unless asked for it.
+    A streamed completion has no usage unless requested.
     """
     key = hashlib.sha1(json.dumps([body, seen], sort_keys=True).encode(), usedforsecurity=False).hexdigest()[:16]
     if endpoint == "/responses":
@@ -148,7 +148,7 @@ def answer(endpoint: str, body: Mapping[str, Json], reply: Reply, seen: int) -> 
 
 
 def pieces(endpoint: str, body: Mapping[str, Json], whole: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
-    """Cut a whole response into the events of a stream."""
+    """Split a whole response into the events of a stream."""
     if endpoint == "/responses":
         return _response_events(whole)
     return _chunks(body, whole) if endpoint == "/chat/completions" else _text_chunks(body, whole)
@@ -208,7 +208,7 @@ def _chunks(body: Mapping[str, Json], whole: Mapping[str, Json]) -> Iterator[dic
         yield {**base, **first}
     longest = max(len(choice["token_ids"]) for choice in whole["choices"])
     deltas = [_deltas(choice["message"]) for choice in whole["choices"]]
-    for step in range(longest):  # the choices take turns, as they do on a real server
+    for step in range(longest):  # the choices alternate, as on a real server
         for choice, grown in zip(whole["choices"], deltas, strict=True):
             if step < len(choice["token_ids"]):
                 yield {**base, **_part(choice, grown[step], step)}
@@ -234,7 +234,7 @@ def _part(
 
 
 def _deltas(message: Mapping[str, Json]) -> list[Json]:
-    """Return what the message grows by at each token: a word, or one word of the arguments of a tool call."""
+    """Return what each token adds to the message: a word, or one word of the arguments of a tool call."""
     if message["content"] is not None:
         return [{"content": word} for word in words_of(message["content"])]
     deltas: list[Json] = []
@@ -247,7 +247,7 @@ def _deltas(message: Mapping[str, Json]) -> list[Json]:
 
 
 def _text_completion(body: Mapping[str, Json], reply: Reply, key: str) -> dict[str, Json]:
-    """Return a completion as vLLM does: token ids inside of the choices, log-probabilities as flat lists."""
+    """Return a completion in vLLM's format: token ids inside the choices, log-probabilities as flat lists."""
     chat = _completion({**body, "messages": body.get("prompt")}, reply, key)
     prompt = chat.pop("prompt_token_ids")
     choices = [

@@ -1,8 +1,9 @@
-"""A model server on loopback that does as it is told, and remembers every request it got.
+"""A scripted model server on loopback that remembers every request it received.
 
-It speaks ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/responses``, streamed or not, with tool calls, several
-choices, errors, delays and cut connections, and gives token ids as vLLM does. It also takes spans at ``/v1/traces``, so
-that it can stand in for the training side, and answers what a replay asks at ``/v1/replay/tool`` where it is told how.
+It serves ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/responses``, streamed or not, with tool calls, several
+choices, errors, delays and cut connections, and returns token ids as vLLM does. It also accepts spans at
+``/v1/traces``, so that it can stand in for the training side, and answers a replay's requests at ``/v1/replay/tool`` if
+it is given `tools`.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ _GAP_S: Final = 0.002  # between the events of a stream, so that they arrive one
 
 @dataclass(frozen=True, slots=True)
 class ReceivedRequest:
-    """What the server got, and what it sent.
+    """A request that the server received, and its answer.
 
     Attributes:
         path: the whole path with its query.
         headers: names in lower case.
         body: the parsed body; None for traces.
-        raw: the body as it came.
+        raw: the body as received.
         status: the HTTP status of the answer.
-        answer: the whole answer; for a stream, the one that it amounts to. None for traces.
+        answer: the whole answer; for a stream, the one that it adds up to. None for traces.
     """
 
     path: str
@@ -52,8 +53,8 @@ class ScriptedServer:
     """The server; use it in a ``with`` block, or call `close()`.
 
     Args:
-        script: gives the reply to a request; by default the request itself tells, see `script.follow`.
-        tools: answers what a replay asks of its tools, with an HTTP status and a body; None: there is no such path.
+        script: returns the reply to a request; by default the request itself directs it, see `script.follow`.
+        tools: answers a replay's tool requests, with an HTTP status and a body; None: there is no such path.
     """
 
     def __init__(self, script: Script = follow, *, tools: Tools | None = None) -> None:
@@ -69,7 +70,7 @@ class ScriptedServer:
 
     @property
     def base(self) -> str:
-        """The address without ``/v1``, as an attempt's endpoint has it."""
+        """The address without ``/v1``, as in an attempt's endpoint."""
         return f"http://127.0.0.1:{self._http.server_address[1]}"
 
     @property
@@ -78,12 +79,12 @@ class ScriptedServer:
         return f"{self.base}/v1"
 
     def url_of(self, mark: str) -> str:
-        """Return an address whose requests carry a mark in their path: ``/MARK/v1/...``."""
+        """Return an address that puts a mark in the path of its requests: ``/MARK/v1/...``."""
         return f"{self.base}/{mark}/v1"
 
     @property
     def requests(self) -> list[ReceivedRequest]:
-        """The model calls so far, in the order they came."""
+        """The model calls so far, in order of arrival."""
         with self._lock:
             return [request for request in self._requests if request.body is not None]
 
@@ -95,7 +96,7 @@ class ScriptedServer:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans so far, each once, as a store keeps them: what is not confirmed in time is delivered again."""
+        """The spans so far, each once, as in a store: a delivery that is not confirmed in time is repeated."""
         found = {span.span_id: span for delivery in self.traces for span in otlp_reader.decode(delivery.raw)}
         return list(found.values())
 
@@ -114,7 +115,7 @@ class ScriptedServer:
         self.close()
 
     def decide(self, body: dict[str, Json]) -> tuple[Reply, int]:
-        """Ask the script; also give how many times the same body was seen before."""
+        """Call the script; also return how many times the same body was seen before."""
         key = json.dumps(body, sort_keys=True)
         with self._lock:
             seen = self._seen[key]
@@ -132,7 +133,7 @@ class _Http(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that went away: that is what some of them are here for."""
+        """Ignore clients that disconnect: some of them do so on purpose."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -143,14 +144,14 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name that the base class has
-        """Say nothing; the requests are kept instead."""
+        """Log nothing; the requests are kept instead."""
 
     def do_GET(self) -> None:
-        """Answer ``/v1/models``, which some clients ask for."""
+        """Answer ``/v1/models``, which some clients request."""
         self._send(200, {"object": "list", "data": [{"id": "test-model", "object": "model"}]})
 
     def do_POST(self) -> None:
-        """Answer a model call, or take spans."""
+        """Answer a model call or a replay's tool request, or accept spans."""
         raw = self.rfile.read(int(self.headers.get("content-length") or 0))
         path = self.path.partition("?")[0]
         endpoint = next((known for known in _MODELS if path.endswith(known)), None)

@@ -63,11 +63,11 @@ _HEARD: Final = "heard_by_"
 
 
 class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
-    """Inherit this in a plugin's test file.
+    """Base class of a plugin's tests: inherit it in the test file.
 
     Attributes:
         framework: the plugin's name, as given to `attach()`.
-        unsupported: scenarios that the framework can't do, each with the reason.
+        unsupported: scenarios that the framework cannot do, each with the reason.
         overrides: inherited tests that are replaced, each with the reason.
         tracers: the tracers to run the tests with. A plugin does not see the tracer, so one is enough. Add "otel" if
             the framework itself uses OpenTelemetry.
@@ -108,7 +108,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         return [name for name in dir(cls) if name.startswith(_HEARD)]
 
     def patched(self) -> Sequence[tuple[object, str]]:
-        """Name what the plugin patches: owner and attribute. Empty where it uses public hooks alone."""
+        """Return what the plugin patches, as owner and attribute; empty if it uses only public hooks."""
         return []
 
     def program(self, scenario: str) -> Callable[[str], Any]:
@@ -122,7 +122,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
 
     @pytest.fixture
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """Where runs keep their stores; not `tmp_path`, whose names grow with those of the tests."""
+        """Return the folder of the runs' stores; not `tmp_path`, because its names grow with those of the tests."""
         return tmp_path_factory.mktemp("conformance")
 
     @pytest.fixture
@@ -142,9 +142,9 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
 
     @each_scenario
     def test_output_is_the_same_attached_or_not(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """The program gives the same, and sends the same requests, but for the one header that joins them.
+        """The program has the same output and sends the same requests, except for the one header that joins them.
 
-        If it fails: an event handler changes what it is given, or raises.
+        If it fails: look for an event handler that changes what it is given, or raises.
         """
         attached, alone = recorded(scenario, tracer), recorded(scenario, None)
         assert attached.output == alone.output
@@ -154,7 +154,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         """The user's own callbacks, handlers and middleware get the same events, attached or not.
 
         If it fails: the plugin replaces the framework's handlers instead of adding its own, or the framework treats
-        handlers differently where there is one of ours.
+        handlers differently if one of them is ours.
         """
         assert recorded(heard_by, None).output
         assert recorded(heard_by, tracer).output == recorded(heard_by, None).output
@@ -162,9 +162,9 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
     # Attach and detach
 
     def test_attach_twice_is_attach_once(self, tracer: str, tmp_path: Path) -> None:
-        """The second `attach()` gives the first attachment, and every call is still one span.
+        """The second `attach()` returns the first attachment, and every call is still one span.
 
-        If it fails: the plugin adds its handler again instead of once.
+        If it fails: add the plugin's handler only once.
         """
         with user_environment(tmp_path), ScriptedServer() as server:
             with attach(self.framework, store=str(tmp_path / "traces.db"), tracer=tracer) as first:
@@ -174,9 +174,9 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
             assert len(_spans_in(tmp_path / "traces.db", names.CHAT)) == len(server.requests)
 
     def test_detach_stops_recording_and_restores_everything(self, tracer: str, tmp_path: Path) -> None:
-        """After `detach()` every patched attribute is the very one it was, and nothing is recorded.
+        """After `detach()` every patched attribute is the original object, and nothing is recorded.
 
-        If it fails: the callable that `lightning_attach` gives must undo all that it did.
+        If it fails: the callable that `lightning_attach` returns must undo everything that it did.
         """
         before = [inspect.getattr_static(owner, name) for owner, name in self.patched()]
         with user_environment(tmp_path), ScriptedServer() as server:
@@ -195,9 +195,9 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
     # Attempts and routing
 
     def test_attempts_never_mix_across_threads(self, tracer: str, tmp_path: Path) -> None:
-        """Attempts that run at once, each in a thread, keep their spans to themselves.
+        """Concurrent attempts, each in a thread, keep their spans separate.
 
-        If it fails: something is kept for the process that belongs to the OTel Context.
+        If it fails: look for something that is kept for the process but belongs to the OTel Context.
         """
         programs = [self.program(name) for name in ("tool_call", "several_agents") if name not in self.unsupported]
 
@@ -211,9 +211,9 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         self._check_attempts(start, tracer, tmp_path)
 
     def test_attempts_never_mix_across_tasks(self, tracer: str, tmp_path: Path) -> None:
-        """Attempts that run at once in one event loop keep their spans to themselves.
+        """Concurrent attempts in one event loop keep their spans separate.
 
-        If it fails: a context was entered in one task and left in another.
+        If it fails: look for a context that was entered in one task and left in another.
         """
         program = self.program("asynchronous")
 
@@ -227,7 +227,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         self._check_attempts(lambda server: asyncio.run(gather(server)), tracer, tmp_path)
 
     def test_what_comes_after_a_run_is_no_part_of_it(self, tracer: str, tmp_path: Path) -> None:
-        """An attempt and an agent that begin after a run, in the task that awaited it, are what they say.
+        """An attempt and an agent that begin after a run, in the task that awaited it, are not part of the run.
 
         If it fails: the run's end came in a copy of the context, and what the run entered is still current. Begin from
         `settled()`, and enter what the framework reports by start and end as a `Scope`.
@@ -272,7 +272,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
 
     @pytest.mark.parametrize("scenario", ["several_agents", "asynchronous"])
     def test_only_the_named_are_rerouted(self, scenario: str, tracer: str, tmp_path: Path) -> None:
-        """Calls of the agents named go to the policy under the attempt's key; those of the others stay where they were.
+        """Calls of the named agents go to the policy under the attempt's key; those of other agents are not rerouted.
 
         If it fails: look at `span.agent` when the request is built; None is never rerouted, and `writer` is neither
         `rewriter` nor `writer_2`.
@@ -301,9 +301,9 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
 
     @pytest.mark.parametrize("scenario", ["several_agents", "streaming", "responses", "tool_call"])
     def test_the_users_credentials_never_leave(self, scenario: str, tracer: str, tmp_path: Path) -> None:
-        """Nothing that the training side gets, calls or spans, has a key, an organisation or a header of the user's.
+        """The training side receives no key, organisation or header of the user, neither in calls nor in spans.
 
-        If it fails: a rerouted call must be built from a list of what may go along, not by taking things away.
+        If it fails: build a rerouted call from a list of what may be forwarded, not by removing things.
         """
         program = self.program(scenario)
         with user_environment(tmp_path), ScriptedServer() as origin, ScriptedServer() as policy:

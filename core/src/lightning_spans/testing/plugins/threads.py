@@ -1,4 +1,4 @@
-"""Programs in threads of their own, whose errors and hang-ups are the test's."""
+"""Programs in separate threads; their errors and hang-ups fail the test."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Final
 
 from lightning_spans.record.process import thread_frames
 
-STANDS_S: Final = 45.0  # less than the minute after which clients of models give up or try again
-ENDED_S: Final = 300.0  # for a machine that has other things to do
+STANDS_S: Final = 45.0  # less than the minute after which model clients give up or retry
+ENDED_S: Final = 300.0  # for a busy machine
 
 
 def at_once(programs: Sequence[Callable[[], object]], *, stands_s: float = STANDS_S, within_s: float = ENDED_S) -> None:
     """Run programs at the same time, each in a thread, and wait for all of them.
 
     Args:
-        programs: what is run.
-        stands_s: seconds after which it is noted where each thread of the process stands, for the error's text.
-        within_s: seconds more until the last one has to be done.
+        programs: the functions to run.
+        stands_s: seconds after which the stack of each thread of the process is noted, for the error's text.
+        within_s: seconds more until the last one must have ended.
 
     Raises:
         AssertionError: one has not ended by then.
-        BaseExceptionGroup: what programs raised.
+        BaseExceptionGroup: the exceptions of the programs.
     """
     failed: list[BaseException] = []
 
@@ -58,7 +58,7 @@ def _join_all(threads: Sequence[threading.Thread], within_s: float) -> bool:
 
 
 def stacks() -> str:
-    """Return where each thread of this process stands."""
+    """Return the stack of each thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = thread_frames().items()
     return "\n".join(
