@@ -17,11 +17,11 @@ from lightning_spans.store import Store
 from lightning_spans.testing.stores import samples
 from lightning_spans.testing.stores.samples import ANY, a_rollout, a_span, an_id
 
-SHORT_S = 0.02  # a lease that runs out while a test sleeps
+SHORT_S = 0.02  # a lease that expires while a test sleeps
 
 
 def claim_alone(store: Store, rollout: Rollout, *, lease_s: float = 60.0) -> AttemptRecord:
-    """Queue a rollout, alone in the queue, and claim it."""
+    """Queue a rollout as the only one in the queue, and claim it."""
     store.enqueue([rollout])
     (attempt,) = store.claim("worker", lease_s=lease_s)
     assert attempt.rollout.rollout_id == rollout.rollout_id
@@ -29,31 +29,31 @@ def claim_alone(store: Store, rollout: Rollout, *, lease_s: float = 60.0) -> Att
 
 
 def outlive_lease(store: Store, rollout: Rollout) -> AttemptRecord:
-    """Claim a rollout and let the lease run out."""
+    """Claim a rollout and let the lease expire."""
     attempt = claim_alone(store, rollout, lease_s=SHORT_S)
     time.sleep(2 * SHORT_S)
     return attempt
 
 
 def status_of(store: Store, rollout: Rollout) -> RolloutStatus:
-    """Read the status that the store has for a rollout."""
+    """Return the status that the store has for a rollout."""
     return store.rollouts(rollout_ids=[rollout.rollout_id])[0].status
 
 
 class QueuePromises:
-    """Each rollout is run by one at a time, and none is forgotten."""
+    """Each rollout is run by one worker at a time, and none is forgotten."""
 
     @ANY
     @given(rollout=samples.rollouts())
     def test_rollouts_come_back_as_they_went_in(self, store: Store, rollout: Rollout) -> None:
-        """If it fails: find the field whose column or JSON form loses something."""
+        """If it fails: find the field that loses something in its column or JSON form."""
         assert store.enqueue([rollout]) == 1
         assert store.rollouts(rollout_ids=[rollout.rollout_id]) == [rollout]
         assert store.rollouts(group_ids=[rollout.group_id], status="queued") == [rollout]
         assert store.rollouts(group_ids=[rollout.group_id], status="failed") == []
 
     def test_a_rollout_queued_twice_is_queued_once(self, store: Store) -> None:
-        """If it fails: rollout_id must be unique, and a second one leaves the first as it is, ended or not."""
+        """If it fails: rollout_id must be unique, and a second one must leave the first unchanged, ended or not."""
         rollout = a_rollout()
         assert store.enqueue([rollout, rollout]) == 1
         (attempt,) = store.claim("worker", limit=5)
@@ -62,24 +62,24 @@ class QueuePromises:
         assert status_of(store, rollout) == "succeeded"
 
     def test_rollouts_of_a_generator_are_queued(self, store: Store) -> None:
-        """If it fails: they were read to be checked, and nothing was left to be queued."""
+        """If it fails: the check consumed the generator, and nothing was left to queue; make a list of it first."""
         rollout = a_rollout()
         assert store.enqueue(each for each in [rollout]) == 1  # type: ignore[arg-type]  # what a program may do
         store.cancel([rollout.rollout_id])
 
     def test_a_rollout_without_attempts_is_refused(self, store: Store) -> None:
-        """If it fails: max_attempts below 1 could never end; refuse it when it is queued."""
+        """If it fails: a rollout with max_attempts below 1 could never end; refuse it when it is queued."""
         with pytest.raises(RefusedError, match="max_attempts"):
             store.enqueue([a_rollout(max_attempts=0)])
 
     @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf, -math.inf])
     def test_a_rollout_without_time_is_refused(self, store: Store, timeout_s: float) -> None:
-        """If it fails: such an attempt is over before it begins, or its timer never rings; refuse it when queued."""
+        """If it fails: such an attempt is over before it begins, or its timer never fires; refuse it when queued."""
         with pytest.raises(RefusedError, match="timeout_s"):
             store.enqueue([a_rollout(timeout_s=timeout_s)])
 
     def test_a_rollout_without_an_id_is_refused(self, store: Store) -> None:
-        """If it fails: nobody could ask for it; refuse it when it is queued."""
+        """If it fails: a rollout without an id cannot be looked up; refuse it when it is queued."""
         with pytest.raises(RefusedError, match="rollout_id"):
             store.enqueue([a_rollout(rollout_id="")])
 
@@ -92,7 +92,7 @@ class QueuePromises:
         assert store.claim("worker") == []
 
     def test_a_claim_within_a_scope_leaves_what_others_queued(self, store: Store) -> None:
-        """If it fails: two runs on one store run each other's rollouts. Begin means begin: no wildcards, same case."""
+        """If it fails: match prefixes exactly (no wildcards, same case), or runs on one store mix their rollouts."""
         theirs, wanted, more, upper = (a_rollout(rollout_id=f"{an_id()}{end}") for end in ("", "_%:a", "é:b", "_%:A"))
         store.enqueue([theirs, wanted, more, upper])
         assert store.claim("worker", limit=9, within=[]) == []
@@ -103,14 +103,14 @@ class QueuePromises:
         assert [attempt.rollout.rollout_id for attempt in rest] == [theirs.rollout_id, upper.rollout_id]
 
     def test_what_a_lost_lease_left_stays_within_its_scope(self, store: Store) -> None:
-        """If it fails: a retry is claimed by whoever comes, whose rollout it is not."""
+        """If it fails: a retry must be claimed only within the scope of its rollout."""
         late = outlive_lease(store, a_rollout(rollout_id=f"{an_id()}:a"))
         assert store.claim("other", within=[an_id()]) == []
         (again,) = store.claim("worker", within=[late.rollout.rollout_id])
         assert again.number == 2
 
     def test_a_claim_tells_what_to_run(self, store: Store) -> None:
-        """If it fails: give the rollout with its task, and keep the attempt as given."""
+        """If it fails: return the rollout with its task, and store the attempt as returned."""
         rollout = a_rollout()
         attempt = claim_alone(store, rollout)
         assert (attempt.number, attempt.worker, attempt.status) == (1, "worker", "running")
@@ -124,7 +124,7 @@ class QueuePromises:
         assert status_of(store, rollout) == "running"
 
     def test_each_rollout_is_claimed_once_by_many_at_a_time(self, store: Store, reopen: Callable[[], Store]) -> None:
-        """If it fails: finding and marking rollouts must be one transaction that no other can come between."""
+        """If it fails: find and mark rollouts in one transaction that no other can interrupt."""
         store.enqueue([a_rollout() for _ in range(60)])
         other = reopen()
         with ThreadPoolExecutor(8) as pool:
@@ -146,7 +146,7 @@ class QueuePromises:
         assert len(fences) == 4
 
     def test_a_lease_that_ran_out_is_lost_and_its_rollout_retried(self, store: Store) -> None:
-        """If it fails: a claim must first mark what ran out, and queue those rollouts again at their old place."""
+        """If it fails: a claim must first mark expired leases, and queue those rollouts again at their old place."""
         rollout = a_rollout(max_attempts=2)
         first = outlive_lease(store, rollout)
         (second,) = store.claim("other")
@@ -158,14 +158,14 @@ class QueuePromises:
         assert lost.error
 
     def test_a_rollout_fails_when_its_attempts_are_used_up(self, store: Store) -> None:
-        """If it fails: count attempts that were lost too, or a task that kills its worker is run for ever."""
+        """If it fails: count lost attempts too, or a task that kills its worker is run forever."""
         rollout = a_rollout(max_attempts=1)
         outlive_lease(store, rollout)
         assert store.claim("other") == []
         assert status_of(store, rollout) == "failed"
 
     def test_a_dead_worker_is_noticed_by_whoever_looks(self, store: Store) -> None:
-        """If it fails: reading rollouts or attempts must settle leases first, or one who waits for an end waits on."""
+        """If it fails: settle leases before reading rollouts or attempts, or a wait for an end never finishes."""
         rollout = a_rollout(max_attempts=1)
         outlive_lease(store, rollout)
         assert status_of(store, rollout) == "failed"
@@ -189,7 +189,7 @@ class QueuePromises:
         assert store.heartbeat([]) == []
 
     def test_what_is_cancelled_is_not_run(self, store: Store) -> None:
-        """If it fails: cancel both what waits and what runs; running attempts lose their leases at once."""
+        """If it fails: cancel both waiting and running rollouts; running attempts lose their leases at once."""
         running, waiting, ended = a_rollout(), a_rollout(), a_rollout()
         done = claim_alone(store, ended)
         store.finish(done.attempt_id, done.fence, status="succeeded")
@@ -221,7 +221,7 @@ class QueuePromises:
         assert again.consume_group(group, "run 1, step 3")
 
     def test_one_that_fails_does_not_fail_its_neighbours(self, store: Store) -> None:
-        """If it fails: writes that share a transaction need a savepoint each, or to be run again one by one."""
+        """If it fails: writes that share a transaction each need a savepoint, or must be repeated one by one."""
         attempt = claim_alone(store, a_rollout())
 
         def write(place: int) -> int:

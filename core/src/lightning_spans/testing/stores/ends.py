@@ -66,7 +66,7 @@ class EndPromises:
         assert store.rewards(rollout_ids=[rollout.rollout_id]) == [reward]
 
     def test_several_ends_are_answered_each_for_itself(self, store: Store) -> None:
-        """If it fails: one end that is refused must neither change anything nor harm the others told with it."""
+        """If it fails: a refused end must neither change anything nor affect the others sent with it."""
         rollouts = [a_rollout(max_attempts=1) for _ in range(4)]
         store.enqueue(rollouts)
         one, two, three, four = store.claim("worker", limit=4)
@@ -93,7 +93,7 @@ class EndPromises:
         assert store.finish_all([]) == []
 
     def test_many_who_end_at_once_are_all_answered(self, store: Store) -> None:
-        """If it fails: calls that are done together must each get their own answer."""
+        """If it fails: calls that are processed together must each get their own answer."""
         rollouts = [a_rollout() for _ in range(60)]
         store.enqueue(rollouts)
         taken = store.claim("worker", limit=60)
@@ -110,7 +110,7 @@ class EndPromises:
         assert told == ["succeeded" if place % 5 else "refused" for place in range(60)]
 
     def test_another_end_after_the_end_is_refused(self, store: Store) -> None:
-        """If it fails: an attempt ends once; a second, different word about it must not overwrite the first."""
+        """If it fails: an attempt ends once; a second, different end must not overwrite the first."""
         attempt = claim_alone(store, a_rollout())
         store.finish(attempt.attempt_id, attempt.fence, status="succeeded")
         with pytest.raises(LeaseLostError):
@@ -118,7 +118,7 @@ class EndPromises:
 
     @pytest.mark.parametrize("status", ["failed", "timeout", "lost"])
     def test_a_failed_attempt_is_retried_while_attempts_are_left(self, store: Store, status: AttemptStatus) -> None:
-        """If it fails: queue the rollout again until max_attempts attempts were begun, then fail it."""
+        """If it fails: queue the rollout again until max_attempts attempts have begun, then fail it."""
         rollout = a_rollout(max_attempts=2)
         first = claim_alone(store, rollout)
         assert store.finish(first.attempt_id, first.fence, status=status, error="it broke") == "queued"
@@ -129,7 +129,7 @@ class EndPromises:
         assert store.claim("worker") == []
 
     def test_a_rollout_is_not_tried_again_after_a_final_end(self, store: Store) -> None:
-        """If it fails: an end with `final` fails the rollout although it has tries left."""
+        """If it fails: an end with `final` must fail the rollout even if it has tries left."""
         rollout = a_rollout(max_attempts=3)
         attempt = claim_alone(store, rollout)
         end = End(attempt.attempt_id, attempt.fence, "failed", error="it broke", final=True)
@@ -139,7 +139,7 @@ class EndPromises:
 
     @pytest.mark.parametrize("status", UNCOUNTED)
     def test_an_end_without_fault_uses_up_no_try(self, store: Store, status: AttemptStatus) -> None:
-        """If it fails: tries that ended released or disturbed don't count towards max_attempts; others do."""
+        """If it fails: tries that ended released or disturbed do not count towards max_attempts; others do."""
         rollout = a_rollout(max_attempts=1)
         attempt = claim_alone(store, rollout)
         for number in (2, 3):
@@ -150,7 +150,7 @@ class EndPromises:
         assert store.finish(attempt.attempt_id, attempt.fence, status="failed") == "failed"
 
     def test_ends_without_fault_are_bounded(self, store: Store) -> None:
-        """If it fails: after UNCOUNTED_MOST of them each one counts, or a rollout could be tried for ever."""
+        """If it fails: after UNCOUNTED_MOST of them each one counts, or a rollout could be retried forever."""
         rollout = a_rollout(max_attempts=1)
         attempt = claim_alone(store, rollout)
         for _ in range(UNCOUNTED_MOST):
@@ -159,7 +159,7 @@ class EndPromises:
         assert store.finish(attempt.attempt_id, attempt.fence, status="disturbed") == "failed"
 
     def test_a_lease_that_ran_out_after_an_end_without_fault_is_the_first_try(self, store: Store) -> None:
-        """If it fails: the tries of an expired attempt are counted as those of one that ended."""
+        """If it fails: count the tries of an expired attempt like those of one that ended."""
         rollout = a_rollout(max_attempts=2)
         attempt = claim_alone(store, rollout)
         store.finish(attempt.attempt_id, attempt.fence, status="released")

@@ -1,4 +1,4 @@
-"""What every store promises when its methods fail: asked again, nothing is lost and nothing is counted twice."""
+"""What every store promises when its methods fail: with retries, nothing is lost and nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PLAN: Final = st.lists(
 
 
 def again(call: Callable[[], T]) -> T:
-    """Ask until it is answered, as a client does; what is refused is not asked again."""
+    """Retry a call until it is answered, as a client does; a refused call is not retried."""
     until = time.monotonic() + _BOUND_S
     while True:
         try:
@@ -55,7 +55,7 @@ def again(call: Callable[[], T]) -> T:
 
 @dataclass
 class SmallRun:
-    """A small run: rollouts of one group and one to cancel, done by a worker that survives what its store does."""
+    """A small run: rollouts of one group and one to cancel, done by a worker that survives the store's faults."""
 
     store: Any
     rollouts: Sequence[Rollout]
@@ -64,17 +64,17 @@ class SmallRun:
     _ended: int = 0
 
     def run(self) -> None:
-        """Queue everything and do it."""
+        """Queue everything and run it."""
         self.queue()
         self.do()
 
     def queue(self) -> None:
-        """Queue the rollouts, and one that is thought better of."""
+        """Queue the rollouts, and one that is then cancelled."""
         again(lambda: self.store.enqueue([*self.rollouts, self.unwanted]))
         again(lambda: self.store.cancel([self.unwanted.rollout_id]))
 
     def do(self) -> None:
-        """Claim, send, end, until nothing is left to do; several may do so at once."""
+        """Claim, send and end until nothing is left to do; several workers may do so at once."""
         until = time.monotonic() + _BOUND_S
         while self._waits() and time.monotonic() < until:
             for attempt in again(lambda: self.store.claim("worker", limit=2, lease_s=_LEASE_S)):
@@ -101,7 +101,7 @@ class SmallRun:
         again(lambda: self.store.add_spans([span]))
         again(lambda: self.store.add_calls([call]))
         again(lambda: self.store.add_rewards(scores[1:]))
-        if self._odd():  # both ways to end one
+        if self._odd():  # both ways to end an attempt
             end = End(*lease, "succeeded", scores[:1])
             (told,) = again(lambda: self.store.finish_all([end]))
             assert told == "succeeded" or isinstance(told, LeaseLostError)
@@ -112,7 +112,7 @@ class SmallRun:
             return  # too late: a retry is a new attempt
 
     def check(self, real: Store) -> None:
-        """Compare what the store holds with what must be."""
+        """Compare the contents of the store with the expected ones."""
         ids = [rollout.rollout_id for rollout in self.rollouts]
         stand = Counter(rollout.status for rollout in real.rollouts(rollout_ids=ids))
         assert stand == {"succeeded": len(ids)}
@@ -136,19 +136,19 @@ def _late(fault: Fault) -> int:
 
 
 def some_work(store: Any) -> SmallRun:
-    """Make work for a store."""
+    """Make a small run for a store."""
     group = an_id()
     rollouts = [a_rollout(group_id=group, max_attempts=20) for _ in range(3)]
     return SmallRun(store, rollouts, a_rollout())
 
 
 class FaultPromises:
-    """A caller that asks again gets its work done once, whatever failed and whenever."""
+    """A caller that retries gets its work done once, whatever failed and whenever."""
 
     @pytest.mark.parametrize("method", [name for name in METHODS if name != "close"])
     def test_a_fault_costs_nothing_but_time(self, store: Store, method: str) -> None:
-        """If it fails: the method named is not safe to ask again. Make what it writes idempotent, or fence it."""
-        # Each fault that is an error makes the caller ask again, and so meet the next one; the delay is the last.
+        """If it fails: the named method is not safe to retry. Make its writes idempotent, or fence them."""
+        # Each fault that is an error makes the caller retry, and so meet the next one; the delay is the last.
         faulty = FaultyStore(
             store, [Planned(method, fault, nth) for nth, fault in enumerate(sorted(FAULTS, key=_late))]
         )
@@ -179,7 +179,7 @@ class FaultPromises:
     @ANY
     @given(plan=_PLAN)
     def test_any_faults_cost_nothing_but_time(self, store: Store, plan: list[Planned]) -> None:
-        """If it fails: two faults meet. Look at what the first left behind: a lease, half a transaction, a queue."""
+        """If it fails: two faults interact. See what the first left behind: a lease, half a transaction, a queue."""
         faulty = FaultyStore(store, plan)
         work = some_work(faulty)
         work.run()

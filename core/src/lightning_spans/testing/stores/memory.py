@@ -1,4 +1,4 @@
-"""A store in memory, for tests of what uses one: as strict as the real ones, gone with the process, quick to make."""
+"""A store in memory, for tests of code that uses one: as strict as the real ones, gone with the process, fast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPEN: Final = ("queued", "running")
 
 @dataclass
 class _Kept:
-    """What a store holds; shared by those that were opened on the same data. Dicts keep the order of arrival."""
+    """The contents of a store, shared by all stores on the same data. Dicts keep the order of arrival."""
 
     spans: dict[tuple[str | None, str, str], Span] = field(default_factory=dict)
     calls: dict[str, Call] = field(default_factory=dict)
@@ -52,51 +52,51 @@ class _Kept:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def numbered(self, table: Mapping[Any, R]) -> Iterator[tuple[int, R]]:
-        """Return records with their place in the order of arrival, which a deletion does not change."""
+        """Yield records with their number in the order of arrival, which a deletion does not change."""
         for key, record in table.items():
             yield self.arrived.setdefault((id(table), key), next(self.numbers)), record
 
     def now(self, record: Any) -> Any:
-        """Return an attempt with its rollout as that stands now; other records as they are."""
+        """Return an attempt with the current state of its rollout; other records unchanged."""
         if not isinstance(record, AttemptRecord):
             return record
         return replace(record, rollout=self.rollouts[record.rollout.rollout_id], disturbed=0, failures=0)
 
 
 class MemoryStore(Store):
-    """A store in memory: it keeps every promise except that of being on disk."""
+    """A store in memory: it keeps every promise except being on disk."""
 
     def __init__(self, *, on: MemoryStore | None = None) -> None:
         """Open a store.
 
         Args:
-            on: another one, whose data this one shares, as two processes share a file; None: empty.
+            on: another store to share data with, as two processes share a file; None: empty.
         """
         self._kept: _Kept = _Kept() if on is None else on._kept
         self._closed = False
 
     def close(self) -> None:
-        """Refuse what comes later; the data stay for those that share them."""
+        """Refuse later calls; the data remain for the stores that share them."""
         self._closed = True
 
     def add_spans(self, spans: Sequence[Span]) -> int:
-        """Keep spans; one already there is left as it is."""
+        """Add spans; existing ones stay unchanged."""
         return self._add(self._kept.spans, (((span.attempt_id, span.trace_id, span.span_id), span) for span in spans))
 
     def add_calls(self, calls: Sequence[Call]) -> int:
-        """Keep calls; one already there is left as it is."""
+        """Add calls; existing ones stay unchanged."""
         return self._add(self._kept.calls, ((call.call_id, call) for call in calls))
 
     def add_rewards(self, rewards: Sequence[Reward]) -> int:
-        """Keep rewards; one already there is left as it is."""
+        """Add rewards; existing ones stay unchanged."""
         return self._add(self._kept.rewards, [(reward.reward_id, _finite(reward)) for reward in rewards])
 
     def add_deployments(self, deployments: Sequence[Deployment]) -> int:
-        """Keep transitions; one already there is left as it is."""
+        """Add transitions; existing ones stay unchanged."""
         return self._add(self._kept.deployments, (((one.agent, one.number), one) for one in deployments))
 
     def add_assignments(self, assignments: Sequence[Assignment]) -> int:
-        """Keep assignments; one already there is left as it is."""
+        """Add assignments; existing ones stay unchanged."""
         return self._add(self._kept.assignments, (((one.agent, one.attempt_id), one) for one in assignments))
 
     def page(
@@ -108,7 +108,7 @@ class MemoryStore(Store):
         limit: int | None = PAGE,
         newest_first: bool = False,
     ) -> Page[R]:
-        """Read some records in the order of their arrival, or the reverse."""
+        """Return a page of records in order of arrival, or in reverse."""
         what, _ = listing_of(kind, where)
         wanted = _record_filter(where)
         with self._open() as kept:
@@ -126,7 +126,7 @@ class MemoryStore(Store):
         return Page([cast(R, record) for _, record in found], found[-1][0] if more else None)
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
-        """Queue rollouts; one already there is left as it is."""
+        """Queue rollouts; existing ones stay unchanged."""
         rollouts = list(rollouts)  # it may be a generator
         check_rollouts(rollouts)
         return self._add(self._kept.rollouts, ((r.rollout_id, replace(r, status="queued")) for r in rollouts))
@@ -143,7 +143,7 @@ class MemoryStore(Store):
             return [self._begin(rollout, worker, lease_s) for rollout in waiting[: max(0, limit)]]
 
     def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
-        """Renew leases; gives the attempt ids whose lease is lost."""
+        """Renew leases, and return the ids of attempts that have lost theirs."""
         with self._open() as kept:
             lost = []
             for attempt_id, fence in leases:
@@ -205,7 +205,7 @@ class MemoryStore(Store):
             return len(ending)
 
     def consume_group(self, group_id: str, consumer: str) -> bool:
-        """Mark a group as trained on by `consumer`. False when another consumer had it."""
+        """Mark a group as trained on by `consumer`, and return whether no other consumer had it."""
         with self._open() as kept:
             return kept.consumed.setdefault(group_id, consumer) == consumer
 
@@ -218,7 +218,7 @@ class MemoryStore(Store):
         before_ns: int | None = None,
         compact: bool = False,  # noqa: ARG002 - nothing is left of what is deleted
     ) -> int:
-        """Delete rollouts that have ended, with what belongs to them, and traces without a rollout."""
+        """Delete ended rollouts with everything that belongs to them, and traces without a rollout."""
         if all(given is None for given in (rollout_ids, trace_ids, origin, before_ns)):
             raise RefusedError("delete: say what: rollout_ids, trace_ids, an origin or a time")
         with self._open() as kept:
@@ -279,7 +279,7 @@ class MemoryStore(Store):
         return attempt
 
     def _settle(self) -> None:
-        """Mark attempts as lost whose lease ran out."""
+        """Mark attempts with an expired lease as lost."""
         for attempt in list(self._kept.attempts.values()):
             if attempt.status == "running" and attempt.lease_until_ns < _after_s(0):
                 self._end(attempt, "lost", "there was no heartbeat before the lease ran out")
@@ -304,7 +304,7 @@ class MemoryStore(Store):
 
 
 def _after_s(seconds: float) -> int:
-    """Return a time by a clock that nobody sets, moved to be after every `started_ns`."""
+    """Return the time in so many seconds on the monotonic clock, shifted to be after every `started_ns`."""
     return _EPOCH_NS + time.monotonic_ns() + int(seconds * 1e9)
 
 
@@ -335,5 +335,5 @@ def _record_filter(where: Where) -> Callable[[Any], bool]:
 
 
 def _field(record: Any, name: str) -> Any:
-    """Return a record's field; of an attempt also its rollout's."""
+    """Return a record's field; for an attempt also its rollout's."""
     return getattr(record, name) if hasattr(record, name) else getattr(record.rollout, name)

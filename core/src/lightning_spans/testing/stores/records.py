@@ -32,7 +32,7 @@ from lightning_spans.testing.stores.samples import (
 
 
 class RecordPromises:
-    """Kept once, given back exactly, found by any list of ids."""
+    """Stored once, returned exactly, found by any list of ids."""
 
     def test_is_a_store(self, store: Store) -> None:
         """If it fails: a method of `lightning_spans.store.Store` is missing; add it."""
@@ -41,7 +41,7 @@ class RecordPromises:
     @ANY
     @given(span=samples.spans())
     def test_spans_come_back_as_they_went_in(self, store: Store, span: Span) -> None:
-        """If it fails: find the field whose column or JSON form loses something, and widen it."""
+        """If it fails: find the field that loses something in its column or JSON form, and widen it."""
         assert store.add_spans([span]) == 1
         assert store.spans(trace_ids=[span.trace_id]) == [span]
 
@@ -55,14 +55,14 @@ class RecordPromises:
     @ANY
     @given(reward=samples.rewards())
     def test_rewards_come_back_as_they_went_in(self, store: Store, reward: Reward) -> None:
-        """If it fails: rewards are float64 until the loss; keep them in eight bytes or in JSON's shortest digits."""
+        """If it fails: rewards are float64 until the loss; store them in eight bytes or as JSON's shortest digits."""
         assert store.add_rewards([reward]) == 1
         assert store.rewards(attempt_ids=[reward.attempt_id]) == [reward]
 
     @ANY
     @given(deployment=samples.deployments())
     def test_deployments_come_back_as_they_went_in(self, store: Store, deployment: Deployment) -> None:
-        """If it fails: find the field whose column or JSON form loses something, and widen it."""
+        """If it fails: find the field that loses something in its column or JSON form, and widen it."""
         assert store.add_deployments([deployment]) == 1
         assert store.page(Deployment, newest_first=True, limit=1).records == [deployment]
 
@@ -83,7 +83,7 @@ class RecordPromises:
         assert store.page(Assignment, Where(attempt_ids=[first.attempt_id])).records == [first, other]
 
     def test_assignments_are_deleted_with_their_attempt_or_by_age(self, store: Store) -> None:
-        """If it fails: an assignment says who spoke when; it must go when the conversation does."""
+        """If it fails: an assignment records who spoke when; it must be deleted with the conversation."""
         rollout = a_rollout()
         store.enqueue([rollout])
         (attempt,) = store.claim("worker")
@@ -97,21 +97,21 @@ class RecordPromises:
         assert store.page(Assignment, Where(attempt_ids=ids)).records == kept[2:]
 
     def test_long_token_arrays_come_back_exactly(self, store: Store) -> None:
-        """If it fails: look for a size limit of columns or bodies, and for log-probabilities made shorter."""
+        """If it fails: look for a size limit of columns or bodies, and for shortened log-probabilities."""
         tokens, logprobs = tuple(range(100_000)), tuple(-1 / (1 + place) for place in range(100_000))
         call = a_call(trace_id=an_id(), prompt_token_ids=tokens, choices=(Choice(0, tokens, logprobs, "stop"),))
         store.add_calls([call])
         assert store.calls(trace_ids=[call.trace_id or ""]) == [call]
 
     def test_text_that_is_no_unicode_harms_no_other_field(self, store: Store) -> None:
-        """If it fails: half an emoji in a tool's output must cost neither the span nor its neighbours in the batch."""
+        """If it fails: half an emoji in a tool's output must not lose the span or its neighbours in the batch."""
         odd = a_span(name="half \ud83d", attributes={"half": "\ud83d", "big": 2**70, "kept": "é"})
         assert store.add_spans([odd, a_span(trace_id=odd.trace_id)]) == 2
         found = next(span for span in store.spans(trace_ids=[odd.trace_id]) if span.span_id == odd.span_id)
         assert found.attributes == odd.attributes
 
     def test_a_span_delivered_twice_is_stored_once(self, store: Store) -> None:
-        """If it fails: a span must be unique within its attempt, and an insert that meets it must do nothing."""
+        """If it fails: a span must be unique within its attempt, and inserting a known one must do nothing."""
         first = a_span(name="first")
         again = a_span(trace_id=first.trace_id, span_id=first.span_id, name="again")
         assert store.add_spans([first, again]) == 1
@@ -125,7 +125,7 @@ class RecordPromises:
         assert len(store.spans(trace_ids=[one.trace_id, other.trace_id])) == 2
 
     def test_a_span_of_another_attempt_takes_nobodys_place(self, store: Store) -> None:
-        """If it fails: ids can be guessed or copied; whoever uses another's must not make that one's span vanish."""
+        """If it fails: ids can be guessed or copied; a span with another's ids must not make that one vanish."""
         thief = a_span(rollout_id=an_id(), attempt_id=an_id(), name="thief")
         victims = [replace(thief, attempt_id=attempt_id, name="victim") for attempt_id in (an_id(), None)]
         assert store.add_spans([thief]) == 1
@@ -135,7 +135,7 @@ class RecordPromises:
         assert store.spans(trace_ids=[thief.trace_id]) == [thief, *victims]
 
     def test_a_call_delivered_twice_is_stored_once_with_its_choices(self, store: Store) -> None:
-        """If it fails: check the call's id before its choices are written, or they are doubled or mixed."""
+        """If it fails: check the call's id before its choices are written, or they are duplicated or mixed."""
         first = a_call(trace_id=an_id())
         more = (*first.choices, Choice(1, (5,), (-0.3,), "stop"))
         again = a_call(call_id=first.call_id, trace_id=first.trace_id, choices=more)
@@ -159,11 +159,11 @@ class RecordPromises:
         assert store.rewards(attempt_ids=[good.attempt_id]) == []
 
     def test_adding_nothing_is_nothing(self, store: Store) -> None:
-        """If it fails: answer empty lists before a statement or request is made of them."""
+        """If it fails: answer empty lists before making a statement or request of them."""
         assert store.add_spans([]) == store.add_calls([]) == store.add_rewards([]) == store.enqueue([]) == 0
 
     def test_records_come_in_the_order_of_their_start(self, store: Store) -> None:
-        """If it fails: sort by start; of equal starts, and for rewards, by arrival."""
+        """If it fails: sort by start; for equal starts, and for rewards, by arrival."""
         trace, attempt = an_id(), an_id()
         starts = (30, 10, 20, 10)
         spans = [a_span(trace_id=trace, span_id=f"{place:016x}", start_ns=t) for place, t in enumerate(starts)]
@@ -177,7 +177,7 @@ class RecordPromises:
         assert store.rewards(attempt_ids=[attempt]) == rewards
 
     def test_filters_combine_with_and(self, store: Store) -> None:
-        """If it fails: a record must be in every list that is given; None filters nothing, an empty list all."""
+        """If it fails: a record must be in every given list; None filters nothing, an empty list everything."""
         rollout, trace = an_id(), an_id()
         both = a_span(rollout_id=rollout, attempt_id="1", trace_id=trace)
         store.add_spans([both, a_span(rollout_id=rollout, attempt_id="2"), a_span(attempt_id="1", trace_id=trace)])
@@ -189,14 +189,14 @@ class RecordPromises:
         assert both in store.spans()
 
     def test_lists_are_read_by_pages(self, store: Store) -> None:
-        """If it fails: a page goes on behind the last record of the one before, and says when there are no more."""
+        """If it fails: a page continues after the previous one's last record, and reports when there are no more."""
         origin, attempt = an_id(), an_id()
         spans = [a_span(origin=origin, start_ns=10 - place, end_ns=20) for place in range(5)]
         store.add_spans(spans[:4])
         where = Where(origin=origin)
         first = store.page(Span, where, limit=2)
         assert (first.records, first.next is None) == (spans[:2], False)
-        store.add_spans(spans[4:])  # what comes meanwhile comes last, and moves nothing
+        store.add_spans(spans[4:])  # a record added meanwhile comes last, and moves nothing
         second = store.page(Span, where, after=first.next or 0, limit=2)
         third = store.page(Span, where, after=second.next or 0, limit=2)
         assert (second.records, third) == (spans[2:4], Page(spans[4:], None))
@@ -241,7 +241,7 @@ class RecordPromises:
         assert store.calls(origin=an_id()) == []
 
     def test_thousands_of_ids_can_be_asked_for(self, store: Store) -> None:
-        """If it fails: cut long lists into several statements, or send them in a body; and don't count twice."""
+        """If it fails: split long lists into several statements, or send them in a body; and do not count twice."""
         spans = [a_span(attempt_id=f"many-{place}") for place in range(3000)]
         store.add_spans(spans)
         ids = [span.attempt_id or "" for span in spans]
@@ -264,7 +264,7 @@ class RecordPromises:
         assert again.rewards(attempt_ids=[reward.attempt_id]) == [reward]
 
     def test_ended_rollouts_are_deleted_with_all_that_belongs_to_them(self, store: Store) -> None:
-        """If it fails: look for a table whose rows stay behind, or for one that loses a neighbour's."""
+        """If it fails: look for a table that keeps rows, or for one that loses a neighbour's."""
         rollouts = [a_rollout() for _ in range(3)]
         store.enqueue(rollouts)
         for attempt in store.claim("worker", limit=2):
@@ -282,7 +282,7 @@ class RecordPromises:
         assert [one.rollout.rollout_id for one in store.claim("worker")] == [waiting]
 
     def test_old_traces_of_an_origin_are_deleted_and_young_ones_kept(self, store: Store) -> None:
-        """If it fails: age is when a span or call ended, and when the last attempt of a rollout did."""
+        """If it fails: age counts from the end of a span or call, and from the end of a rollout's last attempt."""
         origin, old, young = an_id(), 1_000, 2_000
         spans = [a_span(origin=origin, start_ns=old, end_ns=time) for time in (old, young)]
         calls = [a_call(origin=origin, trace_id=an_id(), start_ns=old, end_ns=time) for time in (old, young)]
@@ -310,7 +310,7 @@ class RecordPromises:
         assert store.spans(trace_ids=[span.trace_id]) == [span]
 
     def test_a_closed_store_says_so(self, store: Store) -> None:
-        """If it fails: raise StoreError from every method once closed; a second close is no error."""
+        """If it fails: raise StoreError from every method once closed; a second close is not an error."""
         store.close()
         store.close()
         with pytest.raises(StoreError, match="closed"):

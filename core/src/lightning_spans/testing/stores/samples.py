@@ -1,4 +1,4 @@
-"""Records for tests of stores: plain ones by function, any at all by Hypothesis strategy."""
+"""Records for tests of stores: plain ones from functions, arbitrary ones from Hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIRST_NS = 1_790_000_000_000_000_000  # a time in 2026, beyond what a float64 c
 ANY = settings(
     max_examples=25,
     deadline=None,
-    # One store for all examples of a test is safe: their ids are new. And a suite is inherited by several classes.
+    # One store for all examples of a test is safe, because their ids are new. A suite is inherited by several classes.
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
 )
 """How the suites run a test on any records."""
@@ -96,7 +96,7 @@ _TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
 
 @st.composite
 def spans(draw: st.DrawFn) -> Span:
-    """Draw any span; its ids are new."""
+    """Generate any span; its ids are new."""
     start, end = sorted((draw(_TIME), draw(_TIME)))
     return Span(
         operation=draw(_TEXT),
@@ -118,7 +118,7 @@ def spans(draw: st.DrawFn) -> Span:
 
 @st.composite
 def choices(draw: st.DrawFn, index: int) -> Choice:
-    """Draw any choice with this index."""
+    """Generate any choice with this index."""
     return Choice(
         index=index,
         token_ids=draw(st.none() | _TOKENS),
@@ -130,7 +130,7 @@ def choices(draw: st.DrawFn, index: int) -> Choice:
 
 @st.composite
 def calls(draw: st.DrawFn) -> Call:
-    """Draw any call of up to four choices; its call and trace ids are new."""
+    """Generate any call of up to four choices; its call and trace ids are new."""
     start, end = sorted((draw(_TIME), draw(_TIME)))
     return Call(
         call_id=an_id(),
@@ -155,7 +155,7 @@ def calls(draw: st.DrawFn) -> Call:
 
 @st.composite
 def rewards(draw: st.DrawFn) -> Reward:
-    """Draw any reward; its ids are new."""
+    """Generate any reward; its ids are new."""
     return Reward(
         rollout_id=an_id(),
         attempt_id=an_id(),
@@ -170,7 +170,7 @@ def rewards(draw: st.DrawFn) -> Reward:
 
 @st.composite
 def deployments(draw: st.DrawFn) -> Deployment:
-    """Draw any transition, of a new agent."""
+    """Generate any transition, of a new agent."""
     return Deployment(
         agent=an_id(),
         number=draw(st.integers(1, 2**31 - 1)),
@@ -190,7 +190,7 @@ def deployments(draw: st.DrawFn) -> Deployment:
 
 @st.composite
 def replays(draw: st.DrawFn) -> Replay:
-    """Draw any replay."""
+    """Generate any replay."""
     names = st.lists(_TEXT, max_size=2).map(tuple)
     return Replay(
         attempt_id=draw(_TEXT),
@@ -209,7 +209,7 @@ def replays(draw: st.DrawFn) -> Replay:
 
 @st.composite
 def rollouts(draw: st.DrawFn) -> Rollout:
-    """Draw any rollout that can be queued; its ids are new."""
+    """Generate any rollout that can be queued; its ids are new."""
     return Rollout(
         rollout_id=an_id(),
         group_id=an_id(),

@@ -14,9 +14,10 @@ from lightning_spans.testing.stores.records import RecordPromises
 
 
 class StoreConformance(RecordPromises, QueuePromises, EndPromises, FaultPromises):
-    """Subclass it as ``TestMyStore`` and override the two fixtures. Each test says what to do if it fails.
+    """Base class of a store's tests: subclass it as ``TestMyStore`` and override the two fixtures.
 
-    Records get ids of their own, but the queue must be empty at the start of a test.
+    Each test says what to do if it fails. Records get their own ids, but the queue must be empty at the start of a
+    test.
     """
 
     @pytest.fixture
@@ -26,5 +27,5 @@ class StoreConformance(RecordPromises, QueuePromises, EndPromises, FaultPromises
 
     @pytest.fixture
     def reopen(self) -> Callable[[], Store]:
-        """Return a function that opens another store on the data of `store`, which may be open or closed by then."""
+        """Return a function that opens another store on the data of `store`, which may be open or closed."""
         raise pytest.UsageError(f"{type(self).__name__} must override the fixture 'reopen'")
