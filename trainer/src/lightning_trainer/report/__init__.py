@@ -1,1 +1,1 @@
-"""What a run tells people: metrics, alarms, progress. Reads and never decides."""
+"""What a run reports to people: metrics, alarms, progress. Only reads, and makes no decisions."""

@@ -1,4 +1,4 @@
-"""Which agents were seen, what each did, and whether training would reach it: for `lightning-rl agents`."""
+"""Agents that were seen, what each did, and whether training would reach it: for `lightning-rl agents`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_trainer.rl.usage import tokens_of
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
 
-# What reports calls that are rerouted in training, by its own hook.
+# Frameworks that report calls which training reroutes by their own hooks.
 _REACHED: Final = {None, "openai", "litellm", "httpx", "httpx2", "google-genai"}
 
 
@@ -30,20 +30,20 @@ class AgentRow:
     """What one agent did.
 
     Attributes:
-        agent: its name; None for calls that nothing names.
-        calls: model calls, failed ones among them.
+        agent: its name; None for calls without one.
+        calls: model calls, including failed ones.
         failed_calls: model calls that failed.
-        prompt_tokens: tokens of all prompts, as the engine or the model server counted them.
+        prompt_tokens: tokens of all prompts, as counted by the engine or the model server.
         response_tokens: likewise of all answers.
         tool_calls: tools that ran.
         tool_errors: tools that failed.
-        tools_asked: tools that its model asked for, by name, and how often.
-        left_out: what its requests asked for and no model here was told, and in how many calls.
-        reward: mean, over the attempts in which it spoke and got one, of what it earned; None without any.
-        paths: where it stands, outermost first, if that is not its name alone: `billing/extract`; each can be selected.
-        reward_sources: the same by who gave it, such as ``run``, or the name of an automatic rule.
+        tools_asked: tools that its model requested, by name, and how often.
+        left_out: parts of its requests that no model here received, and in how many calls.
+        reward: mean of what it earned, over the attempts in which it made a call and got a reward; None without any.
+        paths: its paths, outermost first, if they are not its name alone: `billing/extract`; each can be selected.
+        reward_sources: the same by source, such as ``run``, or the name of an automatic rule.
         trained: whether training would reach it.
-        why: the reason, and what to do where it would not.
+        why: the reason, and what to do if it would not.
     """
 
     agent: str | None
@@ -80,22 +80,22 @@ class _Count:
     on_policy: int = 0  # calls that a policy answered
     paths: set[str] = field(default_factory=set)
     asked: Counter[str] = field(default_factory=Counter)  # tools, by name
-    left_out: Counter[str] = field(default_factory=Counter)  # by what of the request was
-    elsewhere: Counter[str] = field(default_factory=Counter)  # calls that passed the wire by, by how
-    unaskable: int = 0  # calls that no policy can be asked
-    unasked: set[str] = field(default_factory=set)  # what they name, for which they are refused
+    left_out: Counter[str] = field(default_factory=Counter)  # by the part of the request that was
+    elsewhere: Counter[str] = field(default_factory=Counter)  # calls that bypassed the wire, by how
+    unaskable: int = 0  # calls that no policy can answer
+    unasked: set[str] = field(default_factory=set)  # what these calls contain that no policy supports
     refused: Counter[str] = field(default_factory=Counter)  # why the gateway would refuse them
 
 
 def overview(
     traces: Sequence[Trace], chosen: Sequence[str] | None, *, reward_error: str | None = None
 ) -> list[AgentRow]:
-    """Count what each agent did, in the order of their names; calls without a name come last.
+    """Return what each agent did, in the order of their names; calls without a name come last.
 
     Args:
         traces: of any attempts.
         chosen: names or globs of the agents to train; None: all that have a name.
-        reward_error: why attempts got no reward, where they got a wrong one.
+        reward_error: why attempts got no reward, if they got an invalid one.
     """
     of_a_run = any(node.policy_version is not None for trace in traces for node in trace.chats)
     counts: dict[str | None, _Count] = defaultdict(_Count)
@@ -116,8 +116,8 @@ def overview(
         paths = {node.path for node in trace.chats}
         for name in {name_at(path) for path in paths}:
             _count_rewards(counts[name], trace, {path for path in paths if name_at(path) == name})
-    # What never calls a model is no agent, such as a graph's `__start__`, though a tool may run in its name.
-    # One that is named for training is told so.
+    # A name that never calls a model is not an agent, such as a graph's `__start__`, even if a tool runs under it. If
+    # it is named for training, its row says so.
     agents = (name for name, count in counts.items() if count.calls or name in (chosen or ()))
     names = sorted(agents, key=lambda name: (name is None, name or ""))
     beside = _BesideCounts(chosen, reward_error, of_a_run, _rewarded_agents(traces))
@@ -125,7 +125,7 @@ def overview(
 
 
 def misspelt_rewards(traces: Iterable[Trace]) -> str | None:
-    """Warn of rewards for agents that made no model call; None where there are none.
+    """Return a warning about rewards for agents that made no model call; None if there are none.
 
     Args:
         traces: of any attempts, with their rewards.
@@ -139,7 +139,7 @@ def misspelt_rewards(traces: Iterable[Trace]) -> str | None:
 
 
 def rewarded_but_silent(rewarded: Iterable[str], spoke: Iterable[str]) -> str | None:
-    """Warn of names in rewards that are of no agent that made a model call; None where there are none."""
+    """Return a warning about names in rewards that match no agent with a model call; None if there are none."""
     spoke = set(spoke)
     lost = unheard(sorted(rewarded), spoke)
     if not lost:
@@ -150,13 +150,13 @@ def rewarded_but_silent(rewarded: Iterable[str], spoke: Iterable[str]) -> str | 
 
 
 def nearest(lost: Sequence[str], known: Sequence[str]) -> str:
-    """Return names that nobody has, each with the known one that it was likely to be; of many the first."""
+    """Return unknown names, each with the known one that was probably meant; only the first if there are many."""
     near = {name: difflib.get_close_matches(name, known, n=1) for name in lost}
     return some([f"{name!r}{f' (did you mean {near[name][0]!r}?)' if near[name] else ''}" for name in lost])
 
 
 def unrewarded(traces: Sequence[Trace]) -> str | None:
-    """Say what to do where no attempt got a reward; None where one did.
+    """Return what to do if no attempt got a reward; None if one did.
 
     Args:
         traces: of any attempts, with their rewards.
@@ -202,7 +202,7 @@ def _count_call(count: _Count, node: Node) -> None:
 
 
 def _refusal_reason(node: Node) -> str | None:
-    """Return why the gateway would refuse a call that went to the program's own endpoint; None where it would not."""
+    """Return why the gateway would refuse a call that went to the program's own endpoint; None if it would not."""
     request, endpoint = node.span.attributes.get(REQUEST), node.span.attributes.get(ENDPOINT)
     if node.call is not None or not isinstance(request, str) or not isinstance(endpoint, str):
         return None
@@ -214,14 +214,14 @@ def _refusal_reason(node: Node) -> str | None:
 
 
 def _names_of(left_out: Any) -> list[str]:
-    """Name what was left out of a request: tools by their own names, everything else by the parameter's."""
+    """Return the names of what was left out of a request: tools by their own names, all else by the parameter."""
     if not isinstance(left_out, dict):
         return []
     return [name for key, value in left_out.items() for name in (value if key == "tools" else [key])]
 
 
 def _count_rewards(count: _Count, trace: Trace, paths: set[str | None]) -> None:
-    """Count what the agent of these paths earned in an attempt: the attempt's rewards and its own."""
+    """Add what the agent with these paths earned in an attempt: the attempt's rewards and its own."""
     concerns = [reward for reward in trace.rewards if any(earns(reward.agent, path) for path in paths)]
     if concerns:
         count.earned.append(sum(reward.value for reward in concerns))
@@ -231,9 +231,9 @@ def _count_rewards(count: _Count, trace: Trace, paths: set[str | None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _BesideCounts:
-    """What is known beside the counts: agents that were named, why rewards are missing, whether a policy answered.
+    """Context of the counts: the agents that were named, why rewards are missing, whether a policy answered.
 
-    `rewarded` are the agents that all rewards name; none where one is for a whole attempt.
+    `rewarded` are the agents that the rewards name; empty if a reward is for a whole attempt.
     """
 
     chosen: Sequence[str] | None
@@ -276,14 +276,14 @@ def _coverage_text(count: _Count) -> str:
 
 
 def _refused_calls(count: _Count) -> str:
-    """Say what calls name for which they would be refused."""
+    """Return the reason why calls would be refused."""
     if not count.unasked:
         return f"the gateway would refuse them: {count.refused.most_common(1)[0][0]}".removesuffix(".")
     return f"its policy answers chat completions, which have no {', '.join(sorted(count.unasked))}. Leave it out"
 
 
 def _passed_by(count: _Count) -> str:
-    """Say which calls the wire did not see, and what to do about them."""
+    """Return which calls the wire did not see, and what to do about them."""
     how = ", ".join(sorted(count.elsewhere))
     return f"{how} without the openai client. Give the agent an OpenAI-compatible client"
 
@@ -300,12 +300,12 @@ def _problem(name: str | None, count: _Count, asked: _BesideCounts) -> str | Non
     if not count.earned:
         others = f"those that are given name {some(asked.rewarded)}. Give {name} one too" if asked.rewarded else None
         why = asked.reward_error or others or "return one from run(), or give --reward"
-        return f"no reward: {why.splitlines()[0]}"  # what stands below is told once, by the error that ends the command
+        return f"no reward: {why.splitlines()[0]}"  # the rest is printed once, by the error that ends the command
     return None
 
 
 def _unreached_reason(count: _Count) -> str | None:
-    """Say why the policy would answer none of its calls."""
+    """Return why the policy would answer none of its calls; None if it would answer some."""
     if not count.calls:
         return "it made no model call"
     if sum(count.elsewhere.values()) == count.calls:
@@ -318,11 +318,11 @@ def _unreached_reason(count: _Count) -> str | None:
 
 
 def not_heard(chosen: Sequence[str], seen: Iterable[str], steps: int) -> str | None:
-    """Warn of agents that are to be trained and were not seen; None where all were.
+    """Return a warning about agents that should be trained but were not seen; None if all were.
 
     Args:
         chosen: their names and globs.
-        seen: names of all agents that were, so far in the run.
+        seen: names of all agents seen so far in the run.
         steps: taken so far.
     """
     names = sorted(set(seen))
@@ -337,7 +337,7 @@ def not_heard(chosen: Sequence[str], seen: Iterable[str], steps: int) -> str | N
 
 
 def no_gateway_saw(program: str, rollouts: int) -> str:
-    """Say why nothing is known of a command's calls where no policy answers them, and how to see them.
+    """Return why nothing is known of a command's calls if no policy answers them, and how to record them.
 
     Args:
         program: the command.
@@ -354,12 +354,12 @@ def no_gateway_saw(program: str, rollouts: int) -> str:
 
 
 def nothing_captured(rollouts: int, attached: Sequence[str], program: str | None = None) -> str:
-    """Say what to do when rollouts made no model call that was seen.
+    """Return what to do if rollouts made no model call that was seen.
 
     Args:
         rollouts: how many ran.
         attached: frameworks that were attached in the agent's process.
-        program: the command that the agent is; None: it is a function.
+        program: the agent's command; None: it is a function.
     """
     if program is not None:
         return (

@@ -1,8 +1,8 @@
-"""Alarms: what a run's numbers say when something goes wrong, in plain sentences. Pure functions of its history.
+"""Alarms: plain sentences about what a run's numbers show if something goes wrong. Pure functions of its history.
 
-Each looks at all lines of the run so far and answers with sentences, or with nothing. They compare the last steps with
-the first ones, so they are silent in a run's first steps; and what a policy that learns does as well (it grows sure of
-itself, its answers grow short) is no alarm while the reward rises.
+Each check reads all lines of the run so far and yields sentences, or nothing. They compare the last steps with the
+first ones, so they are silent in a run's first steps. What a learning policy also does (it becomes more certain, its
+answers become shorter) raises no alarm while the reward rises.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lightning_trainer.reasons.continuation import OTHER
 
 logger = logging.getLogger(__name__)
 
-History: TypeAlias = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, in their order
+History: TypeAlias = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, in order
 Points: TypeAlias = list[tuple[int, float]]  # (step, value)
 
 MOST_GAP: Final = 0.1  # between `reward` and `reward_all`
-_ALIKE: Final = 0.8  # share of different prompts that get one answer
-WINDOW: Final = 3  # steps at either end that are averaged
+_ALIKE: Final = 0.8  # share of different prompts that get the same answer
+WINDOW: Final = 3  # steps that are averaged at either end
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Alarm:
     """Something that a person should look at.
 
     Attributes:
-        name: which one; with ``/NAME`` behind it for one policy of several.
+        name: its name, followed by ``/NAME`` for one policy of several.
         step: steps taken when it was raised.
         text: what is wrong and what to do, in a sentence or two.
     """
@@ -44,7 +44,7 @@ class Alarm:
 
 
 def raised(history: History) -> list[Alarm]:
-    """Return the alarms that stand after the newest line. A check that fails is logged, and raises none."""
+    """Return the alarms that are active after the newest line. A check that fails is logged, and raises none."""
     step = max((int(line["step"]) + (line["kind"] == "train") for line in history), default=0)
     found = []
     for name, check in registry.registered("alarm").items():
@@ -59,7 +59,7 @@ Found: TypeAlias = Iterator[tuple[str, str]]  # ("" or /POLICY, the sentence)
 
 
 def entropy_collapsed(history: History) -> Found:
-    """Raise where the policy has stopped trying anything else, and is no better for it."""
+    """Yield an alarm if the policy has stopped exploring and has not improved."""
     for of, points in _each(history, "entropy"):
         first, now = ends(points)
         if now < 0.1 * first and not learned(history):
@@ -72,7 +72,7 @@ def entropy_collapsed(history: History) -> Found:
 
 
 def length_collapsed(history: History) -> Found:
-    """Raise where answers have shrunk or grown to several times their length, and the reward has not risen."""
+    """Yield an alarm if answers have become several times shorter or longer, and the reward has not risen."""
     for of, points in _each(history, "response_tokens"):
         first, now = ends(points)
         if not (now < 0.3 * first or now > 3 * first) or learned(history):
@@ -86,7 +86,7 @@ def length_collapsed(history: History) -> Found:
 
 
 def answers_cut(history: History) -> Found:
-    """Raise where most answers run into their limit, and did not at first."""
+    """Yield an alarm if most answers reach their limit, and did not at first."""
     for of, points in _each(history, "truncated"):
         first, now = ends(points)
         if now >= 0.5 and now >= first + 0.25:
@@ -98,7 +98,7 @@ def answers_cut(history: History) -> Found:
 
 
 def rollouts_left_out(history: History) -> Found:
-    """Raise where the mean reward would be another if the rollouts that do not count had earned 0."""
+    """Yield an alarm if the mean reward would be different if the rollouts that do not count had earned 0."""
     for kind in ("train", "val"):
         gaps = [(line["reward"], line["reward_all"]) for line in history if line["kind"] == kind and _has_both(line)]
         if gaps and abs(gaps[-1][0] - gaps[-1][1]) > MOST_GAP:
@@ -116,7 +116,7 @@ def _has_both(line: Mapping[str, Any]) -> bool:
 
 
 def groups_dead(history: History) -> Found:
-    """Raise where hardly any group has two different rewards, so that hardly anything is learned."""
+    """Yield an alarm if hardly any group has two different rewards, so that hardly anything is learned."""
     points = series(history, "train", "groups_without_signal")
     newest = [value for _, value in points[-WINDOW:]]
     if len(newest) == WINDOW and min(newest) >= 0.8:
@@ -131,7 +131,7 @@ def groups_dead(history: History) -> Found:
 
 
 def held_out_falls(history: History) -> Found:
-    """Raise where the held-out reward was surely better some validations ago, and the training reward still rises."""
+    """Yield an alarm if the held-out reward is significantly below its best, and the training reward still rises."""
     held_out = series(history, "val", "reward")
     if len(held_out) < 3:
         return
@@ -153,7 +153,7 @@ def held_out_falls(history: History) -> Found:
 
 
 def answers_alike(history: History) -> Found:
-    """Raise where an agent gives one answer to nearly all prompts, and did not at first."""
+    """Yield an alarm if an agent gives the same answer to nearly all prompts, and did not at first."""
     names = {key.removeprefix("answers_alike") for line in history for key in line if key.startswith("answers_alike")}
     for of in sorted(names):
         held_out, training = (series(history, kind, f"answers_alike{of}") for kind in ("val", "train"))
@@ -167,7 +167,7 @@ def answers_alike(history: History) -> Found:
         agent = of.removeprefix("/")
         frequent = [line["most_frequent"] for line in history if line.get("most_frequent")]
         answer, share = (frequent[-1] if frequent else {}).get(agent, ("", 0.0))
-        quoted = f"the answer {answer!r}" if answer and share > 0.5 else "one answer"  # or an empty one, or a long one
+        quoted = f"the answer {answer!r}" if answer and share > 0.5 else "one answer"  # also an empty or a long one
         text = (
             f"{agent or 'The agent'} gives {quoted} to {now:.0%} of the"
             f" different prompts, {first:.0%} at first. Look at some with lightning-rl traces. Use an earlier"
@@ -177,10 +177,10 @@ def answers_alike(history: History) -> Found:
 
 
 def engine_gap_widens(history: History) -> Found:
-    """Raise where the engine's log-probabilities leave the trainer's: it samples from other weights, or otherwise."""
+    """Yield an alarm if the engine's log-probabilities diverge from the trainer's: other weights or another sampler."""
     by_policy = any(name.startswith("engine_gap/") for line in history for name in line)
     for of, points in _each(history, "engine_gap" if by_policy else "logprob_gap", least=1):
-        if of.count("/") > 1:  # of some tokens alone
+        if of.count("/") > 1:  # for some tokens only
             continue
         newest = points[-1][1]
         first, now = ends(points) if len(points) >= 2 * WINDOW else (math.inf, newest)
@@ -201,7 +201,7 @@ def engine_gap_widens(history: History) -> Found:
 
 
 def tools_fail(history: History) -> Found:
-    """Raise where tools fail much more often than at first."""
+    """Yield an alarm if tools fail much more often than at first."""
     for of, points in _each(history, "tool_error_rate"):
         first, now = ends(points)
         if now >= 0.5 and now >= first + 0.3:
@@ -213,13 +213,13 @@ def tools_fail(history: History) -> Found:
 
 
 def calls_unread(history: History) -> Found:
-    """Raise where answers look like tool calls of another form: the tools are never called, and nobody says why."""
+    """Yield an alarm if answers look like tool calls in another format: no tool is called, and no error reports it."""
     for of, points in _each(history, "calls_unread", least=1):
         step, share = points[-1]
         if step < _newest(history):
             continue
         form = of.removeprefix("/")
-        if form == OTHER and share >= 0.1:  # less is what a model says that has not learned the form yet
+        if form == OTHER and share >= 0.1:  # a smaller share is normal before a model has learned the format
             text = (
                 f"{share:.0%} of the answers contain a tool's name and arguments in a format that is not recognised,"
                 " so they reached the agent as text. See some with lightning-rl traces. A model that always writes like"
@@ -236,7 +236,7 @@ def calls_unread(history: History) -> Found:
 
 
 def calls_malformed(history: History) -> Found:
-    """Raise where tool calls with a fault in them, which are no calls, stay as many as they were."""
+    """Yield an alarm if the share of malformed tool calls, which are not executed, does not fall."""
     for of, points in _each(history, "calls_malformed"):
         first, now = ends(points)
         if now >= 0.1 and now >= 0.8 * first and points[-1][0] == _newest(history):
@@ -253,7 +253,7 @@ def _newest(history: History) -> int:
 
 
 def rollouts_fail(history: History) -> Found:
-    """Raise where far more rollouts fail than at first, whether or not the reward rises: that of the others may."""
+    """Yield an alarm if far more rollouts fail than at first, even if the reward rises: that of the others may."""
     failed = dict(series(history, "train", "failed"))
     points = [(step, failed[step] / of) for step, of in series(history, "train", "rollouts") if of and step in failed]
     if len(points) < 2 * WINDOW:
@@ -269,7 +269,7 @@ def rollouts_fail(history: History) -> Found:
 
 
 def rules_fail(history: History) -> Found:
-    """Raise where a rule of automatic rewards failed on attempts: they were given nothing by it, penalties included."""
+    """Yield an alarm if an automatic reward rule failed on attempts, which got nothing from it, not even penalties."""
     for of, points in _each(history, "rule_failures", least=1):
         if points[-1][0] == _newest(history):
             text = (
@@ -298,7 +298,7 @@ CHECKS: Final[tuple[Callable[[History], Found], ...]] = (
 
 
 def series(history: History, kind: str, name: str) -> Points:
-    """Return (step, value) for every line of a kind that has this number, and has it finite."""
+    """Return (step, value) for every line of a kind in which this number is finite."""
     return [
         (int(line["step"]), float(line[name]))
         for line in history
@@ -307,13 +307,13 @@ def series(history: History, kind: str, name: str) -> Points:
 
 
 def ends(points: Points) -> tuple[float, float]:
-    """Return the means of the first and of the last `WINDOW` values."""
+    """Return the means of the first and the last `WINDOW` values."""
     values = [value for _, value in points]
     return statistics.fmean(values[:WINDOW]), statistics.fmean(values[-WINDOW:])
 
 
 def learned(history: History) -> bool:
-    """Whether the training reward has risen by more than it jumps from one step to the next."""
+    """Whether the training reward has risen by more than its usual change from step to step."""
     points = series(history, "train", "reward")
     if len(points) < 2 * WINDOW:
         return True
@@ -323,7 +323,7 @@ def learned(history: History) -> bool:
 
 
 def _each(history: History, name: str, *, least: int = 2 * WINDOW) -> Iterator[tuple[str, Points]]:
-    """Return a number's points, of each policy or tool where they are told apart; short ones are left out."""
+    """Yield a number's points, for each policy or tool if they are separate; series that are too short are left out."""
     named = {key.removeprefix(name) for line in history for key in line if key.startswith(f"{name}/")}
     for of in sorted(named) or [""]:
         points = series(history, "train", f"{name}{of}")

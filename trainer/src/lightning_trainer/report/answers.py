@@ -15,22 +15,22 @@ from lightning_trainer.rl.told import answer_text
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
 
-SHORT: Final = 100  # characters of an answer that counts as short: a class, a number, a name
-_FEWEST: Final = 3  # different prompts of which anything can be said
+SHORT: Final = 100  # most characters of an answer that counts as short: a class, a number, a name
+_FEWEST: Final = 3  # fewest different prompts that allow a statement
 
 Frequent: TypeAlias = dict[str, tuple[str, float]]  # by agent: a short answer and its share of the agent's answers
 
 
 @dataclass(frozen=True, slots=True)
 class PromptAnswer:
-    """An answer, and a digest of the prompt that it was given to."""
+    """An answer, and a digest of its prompt."""
 
     prompt: str
     text: str
 
 
 def answers_in(trace: Trace, agents: Sequence[str] | None = None) -> dict[str, list[PromptAnswer]]:
-    """Return the answers of each agent in an attempt; agents selected by their path are called by it."""
+    """Return the answers of each agent in an attempt; agents selected by their path are named by it."""
     found: defaultdict[str, list[PromptAnswer]] = defaultdict(list)
     for node in trace.chats:
         prompt = _prompt(node)
@@ -46,10 +46,10 @@ def _prompt(node: Node) -> str:
 
 
 def of_answers(traces: Iterable[Trace], agents: Sequence[str] | None) -> tuple[dict[str, float], Frequent]:
-    """Look at the answers of a step or a validation.
+    """Return statistics of the answers of a step or a validation.
 
     Returns:
-        ``answers_alike/AGENT``: the share of different prompts that get the most usual answer, where there are at least
+        ``answers_alike/AGENT``: the share of different prompts that get the most frequent answer, if there are at least
         three of them; and the most frequent short answer of each agent.
     """
     by_agent: defaultdict[str, list[PromptAnswer]] = defaultdict(list)
@@ -67,7 +67,7 @@ def of_answers(traces: Iterable[Trace], agents: Sequence[str] | None) -> tuple[d
 
 
 def share_alike(answers: Iterable[PromptAnswer]) -> float | None:
-    """Return the share of different prompts that get the most usual answer; None of fewer than three prompts."""
+    """Return the share of different prompts that get the most frequent answer; None for fewer than three prompts."""
     by_prompt: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for answer in answers:
         by_prompt[answer.prompt][answer.text] += 1

@@ -19,13 +19,13 @@ class TurnCredit:
     """The calls of one agent at one turn.
 
     Attributes:
-        agent: its name; None for calls that nothing names.
+        agent: its name; None for calls without one.
         turn: number of the call among all model calls of its attempt, from 0.
         calls: how many, in attempts that count.
-        credited: how many of them a reward concerns.
-        credit: mean of their credit; None where there is none.
+        credited: how many of them a reward applies to.
+        credit: mean of their credit; None if there is none.
         credit_sum: sum of it.
-        contrast: mean size of their advantages, in the units that the algorithm gives them; None where not compared.
+        contrast: mean absolute advantage, in the algorithm's units; None if not compared.
         better: share of the compared calls that did better than what they were compared with.
         worse: share that did worse.
         trained: whether the run trains this agent.
@@ -43,13 +43,13 @@ class TurnCredit:
     trained: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
+        """Return the turn as a JSON object."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditReport:
-    """What was given and what became of it.
+    """The rewards that were given, and how they were assigned.
 
     Attributes:
         credit: name of the assigner.
@@ -57,10 +57,11 @@ class CreditReport:
         failed: how many of them never succeeded.
         attempts: how many count.
         calls: model calls of all attempts.
-        given: sum of the rewards of attempts that count, by source and by whom it names (None: the whole attempt).
+        given: sum of the rewards of attempts that count, by source and by the agent that they name (None: the whole
+            attempt).
         rewards: sum of all of these.
         credited: sum of the credit of all calls, the choices of a call counted once.
-        by_agent: sum of credit over attempts of each agent, one call of each counted in an attempt.
+        by_agent: sum of credit over attempts for each agent, counting one call of each per attempt.
         unclaimed: number of rewards that reached no call, by the agent that they name.
         left_out: number of calls that were not compared, by reason.
         flat_groups: groups in which there was nothing to compare.
@@ -82,12 +83,12 @@ class CreditReport:
     groups: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object; the whole attempt is called ``*``."""
+        """Return the report as a JSON object; the whole attempt is called ``*``."""
         named = {source: {agent or "*": value for agent, value in by.items()} for source, by in self.given.items()}
         return {**asdict(self), "given": named, "by_agent": {agent or "": v for agent, v in self.by_agent.items()}}
 
     def lines(self) -> list[str]:
-        """Say it to people, one fact a line."""
+        """Return the report as text, one fact per line."""
         found = [f"{self.rollouts} rollouts, {self.failed} failed; {self.attempts} attempts count, {self.calls} calls"]
         for source, by in sorted(self.given.items()):
             whom = ", ".join(f"{value:+.3f} for {agent or 'the attempt'}" for agent, value in by.items())
@@ -110,7 +111,7 @@ class CreditReport:
 
 
 def turns_of(calls: Iterable[Judged], chosen: Sequence[str] | None) -> list[TurnCredit]:
-    """Gather calls by agent and turn, in the order of names and turns; calls without a name come last.
+    """Group calls by agent and turn, in the order of names and turns; calls without a name come last.
 
     Args:
         calls: of attempts that count, compared over all agents.
@@ -129,7 +130,7 @@ def turns_of(calls: Iterable[Judged], chosen: Sequence[str] | None) -> list[Turn
 
 
 def credit_report(batch: Batch, outcomes: Sequence[Outcome], credit: str) -> CreditReport:
-    """Draw up the report.
+    """Return the report.
 
     Args:
         batch: of these outcomes.

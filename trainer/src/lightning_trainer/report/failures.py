@@ -1,4 +1,4 @@
-"""Why programs failed, in words for their author."""
+"""Why programs failed, worded for their author."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _REFUSED: Final = re.compile(r"^(?:\w+\.)*(?:OpenAI)?(?:AuthenticationError|Perm
 
 
 def last_error(text: str, lines: int = 12) -> str:
-    """Return the end of a traceback; of a model that was not reached the error alone, for the rest is its client's."""
+    """Return the end of a traceback; only the error if a model was not reached, because the rest is its client's."""
     of_model = _of_model(text)
     return of_model or "\n".join(text.splitlines()[-lines:])
 
 
 def most_frequent_error(errors: Sequence[str]) -> str:
-    """Return the error that most of these end with, and how many do; "" where there is none."""
+    """Return the most frequent last line among these errors, and its count; "" if there is none."""
     by_line: defaultdict[str, list[str]] = defaultdict(list)
     for error in filter(str.strip, errors):
         by_line[error.strip().splitlines()[-1]].append(error)
@@ -35,14 +35,14 @@ def most_frequent_error(errors: Sequence[str]) -> str:
 
 
 def advice(errors: Sequence[str]) -> str:
-    """Return what to do where every rollout failed: look at the agent, or at the reward function of its answers."""
+    """Return what to do if every rollout failed: check the agent, or the reward function for its answers."""
     if all(error.startswith(SCORER_FAILED) for error in errors):
         return "The agent answered each time. Call the reward function by itself on one answer, to see what is wrong."
     return "Run the agent by itself on one task, to see what is wrong."
 
 
 def where_calls_go(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what to look at where an agent did not reach its own model, as a line; nothing for other errors."""
+    """Return what to check if an agent did not reach its own model, as a line; empty for other errors."""
     if not _of_model(text):
         return ""
     url = environment.get("OPENAI_BASE_URL")
@@ -52,7 +52,7 @@ def where_calls_go(text: str, environment: Mapping[str, str] = os.environ) -> st
 
 
 def _of_model(text: str) -> str:
-    """Return the line of the last error, where that is a model that was not reached or that refused."""
+    """Return the line of the last error if a model was not reached or refused the key; otherwise empty."""
     found = [match for kind in (_GONE, _REFUSED) for match in kind.finditer(text)]
     last = max(found, key=lambda match: match.start(), default=None)
     after = "" if last is None else text[last.end() :]

@@ -1,4 +1,4 @@
-"""What a run would take and what it could learn, from a few rollouts that were measured. Pure: numbers in, numbers out.
+"""What a run would take and what it could learn, from a few measured rollouts. Pure: numbers in, numbers out.
 
 Time, on this machine:
 
@@ -7,7 +7,7 @@ Time, on this machine:
 
 r are the seconds of n measured rollouts, R the rollouts of a step, V those of a validation; u the seconds of one
 measured update on t tokens of groups with a signal, T the tokens of a step's groups with a signal. Their share grows
-while a policy learns and falls when it has learned: the forecast takes the middle between what was seen and all.
+while a policy learns and falls when it has learned: the forecast uses the mean of the measured share and 1.
 
 GPUs, for N weights, P prompt and G generated tokens of a step, B rollouts at once, on accelerators of F = 989 TFLOP/s
 in bfloat16 with 3.35 TB/s (H100 SXM), each a sum over all accelerators:
@@ -15,12 +15,12 @@ in bfloat16 with 3.35 TB/s (H100 SXM), each a sum over all accelerators:
     prompts    2 N P / (0.4 F)
     answers    G max(2 N / B bandwidth, 2 N / 0.4 F) / 0.6       every step of decoding reads all weights, 2 bytes each
     update     8 N (P' + G) / (0.35 F)                           6 N, and 2 N more for gradient checkpointing
-    step       their sum / 0.7 + 20 s x accelerators             stragglers; weights that change hands
+    step       their sum / 0.7 + 20 s x accelerators             stragglers; weight transfer
 
-P' are prompt tokens with shared beginnings counted once. Memory is 16 bytes a weight (float32 master, gradient, two
+P' are prompt tokens with shared prefixes counted once. Memory is 16 bytes per weight (float32 master, gradient, two
 moments), on as many accelerators of 80 GB as that takes, times 1.3 for activations and cache. The shares 0.4, 0.35, 0.6
 and 0.7, the 20 s and the 1.3 are assumed: no run of this program on such accelerators was measured. Time on this
-machine is measured; the GPU lines are an order of magnitude to plan with.
+machine is measured; the GPU lines are order-of-magnitude estimates for planning.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Tried:
     Attributes:
         place: of the task in its file, from 0.
         rewards: of its rollouts that count.
-        contrast: whether an agent to be trained earned differently in them, so that there is something to learn from.
-        failed: rollouts that came to nothing.
+        contrast: whether an agent to train earned different rewards in them, so that there is something to learn from.
+        failed: rollouts that failed.
     """
 
     place: int
@@ -57,28 +57,28 @@ class Tried:
 
     @property
     def mean(self) -> float | None:
-        """Mean reward; None without any."""
+        """Mean reward; None if there is none."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was measured.
+    """The measurements.
 
     Attributes:
         tried: the tasks.
         rollouts: how many ran.
-        rollout_seconds: that they took, and the judge, where there is one.
-        update_seconds: of one update on the rows of groups with a signal; 0 where none has one.
+        rollout_seconds: that they took, including the judge if there is one.
+        update_seconds: of one update on the rows of groups with a signal; 0 if none has one.
         tokens_prompt, tokens_generated: of all rollouts.
-        tokens_in_rows: of the training rows, shared beginnings counted once.
-        tokens_in_calls: of the same calls, had each been a row of its own.
+        tokens_in_rows: of the training rows, shared prefixes counted once.
+        tokens_in_calls: of the same calls if each were a separate row.
         calls: model calls by agent.
-        earned: mean reward of each agent that was given its own.
+        earned: mean reward of each agent that got its own reward.
         trained: names of the agents that would be trained.
         load_seconds: until the model answered.
-        memory: most bytes that this process took, the update included.
-        gpu_memory: most bytes of the learner's tensors on its GPU during the update; 0 without a GPU.
+        memory: peak memory of this process in bytes, including the update.
+        gpu_memory: peak bytes of the learner's tensors on its GPU during the update; 0 without a GPU.
     """
 
     tried: Sequence[Tried]
@@ -98,13 +98,13 @@ class Probe:
 
     @property
     def signal(self) -> float:
-        """Share of tasks whose rollouts earned differently."""
+        """Share of tasks whose rollouts earned different rewards."""
         return sum(task.contrast for task in self.tried) / len(self.tried) if self.tried else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the run would do: rollouts of a step and of a validation, validations, steps; bytes of its checkpoints."""
+    """The planned run: rollouts of a step and of a validation, validations, steps; bytes of its checkpoints."""
 
     step_rollouts: int
     steps: int
@@ -155,7 +155,7 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
 
 
 def verdict(tried: Sequence[Tried]) -> str:
-    """Say plainly whether reinforcement learning has anything to learn from here."""
+    """Return in a sentence whether reinforcement learning has anything to learn here."""
     counted = [task for task in tried if task.rewards]
     if not counted:
         return "no rollout has a reward. `lightning-rl agents` shows what failed"

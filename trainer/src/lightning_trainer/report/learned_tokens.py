@@ -1,4 +1,4 @@
-"""What each update saw of the tokens that it learned from: a small file for each step in the run's folder, to look at.
+"""What each update saw of its training tokens: one small file per step in the run's folder, for inspection.
 
 Axes: `_K` trained tokens of a row.
 """
@@ -18,20 +18,20 @@ from numpy.typing import NDArray
 from lightning_trainer.rl.rows import Row
 
 FOLDER: Final = "tokens"  # in the run's folder
-_DIGEST: Final = 16  # bytes that name a row
+_DIGEST: Final = 16  # bytes of a row's name
 _UNREADABLE: Final = (
     OSError, EOFError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-_MOST_BYTES: Final = 1 << 30  # of a file, unpacked
-_LATER: Final = 8  # updates after which a row may be learned that was collected while others were
+_MOST_BYTES: Final = 1 << 30  # most bytes of a file when unpacked
+_LATER: Final = 8  # updates after which a row collected during other updates may be learned
 
 
 class SeenTokens(NamedTuple):
     """What an update saw of a row's trained tokens when it first read them, before it changed anything.
 
     Attributes:
-        gap: (K,) log-probability under the trainer less that recorded when the token was drawn, in nats.
-        entropy: (K,) entropy in nats of the distribution that each was drawn from, under the trainer.
+        gap: (K,) log-probability under the trainer minus the one recorded when the token was sampled, in nats.
+        entropy: (K,) entropy in nats of the distribution that each was sampled from, under the trainer.
     """
 
     gap: NDArray[np.floating]
@@ -39,15 +39,15 @@ class SeenTokens(NamedTuple):
 
 
 def write(run: Path, step: int, seen: Mapping[bytes, SeenTokens]) -> None:
-    """Keep what the update of a step saw: four bytes a token, for half precision is enough to look at.
+    """Store what the update of a step saw, in four bytes per token: half precision is enough for inspection.
 
     Args:
         run: the run's folder.
         step: steps taken before.
-        seen: by the name of the row; rows that the update left out are not in it.
+        seen: by the name of the row; rows that the update left out are missing.
 
     Raises:
-        OSError: it can't be written.
+        OSError: it cannot be written.
     """
     if not seen:
         return
@@ -62,22 +62,22 @@ def write(run: Path, step: int, seen: Mapping[bytes, SeenTokens]) -> None:
             gap=np.concatenate([each.gap for each in seen.values()]).astype(np.float16),
             entropy=np.concatenate([each.entropy for each in seen.values()]).astype(np.float16),
         )
-    partial.replace(folder / f"{step}.npz")  # who looks at it sees it whole or not at all
+    partial.replace(folder / f"{step}.npz")  # readers see the whole file or none
 
 
 def read(run: Path, step: int, row: Row) -> SeenTokens | None:
-    """Return what its update saw of a row, made again from the store; None where it is not known.
+    """Return what the update saw of a row, which was rebuilt from the store; None if unknown.
 
     Args:
         run: the run's folder.
-        step: steps taken before, when the row was asked for; it may have been learned some steps later.
+        step: steps taken before, when the row was requested; it may have been learned some steps later.
         row: of the same attempt, with the same tokens trained.
     """
     return next((found for n in range(step, step + _LATER) if (found := _read(run, n, row)) is not None), None)
 
 
 def row_name(row: Row) -> bytes:
-    """Return 16 bytes that tell a row from others: by its attempt, its tokens, and which of them are trained."""
+    """Return 16 bytes that identify a row: by its attempt, its tokens, and which of them are trained."""
     digest = hashlib.blake2b(digest_size=_DIGEST)
     for part in (row.attempt_id.encode(), row.tokens.astype("<i4").tobytes(), row.mask.tobytes()):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -97,5 +97,5 @@ def _read(run: Path, step: int, row: Row) -> SeenTokens | None:
             end = int(file["lengths"][: found[0] + 1].sum())
             own = slice(end - int(file["lengths"][found[0]]), end)
             return SeenTokens(file["gap"][own], file["entropy"][own])
-    except _UNREADABLE:  # none was written, it was cut, or it is a stranger's
+    except _UNREADABLE:  # it is missing, truncated, or not written by a run
         return None

@@ -1,6 +1,6 @@
-"""What a run writes about itself: a line of JSON a step, the same for TensorBoard and others, and the curve.
+"""What a run records about itself: one line of JSON per step, the same for TensorBoard and others, and the curve.
 
-A step's numbers may raise alarms; these are lines of their own.
+A step's numbers may raise alarms, which are separate lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Kind: TypeAlias = Literal["train", "val"]
 
 LOG_NAME: Final = "metrics.jsonl"
 CURVE_NAME: Final = "curve.png"
-_TRIES: Final = 3  # times in a row that a tracker may fail before it is told no more: each try may take minutes
+_TRIES: Final = 3  # consecutive failures after which a tracker is dropped: each try may take minutes
 
 
 class MetricLog:
@@ -34,10 +34,9 @@ class MetricLog:
 
     Args:
         folder: of the run; it exists.
-        from_step: the first step that is still to come. Lines of later steps, which a resumed run takes again, are
-            cut off.
-        trackers: are told the same; closed with the log. One that keeps failing is told no more.
-        held_out: names the held-out tasks, and how often each is sampled: validations of others are not compared with
+        from_step: the first step that is still to come. Lines of later steps, which a resumed run repeats, are removed.
+        trackers: get the same numbers; closed with the log. One that keeps failing is dropped.
+        held_out: names the held-out tasks, and how often each is sampled: validations on others are not compared with
             theirs. None: there are none.
     """
 
@@ -59,8 +58,8 @@ class MetricLog:
         self._file = self._path.open("a", encoding="utf-8")
         self._drawn = -1
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1 if from_step else None)
-        self._trackers = dict.fromkeys(trackers, 0)  # with the number of times that each failed in a row
-        self.alarms: list[Alarm] = raised(self._history)  # those that stand
+        self._trackers = dict.fromkeys(trackers, 0)  # with the number of consecutive failures of each
+        self.alarms: list[Alarm] = raised(self._history)  # the active ones
 
     def add(
         self,
@@ -69,16 +68,16 @@ class MetricLog:
         values: Mapping[str, float],
         facts: Mapping[str, Any] | None = None,
     ) -> list[Alarm]:
-        """Keep the numbers of one step, or of the validation before it.
+        """Store the numbers of one step, or of the validation before it.
 
         Returns:
-            Alarms that this line raises and that did not stand before.
+            Alarms that this line raises and that were not active before.
 
         Args:
-            kind: of what.
+            kind: of the line.
             step: steps taken before: 0 for the first one and for the validation before training.
             values: numbers by name.
-            facts: what else the line in the file says, such as `BY_TASK`, by which two validations are compared.
+            facts: other entries of the line in the file, such as `BY_TASK`, by which two validations are compared.
         """
         tasks = {HELD_OUT: self._held_out} if kind == "val" and self._held_out is not None else {}
         self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **tasks, **(facts or {}), **values})
@@ -98,11 +97,11 @@ class MetricLog:
         return fresh
 
     def add_event(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
-        """Keep something that happened between two steps, as a line of its own kind."""
+        """Store an event between two steps, as a line of its own kind."""
         self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **facts})
 
     def raised(self) -> list[Alarm]:
-        """Return every alarm of the run, also those that no longer stand."""
+        """Return every alarm of the run, including those that are no longer active."""
         return [
             Alarm(line["name"], line["steps_taken"], line["text"]) for line in self._lines if line["kind"] == "alarm"
         ]
@@ -135,19 +134,19 @@ class MetricLog:
         return [line for line in self._lines if line["kind"] == kind]
 
     def validations(self) -> list[Line]:
-        """Return the lines of the validations on the held-out tasks as they are now."""
+        """Return the lines of the validations on the current held-out tasks."""
         return [line for line in self._lines if self._is_of_now(line)]
 
     def _is_of_now(self, line: Line) -> bool:
         return line["kind"] == "val" and line.get(HELD_OUT) == self._held_out
 
     def series(self, kind: Kind, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) for every line of a kind that has this number; held out, of the tasks of now."""
+        """Return (step, value) for every line of a kind with this number; for validations, on the current tasks."""
         lines = self.validations() if kind == "val" else self.lines(kind)
         return [(line["step"], line[name]) for line in lines if name in line]
 
     def draw(self) -> Path:
-        """Draw the reward curve, if there is anything new; gives the picture's path."""
+        """Draw the reward curve if there is anything new, and return the picture's path."""
         path = self._folder / CURVE_NAME
         if self._drawn == len(self._lines) and path.exists():
             return path
@@ -166,7 +165,7 @@ class MetricLog:
         return [(shown_step(kind, step), value) for step, value in self.series(kind, name)]
 
     def close(self) -> None:
-        """Let go of the files and the trackers."""
+        """Close the files and the trackers."""
         self._file.close()
         self._board.close()
         for tracker in self._trackers:
@@ -177,7 +176,7 @@ class MetricLog:
 
 
 def shown_step(kind: Kind, step: int) -> int:
-    """Return the number under which people see a line: training steps from 1, a validation after so many steps."""
+    """Return the step number that people see: training steps count from 1, a validation has the steps before it."""
     return step + 1 if kind == "train" else step
 
 
@@ -185,7 +184,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that a reader, or a crash, sees all of it or none of it.
 
     Raises:
-        OSError: it can't be written; it names the file, and nothing is left of the try.
+        OSError: it cannot be written; the error names the file, and no partial file is left.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -196,27 +195,27 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = str(path)  # the system names none where the disk is full
+        error.filename = str(path)  # the system names no file if the disk is full
         raise
 
 
 def newest_validations(lines: Iterable[Line]) -> list[Line]:
-    """Return the lines of the validations on the tasks of the last one: a run that goes on may have others."""
+    """Return the lines of the validations on the same tasks as the last one: a resumed run may have other tasks."""
     found = [line for line in lines if line["kind"] == "val"]
     return [line for line in found if line.get(HELD_OUT) == found[-1].get(HELD_OUT)]
 
 
 def best_step(validations: Iterable[Line]) -> int | None:
-    """Return after how many steps the held-out reward was highest, the first time; None without a validation.
+    """Return after how many steps the held-out reward first reached its highest value; None without a validation.
 
-    Those that can't be compared with each other, because a judge gave the rewards, have no rewards by task.
+    Validations that cannot be compared with each other, because a judge gave the rewards, have no rewards by task.
     """
     known = [line for line in validations if line.get("reward") is not None and line.get(BY_TASK)]
     return max(known, key=lambda line: float(line["reward"]), default={"step": None})["step"]
 
 
 def _stays(line: Line, from_step: int) -> bool:
-    """Whether a line was written before the checkpoint that a run goes on from; the validation before a step was."""
+    """Whether a line was written before the checkpoint of a resumed run, including the validation before its step."""
     return bool(line["step"] < from_step or (line["kind"] in {"val", "rollback"} and line["step"] == from_step))
 
 

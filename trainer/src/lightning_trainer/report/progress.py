@@ -1,4 +1,4 @@
-"""What a person sees while training runs: a live panel on a terminal, a line a step elsewhere. Always on stderr."""
+"""What a person sees during training: a live panel on a terminal, otherwise one line per step. Always on stderr."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-IMPORTING: Final = "importing the agent"  # may still refuse the program: the error is then the one line that is told
-_CUT = ("rollouts", "validation", "asking the teacher's server")  # phases that need not end
-_LINE_S: Final = 30.0  # between lines of a long wait, where there is no terminal
+IMPORTING: Final = "importing the agent"  # may still reject the program: then the error is the only line printed
+_CUT = ("rollouts", "validation", "asking the teacher's server")  # phases that are cut off on a stop
+_LINE_S: Final = 30.0  # seconds between lines of a long wait, without a terminal
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
 class Progress(Protocol):
-    """What the training loop tells."""
+    """Callback for the progress of the training loop."""
 
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Say what happens now, and how far it is."""
+        """Report the current phase and its progress."""
         ...
 
     def begin(self, step: int, steps: int) -> None:
-        """Say which of how many steps comes first, once that is known."""
+        """Report the first step and the number of steps, once they are known."""
         ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tell the numbers of a step that is done."""
+        """Report the numbers of a finished step."""
         ...
 
     def note(self, text: str) -> None:
-        """Tell something worth keeping on the screen."""
+        """Report something worth keeping on the screen."""
         ...
 
     def alarms(self, texts: Sequence[str]) -> None:
-        """Say which alarms stand now; those before no longer do."""
+        """Report the alarms that are active now; they replace the earlier ones."""
         ...
 
     def stopping(self) -> None:
-        """Say that somebody asked to stop, and what is waited for. Called from a signal handler."""
+        """Report that a stop was requested, and what must end first. Called from a signal handler."""
         ...
 
 
@@ -73,10 +73,10 @@ class Silent:
 
 
 class Shown:
-    """Shows progress on stderr while its ``with`` block runs, from the first thing that it is told on.
+    """Shows progress on stderr while its ``with`` block runs, from the first report on.
 
-    Nothing is shown before: options are still checked then, and a refused run never began. Without a terminal each
-    long wait is a line of its own, once, until there are lines of steps, and one more each half minute.
+    Nothing is shown before: options are still being checked, and a rejected run never began. Without a terminal, each
+    long wait prints one line until there are lines of steps, and one more every half minute.
 
     Args:
         title: the first line: what is trained on what.
@@ -95,14 +95,14 @@ class Shown:
         self._alarms: Sequence[str] = ()
         self._live: Live | None = None
         self._open = self._shown = False
-        self._told: set[str] = set()  # phases, where there is no terminal
+        self._told: set[str] = set()  # phases already printed, without a terminal
 
     def __enter__(self) -> Shown:
         self._open = True
         return self
 
     def _show(self) -> None:
-        """Put up the panel, or print the title, once."""
+        """Start the panel, or print the title, once."""
         from rich.live import Live
 
         if self._shown or not self._open:
@@ -122,7 +122,7 @@ class Shown:
             self._live.stop()
 
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Say what happens now, and how far it is."""
+        """Show the current phase and its progress."""
         self._phase = (name, done, total)
         if self._console.is_terminal:
             self._show()
@@ -133,12 +133,12 @@ class Shown:
             self.note(f"{name}: {done} of {total} ({duration(time.monotonic() - self._began)})")
 
     def begin(self, step: int, steps: int) -> None:
-        """Say which of how many steps comes first, once that is known."""
+        """Set the first step and the number of steps, once they are known."""
         self._step, self._steps = step, steps
         self._began = time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tell the numbers of a step that is done."""
+        """Show the numbers of a finished step."""
         self._step = step + 1
         self._rewards.append(metrics.get("reward", 0.0))
         self._metrics = metrics
@@ -146,20 +146,20 @@ class Shown:
             self.note(f"step {step + 1}/{self._steps}  {one_line(metrics)}")
 
     def note(self, text: str) -> None:
-        """Tell something worth keeping on the screen."""
+        """Print something worth keeping on the screen."""
         self._show()
         self._last = time.monotonic()
         self._console.print(printable(text, lines=True), highlight=False, markup=False, soft_wrap=True)
 
     def alarms(self, texts: Sequence[str]) -> None:
-        """Say which alarms stand now; those before no longer do."""
+        """Show the alarms that are active now; they replace the earlier ones."""
         for text in texts:
             if self._live is None and text not in self._alarms:
                 self.note(f"ALARM: {text}")
         self._alarms = texts
 
     def stopping(self) -> None:
-        """Say that somebody asked to stop, and what is waited for. Called from a signal handler."""
+        """Print that a stop was requested, and what must end first. Called from a signal handler."""
         name, done, total = self._phase
         what = f"{name}{f' ({done} of {total})' if total else ''}"
         text = (
@@ -194,7 +194,7 @@ class Shown:
 
 
 def one_line(metrics: Mapping[str, float]) -> str:
-    """Return the numbers that tell most, in one line; what is not there is left out."""
+    """Return the most informative numbers in one line; missing ones are left out."""
     shown = {
         "failed": ".0f",
         "loss": ".4f",
@@ -218,12 +218,12 @@ def one_line(metrics: Mapping[str, float]) -> str:
 
 
 def bar(done: int, total: int, width: int = 60) -> str:
-    """Draw how far something is; empty where that is not known."""
+    """Return a progress bar; empty if the total is not known."""
     return "━" * round(width * min(done, total) / total) if total else ""
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
-    """Draw the newest values as bars, scaled from the lowest to the highest of all; a gap where one is not finite."""
+    """Return the newest values as bars from the lowest to the highest of all; a gap for each that is not finite."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, span = min(finite), (max(finite) - min(finite)) or 1.0
 
@@ -234,7 +234,7 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people read it."""
+    """Return a duration as h:mm:ss, or m:ss below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

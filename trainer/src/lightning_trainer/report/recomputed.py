@@ -1,4 +1,4 @@
-"""What a run made of its rollouts, made again from its store: credit, comparison, rows, account."""
+"""A run's results, recomputed from its store: credit, comparison, rows, account."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def judged(
     every_agent: bool = True,
     imports: Container[str] = (),
 ) -> tuple[Batch, list[Outcome]]:
-    """Share out and compare as the run did; where it compares with whole batches, with the group.
+    """Return credit and comparison as in the run; comparisons with whole batches are replaced by those with the group.
 
     Args:
         config: of the run.
-        store: where its traces are.
+        store: contains its traces.
         rollouts: that have ended; whole groups.
-        every_agent: compare all agents that have a name, also those that the run does not train.
-        imports: rules of the user's, ``module:function``, that may be imported. Of others the rewards that the run
-            recorded count: its folder may be a stranger's.
+        every_agent: compare all agents that have a name, including those that the run does not train.
+        imports: the user's rules, ``module:function``, that may be imported. For others, the rewards recorded by the
+            run count, because its folder may come from somebody else.
     """
     algorithm = algorithm_by_name(config.algorithm)
     algorithm = algorithm if algorithm.grouped else GRPO
-    if every_agent and config.agents is not None:  # those that are selected by their path go on being called by it
+    if every_agent and config.agents is not None:  # those selected by their path keep it as their name
         config = config.model_copy(update={"agents": (*config.agents, "*")})
     ended = outcomes(store, rollouts, config.timeouts)
     table = {name: value for name, value in config.rewards.items() if name in RULES or name in imports}

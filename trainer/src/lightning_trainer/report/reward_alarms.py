@@ -1,7 +1,7 @@
-"""Alarms of rewards: one source pays more and more, and another, which policies can't learn to please, does not follow.
+"""Alarms for rewards: one source pays more and more, and one that policies cannot learn to please does not follow.
 
 What a policy learns to please is compared with what it is not trained on: an automatic rule with the held-out reward,
-in which rules have no part, and a judge with a second judge, whose scores are not learned.
+which includes no rules, and a judge with a second judge, whose scores are not learned.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Final
 from lightning_trainer.report.alarms import WINDOW, Found, History, ends, series
 
 SOURCE: Final = "reward_source/"
-OF_OUTCOME: Final = frozenset({"run", "score", "emit_reward", "judge", "failed"})  # sources that are no automatic rule
+OF_OUTCOME: Final = frozenset({"run", "score", "emit_reward", "judge", "failed"})  # sources other than automatic rules
 AGREEMENT: Final = "judge_agreement"
-LESS: Final = 0.2  # of the agreement of two judges, where 0.5 is chance
-CHANCE: Final = 0.65  # agreement that says little
+LESS: Final = 0.2  # fall of the agreement of two judges, where 0.5 is chance
+CHANCE: Final = 0.65  # agreement below this says little
 
 
 def rule_departs(history: History) -> Found:
-    """Raise where a rule gives more than at first, and the outcome is surely worse than it was."""
+    """Yield an alarm if a rule gives more than at first, and the outcome is significantly worse than it was."""
     for name in sorted({key for line in history for key in line if key.startswith(SOURCE)}):
         points, rule = series(history, "train", name), name.removeprefix(SOURCE)
         if rule.partition(":")[0] in OF_OUTCOME | {"evaluator"} or len(points) < 2 * WINDOW or not rises(points):
@@ -37,7 +37,7 @@ def rule_departs(history: History) -> Found:
 
 
 def judges_part(history: History) -> Found:
-    """Raise where a judge and a second one prefer other rollouts of a group than they did at first."""
+    """Yield an alarm if a judge and a second judge agree less often on the better rollout of a group than at first."""
     points = series(history, "train", AGREEMENT)
     if len(points) < 2 * WINDOW:
         return
@@ -52,13 +52,13 @@ def judges_part(history: History) -> Found:
 
 
 def rises(points: list[tuple[int, float]]) -> bool:
-    """Return whether a number has risen by more than one and a half times its usual change from step to step."""
+    """Whether a number has risen by more than one and a half times its usual change from step to step."""
     first, now = ends(points)
     return now - first > 1.5 * statistics.median(abs(b - a) for (_, a), (_, b) in pairwise(points))
 
 
 def _fall_of_outcome(history: History) -> str | None:
-    """Say how far the outcome has fallen: held out, or without held-out tasks in training; None where it has not."""
+    """Return how far the outcome has fallen: held out, or in training without held-out tasks; None if it has not."""
     highs = series(history, "val", "from_best_high")
     rewards = series(history, "val", "reward")
     if rewards:

@@ -1,4 +1,4 @@
-"""Runs beside each other: what they came to, what they cost, and in which options they differ."""
+"""Comparison of runs: their results, their cost, and the options in which they differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_trainer.report.metrics import LOG_NAME, newest_validations
 from lightning_trainer.rl.scores import BY_TASK, Score, difference
 from lightning_trainer.work import Work
 
-_WHERE: Final = ("out", "resume", "port", "store")  # options that say where, and nothing of what
+_WHERE: Final = ("out", "resume", "port", "store")  # options about where, not about what
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,8 @@ class RunSummary:
         folder: of the run.
         steps: taken.
         before, after: held-out reward before training and of the last validation; None without.
-        difference, difference_low, difference_high: how far the held-out reward rose, paired by task, and its interval;
-            None where it was not measured twice.
+        difference, difference_low, difference_high: rise of the held-out reward, paired by task, and its interval; None
+            if it was not measured twice.
         curve: mean training reward of each step.
         seconds: that its steps took.
         tokens: generated in all steps.
@@ -53,13 +53,13 @@ class RunSummary:
 
 
 def find(places: Sequence[Path]) -> list[Path]:
-    """Return the folders of runs: those named, and those in the other folders named, oldest first."""
+    """Return run folders, oldest first: those that are named, and those in other folders that are named."""
     ours = {path for place in places for path in ([place] if is_run(place) else _runs_in(place))}
     return sorted(ours, key=lambda path: (path / CONFIG_NAME).stat().st_mtime_ns)
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run's."""
+    """Whether a folder is a run's folder."""
     return (path / CONFIG_NAME).is_file() and (path / LOG_NAME).is_file()
 
 
@@ -68,7 +68,7 @@ def _runs_in(place: Path) -> list[Path]:
 
 
 def row_of(folder: Path) -> RunSummary:
-    """Read a run from its own files."""
+    """Return the summary of a run, read from its own files."""
     lines = read(folder / LOG_NAME)
     steps = [line for line in lines if line["kind"] == "train"]
     validations = newest_validations(lines)
@@ -99,9 +99,9 @@ def _rise(validations: Sequence[Mapping[str, Any]], declared: Declared) -> Estim
 
 
 def differences(rows: Sequence[RunSummary]) -> dict[str, list[Any]]:
-    """Return the options in which runs differ, each with its value in every run; None where one has no such option.
+    """Return the options in which runs differ, each with its value in every run; None if a run has no such option.
 
-    Those that only some of the runs have are of another command, such as sft, and say nothing of how runs differ.
+    Options that only some of the runs have belong to another command, such as sft, and do not count.
     """
     names = sorted({name for row in rows for name in row.options} - set(_WHERE))
     values = {name: [row.options.get(name) for row in rows] for name in names}

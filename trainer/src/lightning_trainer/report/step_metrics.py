@@ -1,6 +1,6 @@
-"""What is watched of a step besides rewards and the update: groups, lengths, tools, staleness, tokens.
+"""Metrics of a step besides rewards and the update: groups, lengths, tools, staleness, tokens.
 
-Names of numbers, as they stand in metrics.jsonl and in TensorBoard. ``/NAME`` is an agent's or a tool's.
+The names are those in metrics.jsonl and in TensorBoard. ``/NAME`` is an agent's or a tool's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TraceCache:
-    """Reads traces, and keeps them for who counts what is in them."""
+    """Reads traces, and keeps them for later counts."""
 
     def __init__(self, read: Callable[[Sequence[str]], Iterable[Trace]]) -> None:
         self._read = read
@@ -30,25 +30,25 @@ class TraceCache:
 
     @property
     def found(self) -> list[Trace]:
-        """Every trace that was read."""
+        """All traces that were read."""
         return list(self._kept.values())
 
     def __call__(self, attempt_ids: Sequence[str]) -> list[Trace]:
-        """Read the traces of these attempts."""
+        """Return the traces of these attempts."""
         traces = list(self._read(attempt_ids))
         self._kept |= {trace.attempt_id: trace for trace in traces}
         return traces
 
 
 def of_traces(traces: Iterable[Trace]) -> dict[str, float]:
-    """Count what agents and tools did.
+    """Return what agents and tools did, as numbers.
 
     Returns:
         ``calls_per_rollout`` and ``response_tokens`` (mean of a call), both also by agent; ``truncated``, the share of
-        answers that were cut at their limit, also by agent; ``calls_unread``, the share of answers that look like tool
-        calls of another form than is read, where there are any, also by format; ``calls_malformed``, of those in the
-        form that is read, with a fault in them; ``tool_calls`` and ``tool_error_rate``, both also by tool;
-        ``tokens_prompt`` and ``tokens_generated``, totals of the model calls. What never happened is left out.
+        answers that were truncated at their limit, also by agent; ``calls_unread``, the share of answers that look like
+        tool calls in another format than the one that is read, if there are any, also by format; ``calls_malformed``,
+        the share with malformed calls in the format that is read; ``tool_calls`` and ``tool_error_rate``, both also by
+        tool; ``tokens_prompt`` and ``tokens_generated``, totals of the model calls. What never happened is left out.
     """
     lengths: dict[str, list[int]] = defaultdict(list)
     cut: Counter[str] = Counter()
@@ -80,24 +80,24 @@ def of_traces(traces: Iterable[Trace]) -> dict[str, float]:
 
 
 def tool_name(node: Node) -> str:
-    """Return a tool call's tool."""
+    """Return the name of a tool call's tool."""
     named = node.span.attributes.get(TOOL_NAME)
     return str(named) if named else node.span.name or "unnamed"
 
 
 def compared(batch: Batch) -> tuple[int, int]:
-    """Count the groups that were compared, and of them those in which there was nothing to compare."""
+    """Return the number of groups that were compared, and of those in which there was nothing to compare."""
     groups = {call.group_id for call in batch.calls if call.left_out is None}
     return len(groups), len(groups & batch.flat_groups)
 
 
 def of_groups(groups: int, flat: int) -> dict[str, float]:
-    """Return the share of the compared groups that had nothing to compare."""
+    """Return the number of compared groups, and the share of them that had nothing to compare."""
     return {"groups": float(groups), "groups_without_signal": flat / groups} if groups else {"groups": 0.0}
 
 
 def of_rows(rows: Iterable[Row], versions: Mapping[str, int]) -> dict[str, float]:
-    """Return the age of what is learned from: updates since it was sampled.
+    """Return the age of the training rows: updates since they were sampled.
 
     Args:
         rows: of the step.
@@ -111,7 +111,7 @@ def of_rows(rows: Iterable[Row], versions: Mapping[str, int]) -> dict[str, float
 
 
 def of_ages(ages: Sequence[int]) -> dict[str, float]:
-    """Return ``staleness`` and ``staleness_max`` of what was sampled so many updates ago."""
+    """Return ``staleness`` and ``staleness_max`` for these ages, in updates."""
     return {"staleness": sum(ages) / len(ages), "staleness_max": float(max(ages))} if ages else {}
 
 
@@ -133,7 +133,7 @@ def _lengths(lengths: Mapping[str, Sequence[int]], cut: Mapping[str, int], attem
 
 
 def _unread(formats: Mapping[str, int], answers: int) -> dict[str, float]:
-    """Return the shares of answers that look like calls of which none was read; nothing where there are none."""
+    """Return the shares of answers that look like calls of which none was read; empty if there are none."""
     shares = {f"calls_unread/{name}": count / answers for name, count in sorted(formats.items()) if name != MALFORMED}
     found = {"calls_unread": sum(shares.values()), **shares} if shares else {}
     return {**found, "calls_malformed": formats[MALFORMED] / answers} if MALFORMED in formats else found
@@ -151,7 +151,7 @@ def _rates(tools: Mapping[str, int], errors: Mapping[str, int]) -> dict[str, flo
 
 
 def of_versions(engines: Sequence[Engine]) -> dict[str, float]:
-    """Number the weights, for logs; of several policies the newest, and each under its name."""
+    """Return the number of the weights, for logs; for several policies the newest, and each under its name."""
     each = {f"policy_version/{engine.model}": float(engine.version) for engine in engines if engine.model != BASE}
     newest = {"policy_version": float(max(engine.version for engine in engines))}
     return newest if len(engines) == 1 else {**newest, **each}

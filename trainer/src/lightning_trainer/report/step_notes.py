@@ -1,4 +1,4 @@
-"""What is said of a step: its score, what its failures come to, and why nothing can be learned."""
+"""Texts about a step: its score, how its failures count, and why nothing can be learned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_trainer.rl.scores import Score
 
 
 def score_line(result: Score) -> str:
-    """Say a score in a line."""
+    """Return a score as one line."""
     reward = "no rollout succeeded" if result.reward is None else f"reward {decimal(result.reward)}"
     if result.low is not None and result.high is not None:
         reward += f" ({decimal(result.low)} to {decimal(result.high)}, 95 %, {amount(result.tasks, 'task')})"
@@ -31,13 +31,13 @@ def score_line(result: Score) -> str:
 
 
 def held_out_sentence(before: Score, after: Score, rise: Estimate, tasks: int) -> str:
-    """Say in a sentence what came of the held-out reward.
+    """Return a sentence on how the held-out reward changed.
 
     Args:
-        before: training.
-        after: it.
-        rise: of the reward, paired by task; without numbers where the two can't be compared.
-        tasks: how many it is of.
+        before: the score before training.
+        after: the score after training.
+        rise: of the reward, paired by task; without numbers if the two cannot be compared.
+        tasks: how many it covers.
     """
     if before.reward is None or after.reward is None:
         return "The held-out reward is not known both before and after training: no rollout counted."
@@ -53,7 +53,7 @@ def held_out_sentence(before: Score, after: Score, rise: Estimate, tasks: int) -
 
 
 def how_they_count(crashed: int, reward: float, config: TrainConfig) -> str:
-    """Say what the failures of the policy's come to, and with which option to change it."""
+    """Return how failures of the policy count, and which option changes it."""
     if not crashed:
         return " and are left out, because no answer of a model led to it"
     if config.failed == "exclude":
@@ -62,7 +62,7 @@ def how_they_count(crashed: int, reward: float, config: TrainConfig) -> str:
 
 
 def all_flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -> str:
-    """Say that the first steps taught nothing, and what to do."""
+    """Return a message that the first steps taught nothing, and what to do."""
     seen = sorted({reward for reward in rewards if reward is not None})
     mean = ", ".join(f"{reward:g}" for reward in seen[:5])
     untold = "no call had anything to give to its teacher"
@@ -80,7 +80,7 @@ def all_flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -
 
 
 def no_rows(batch: Batch) -> str:
-    """Say that nothing of a batch can be trained on, and why."""
+    """Return a message that nothing in a batch can be trained on, and why."""
     agents = ", ".join(f"{name or 'without a name'}: {amount(count, 'call')}" for name, count in batch.agents.items())
     facts = "\n".join(f"  {line}" for line in batch.account.lines())
     lost = sorted(set(batch.account.unclaimed) - {WHOLE})

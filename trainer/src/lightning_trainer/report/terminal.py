@@ -1,4 +1,4 @@
-"""Text of agents, tools and model servers on a terminal: shown, never obeyed."""
+"""Text of agents, tools and model servers on a terminal: shown, never interpreted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _SHOWN_AS: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Return a text with everything that does not print (escapes, bells, invisible and direction marks) shown as �.
+    """Return a text with all unprintable characters (escapes, bells, invisible and direction marks) shown as �.
 
     Args:
         text: any.
-        lines: leave line breaks and tabs.
+        lines: keep line breaks and tabs.
 
     Returns:
         A text of the same length.
@@ -26,29 +26,29 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def decimal(value: float) -> str:
-    """Return a reward as people read it: with three decimals, or as a power of ten from a million on."""
+    """Return a reward for people: with three decimals, or as a power of ten from a million on."""
     return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 def tokens(number: int) -> str:
-    """Write how many tokens there were; a dash where nobody counted any."""
+    """Return a number of tokens as text; a dash if none were counted."""
     return str(number) if number else "-"
 
 
 def some(words: Sequence[str], most: int = 10) -> str:
-    """Return words with commas between; of many the first, and how many more there are."""
+    """Return comma-separated words; if there are many, the first ones and how many more there are."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""
     return f"{', '.join(words[:most])}{more}"
 
 
 class PrintableFormatter(logging.Formatter):
-    """A log line that is one line, whatever is in its message; tracebacks keep theirs."""
+    """Formats a log message as one line, whatever it contains; tracebacks keep their lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """Return the line."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: object) -> str:  # noqa: N802 - logging's name
-        """Return the traceback, indented: none of its lines can pass for a line of the log."""
+        """Return the traceback, indented so that none of its lines can pass for a line of the log."""
         text = super().formatException(ei)  # type: ignore[arg-type]
         return "\n".join(f"  {line}" for line in printable(text, lines=True).splitlines())

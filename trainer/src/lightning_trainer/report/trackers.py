@@ -1,4 +1,4 @@
-"""Experiment trackers beside our own files: MLflow and Weights & Biases, chosen by name. Imported when chosen."""
+"""Experiment trackers in addition to our own files: MLflow and Weights & Biases, imported when chosen by name."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from typing import Any, Final, Protocol
 
 from lightning_spans.errors import ConfigError
 
-PROJECT: Final = "lightning-rl"  # experiment or project, where the environment names none
-IDS_NAME: Final = "trackers.json"  # in the run's folder: under which id each tracker knows the run
+PROJECT: Final = "lightning-rl"  # experiment or project if the environment names none
+IDS_NAME: Final = "trackers.json"  # in the run's folder: the id of the run in each tracker
 
 
 class ExperimentTracker(Protocol):
-    """Takes a run's numbers."""
+    """Receives a run's metrics."""
 
     @property
     def name(self) -> str:
-        """What it is called on the command line."""
+        """Its name on the command line."""
         ...
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a step (kind ``train``) or of a validation (``val``), each named KIND/NAME.
+        """Log the numbers of a step (kind ``train``) or of a validation (``val``), each named KIND/NAME.
 
         Raises:
-            Exception: the service does not take them.
+            Exception: the service does not accept them.
         """
         ...
 
     def close(self) -> None:
-        """The run has ended, or goes on another time."""
+        """Close the tracker: the run has ended, or will be resumed later."""
         ...
 
 
 def check(names: Sequence[str]) -> None:
-    """Refuse trackers that can't be opened here.
+    """Reject trackers that cannot be opened here.
 
     Raises:
         ConfigError: a name is unknown, or its package is not installed.
@@ -57,15 +57,15 @@ def check(names: Sequence[str]) -> None:
 
 @contextmanager
 def opened(names: Sequence[str], folder: Path, options: Mapping[str, Any]) -> Iterator[list[ExperimentTracker]]:
-    """Open the trackers named; a run that goes on goes on there, too. They are closed by the log.
+    """Open the named trackers, in which a resumed run continues, too. The log closes them.
 
     Args:
         names: ``mlflow``, ``wandb``.
         folder: of the run; its name names the run.
-        options: of the run, kept as its parameters.
+        options: of the run, stored as its parameters.
 
     Raises:
-        ConfigError: a name is unknown, the package is not installed, or the service can't be reached.
+        ConfigError: a name is unknown, the package is not installed, or the service cannot be reached.
     """
     check(names)
     ids = _read_ids(folder)
@@ -83,7 +83,7 @@ def opened(names: Sequence[str], folder: Path, options: Mapping[str, Any]) -> It
 
 
 class Mlflow:
-    """Tells MLflow. ``MLFLOW_TRACKING_URI`` says where; without it, into ``mlflow.db`` in the run's folder."""
+    """Logs to MLflow: to ``MLFLOW_TRACKING_URI``, by default to ``mlflow.db`` in the run's folder."""
 
     name = "mlflow"
 
@@ -91,7 +91,7 @@ class Mlflow:
         mlflow = import_module("mlflow")
         self._entities = import_module("mlflow.entities")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
-        self._client = mlflow.MlflowClient(tracking_uri=uri)  # a client of our own: the program's settings stay
+        self._client = mlflow.MlflowClient(tracking_uri=uri)  # our own, so the program's settings are unchanged
         self.run_id = run_id or self._new_run(folder.name, options)
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")
@@ -106,7 +106,7 @@ class Mlflow:
         return str(run.info.run_id)
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a step: `ExperimentTracker.log`."""
+        """Log the numbers of a step; see `ExperimentTracker.log`."""
         now = int(time.time() * 1000)
         numbers = [
             self._entities.Metric(re.sub(r"[^\w\-. :/]", "_", f"{kind}/{name}"), float(value), now, step)
@@ -116,12 +116,12 @@ class Mlflow:
         self._client.log_batch(self.run_id, metrics=numbers)
 
     def close(self) -> None:
-        """Say that the run is done for now."""
+        """Mark the run as finished for now."""
         self._client.set_terminated(self.run_id)
 
 
 class Wandb:
-    """Tells Weights & Biases, as its own environment variables say (``WANDB_MODE=offline`` writes files only)."""
+    """Logs to Weights & Biases, as its environment variables say (``WANDB_MODE=offline`` only writes files)."""
 
     name = "wandb"
 
@@ -135,16 +135,16 @@ class Wandb:
             dir=str(folder),
             config=dict(options),
             resume="allow",
-            reinit="create_new",  # a run that the program has open stays its own
+            reinit="create_new",  # a run that the program has opened stays separate
         )
-        self._run.define_metric("*", step_metric="step")  # its own count may not go back, as a run that goes on does
+        self._run.define_metric("*", step_metric="step")  # wandb's own count cannot go back, as a resumed run does
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a step: `ExperimentTracker.log`."""
+        """Log the numbers of a step; see `ExperimentTracker.log`."""
         self._run.log({"step": step, **{f"{kind}/{name}": value for name, value in values.items()}})
 
     def close(self) -> None:
-        """Say that the run is done for now."""
+        """Mark the run as finished for now."""
         self._run.finish()
 
 

@@ -1,4 +1,4 @@
-"""Read a run's metrics file, which may be a stranger's: values of another type than a run writes are left out."""
+"""Read a run's metrics file, which anyone may have written: values of types that a run does not write are left out."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 Line: TypeAlias = dict[str, Any]
 Check: TypeAlias = Callable[[Any], bool]
 
-HELD_OUT: Final = "held_out"  # in the line of a validation: on which tasks, see `MetricLog`
-PROMPTS: Final = "prompts"  # in the line of a validation: digests of what each agent was asked
-MOST_FREQUENT: Final = "most_frequent"  # by agent: its most frequent short answer, and its share
-POLICY_OF: Final = "policy_of"  # in the line of a step: the policy that answered each agent, where there are several
+HELD_OUT: Final = "held_out"  # in the line of a validation: its tasks, see `MetricLog`
+PROMPTS: Final = "prompts"  # in the line of a validation: digests of each agent's prompts
+MOST_FREQUENT: Final = "most_frequent"  # by agent: its most frequent short answer, and that answer's share
+POLICY_OF: Final = "policy_of"  # in the line of a step: the policy that answered each agent, if there are several
 WAITED_FOR: Final = "waited_for"  # in the line of a step: the part that took longest
 
-_MOST_BYTES: Final = 1 << 28  # that are read of a file: a run of 10,000 steps writes less than 100 MB
+_MOST_BYTES: Final = 1 << 28  # most bytes read from a file: a run of 10,000 steps writes less than 100 MB
 _MOST_NUMBER: Final = 1e100  # squares of larger ones are infinite
-_MOST_DEPTH: Final = 8  # of values in lines of other kinds, such as `rollback`
+_MOST_DEPTH: Final = 8  # deepest nesting of values in lines of other kinds, such as `rollback`
 _MOST_COUNT: Final = 1e15
 _COUNTS: Final = frozenset({"time", "seconds", "rollouts", "failed", "tasks", "tokens_prompt", "tokens_generated"})
 
@@ -33,11 +33,11 @@ _COUNTS: Final = frozenset({"time", "seconds", "rollouts", "failed", "tasks", "t
 def read(path: Path) -> list[Line]:
     """Read the lines of a metrics file.
 
-    Lines that are no object with a kind and a step, and values of another type than a run writes, are left out, with
-    one warning that names the file and the first such line. So is a last line that was cut off while it was written,
-    without a warning.
+    Lines that are not an object with a kind and a step, and values of another type than a run writes, are left out,
+    with one warning that names the file and the first such line. A last line that was cut off during writing is left
+    out without a warning.
     """
-    if not path.is_file():  # a pipe in a folder of somebody else would be waited for
+    if not path.is_file():  # reading a pipe in somebody else's folder would wait
         return []
     lines, wrong = [], list[str]()
     for number, text in enumerate(_texts(path), 1):
@@ -54,7 +54,7 @@ def read(path: Path) -> list[Line]:
 
 @cache
 def _warn(text: str) -> None:
-    """Log a warning once: the viewer reads the file again and again."""
+    """Log a warning once, because the viewer reads the file repeatedly."""
     logger.warning("%s", text)
 
 
@@ -69,11 +69,11 @@ def _texts(path: Path) -> Iterator[bytes]:
 
 
 def _parse(text: bytes) -> tuple[Line | None, str]:
-    """Return what is good of a line, None if nothing is, and what is wrong with it."""
+    """Return the valid part of a line, or None if nothing is valid, and what is wrong with it."""
     try:
         values = json.loads(text)
         if b"\\ud" in text.lower():
-            json.dumps(values, ensure_ascii=False).encode()  # half a character can't be shown
+            json.dumps(values, ensure_ascii=False).encode()  # a lone surrogate cannot be shown
     except (ValueError, RecursionError):
         return None, "it is not a line of JSON"
     if not isinstance(values, dict) or not _is_text(values.get("kind")) or not _is_count(values.get("step")):
@@ -92,7 +92,7 @@ def _describe(value: Any) -> str:
 
 
 def _fits(kind: str, name: str, value: Any) -> bool:
-    """Whether a value is of the type that a run writes under this name."""
+    """Whether a value has the type that a run writes under this name."""
     if (check := _FACTS.get(name)) is not None:
         return check(value)
     if name in _COUNTS:
@@ -111,7 +111,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number; a loss may be infinite, or none, where learning failed."""
+    """Whether it is a number; a loss may be infinite or NaN if learning failed."""
     return isinstance(value, (int, float)) and not _MOST_NUMBER < abs(value) < math.inf
 
 

@@ -6,7 +6,7 @@ import sys
 
 
 def process_peak() -> int:
-    """Return the most memory that this process has used, in bytes; 0 where the system does not report it."""
+    """Return the peak memory of this process in bytes; 0 if the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows

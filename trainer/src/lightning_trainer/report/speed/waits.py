@@ -1,7 +1,7 @@
-"""Where the time of a step goes: what it waited for, and in one sentence what to change. Pure: numbers in, text out.
+"""Where the time of a step goes: what it waited for, and a sentence on what to change. Pure: numbers in, text out.
 
 While a step waits for its rollouts, each running attempt is either inside a model call or in the program's own code. At
-each moment the waiting time is divided by these shares: with 3 of 4 attempts in a call, 75 % is sampling.
+each moment the waiting time is divided in these proportions: with 3 of 4 attempts in a call, 75 % is sampling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.rollouts import Outcome
 
-STEPS_BEFORE_ADVICE: Final = 5  # the first is left out: it loads and warms up
+STEPS_BEFORE_ADVICE: Final = 5  # the first is left out, because it loads and warms up
 _NAMES: Final = {
     "sampling": "sampling",
     "program": "the program outside of model calls",
@@ -37,7 +37,7 @@ class RolloutTime:
 
     Attributes:
         sampling: within model calls that the gateway answered.
-        program: in the program's own code, calls to endpoints of its own included.
+        program: in the program's own code, including calls to its own endpoints.
         sampled: in which at least one call was in progress, whether the step waited or not.
     """
 
@@ -47,7 +47,7 @@ class RolloutTime:
 
 
 def time_rollouts(outcomes: Iterable[Outcome], traces: Iterable[Trace], windows: Sequence[Window]) -> RolloutTime:
-    """Divide the time in which a step waited for its rollouts.
+    """Divide the time that a step waited for its rollouts.
 
     Time in which none of their attempts ran is in neither part.
 
@@ -70,7 +70,7 @@ def time_rollouts(outcomes: Iterable[Outcome], traces: Iterable[Trace], windows:
 
 
 def _moments(attempts: Iterable[Window], calls: Iterable[Window], window: Window) -> Iterator[tuple[float, int, int]]:
-    """Yield the stretches of a window between two changes: seconds, attempts that run, calls in progress."""
+    """Yield the intervals of a window between two changes: seconds, running attempts, calls in progress."""
     changes: list[tuple[int, int, int]] = [(window[0], 0, 0), (window[1], 0, 0)]
     for spans, attempt, call in ((attempts, 1, 0), (calls, 0, 1)):
         for first, last in spans:
@@ -89,8 +89,8 @@ def divide_step(rolled: RolloutTime, metrics: Mapping[str, float]) -> dict[str, 
 
     Args:
         rolled: of its rollouts.
-        metrics: of the step: `seconds`, and where they exist `update_seconds`, of which `weights_seconds` are a part,
-            and `tokens_generated`.
+        metrics: of the step: `seconds`, and if they exist `update_seconds`, which include `weights_seconds`, and
+            `tokens_generated`.
 
     Returns:
         ``waited_for/PART`` in seconds, which add up to `seconds`, and ``tokens_per_second`` of sampling.
@@ -110,13 +110,13 @@ def divide_step(rolled: RolloutTime, metrics: Mapping[str, float]) -> dict[str, 
 
 
 def longest_wait(metrics: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return what a step waited for longest, and the seconds; None where that is not known."""
+    """Return what a step waited for longest, and the seconds; None if that is not known."""
     parts = {part: metrics[name] for part in _NAMES if (name := f"{WAITED_FOR}/{part}") in metrics}
     return max(parts.items(), key=lambda item: item[1]) if parts else None
 
 
 def name_bottleneck(steps: Sequence[Mapping[str, Any]], config: TrainConfig, *, samples_apart: bool) -> str | None:
-    """Say in a sentence where most of the time goes, and which option to change.
+    """Return a sentence on where most of the time goes, and which option to change.
 
     Args:
         steps: metrics of the steps since the run started or was resumed.
@@ -139,10 +139,10 @@ def name_bottleneck(steps: Sequence[Mapping[str, Any]], config: TrainConfig, *, 
 def _advice(part: str, config: TrainConfig, *, samples_apart: bool) -> str:
     ours, at_once, adapters = config.backend == "torch", config.concurrency, config.lora_rank > 0
     newest = config.forked or config.by_coalitions or config.teacher is not None or config.resample > 0
-    early = config.backend in ("torch", "tinker", "verl") and not newest  # the others are refused with staleness
+    early = config.backend in ("torch", "tinker", "verl") and not newest  # the others reject staleness
     cluster = config.backend == "verl" and config.device != "cpu"
     overlap = f"--staleness {config.staleness + 1}"
-    overlaps = early and samples_apart and not config.staleness  # that much would be gained
+    overlaps = early and samples_apart and not config.staleness  # then sampling during the update saves time
     vllm = ours and samples_apart and config.engine_url is None
     table = (
         ("sampling", overlaps and vllm, f"Sample during the update with {overlap}, or use --engine-gpus for vLLM."),

@@ -1,1 +1,1 @@
-"""Figures and alarms of agents that learn together."""
+"""Metrics and alarms of agents that learn together."""

@@ -1,4 +1,4 @@
-"""Alarms of teams: what a run's numbers say when agents that learn together get into each other's way."""
+"""Alarms for teams: what a run's numbers show if agents that learn together get in each other's way."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CAPTURED: Final = 0.8  # of the squared gradient norm of a policy that several a
 MANY_NEW: Final = 0.2  # share of an agent's held-out prompts
 DRIFT: Final = 1.5  # times the median share of earlier validations
 SMALL_FALL: Final = 0.05  # share of the best reward
-FAR: Final = 0.1  # nats a token
+FAR: Final = 0.1  # nats per token
 
 
 def agent_captures(history: History) -> Found:
-    """Raise where one of the agents that share a policy makes nearly all of its gradient."""
+    """Yield an alarm if one of the agents that share a policy contributes nearly all of its gradient."""
     for policy, agents, shares in _gradient_shares(history):
         first = max(agents, key=lambda agent: shares[-1].get(agent, 0.0))
         if min(own.get(first, 0.0) for own in shares) < CAPTURED:
@@ -35,7 +35,7 @@ def agent_captures(history: History) -> Found:
 
 
 def cliff(history: History) -> Found:
-    """Raise where the held-out reward of a policy is surely below its best."""
+    """Yield an alarm if the held-out reward of a policy is significantly below its best."""
     validations = [line for line in history if line["kind"] == "val"]
     for policy, names in rewarded_names(validations, _policies(history)).items():
         fall = fall_of(validations, policy, names)
@@ -50,7 +50,7 @@ def cliff(history: History) -> Found:
 
 
 def inputs_drift(history: History) -> Found:
-    """Raise where an agent is asked other things than before, and its held-out reward falls twice in a row."""
+    """Yield an alarm if an agent gets other prompts than before, and its held-out reward falls twice in a row."""
     for agent in sorted(_policies(history)):
         new = [share for _, share in series(history, "val", f"new_prompts/{agent}")]
         changes = series(history, "val", f"from_best/{agent}") or series(history, "val", "from_best")
@@ -71,7 +71,7 @@ def inputs_drift(history: History) -> Found:
 
 
 def policy_departs(history: History) -> Found:
-    """Raise where a policy moves away from its base ever faster, and is no better for it."""
+    """Yield an alarm if a policy moves away from its base ever faster, and has not improved."""
     for of in sorted({key.removeprefix("kl_base") for line in history for key in line if key.startswith("kl_base/")}):
         values = [value for _, value in series(history, "train", f"kl_base{of}")]
         if len(values) < 2 * WINDOW or learned(history):
@@ -86,7 +86,7 @@ def policy_departs(history: History) -> Found:
 
 
 def _policies(history: History) -> Mapping[str, str]:
-    """Return the policy of each agent that was heard in training."""
+    """Return the policy of each agent that was seen in training."""
     found: dict[str, str] = {}
     for line in _steps(history):
         found |= line.get(POLICY_OF, {})
@@ -94,7 +94,7 @@ def _policies(history: History) -> Mapping[str, str]:
 
 
 def _gradient_shares(history: History) -> Iterator[tuple[str, list[str], list[dict[str, float]]]]:
-    """Return each policy that several agents share, they, and their shares of its gradient in the last steps."""
+    """Yield each policy that several agents share, those agents, and their shares of its gradient in the last steps."""
     steps = _steps(history)[-WINDOW:]
     policy_of: Mapping[str, str] = steps[-1].get(POLICY_OF, {}) if steps else {}
     for policy in dict.fromkeys(policy_of.values()):

@@ -1,4 +1,4 @@
-"""Cliffs: policies whose held-out reward has fallen from its best, and how much of what agents are asked is new."""
+"""Cliffs: policies whose held-out reward has fallen from its best, and the share of agents' prompts that are new."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_trainer.rl.scores import BY_TASK
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
 
-LEAST_FALL: Final = 0.1  # share of the best held-out reward that a fall costs at least
-_MOST: Final = 256  # digests of an agent that are kept: the lowest ones, so that two validations keep the same
+LEAST_FALL: Final = 0.1  # smallest fall, as a share of the best held-out reward
+_MOST: Final = 256  # digests kept per agent: the lowest ones, so that two validations keep the same
 
 Lines: TypeAlias = Sequence[Mapping[str, Any]]
 Tasks: TypeAlias = Mapping[str, float]  # reward by digest of the task
@@ -30,7 +30,7 @@ class Fall:
         policy: its name.
         best_step: steps taken when the reward was highest.
         best: that reward.
-        now: the newest one.
+        now: the newest reward.
         difference: between the two, paired by task.
     """
 
@@ -42,7 +42,7 @@ class Fall:
 
 
 def rewarded_names(validations: Lines, policy_of: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return for each policy those of its agents that have rewards of their own; [""], the team, where none has.
+    """Return for each policy its agents that have their own rewards; [""], the team, if none has.
 
     Args:
         validations: lines of the log.
@@ -56,25 +56,26 @@ def rewarded_names(validations: Lines, policy_of: Mapping[str, str]) -> dict[str
 
 
 def best_step_of(validations: Lines, names: Sequence[str]) -> int | None:
-    """Return after how many steps the mean held-out reward of these names was highest, the first time."""
+    """Return after how many steps the mean held-out reward of these names first reached its highest value."""
     return max(mean_rewards(validations, names), key=lambda point: point[1], default=(None, 0.0))[0]
 
 
 def mean_rewards(validations: Lines, names: Sequence[str]) -> list[tuple[int, float]]:
-    """Return each validation's steps and the mean held-out reward of these names."""
+    """Return the steps and the mean held-out reward of these names for each validation."""
     return [(step, _mean(tasks)) for step, tasks in _points(validations, names)]
 
 
 def fall_of(validations: Lines, policy: str, names: Sequence[str]) -> Fall | None:
-    """Return how a policy has fallen in the newest validation; None where it has not.
+    """Return how a policy has fallen in the newest validation; None if it has not.
 
-    The interval of the paired difference must lie below 0, and the difference must be a tenth of the best reward. The
-    best of many validations is partly luck, so the newest must lie below the second best in the same way.
+    The interval of the paired difference must be below 0, and the fall must be at least a tenth of the best reward. The
+    best of many validations is partly luck, so the interval of the difference from the second best must also be below
+    0.
 
     Args:
         validations: lines of the log, on the same tasks.
         policy: its name.
-        names: whose rewards are its own: `rewarded_names`.
+        names: whose rewards are its own; see `rewarded_names`.
     """
     points = _points(validations, names)
     if len(points) < 2:
@@ -90,10 +91,10 @@ def fall_of(validations: Lines, policy: str, names: Sequence[str]) -> Fall | Non
 
 
 def from_best(validations: Lines) -> dict[str, float]:
-    """Return how far the newest held-out reward is from the best one before, paired by task, with its interval.
+    """Return how far the newest held-out reward is from the best earlier one, paired by task, with its interval.
 
     Returns:
-        ``from_best``, ``from_best_low`` and ``from_best_high``, and the same of each agent with rewards of its own.
+        ``from_best``, ``from_best_low`` and ``from_best_high``, and the same for each agent that has its own rewards.
     """
     found: dict[str, float] = {}
     for name in validations[-1].get(BY_TASK, {}):
@@ -108,7 +109,7 @@ def from_best(validations: Lines) -> dict[str, float]:
 
 
 def _points(validations: Lines, names: Sequence[str]) -> list[tuple[int, Tasks]]:
-    """Return each validation's steps and mean reward of these names by task."""
+    """Return the steps and the mean reward of these names by task for each validation."""
     found: list[tuple[int, Tasks]] = []
     for line in validations:
         given: defaultdict[str, list[float]] = defaultdict(list)
@@ -130,7 +131,7 @@ def _mean(tasks: Tasks) -> float:
 
 
 def digest_prompts(traces: Iterable[Trace], agents: Sequence[str] | None) -> dict[str, list[str]]:
-    """Return digests of the different prompts of each agent, the lowest 256 of them."""
+    """Return digests of each agent's different prompts, the lowest 256 of them."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for trace in traces:
         for agent, answers in answers_in(trace, agents).items():
@@ -139,18 +140,18 @@ def digest_prompts(traces: Iterable[Trace], agents: Sequence[str] | None) -> dic
 
 
 def new_prompts(prompts: Mapping[str, Sequence[str]], validations: Lines) -> dict[str, float]:
-    """Return ``new_prompts/AGENT``: the share of its held-out prompts that it did not get in the validation before.
+    """Return ``new_prompts/AGENT``: the share of its held-out prompts that were not in the previous validation.
 
     Args:
-        prompts: of the newest validation: `digest_prompts`.
-        validations: those before it, on the same tasks.
+        prompts: of the newest validation; see `digest_prompts`.
+        validations: the earlier ones, on the same tasks.
     """
     before = validations[-1].get(PROMPTS, {}) if validations else {}
     found = {}
     for agent, now in prompts.items():
         if not (known := before.get(agent)):
             continue
-        highest = known[-1] if len(known) == _MOST else "g"  # above every digest: all of them were kept
+        highest = known[-1] if len(known) == _MOST else "g"  # above every digest, because all of them were kept
         compared = [digest for digest in now if digest <= highest]
         found[f"new_prompts/{agent}"] = len(set(compared) - set(known)) / len(compared) if compared else 1.0
     return found

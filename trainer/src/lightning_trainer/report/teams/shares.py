@@ -1,4 +1,4 @@
-"""Who moves the weights: each agent's share of what is learned from."""
+"""Each agent's share of the training data, its entropy and its policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_trainer.rl.rows import Row
 
 
 def token_shares(rows: Iterable[Row]) -> dict[str, float]:
-    """Return `token_share/AGENT`, the agent's share of the trained tokens; nothing of a single agent."""
+    """Return `token_share/AGENT`, the agent's share of the trained tokens; empty for a single agent."""
     counts: Counter[str] = Counter()
     for row in rows:
         counts[row.agent] += sum(row.lengths)
@@ -25,7 +25,7 @@ def token_shares(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def agent_entropies(seen: Mapping[Row, SeenTokens]) -> dict[str, float]:
-    """Return `entropy/AGENT`, the mean over the trained tokens of each agent; nothing of a single agent."""
+    """Return `entropy/AGENT`, the mean over each agent's trained tokens; empty for a single agent."""
     found: defaultdict[str, list[NDArray[np.floating]]] = defaultdict(list)
     for row, tokens in seen.items():
         found[row.agent].append(tokens.entropy.astype(np.float64))
@@ -35,6 +35,6 @@ def agent_entropies(seen: Mapping[Row, SeenTokens]) -> dict[str, float]:
 
 
 def policies_of(rows: Iterable[Row]) -> dict[str, Any]:
-    """Return the fact `POLICY_OF`; nothing of a single agent."""
+    """Return the fact `POLICY_OF`; empty for a single agent."""
     found = {row.agent: row.policy for row in rows if row.agent}
     return {POLICY_OF: found} if len(found) > 1 else {}
