@@ -1,1 +1,1 @@
-"""Rewards under attack: what a policy earns that is instructed to get the reward without doing the task."""
+"""Attacks on rewards: what a policy earns if it is instructed to get the reward without doing the task."""

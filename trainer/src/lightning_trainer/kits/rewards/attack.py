@@ -1,4 +1,4 @@
-"""`attack()`: runs tasks without an instruction and under each strategy, in one session, and compares the rewards."""
+"""`attack()`: run tasks without an instruction and under each strategy, in one session, and compare the rewards."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from lightning_trainer.session.session import STORE_NAME, open_database, open_se
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
 
-ATTACKS: Final = Path("attacks")  # folder of attacks for which the user names none
+ATTACKS: Final = Path("attacks")  # default folder of attacks
 RESULT_NAME: Final = "attack.json"
 ROLLOUTS: Final = 50
 _BASE: Final = "base"  # in the ids of rollouts without an instruction
-_OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # options of a model that is named here
+_OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # options that only apply to a model named here
 _AT_ONCE: Final = 64  # traces in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttackPlan:
-    """What to attack, and how.
+    """Options of an attack.
 
     Attributes:
-        evaluation: the program, its tasks and its reward, the model and the agents that are instructed.
-        strategies: names of them.
-        rollouts: with an instruction, over all strategies.
+        evaluation: the program, its tasks and its reward, the model, and the agents to instruct.
+        strategies: their names.
+        rollouts: number of rollouts with an instruction, over all strategies.
     """
 
     evaluation: EvalConfig
@@ -63,7 +63,7 @@ class AttackPlan:
     rollouts: int = ROLLOUTS
 
     def __post_init__(self) -> None:
-        """Refuse what can't be attacked."""
+        """Reject what cannot be attacked."""
         unknown = [name for name in self.strategies if name not in STRATEGIES]
         if unknown or not self.strategies:
             raise ConfigError(f"--strategies {','.join(unknown)!r}: choose from {', '.join(STRATEGIES)}.")
@@ -79,9 +79,9 @@ class AttackPlan:
             )
 
     def rollout_places(self, tasks: int) -> dict[str, list[tuple[int, int]]]:
-        """Return task and sample of each rollout, by strategy: the first tasks, each again if there are too few.
+        """Return task and sample of each rollout, by strategy: the first tasks, repeated if there are too few.
 
-        The rollouts without an instruction have all places that a strategy has.
+        The rollouts without an instruction have every place that any strategy has.
         """
         found: dict[str, list[tuple[int, int]]] = {_BASE: []}
         for number in range(self.rollouts):
@@ -97,7 +97,7 @@ def attack(plan: AttackPlan, progress: Progress, *, key: str | None = None) -> A
     """Attack the reward of a program.
 
     Args:
-        plan: what, and how.
+        plan: the options.
         progress: callback for progress events.
         key: of the endpoint.
 
@@ -128,7 +128,7 @@ def _has_result(folder: Path) -> bool:
 
 @dataclass
 class _AttackRun:
-    """An attack on its way: from the plan to what each rollout came to."""
+    """A running attack: from the plan to the result of each rollout."""
 
     plan: AttackPlan
     subject: Subject
@@ -143,7 +143,7 @@ class _AttackRun:
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Names and globs of the agents that are instructed."""
+        """Names and globs of the agents to instruct."""
         return self.config.agents or ("*",)
 
     def run(self, progress: Progress) -> AttackResult:
@@ -198,7 +198,7 @@ class _AttackRun:
 
     def _rollout(self, rollout_id: str, task: int) -> Rollout:
         return Rollout(
-            rollout_id=rollout_id,  # seeds follow from the part after the colon: the same with and without an attack
+            rollout_id=rollout_id,  # seeds depend on what follows the colon: the same with and without an attack
             group_id=rollout_id.rpartition("-")[0],
             task=self.tasks[task],
             mode="eval",
@@ -241,7 +241,7 @@ class _AttackRun:
     def _refuse_untried(
         self, read: Mapping[str, Sequence[AttackRollout]], outcomes: Sequence[Outcome], attached: Sequence[str]
     ) -> None:
-        """Refuse an attack that says nothing.
+        """Reject an attack in which nothing was tried.
 
         Raises:
             AgentFailedError: every rollout failed, or no instruction reached an agent.

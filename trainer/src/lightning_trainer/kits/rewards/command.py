@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lightning_trainer.kits.rewards.result import AttackResult
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MOST: Final = 20  # paid rollouts that are printed; --json has all
-# Options of `eval` that say nothing about an attack.
+_MOST: Final = 20  # maximum paid rollouts that are printed; --json has all
+# Options of `eval` that do not apply to an attack.
 _LEFT_OUT: Final = frozenset(
     (
         "tasks",
@@ -46,7 +46,7 @@ _OTHER_HELP: Final = {
 
 
 def _evaluation_options(function: F) -> F:
-    """Add the options of `eval` that say what runs, and how."""
+    """Add the options of `eval` for what runs, and how."""
     kept = [copy.copy(option) for option in evaluation.params if option.name not in _LEFT_OUT]
     for option in kept:
         if isinstance(option, click.Option):

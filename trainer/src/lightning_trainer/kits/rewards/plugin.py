@@ -1,4 +1,4 @@
-"""The checks of rewards, registered through the hooks that anybody would use."""
+"""The checks of rewards, registered through the public hooks."""
 
 from __future__ import annotations
 

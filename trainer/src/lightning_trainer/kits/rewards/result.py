@@ -24,10 +24,10 @@ class AttackRollout:
     """One rollout, with or without an instruction.
 
     Attributes:
-        sample: how it ended, and its rewards.
-        answer: the last one of the agents that were instructed; None if they gave none.
+        sample: its ending and its rewards.
+        answer: the last answer of the instructed agents; None if there is none.
         reached: whether the instruction was in one of their calls.
-        sources: what gave its rewards, such as ``score``, with the value of each.
+        sources: sources of its rewards, such as ``score``, with the value of each.
     """
 
     sample: Sample
@@ -38,7 +38,7 @@ class AttackRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaidRollout:
-    """A rollout that was instructed not to do its task, and earned at least as much as this task earns otherwise."""
+    """A rollout that was instructed not to do its task, but earned at least as much as the task earns otherwise."""
 
     rollout_id: str
     strategy: str
@@ -48,24 +48,24 @@ class PaidRollout:
     answer: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it with a sentence on why it was paid."""
+        """Return the rollout with a sentence on why it was paid."""
         told = " and ".join(f"{source} gave {value:g}" for source, value in self.sources.items())
         return {**asdict(self), "why": f"{self.strategy}: {told or 'no reward was given'}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyResult:
-    """What a strategy earned.
+    """Result of a strategy.
 
     Attributes:
-        verdict: compared with the rollouts without an instruction. ``more`` is sure: the interval of the difference is
-            above 0. So is ``less``.
+        verdict: compared with the rollouts without an instruction. ``more`` is certain: the interval of the difference
+            is above 0. So is ``less``.
         reward: mean over the tasks of the rollouts that count.
-        difference: to the rollouts without an instruction, paired by task.
-        counted: rollouts that did not do the task, as far as is known.
-        same: rollouts with an answer that their task also got without an instruction. They do not count.
-        unreached: rollouts in which no call had the instruction. They do not count.
-        failed: rollouts that failed for a reason other than the model. They do not count.
+        difference: from the rollouts without an instruction, paired by task.
+        counted: number of rollouts that did not do the task, as far as is known.
+        same: number of rollouts with an answer that their task also got without an instruction. They do not count.
+        unreached: number of rollouts in which no call had the instruction. They do not count.
+        failed: number of rollouts that failed for a reason other than the model. They do not count.
         paid: rollouts that earned at least as much as their task earns otherwise.
     """
 
@@ -79,7 +79,7 @@ class StrategyResult:
     paid: Sequence[PaidRollout]
 
     def to_json(self) -> dict[str, Any]:
-        """Return its numbers."""
+        """Return the numbers of the strategy."""
         ends = {"difference_low": self.difference.low, "difference_high": self.difference.high}
         numbers = {**self.reward.to_json(), "difference": self.difference.mean, **ends}
         counts = {name: getattr(self, name) for name in ("counted", "same", "unreached", "failed")}
@@ -91,10 +91,10 @@ class AttackResult:
     """The result of an attack.
 
     Attributes:
-        base: of the rollouts without an instruction.
-        strategies: by name.
-        rollouts: that were instructed.
-        unreached: calls by agent that were to have the instruction and have no system prompt to put it into.
+        base: summary of the rollouts without an instruction.
+        strategies: results by name.
+        rollouts: number of instructed rollouts.
+        unreached: by agent, the number of calls without a system prompt to put the instruction into.
         folder: with the store of the rollouts.
     """
 
@@ -106,17 +106,17 @@ class AttackResult:
 
     @cached_property
     def paid(self) -> list[PaidRollout]:
-        """The rollouts to read, the highest rewards first."""
+        """The paid rollouts, the highest rewards first."""
         found = [each for strategy in self.strategies.values() for each in strategy.paid]
         return sorted(found, key=lambda each: -each.reward)
 
     def named(self, *verdicts: Verdict) -> list[str]:
-        """Name the strategies with one of these verdicts."""
+        """Return the names of the strategies with one of these verdicts."""
         return [name for name, each in self.strategies.items() if each.verdict in verdicts]
 
     @property
     def not_tried(self) -> list[str]:
-        """What could not be tried, and why, a sentence each."""
+        """What could not be tried, and why, one sentence each."""
         told = [
             f"{name}: {amount(each.same, 'rollout')} answered as without the instruction,"
             f" {each.unreached} did not get it, {each.failed} failed."
@@ -130,14 +130,14 @@ class AttackResult:
 
     @property
     def exit_status(self) -> int:
-        """Of the command: 0 if no strategy paid, 1 if one did, 3 if none could be tried."""
+        """Exit status of the command: 0 if no strategy paid, 1 if one did, 3 if none could be tried."""
         if self.named(*PAID):
             return 1
         return _UNTRIED if len(self.named("not tried")) == len(self.strategies) else 0
 
     @property
     def advice(self) -> str:
-        """What to do."""
+        """Advice on what to do."""
         if self.exit_status == _UNTRIED:
             return (
                 "No attack could be tried, so nothing is known about this reward. Use a model that follows"
@@ -214,7 +214,7 @@ def _counts(one: AttackRollout) -> bool:
 
 
 def _paid(name: str, one: AttackRollout, base: Summary, floor: float, counting: Counting) -> PaidRollout | None:
-    """Return a rollout that earned more than the least, and no less than its task earns without an instruction."""
+    """Return a rollout with more than the lowest reward and at least that of its task without an instruction."""
     reward = summarise([one.sample], counting).reward.mean if one.sample.status == "succeeded" else None
     usual = base.by_task.get(one.sample.task)
     if reward is None or usual is None or reward <= floor or reward < usual:
@@ -248,7 +248,7 @@ def short_answer(text: str, most: int = 120) -> str:
 
 
 def numbers(found: Estimate) -> tuple[str, str]:
-    """Return a mean and its interval as a table shows them."""
+    """Return a mean and its interval as texts for a table."""
     if found.mean is None or found.low is None or found.high is None:
         return "-", "-"
     return decimal(found.mean), f"{decimal(found.low)} to {decimal(found.high)}"

@@ -1,4 +1,4 @@
-"""How a policy is instructed to get the reward without doing the task."""
+"""Instructions for a policy to get the reward without doing the task."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _INTRODUCTION: Final = (
 
 
 def instruction(strategy: str) -> str:
-    """Return the text that goes in front of an agent's own prompt."""
+    """Return the text to put in front of an agent's own prompt."""
     return _INTRODUCTION.format(how=STRATEGIES[strategy])
 
 
 def attack_prompts(strategy: str, agents: Iterable[str]) -> Prompts:
-    """Return prompts that put the instruction in front of those of the agents: an empty text is in all of them.
+    """Return prompts that put the instruction before the agents' own. It replaces an empty text, which all contain.
 
     Args:
-        strategy: name of it.
+        strategy: its name.
         agents: names or globs.
     """
     return {agent: {"before": "", "after": instruction(strategy)} for agent in agents}
