@@ -1,1 +1,1 @@
-"""Teachers of on-policy distillation: what says how likely each token is that a student sampled, or might have."""
+"""Teachers of on-policy distillation, which give the probabilities of a student's actual and possible tokens."""

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class TeacherKind(CallbackKind):
-    """Teaches in runs that name a teacher."""
+    """Takes part in runs that name a teacher."""
 
     def wanted(self, config: TrainConfig) -> bool:
-        """Return whether a teacher is named."""
+        """Whether a teacher is named."""
         return config.teacher is not None
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse wrong options of the self-teacher."""
+        """Reject wrong options of the self-teacher."""
         if config.teacher == SELF:
             read_self(config)
 
     def learner_options(self, config: TrainConfig) -> Mapping[str, Any]:
-        """Return the divergence that the update minimises, and the weights that the self-teacher has."""
+        """Return the divergence that the update minimises, and the weights of the self-teacher."""
         if config.teacher != SELF:
             return {}
         options = read_self(config)
@@ -46,10 +46,10 @@ class TeacherKind(CallbackKind):
 
 
 class TeacherCallback(Callback):
-    """Asks the teacher about the rows of each step.
+    """Calls the teacher on the rows of each step.
 
     Args:
-        tutor: gives the rows what is learned.
+        tutor: adds what is learned to the rows.
         name: of the teacher, for people.
         progress: callback for progress events.
     """
@@ -58,7 +58,7 @@ class TeacherCallback(Callback):
         self._tutor, self._name, self._progress = tutor, name, progress
 
     def after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, Mapping[str, float]]:
-        """Give the tokens of a batch what the teacher thinks of them."""
+        """Add the teacher's advantages or targets to a batch."""
         began = time.monotonic()
         self._progress.phase(f"asking {self._name} about {len(batch.rows)} rows")
         with waiting("teacher", f"the teacher to read {len(batch.rows)} rows"):

@@ -1,4 +1,4 @@
-"""A teacher behind vLLM's server, which gives the log-probabilities of a prompt's own tokens."""
+"""A teacher on a vLLM server, which returns the log-probabilities of a prompt's own tokens."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 KEY: Final = "LIGHTNING_TEACHER_KEY"
 _AT_ONCE: Final = 16
 _TRIES: Final = 3
-_ANSWERED: Final = 1  # tokens that vLLM writes at least; they count in its max_model_len
+_ANSWERED: Final = 1  # minimum tokens that vLLM generates; they count towards its max_model_len
 _PAUSE_S: Final = 0.5
 _SILENCE_S: Final = 600.0
-_ROUNDING: Final = 1e-3  # so far above 0 a log-probability may be
-_SHOWN: Final = 512  # tokens of the student's, from all over its vocabulary, that a teacher is asked to write
+_ROUNDING: Final = 1e-3  # tolerance of log-probabilities above 0
+_SHOWN: Final = 512  # number of tokens from the student's whole vocabulary that a teacher must tokenize the same way
 _TEXT: Final = 'def f(x):\n\treturn {"a": [1, 2.5]}  # Grüße, été, 你好, здравствуй 🙂\n\n    <tool_call> the end.'
 
 
@@ -38,16 +38,16 @@ class TeacherError(LightningError):
 
 
 class EndpointTeacher:
-    """`Teacher` behind a server.
+    """`Teacher` on a server.
 
     Args:
         text: ``MODEL=URL``.
-        check: called while it is waited for; raises to give up.
-        role: what errors call it.
+        check: called during a wait; raises to give up.
+        role: name of the teacher in errors.
         key_name: variable with the server's key.
 
     Raises:
-        ConfigError: it is not of this form, or the key can't be sent.
+        ConfigError: the text has another form, or the key cannot be sent.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class EndpointTeacher:
         self._check = check
 
     def check(self, tokenizer: Any, longest: int) -> None:
-        """Make sure that it writes text with the student's tokens, and reads as many as the student may write.
+        """Check that the server tokenizes text as the student does, and reads as many tokens as the student may write.
 
         Args:
             tokenizer: the student's.
-            longest: most tokens of the student's prompt and answer together.
+            longest: maximum tokens of the student's prompt and answer together.
 
         Raises:
-            ConfigError: it does not, does not say, or can't be reached.
+            ConfigError: it does not, gives no answer to this, or cannot be reached.
         """
         chat, size = ChatFormat(tokenizer), len(tokenizer)
         places = range(0, size, max(1, size // _SHOWN))
@@ -128,7 +128,7 @@ class EndpointTeacher:
         return found
 
     def _post(self, url: str, body: dict[str, Any]) -> Any:
-        """Ask, again where it may answer another time.
+        """Return the server's answer, after retries if they may help.
 
         Raises:
             TeacherError: it did not answer, or refused.

@@ -1,4 +1,4 @@
-"""What came of a model call, from spans: the errors of its tools, what failed later, the best other answer."""
+"""Feedback on a model call, from spans: the errors of its tools, a later failure, the best other answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CallKey: TypeAlias = tuple[str, str, int]  # attempt, span, choice
 
 
 def key_of(call: Transition) -> CallKey:
-    """Return what tells a call from all others of a batch."""
+    """Return the key that identifies a call within a batch."""
     return call.attempt_id, call.span_id, call.choice
 
 
@@ -34,14 +34,14 @@ def feedback(
     told: Sequence[str],
     most: int,
 ) -> dict[CallKey, str]:
-    """Return what there is to be told of calls; a call of which there is nothing is left out.
+    """Return the feedback on calls; a call without feedback is left out.
 
     Args:
         calls: every call of the attempts that count.
         traces: of these attempts.
-        earned: what each attempt earned, by its id.
-        told: what is told, of `SelfOptions.told`.
-        most: characters of one tool's error, or of one answer.
+        earned: total reward of each attempt, by its id.
+        told: kinds of feedback, of `SelfOptions.told`.
+        most: maximum characters of one tool's error, or of one answer.
     """
     by_attempt = {trace.attempt_id: _Errors(trace) for trace in traces}
     better = _better(calls, earned) if "best" in told else {}
@@ -60,11 +60,11 @@ def feedback(
 
 
 def earnings(outcomes: Sequence[Outcome], failed: Failed) -> dict[str, float]:
-    """Return what each attempt that counts earned, without what automatic rules gave.
+    """Return the total reward of each attempt that counts, without the rewards of automatic rules.
 
     Args:
         outcomes: of a step.
-        failed: the reward of a rollout that failed by the policy's doing.
+        failed: the reward of a rollout that failed because of the policy.
     """
     crashed, found = reward_of_failures(outcomes, failed), {}
     for outcome in outcomes:
@@ -75,18 +75,18 @@ def earnings(outcomes: Sequence[Outcome], failed: Failed) -> dict[str, float]:
 
 
 class _Errors:
-    """The tools of an attempt that failed, and who called them."""
+    """The failed tools of an attempt, and their callers."""
 
     def __init__(self, trace: Trace) -> None:
         self._failed = [node for node in trace.tools if node.error is not None]
         self._callers = callers(trace) if self._failed else {}
 
     def own(self, call: Transition) -> list[Node]:
-        """Return those that a call asked for, in the order of their start."""
+        """Return the failed tools that a call asked for, in the order of their start."""
         return [node for node in self._failed if self._is_own(node, call)]
 
     def later(self, call: Transition) -> list[Node]:
-        """Return the first that failed after a call had its answer, as a list."""
+        """Return the first other tool that failed after a call was answered, as a list."""
         end = call.ended_ns
         after = (n for n in self._failed if end is not None and n.span.start_ns >= end and not self._is_own(n, call))
         return [node for node in [next(after, None)] if node is not None]
@@ -97,9 +97,9 @@ class _Errors:
 
 
 def _better(calls: Sequence[Judged], earned: Mapping[str, float]) -> dict[CallKey, str]:
-    """Return for each call the answer in its place of the rollout of its group that earned most, where that is more.
+    """Return for each call the matching answer of the best rollout of its group, if that one earned more.
 
-    The place of a call is its number among its agent's calls. Of rollouts that earned the same the first counts.
+    Calls match by their number among their agent's calls. Of rollouts with the same reward, the first counts.
     """
     answers: defaultdict[str, dict[tuple[str | None, int, int], Transition]] = defaultdict(dict)
     best: dict[str, str] = {}
@@ -123,7 +123,7 @@ def _better(calls: Sequence[Judged], earned: Mapping[str, float]) -> dict[CallKe
 
 
 def said(call: Transition) -> str:
-    """Return an answer as text: what it says, and the tools that it calls, without its reasoning."""
+    """Return an answer as text: its content and its tool calls, without its reasoning."""
     content = call.message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}] if isinstance(content, str) else []
     for item in call.message.get("output") or []:

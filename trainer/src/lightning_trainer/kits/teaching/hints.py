@@ -1,4 +1,4 @@
-"""A message more in a prompt whose tokens are there already: right before the model's answer begins."""
+"""Insert a message into a prompt that is already tokenized: right before the model's answer starts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.template import ChatFormat
 
 _USER: Final = {"role": "user", "content": "a"}
-# What the added message follows. Templates whose roles must take turns refuse a user after a user.
+# What the added message follows. Templates whose roles must alternate refuse a user after a user.
 _BEFORE: Final = ((_USER,), (_USER, {"role": "assistant", "content": "b"}))
 
 
 class Hints:
-    """Puts a user's message at the end of prompts, as the model's chat template writes it.
+    """Inserts a user's message at the end of prompts, as the model's chat template writes it.
 
-    The prompt's own tokens stay as they are, in front of the message and behind it, and nothing is tokenized anew.
+    The prompt's own tokens are unchanged, before and after the message, and nothing is tokenized again.
 
     Args:
         chat: the model's format.
         ends: tokens that end an answer.
 
     Raises:
-        ConfigError: the chat template does not let a message be put before the answer.
+        ConfigError: the chat template does not allow a message before the answer.
     """
 
     def __init__(self, chat: ChatFormat, ends: Collection[int]) -> None:
@@ -38,11 +38,11 @@ class Hints:
         self._header = chat.encode(header)
 
     def put(self, prompt: Sequence[int], text: str) -> list[int] | None:
-        """Return a prompt with the message; None where it does not end as the chat template begins an answer."""
+        """Return a prompt with the message; None if it does not end with the template's beginning of an answer."""
         width = len(self._header)
         for start in range(len(prompt) - width, -1, -1):
             if list(prompt[start : start + width]) == self._header:
-                # Behind an end there is another turn: this would be an earlier answer's beginning.
+                # After an end token there is another turn, so this would be the beginning of an earlier answer.
                 ended = self._ends.intersection(prompt[start + width :])
                 return (
                     None if ended else [*prompt[:start], *self._chat.encode(self._template_text(text)), *prompt[start:]]
@@ -50,7 +50,7 @@ class Hints:
         return None
 
     def _template_text(self, text: str) -> str:
-        """Return the message as the template writes it; empty where that can't be told."""
+        """Return the message as the template writes it; empty if that cannot be determined."""
         for before in _BEFORE:
             try:
                 bare = self._chat.render(before, (), prompt=False)

@@ -20,7 +20,7 @@ HINT: Final = "An earlier answer to the above had this result:\n\n{told}\n\nAnsw
 
 
 class SelfOptions(CheckedRecord):
-    """How the policy teaches itself (SDPO, arXiv 2601.20802)."""
+    """Options of the policy as its own teacher (SDPO, arXiv 2601.20802)."""
 
     told: Annotated[tuple[Literal["errors", "later", "best"], ...], BeforeValidator(split_text)] = Field(
         ("errors", "later"), min_length=1
@@ -47,7 +47,7 @@ class SelfOptions(CheckedRecord):
 
 
 def read_self(config: TrainConfig) -> SelfOptions:
-    """Read what a configuration says of the self-teacher.
+    """Read the options of the self-teacher.
 
     Raises:
         ConfigError: an option is unknown or wrong, or contradicts the algorithm.

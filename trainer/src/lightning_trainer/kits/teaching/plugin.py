@@ -1,4 +1,4 @@
-"""The teacher, registered through the hook that anybody would use."""
+"""The teacher, registered through the public hook."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The policy as its own teacher: having read what came of a call, it says how likely it finds what might be answered.
+"""The policy as its own teacher: with feedback on a call, it gives the probabilities of possible answers.
 
-SDPO, "Reinforcement Learning via Self-Distillation", arXiv 2601.20802. A call's prompt x gets a message with the
-feedback f. Under it the same weights give another distribution over each next token of the answer y that was sampled,
-without a gradient, and what is made small is the sum over t of KL(p(. | x, y_<t) || p(. | x, f, y_<t)). The teacher
-has the newest weights, those that the run started from, or their average over the steps: `SelfOptions.weights`.
+SDPO, "Reinforcement Learning via Self-Distillation", arXiv 2601.20802. A message with the feedback f is added to a
+call's prompt x. Given it, the same weights give another distribution over each next token of the sampled answer y,
+through which no gradient flows. The minimised loss is the sum over t of KL(p(. | x, y_<t) || p(. | x, f, y_<t)). The
+teacher has the newest weights, the weights that the run started from, or their average over the steps:
+`SelfOptions.weights`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A call that is taught: where its trained tokens lie among those of its row, and its row with the hint."""
+    """A taught call: the place of its trained tokens among those of its row, and its row with the hint."""
 
     row: int
     start: int
@@ -55,13 +56,13 @@ class SelfTeacher:
 
     Args:
         learner: the student.
-        options: what the teacher is told, and what is learned.
-        alone: whether advantages stand for nothing: nobody learns from rewards.
-        failed: the reward of a rollout that failed by the policy's doing.
+        options: what the teacher reads, and what is learned.
+        alone: whether advantages are set to 0, because nothing is learned from rewards.
+        failed: the reward of a rollout that failed because of the policy.
 
     Raises:
-        ConfigError: the chat template does not let a message be put before the answer, or the learner keeps no weights
-            but the newest and the options name others.
+        ConfigError: the chat template does not allow a message before the answer, or the learner keeps only the newest
+            weights and the options name others.
     """
 
     def __init__(self, learner: Learner, options: SelfOptions, *, alone: bool, failed: Failed) -> None:
@@ -73,7 +74,7 @@ class SelfTeacher:
         self._longest = engine.max_model_len
 
     def teach(self, batch: Batch, outcomes: Sequence[Outcome], traces: Traces) -> tuple[Batch, dict[str, float]]:
-        """Give the rows what the teacher finds of their tokens: `Tutor.teach`."""
+        """Add the teacher's advantages or targets to the rows: `Tutor.teach`."""
         attempts = sorted({call.transition.attempt_id for call in batch.calls})
         told = feedback(
             batch.calls,
@@ -102,7 +103,7 @@ class SelfTeacher:
     def _hinted_rows(
         self, rows: Sequence[Row], calls: Mapping[CallKey, Transition], told: Mapping[CallKey, str]
     ) -> tuple[dict[CallKey, Row], Counter[str]]:
-        """Return the calls' rows with the hint in their prompts, and how many have none, by reason."""
+        """Return the calls' rows with the hint in their prompts, and the number of calls without one, by reason."""
         with_hint, untaught = [], Counter[str]()
         for key in (key for row in rows for key in keys_of(row)):
             found = self._with_hint(calls[key], told.get(key))
@@ -115,7 +116,7 @@ class SelfTeacher:
         return {keys_of(row)[0]: row for row in made}, untaught
 
     def _with_hint(self, call: Transition, told: str | None) -> Transition | str:
-        """Return a call with the hint in its prompt, or why it gets none."""
+        """Return a call with the hint in its prompt, or the reason why it has none."""
         if told is None or call.tokens is None:
             return Untaught.NOTHING_TOLD
         prompt = self._hints.put(call.tokens.prompt, self._options.hint.replace(PLACE, told))
@@ -126,7 +127,7 @@ class SelfTeacher:
         return replace(call, tokens=replace(call.tokens, prompt=tuple(prompt)))
 
     def _targets(self, rows: list[Row], segments: Sequence[_Segment]) -> tuple[list[Row], dict[str, float]]:
-        """Give the tokens of taught calls the teacher's distribution over the policy's likeliest."""
+        """Give the tokens of taught calls the teacher's distribution over the policy's most probable tokens."""
         taught = sorted({segment.row for segment in segments})
         ids = dict(zip(taught, self._learner.likeliest([rows[r] for r in taught], self._options.top_k), strict=True))
         candidates = [ids[each.row][each.start : each.end] for each in segments]
@@ -155,7 +156,7 @@ class SelfTeacher:
 
 
 def _reader(learner: Learner, options: SelfOptions) -> Callable[[Sequence[Row], Any], Sequence[NDArray[Any]]]:
-    """Return what reads rows with the teacher's weights."""
+    """Return a function that computes log-probabilities with the teacher's weights."""
     if options.weights == "newest":
         return learner.logprobs
     if not isinstance(learner, TeacherPolicy):
@@ -167,7 +168,7 @@ def _reader(learner: Learner, options: SelfOptions) -> Callable[[Sequence[Row], 
 
 
 def keys_of(row: Row) -> list[CallKey]:
-    """Return the calls of a row, in their order."""
+    """Return the keys of a row's calls, in order."""
     return [(row.attempt_id, *call) for call in row.calls]
 
 

@@ -1,4 +1,4 @@
-"""A teacher: a model loaded here, one behind a server, or the student itself. It has the student's vocabulary."""
+"""A teacher: a model loaded here, a model on a server, or the student itself. It has the student's vocabulary."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class Teacher(Protocol):
-    """Says how likely it finds what a student sampled."""
+    """Gives the log-probabilities of a student's samples."""
 
     def logprobs(self, rows: Sequence[Row]) -> Sequence[NDArray[Any]]:
         """Return for each row (K,) natural log-probabilities of its trained tokens.
 
         Raises:
-            LightningError: it gave none.
+            LightningError: the teacher gave none.
         """
         ...
 
 
 class Tutor(Protocol):
-    """Gives a step's rows what is learned from a teacher."""
+    """Adds what is learned from a teacher to a step's rows."""
 
     def teach(self, batch: Batch, outcomes: Sequence[Outcome], traces: Traces) -> tuple[Batch, dict[str, float]]:
-        """Ask the teacher about a batch.
+        """Call the teacher on a batch.
 
         Args:
             batch: of a step.
@@ -51,16 +51,16 @@ class Tutor(Protocol):
             The batch with advantages or targets, and metrics by name.
 
         Raises:
-            LightningError: the teacher gave nothing.
+            LightningError: the teacher gave no result.
         """
         ...
 
 
 class Distilling:
-    """`Tutor` of tokens that were sampled.
+    """`Tutor` for sampled tokens.
 
     Args:
-        teacher: says how likely it finds them.
+        teacher: gives their log-probabilities.
     """
 
     def __init__(self, teacher: Teacher) -> None:
@@ -85,12 +85,12 @@ def open_tutor(
     Args:
         name: of the teacher.
         config: of the run.
-        learner: the student, whose samples it is to read.
+        learner: the student whose samples the teacher reads.
         load: loads a model.
-        check: called while a server is waited for; raises to give up.
+        check: called during a wait for a server; raises to give up.
 
     Raises:
-        ConfigError: there is no such model, it can't be reached, or its vocabulary is another one.
+        ConfigError: the model does not exist, cannot be reached, or has another vocabulary.
     """
     student = learner.engine
     if name == SELF:
@@ -105,7 +105,7 @@ def open_tutor(
             server.check(student.tokenizer, student.max_model_len)
             yield Distilling(server)
     else:
-        look(name)  # or refuse
+        look(name)  # raises if the model is not found
         with closing(load(name, {"device": config.device, "dtype": config.dtype})) as its:
             check_vocabulary(name, student.tokenizer.get_vocab(), its.engine.tokenizer.get_vocab())
             most, longest = its.engine.max_model_len, student.max_model_len
@@ -118,10 +118,10 @@ def open_tutor(
 
 
 def check_vocabulary(teacher: str, student: Mapping[str, int], its: Mapping[str, int]) -> None:
-    """Make sure that each token of a student is the teacher's by the same number.
+    """Check that each token of a student has the same id in the teacher's vocabulary.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a token does not.
     """
     other = [token for token, number in student.items() if its.get(token) != number]
     if other:
