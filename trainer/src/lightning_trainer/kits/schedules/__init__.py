@@ -1,1 +1,1 @@
-"""Which policy learns when, against which weights, and what its rewards are compared with."""
+"""Which policy learns when, against which weights, and with which baseline."""

@@ -1,7 +1,8 @@
 """`--schedule alternate:K`: one policy learns at a time, for K steps, against the best weights of the others.
 
-A policy whose turn ends returns to its best weights so far. So the others always answer with theirs, and a turn begins
-from them. Rows of the others are left out of the batch, so that no optimiser of theirs takes a step.
+At the end of its turn, a policy returns to its best weights so far. So the other policies always answer with their best
+weights, and a turn starts from them. The rows of the others are left out of the batch, so that their optimisers take no
+step.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
     from lightning_trainer.rl.rows import Row
 
 ALTERNATE: Final = "alternate"
-TURN: Final = "turn"  # kind of a line in the log
+TURN: Final = "turn"  # kind of a log line
 FROZEN: Final = "of a policy that has no turn"
 
 
 def trained_policies(config: TrainConfig) -> list[str]:
-    """Return the policies that learn, in the order in which they are named."""
+    """Return the trained policies, in the order in which they are named."""
     own = parse(config.policies)
     return [policy for policy in own.adapters if policy not in own.fixed]
 
 
 def turn_steps(schedule: str) -> int:
-    """Return the steps of a turn.
+    """Return the number of steps of a turn.
 
     Raises:
         ConfigError: the schedule is not ``alternate:K``.
@@ -55,11 +56,11 @@ class AlternateKind(CallbackKind):
     """Takes part in runs with a schedule."""
 
     def wanted(self, config: TrainConfig) -> bool:
-        """Return whether there is a schedule."""
+        """Whether there is a schedule."""
         return config.schedule is not None
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse what can't take turns."""
+        """Reject a configuration in which policies cannot alternate."""
         steps = turn_steps(str(config.schedule))
         refuse(
             {
@@ -76,10 +77,10 @@ class AlternateKind(CallbackKind):
         )
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
-        """Return what takes the turns.
+        """Open the callback that alternates between policies.
 
         Raises:
-            ConfigError: the learner can't return a policy to earlier weights.
+            ConfigError: the learner cannot return a policy to earlier weights.
         """
         return nullcontext(AlternateCallback(context))
 
@@ -88,7 +89,7 @@ class AlternateCallback(Callback):
     """Lets one policy learn at a time.
 
     Args:
-        context: what it is opened with.
+        context: of the run.
     """
 
     def __init__(self, context: CallbackContext) -> None:
@@ -100,7 +101,7 @@ class AlternateCallback(Callback):
         self._steps = turn_steps(str(context.run.config.schedule))
 
     def before_step(self, step: int) -> None:
-        """Where a turn begins, return the policy whose turn has ended to its best weights."""
+        """At the start of a turn, return the policy whose turn has ended to its best weights."""
         if step % self._steps:
             return
         facts = {"policy": turn_of(step, self._policies, self._steps)}
@@ -111,7 +112,7 @@ class AlternateCallback(Callback):
         self._run.log.add_event(TURN, step, facts)
 
     def after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, Mapping[str, float]]:
-        """Leave out the rows of policies that have no turn."""
+        """Leave out the rows of all other policies than the one that learns."""
         turn = turn_of(rollouts.step, self._policies, self._steps)
         kept = [row for row in batch.rows if row.policy == turn]
         left_out = [row for row in batch.rows if row.policy != turn]
@@ -120,7 +121,7 @@ class AlternateCallback(Callback):
 
 
 def without_rows(batch: Batch, rows: Sequence[Row], reason: str = FROZEN) -> Account:
-    """Return the account of a batch from which rows of frozen policies are left out for this reason."""
+    """Return the account of a batch without these rows of frozen policies, with their calls dropped for this reason."""
     account, calls = batch.account, sum(row.transitions for row in rows)
     tokens_of = {
         (call.transition.attempt_id, call.transition.span_id, call.transition.choice): call.transition.tokens

@@ -1,7 +1,7 @@
-"""`--opponents AGENT=K`: agents meet the newest or one of K past weights of the agent that they play against.
+"""`--opponents AGENT=K`: agents play against the newest or one of K past weights of their opponent.
 
-All rollouts of a group meet the same opponent: their rewards are compared, and so must come from the same game. Calls
-of frozen weights are recorded, under the name of the adapter that has them, and left out of the batch.
+All rollouts of a group meet the same opponent, because their rewards are compared and so must come from the same game.
+Calls of frozen weights are recorded under the name of their adapter, and left out of the batch.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch.batch import Batch
 
-OPPONENTS: Final = "opponents"  # in a run's folder, in its state, and the kind of a line in its log
+OPPONENTS: Final = "opponents"  # in a run's folder and in its state, and kind of a log line
 OF_OPPONENT: Final = "of the frozen weights of an opponent"
-EVERY: Final = 5  # steps between two frozen weights
+EVERY: Final = 5  # steps between two frozen versions
 
 
 @runtime_checkable
 class CopyKeeper(PolicyKeeper, Protocol):
-    """A learner that serves frozen copies of policies beside them."""
+    """A learner that serves frozen copies of policies next to the policies."""
 
     def load_copy(self, copy: str, policy: str, folder: Path, version: int) -> None:
-        """Let a copy have the weights of a policy that `save_policy` wrote, under the number that they had."""
+        """Load weights of a policy that `save_policy` wrote into a copy, with their version number."""
 
 
 def policy_sizes(config: TrainConfig) -> dict[str, int]:
-    """Return how many frozen weights are kept of each policy: agents that share one share its population."""
+    """Return the number of frozen versions that are kept of each policy: agents that share one share its population."""
     own = parse(config.policies)
     sizes: dict[str, int] = {}
     for agent, size in (config.opponents or {}).items():
@@ -57,11 +57,11 @@ class OpponentsKind(CallbackKind):
     """Takes part in runs with populations."""
 
     def wanted(self, config: TrainConfig) -> bool:
-        """Return whether an agent has a population."""
+        """Whether an agent has a population."""
         return bool(config.opponents)
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse what can't have a population."""
+        """Reject a configuration that cannot have populations."""
         trained, own, opponents = trained_policies(config), parse(config.policies), config.opponents or {}
         named = ", ".join(f"{agent}={size}" for agent, size in opponents.items())
         strangers = [agent for agent in opponents if config.policies.get(agent) is None]
@@ -87,14 +87,14 @@ class OpponentsKind(CallbackKind):
             raise ConfigError(f"opponents: the policy name {taken[0]} is used for frozen weights. Give it another.")
 
     def learner_options(self, config: TrainConfig) -> Mapping[str, Any]:
-        """Return the names of the adapters that have frozen weights."""
+        """Return the names of the adapters with frozen weights."""
         return {"copies": tuple(copy for each in _populations(config, {}) for copy in each.copies)}
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
-        """Return what keeps the populations.
+        """Open the callback that keeps the populations.
 
         Raises:
-            ConfigError: the learner serves no copies, or frozen weights of the run that goes on are missing.
+            ConfigError: the learner serves no copies, or frozen weights of the resumed run are missing.
         """
         return nullcontext(OpponentsCallback(context))
 
@@ -103,7 +103,7 @@ class OpponentsCallback(Callback):
     """Freezes weights, chooses an opponent for each group, and leaves its calls out.
 
     Args:
-        context: what it is opened with.
+        context: of the run.
     """
 
     def __init__(self, context: CallbackContext) -> None:
@@ -124,7 +124,7 @@ class OpponentsCallback(Callback):
 
     @property
     def kept(self) -> Mapping[str, Any]:
-        """The frozen weights of each policy; the weights themselves are in the run's folder."""
+        """The frozen versions of each policy; the weights themselves are in the run's folder."""
         return {OPPONENTS: {policy: each.to_json() for policy, each in self._populations.items()}}
 
     def before_step(self, step: int) -> None:
@@ -141,7 +141,7 @@ class OpponentsCallback(Callback):
                 self._load(policy, member)
 
     def before_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Choose the opponent of each group, and let it answer in these rollouts."""
+        """Choose the opponent of each group, and route the opponent's calls in these rollouts."""
         versions, turn = self._versions(), self._policy_of_turn()
         policies = {agent: str(self._own.of(agent)) for agent in self._config.opponents or ()}
         past = {
@@ -164,7 +164,7 @@ class OpponentsCallback(Callback):
         self._app.state.routing = replace(self._app.state.routing, opponents=routed)
 
     def after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, Mapping[str, float]]:
-        """Leave out the calls of frozen weights, and say what was earned against which."""
+        """Leave out the calls of frozen weights, and return the reward against each opponent."""
         copies = {copy for each in self._populations.values() for copy in each.copies}
         left_out = [row for row in batch.rows if row.policy in copies]
         calls = tuple(
@@ -196,11 +196,11 @@ class OpponentsCallback(Callback):
         return {f"reward_against/{name}": sum(its) / len(its) for name, its in sorted(earned.items()) if its}
 
     def _versions(self) -> dict[str, int]:
-        """Return the number of the newest weights of each policy that has a population."""
+        """Return the number of the newest weights of each policy with a population."""
         return {each.model: each.version for each in self._learner.engines if each.model in self._populations}
 
     def _policy_of_turn(self) -> str | None:
-        """Return the policy that learns now, against frozen opponents only of the others; None where all learn."""
+        """Return the policy that learns now and so is not an opponent; None if all learn."""
         return None if self._turn is None else turn_of(self._step, trained_policies(self._config), self._turn)
 
     def _folder(self, policy: str, step: int) -> Path:

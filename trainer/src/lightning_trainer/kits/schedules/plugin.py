@@ -1,4 +1,4 @@
-"""Schedules and role baselines, registered through the hooks that anybody would use."""
+"""Schedules and role baselines, registered through the public hooks."""
 
 from __future__ import annotations
 

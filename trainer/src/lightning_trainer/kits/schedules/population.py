@@ -1,9 +1,9 @@
 """Populations of past weights for fictitious self-play: which weights are kept, and which opponent a group meets.
 
-An agent that learns against the newest weights of its opponent alone may forget how to beat earlier ones, and the two
-go round in cycles. Against weights sampled from the whole past it learns to beat their mixture (fictitious self-play,
-Heinrich et al. 2015; neural fictitious self-play, arXiv 1603.01121). So a population is a uniform sample of all
-frozen weights so far (reservoir sampling). The last K alone delay the cycle and do not end it.
+An agent that learns only against the newest weights of its opponent may forget how to beat earlier ones, and the two go
+round in cycles. Against weights sampled from the whole past, it learns to beat their mixture (fictitious self-play,
+Heinrich et al. 2015; neural fictitious self-play, arXiv 1603.01121). So a population is a uniform sample of all frozen
+weights so far (reservoir sampling). The last K alone delay the cycle but do not end it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ NEWEST: Final = "newest"
 
 @dataclass(frozen=True, slots=True)
 class FrozenVersion:
-    """Weights of a policy that are kept.
+    """Frozen weights of a policy.
 
     Attributes:
-        step: steps taken before they were frozen.
+        step: number of steps before they were frozen.
         version: number of the weights.
         copy: name of the adapter that has them.
     """
@@ -33,7 +33,7 @@ class FrozenVersion:
 
 @dataclass(frozen=True, slots=True)
 class Opponent:
-    """What a group of rollouts meets.
+    """The opponent of a group of rollouts.
 
     Attributes:
         agent: the agent that is the opponent.
@@ -53,16 +53,16 @@ class Population:
     """A uniform sample of the frozen weights of one policy.
 
     Args:
-        policy: whose.
-        size: most that are kept.
-        seed: which of them stay follows from it.
-        kept: `to_json` of the run that goes on.
+        policy: name of the policy.
+        size: maximum number of members.
+        seed: determines which members stay.
+        kept: `to_json` of the resumed run.
     """
 
     def __init__(self, policy: str, size: int, seed: int, kept: Mapping[str, Any]) -> None:
         self.policy, self._size, self._seed = policy, size, seed
-        self.frozen = int(kept.get("frozen", 0))  # all that there were
-        self.last: int | None = kept.get("last")  # number of the newest of them
+        self.frozen = int(kept.get("frozen", 0))  # number of versions that were ever frozen
+        self.last: int | None = kept.get("last")  # version number of the newest
         self.members = [
             FrozenVersion(int(step), int(version), copy)
             for (step, version), copy in zip(kept.get("versions", ()), self.copies, strict=False)
@@ -70,19 +70,19 @@ class Population:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Names of the adapters that its members have."""
+        """Names of the members' adapters."""
         return tuple(f"{self.policy}-past-{place}" for place in range(self._size))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
+        """Return the state for a checkpoint."""
         versions = [[each.step, each.version] for each in self.members]
         return {"frozen": self.frozen, "last": self.last, "versions": versions}
 
     def add(self, step: int, version: int) -> FrozenVersion | None:
-        """Take newer weights in, in the place of others if there is no room (algorithm R, Vitter 1985).
+        """Add newer weights, and replace others if there is no room (algorithm R, Vitter 1985).
 
         Returns:
-            None where they are not among those that stay.
+            The new member; None if it is not kept.
         """
         self.frozen, self.last = self.frozen + 1, version
         place = len(self.members)
@@ -99,14 +99,14 @@ class Population:
 
 
 def choose_opponent(past: Mapping[str, Sequence[FrozenVersion]], name: str) -> Opponent | None:
-    """Choose who is the opponent in a group, and its weights: all agents, then all weights are equally likely.
+    """Choose the opponent of a group and its weights: first all agents, then all weights, are equally likely.
 
     Args:
-        past: by agent that may be the opponent, its frozen weights.
-        name: the same for the same name.
+        past: frozen weights by agent, of the agents that may be the opponent.
+        name: seed; the same name gives the same choice.
 
     Returns:
-        None where no agent may be.
+        None if there is no such agent.
     """
     if not past:
         return None

@@ -1,7 +1,7 @@
 """Role-conditioned advantage estimation: a call is compared with the running mean of its agent's credit.
 
 RAE of SPIRAL, arXiv 2506.24119: b <- DECAY * b + (1 - DECAY) * R for each attempt of an agent, and A = R - b with the
-new b. In self-play the two sides of a game have different expectations, which one mean over both would mix up. Nothing
+new b. In self-play, the two sides of a game have different expectations, which one mean over both would mix up. Nothing
 is compared within a group, so a group may have one rollout.
 """
 
@@ -31,7 +31,7 @@ DECAY: Final = 0.95
 
 
 class RoleAdvantages(Reinforce):
-    """The algorithm: rows hold the credit of their calls until the baselines are taken off."""
+    """The algorithm: rows contain the credit of their calls until the baselines are subtracted."""
 
     __slots__ = ()
 
@@ -59,16 +59,16 @@ class RoleBaselinesKind(CallbackKind):
     """Takes part in runs with algorithm = rae."""
 
     def wanted(self, config: TrainConfig) -> bool:
-        """Return whether agents have baselines."""
+        """Whether agents have baselines."""
         return config.algorithm == RAE
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:  # noqa: ARG002 - it needs nothing
-        """Return what keeps the baselines."""
+        """Open the callback that keeps the baselines."""
         return nullcontext(RoleBaselines())
 
 
 class RoleBaselines(Callback):
-    """Keeps the running mean of each agent, and takes it off its rows."""
+    """Keeps the running mean of each agent, and subtracts it from the agent's rows."""
 
     def __init__(self) -> None:
         self._means: dict[str, float] = {}
@@ -79,12 +79,12 @@ class RoleBaselines(Callback):
         return {RAE: self._means}
 
     def before_batch(self, rollouts: StepRollouts) -> Extra:
-        """Read the means after the step before."""
+        """Restore the means after the previous step."""
         self._means = dict(rollouts.kept.get(RAE, {}))
         return Extra()
 
     def after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, Mapping[str, float]]:  # noqa: ARG002
-        """Move the means by the attempts of the batch, and take the mean at each attempt off its rows."""
+        """Update the means with the attempts of the batch, and subtract from each row the mean at its attempt."""
         taken = self._move(batch)
         rows = [_without_mean(row, taken[row.agent, row.attempt_id]) for row in batch.rows]
         account = replace(batch.account, rows_without_gradient=sum(not row.has_gradient for row in rows))
@@ -92,7 +92,7 @@ class RoleBaselines(Callback):
         return replace(batch, rows=rows, account=account), metrics
 
     def _move(self, batch: Batch) -> dict[tuple[str, str], float]:
-        """Return the mean of each agent after each of its attempts, in the order of the attempts."""
+        """Update the means, and return each agent's mean after each of its attempts, in the order of the attempts."""
         credit: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         for call in (call for call in batch.calls if call.left_out is None):
             credit[call.transition.agent or "", call.transition.attempt_id].append(call.advantage)
