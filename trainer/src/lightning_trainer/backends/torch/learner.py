@@ -43,13 +43,13 @@ from lightning_trainer.rl.rows import Row
 
 Read = TypeVar("Read")
 
-_READ: Final = 8  # rows of each policy whose divergence from the model without adapter is measured in an update
+_READ: Final = 8  # rows of each policy on which an update measures the divergence from the model without adapter
 
 
 class TorchLearner:
     """`Learner` with an embedded engine: one policy, or several adapters over one frozen model.
 
-    Master weights and optimisers are made with the first update.
+    Master weights and optimisers are created with the first update.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class TorchLearner:
 
         Args:
             model: the folder.
-            sampler: the engine, and what it is to serve; None: the embedded one.
+            sampler: the engine, and what it serves; None: the embedded one.
             options: fields of `TorchOptions`.
 
         Raises:
-            ConfigError: an option is wrong, or the model can't be loaded or run.
+            ConfigError: an option is wrong, or the model cannot be loaded or run.
             EngineError: the engine does not start.
         """
         saved = checkpoint.saved_adapters(Path(model))
@@ -89,7 +89,7 @@ class TorchLearner:
         self._engine: PolicyEngines = self._open(*sampler) if sampler else TorchEngine(self._model, self.options)
 
     def _open(self, kind: EngineKind, request: EngineRequest) -> PolicyEngines:
-        """Open an engine and publish the policies to it as they are."""
+        """Open an engine and publish the current policies to it."""
         source = self._model.source.resolve()
         held = HeldModel(
             name=served_name(self._model, self.options),
@@ -111,30 +111,30 @@ class TorchLearner:
 
     @property
     def engine(self) -> Any:
-        """Generates with the newest weights; of several adapters, with the frozen model under them."""
+        """Generates with the newest weights; with several adapters, with the frozen model under them."""
         return self._engine.engines[0]
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """One for each policy that is served: of several adapters, the frozen model first."""
+        """One for each served policy; with several adapters, the frozen model first."""
         return tuple(self._engine.engines)
 
     def _trained_engines(self, engine: PolicyEngines) -> Sequence[Engine]:
-        """Return those whose weights are no longer the model's: its adapters without copies, or its only policy."""
+        """Return those whose weights differ from the model's: its adapters except copies, or its only policy."""
         count = len(self.options.adapters)
         return engine.engines[1 : 1 + count] if count else engine.engines
 
     def _write(self, policy: str, folder: Path) -> None:
-        """Write the newest adapter of a policy as peft does."""
+        """Write the newest adapter of a policy in peft's format."""
         select(self._model, policy if self.options.adapters else None)
         self._model.causal.save_pretrained(folder)
 
     def update(self, rows: Sequence[Row]) -> dict[str, float]:
         """Take one optimiser step: `Learner.update`, with the metrics of `update.update`.
 
-        Of several adapters each takes one with the rows of its own calls, where these have a gradient. Metrics are
-        then those of each with ``/NAME`` behind them, and over all: sums of counts and times, means by tokens. Where
-        several agents were heard, `gradient_share/AGENT` is each one's share of the squared norms of all gradients.
+        With several adapters, each takes a step on the rows of its own calls, if these have a gradient. Metrics are
+        then those of each with the suffix ``/NAME``, and over all: sums of counts and times, means by tokens. With rows
+        of several agents, `gradient_share/AGENT` is each one's share of the squared norms of all gradients.
 
         Raises:
             ValueError: a row was answered by none of the adapters.
@@ -167,7 +167,7 @@ class TorchLearner:
 
     @contextmanager
     def _rest(self) -> Iterator[None]:
-        """Let the engine rest in the block, and leave it the memory that the block no longer uses."""
+        """Let the engine rest in the block, and give it the memory that the block no longer uses."""
         if not isinstance(self._engine, RestingEngines):
             yield
             return
@@ -176,14 +176,14 @@ class TorchLearner:
             release_memory(self._model.shape.device)
 
     def _speed(self, metrics: Mapping[str, float], weights_s: float) -> dict[str, float]:
-        """Return seconds of sending weights, memory and, where it is known, utilisation of an update."""
+        """Return seconds of sending weights, memory and, if it is known, utilisation of an update."""
         tokens = metrics.get("packed_tokens", 0.0) * self.options.update_epochs
         used = flops_utilisation(self._model, tokens, metrics.get("seconds", 0.0), frozen=self.options.lora_rank > 0)
         speed = {"weights_seconds": weights_s, **peak_memory(self._model.shape.device)}
         return speed if used is None else {**speed, "mfu": used}
 
     def _departures(self, parts: Mapping[str, Sequence[Row]]) -> dict[str, float]:
-        """Return `kl_base/POLICY`, how far each adapter is from the model without it, from about eight of its rows."""
+        """Return `kl_base/POLICY`, each adapter's divergence from the model without it, on about eight of its rows."""
         if not has_adapters(self._model):
             return {}
         plain = self.options.with_values(kl_coef=1.0, kl_estimator="k3")
@@ -195,25 +195,25 @@ class TorchLearner:
         return policy if self.options.adapters else None
 
     def _check_of(self, policy: str, rows: Sequence[Row]) -> DeliveryCheck | None:
-        """Read some rows before an update, for the engine to be asked about them after it."""
+        """Read some rows before an update, to compare the engine on them afterwards; None for the embedded engine."""
         return None if isinstance(self._engine, TorchEngine) else DeliveryCheck.of(policy, rows, self.logprobs)
 
     @property
     def seen(self) -> Mapping[Row, SeenTokens]:
-        """What the last update saw of its rows: `Learner.seen`."""
+        """The last update's view of its rows: `Learner.seen`."""
         return self._seen
 
     def penalties(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
-        """Return what the divergence takes off the rewards: `update.penalties`."""
+        """Return the divergence penalties on the rewards: `reading.penalties`."""
         with self._engine.still():
             use_threads(self.options.threads, self._model.shape.device.type)
             return penalties(rows, self.options, reference(self._model, self._frozen))
 
     def schedule(self, rise: int, steps: int) -> None:
-        """Say how the learning rate goes: `Learner.schedule`.
+        """Set the schedule of the learning rate: `Learner.schedule`.
 
         Raises:
-            RuntimeError: a step was taken already.
+            RuntimeError: the optimiser exists already.
         """
         if self._policies:
             raise RuntimeError("the learning rate of an optimiser that is there can't be planned again")
@@ -227,7 +227,7 @@ class TorchLearner:
         """Return log-probabilities of trained tokens: `Learner.logprobs`.
 
         Raises:
-            ValueError: a row is of no adapter that there is.
+            ValueError: a row belongs to no served adapter.
         """
         return self._by_adapter(rows, lambda places: self._read(self._model, rows, places, candidates))
 
@@ -237,7 +237,7 @@ class TorchLearner:
         """Return the same with the weights of the policy as its own teacher: `TeacherPolicy.teacher_logprobs`.
 
         Raises:
-            ValueError: a row is of no adapter that there is.
+            ValueError: a row belongs to no served adapter.
         """
         kind = self.options.teacher_weights
         if kind == "base":
@@ -266,15 +266,15 @@ class TorchLearner:
         places: Sequence[int],
         candidates: Sequence[NDArray[np.int64]] | None,
     ) -> list[NDArray[np.float32]]:
-        """Read some of the rows with a model."""
+        """Return the log-probabilities of the rows at these indices under a model."""
         asked = None if candidates is None else [candidates[place] for place in places]
         return row_logprobs(model, [rows[place] for place in places], self.options.micro_batch_tokens, asked)
 
     def likeliest(self, rows: Sequence[Row], count: int) -> list[NDArray[np.int64]]:
-        """Return the likeliest tokens at trained tokens: `Learner.likeliest`.
+        """Return the most likely tokens at trained tokens: `Learner.likeliest`.
 
         Raises:
-            ValueError: a row is of no adapter that there is.
+            ValueError: a row belongs to no served adapter.
         """
         most = self.options.micro_batch_tokens
         return self._by_adapter(
@@ -282,7 +282,7 @@ class TorchLearner:
         )
 
     def _by_adapter(self, rows: Sequence[Row], read: Callable[[Sequence[int]], list[Read]]) -> list[Read]:
-        """Read rows, each through its own adapter; `read` takes their places among `rows`."""
+        """Read rows, each with its own adapter; `read` takes their indices in `rows`."""
         found: dict[int, Read] = {}
         with self._engine.still():
             use_threads(self.options.threads, self._model.shape.device.type)
@@ -297,11 +297,11 @@ class TorchLearner:
             checkpoint.save(folder, self._model, self._all(), self._engine, self._fingerprint, resumable=resumable)
 
     def strip(self, folder: Path) -> None:
-        """Leave a checkpoint's weights alone: `checkpoint.strip`."""
+        """Remove all but the weights of a checkpoint: `checkpoint.strip`."""
         checkpoint.strip(folder)
 
     def load(self, folder: Path) -> None:
-        """Go back to a checkpoint, bit for bit: `checkpoint.restore`.
+        """Restore a checkpoint, bit for bit: `checkpoint.restore`.
 
         Raises:
             ConfigError: it is a checkpoint of another model or kind, or incomplete.
@@ -319,14 +319,14 @@ class TorchLearner:
             save_file(self._weights_of(self._adapter(policy)).weights(), folder / checkpoint.TENSORS)
 
     def restore_policy(self, policy: str, folder: Path) -> None:
-        """Return one policy to what `save_policy` wrote, bit for bit: `PolicyKeeper`."""
+        """Restore one policy to what `save_policy` wrote, bit for bit: `PolicyKeeper`."""
         with self._engine.still():
             known = {each.model: each.version for each in self._trained_engines(self._engine)}
             self._weights_of(self._adapter(policy)).return_to(load_file(folder / checkpoint.TENSORS))
             self._engine.publish({policy: known[policy] + 1}, self._write)
 
     def load_copy(self, copy: str, policy: str, folder: Path, version: int) -> None:
-        """Let a copy have the weights of a policy that `save_policy` wrote, bit for bit: `CopyKeeper`."""
+        """Load into a copy the weights of a policy that `save_policy` wrote, bit for bit: `CopyKeeper`."""
         with self._engine.still():
             fill_copy(self._model, copy, policy, load_file(folder / checkpoint.TENSORS))
             self._engine.publish({copy: version}, self._write)
@@ -346,7 +346,7 @@ class TorchLearner:
         return self._model.end_tokens
 
     def _places(self, rows: Sequence[Row]) -> dict[str | None, list[int]]:
-        """Sort rows by the adapter that they are of."""
+        """Return the indices of the rows of each adapter."""
         if not self.options.adapters:
             return {None: list(range(len(rows)))}
         found: dict[str | None, list[int]] = {}
@@ -376,5 +376,5 @@ class TorchLearner:
 
 
 def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what says that nothing was chosen, so that a checkpoint's own adapters are taken."""
+    """Leave out options that choose nothing, so that a checkpoint's own adapters are used."""
     return {name: value for name, value in options.items() if not (name in {"adapters", "lora_rank"} and not value)}

@@ -1,4 +1,7 @@
-"""What a forward pass keeps for its backward pass: everything, or the inputs of each layer if memory requires it."""
+"""Activations that a forward pass keeps for its backward pass.
+
+All, or only each layer's inputs if memory requires it.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ from lightning_trainer.backends.torch.model.load import ForwardPlan, LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.models.shape import activation_bytes
 
-_SHARE = 0.8  # of the free memory, which kept activations may take
+_SHARE = 0.8  # share of the free memory that kept activations may take
 
 
 def save_memory(
     model: LoadedModel, options: TorchOptions, plan: ForwardPlan, tokens: int
 ) -> AbstractContextManager[None]:
-    """Return a block in which layers keep their inputs only, if it was chosen or the rest would not fit.
+    """Return a context in which layers keep only their inputs, if this was chosen or the rest would not fit.
 
     Args:
-        model: that is called in the block.
+        model: called in the context.
         options: `activation_checkpointing`.
         plan: of the forward pass.
         tokens: of the forward pass.
@@ -39,7 +42,7 @@ def save_memory(
 def _saves_memory(model: LoadedModel, options: TorchOptions, tokens: int) -> bool:
     config = model.causal.config.get_text_config()
     if getattr(config, "num_kv_shared_layers", 0) or options.activation_checkpointing == "off":
-        return False  # layers that read each other's keys can't run again one by one
+        return False  # layers that read each other's keys cannot be recomputed one by one
     if options.activation_checkpointing == "on":
         return True
     width = model.shape.dtype.itemsize
@@ -49,12 +52,12 @@ def _saves_memory(model: LoadedModel, options: TorchOptions, tokens: int) -> boo
 
 
 def exceeds(needed: int, free: int | None) -> bool:
-    """Return whether activations are too many for the free memory; never where that is not known."""
+    """Return whether activations are too large for the free memory; False if that is unknown."""
     return free is not None and needed > _SHARE * free
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that tensors can still take on a GPU, or None on another device."""
+    """Return the bytes that tensors can still take on a GPU; None on another device."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -63,7 +66,7 @@ def free_memory(device: torch.device) -> int | None:
 
 @contextmanager
 def _again(causal: nn.Module, plan: ForwardPlan) -> Iterator[None]:
-    """Let the layers of a model run again in the backward pass, under the same plan."""
+    """Let the layers of a model be recomputed in the backward pass, under the same plan."""
     layers: list[Any] = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
     own = [vars(layer).get("forward") for layer in layers]
     for layer in layers:

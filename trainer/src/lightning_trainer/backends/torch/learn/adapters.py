@@ -1,4 +1,4 @@
-"""LoRA adapters: which a model gets, and that those which are there already are what was asked for."""
+"""LoRA adapters: those that a model gets, and checks that existing ones match the options."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.models import check_adapter
 
 ADAPTER = "default"
-_TAKEN = {"base_layer", "lora_A", "lora_B"}  # what peft adds to the names of parameters
+_TAKEN = {"base_layer", "lora_A", "lora_B"}  # names that peft adds to those of parameters
 
 
 class LoraShape(NamedTuple):
-    """What makes adapters with the same weights different policies, by the names of the options that say it."""
+    """The properties that make adapters with the same weights different policies, named like their options."""
 
     lora_rank: int
     lora_alpha: float
@@ -32,7 +32,7 @@ class LoraShape(NamedTuple):
 
 
 def shape_of(model: LoadedModel, adapter: str | None = None) -> LoraShape:
-    """Return the shape of one of a model's adapters; None: of the only one."""
+    """Return the shape of one of a model's adapters; None stands for the only one."""
     return _shape(vars(model.causal.peft_config[adapter or ADAPTER]))
 
 
@@ -40,7 +40,7 @@ def saved_shape(folder: Path) -> LoraShape:
     """Read the shape of an adapter's folder.
 
     Raises:
-        ConfigError: its configuration can't be read.
+        ConfigError: its configuration cannot be read.
     """
     try:
         return _shape(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")))
@@ -49,7 +49,7 @@ def saved_shape(folder: Path) -> LoraShape:
 
 
 def check_same(saved: LoraShape, now: LoraShape, place: Path) -> None:
-    """Make sure that saved adapters go on as what they were.
+    """Check that saved adapters resume with the same shape.
 
     Raises:
         ConfigError: one has another rank, scale or other modules; names the option, and both values.
@@ -62,16 +62,16 @@ def check_same(saved: LoraShape, now: LoraShape, place: Path) -> None:
 
 
 def add_adapters(model: LoadedModel, options: TorchOptions, saved: Path | None = None) -> None:
-    """Add the LoRA adapters that were asked for, which start as no change; a folder that has some keeps its own.
+    """Add the requested LoRA adapters, which start as no change; a folder that has adapters keeps its own.
 
     Args:
         model: gets them.
-        options: say which.
-        saved: folder of a checkpoint; an adapter that is in it goes on from there. New ones beside it get its scale
-            and modules, where the options name none.
+        options: of the adapters.
+        saved: folder of a checkpoint; an adapter in it resumes from there. New ones next to it get its scale and
+            modules, if the options name none.
 
     Raises:
-        ConfigError: the folder's adapters are others than the options say, or no module has one of the names.
+        ConfigError: the folder's adapters do not match the options, or no module has one of the names.
     """
     if has_adapters(model) and options.adapters:
         raise ConfigError(
@@ -104,8 +104,8 @@ def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
     """Add an adapter from its folder.
 
     Raises:
-        ConfigError: it can't be read, is other than the options say, or `kl_coef` would compare it with the model
-            without it.
+        ConfigError: it cannot be read, does not match the options, or `kl_coef` would compare it with the model without
+            it.
     """
     if options.kl_coef > 0 and folder.name not in options.fixed:
         raise ConfigError(f"{folder} is trained, and kl_coef would compare it with the model without. Leave it out.")
@@ -127,7 +127,10 @@ def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
 
 
 def _check_asked(found: LoraShape, options: TorchOptions, place: Path) -> None:
-    """Refuse an option that an adapter which is there already does not have; one that was left out takes what is."""
+    """Refuse an option that differs from an existing adapter's.
+
+    An option that was left out takes the adapter's value.
+    """
     asked = {
         "lora_rank": options.lora_rank or None,
         "lora_alpha": options.lora_alpha,
@@ -141,7 +144,7 @@ def _check_asked(found: LoraShape, options: TorchOptions, place: Path) -> None:
 
 
 def _shape(config: Mapping[str, Any]) -> LoraShape:
-    """Take from peft's configuration, as an object's fields or as JSON, what an adapter is."""
+    """Return an adapter's shape from peft's configuration, as an object's fields or as JSON."""
     targets = config["target_modules"]
     return LoraShape(
         int(config["r"]),
@@ -164,7 +167,7 @@ def _add(model: LoadedModel, name: str, options: TorchOptions) -> None:
             " weights. Give it another name: AGENT=lora:NAME."
         )
     beside = next(iter(causal.peft_config.values())) if has_adapters(model) else None
-    scale: Any = options.lora_alpha or (beside.lora_alpha if beside else 2 * options.lora_rank)  # peft says int
+    scale: Any = options.lora_alpha or (beside.lora_alpha if beside else 2 * options.lora_rank)  # peft's type is int
     targets = options.lora_targets or (beside.target_modules if beside else _linear_names(causal))
     config = LoraConfig(
         r=options.lora_rank,
@@ -174,7 +177,7 @@ def _add(model: LoadedModel, name: str, options: TorchOptions) -> None:
         base_model_name_or_path=str(model.source.resolve()),
     )
     with torch.random.fork_rng(devices=[]), _several():
-        # Each starts from its own draw, whatever others there are.
+        # Each starts from its own random state, whatever others there are.
         torch.manual_seed(options.seed if name == ADAPTER else options.seed + zlib.crc32(name.encode()))
         try:
             causal.add_adapter(config, adapter_name=name)
@@ -184,9 +187,9 @@ def _add(model: LoadedModel, name: str, options: TorchOptions) -> None:
 
 @contextmanager
 def _several() -> Iterator[None]:
-    """Keep libraries from warning that a model gets a second adapter: it is meant to.
+    """Suppress the libraries' warnings about a second adapter, which is intended.
 
-    peft says that there are two, and transformers that the file of the second lacks the weights of the first.
+    peft warns that there are two, and transformers that the file of the second lacks the weights of the first.
     """
     report = logging.getLogger("transformers.integrations.peft")
     level = report.level
@@ -205,13 +208,13 @@ def has_adapters(model: LoadedModel) -> bool:
 
 
 def _linear_names(causal: Any) -> list[str]:
-    """Names of all linear layers but the head; peft's own `all-linear` needs a wrapped model."""
+    """Return the names of all linear layers except the head; peft's own `all-linear` needs a wrapped model."""
     head = causal.get_output_embeddings()
     return sorted({name.rpartition(".")[2] for name, module in _outermost(causal) if module is not head})
 
 
 def _outermost(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Return linear layers and LoRA's wrappings of such, not what a wrapping holds."""
+    """Yield linear layers and LoRA's wrappers of such, not the layers inside a wrapper."""
     for name, child in module.named_children():
         if isinstance(child, torch.nn.Linear) or hasattr(child, "base_layer"):
             yield f"{path}{name}", child
@@ -220,7 +223,7 @@ def _outermost(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, t
 
 
 def select(model: LoadedModel, adapter: str | None) -> None:
-    """Let the model go through one of its adapters, in training and in what peft computes; None: there is only one."""
+    """Activate one of the model's adapters, for training and for peft's own computations; None: there is only one."""
     if adapter is not None:
         model.causal.set_adapter(adapter)
 

@@ -14,19 +14,19 @@ from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.delivery import correlation, delivery
 from lightning_trainer.rl.rows import UNKNOWN_VERSION, Row
 
-_TOKENS: Final = 256  # that are enough to tell an update from rounding
+_TOKENS: Final = 256  # enough to distinguish an update from rounding
 _ROWS: Final = 8
-_DEPTHS: Final = (0, 256, 1024, 4096, 16384)  # tokens before a token, from which on gaps are told apart
+_DEPTHS: Final = (0, 256, 1024, 4096, 16384)  # numbers of tokens before a token at which gaps are split
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryCheck:
-    """What the learner said of some rows before an update.
+    """The learner's log-probabilities of some rows before an update.
 
     Attributes:
-        policy: whose rows they are.
-        rows: at temperature 1, as the engine is asked.
-        before: for each (K,) log-probabilities of its trained tokens.
+        policy: that sampled the rows.
+        rows: at temperature 1, as the engine computes them.
+        before: for each row (K,) log-probabilities of its trained tokens.
     """
 
     policy: str
@@ -49,7 +49,7 @@ class DeliveryCheck:
         """Compare the engine with the learner after the update.
 
         Raises:
-            EngineError: the engine samples from the weights before the update; names the policy and its agents.
+            EngineError: the engine still samples from the weights before the update; names the policy and its agents.
         """
         if not self.rows:
             return
@@ -72,16 +72,16 @@ class DeliveryCheck:
 def engine_gaps(
     parts: Mapping[str, Sequence[Row]], seen: Mapping[Row, SeenTokens], versions: Mapping[str, int]
 ) -> dict[str, float]:
-    """Compare engine and learner on the sampled tokens of each policy, in rows that its newest weights sampled.
+    """Return how engine and learner differ on each policy's sampled tokens, in rows that its newest weights sampled.
 
     Args:
         parts: rows by policy.
-        seen: what the learner saw of them.
+        seen: the learner's view of them.
         versions: number of each policy's weights before the update.
 
     Returns:
-        ``engine_gap/POLICY`` (mean absolute difference in nats a token), ``engine_correlation/POLICY``, and
-        ``engine_gap/POLICY/DEPTH`` for tokens with at least so many before them, where there are several depths.
+        ``engine_gap/POLICY`` (mean absolute difference in nats per token), ``engine_correlation/POLICY``, and
+            ``engine_gap/POLICY/DEPTH`` for tokens with at least so many before them, if there are several depths.
     """
     found: dict[str, float] = {}
     for policy, rows in parts.items():
@@ -100,7 +100,7 @@ def engine_gaps(
 def without_older(
     metrics: Mapping[str, float], parts: Mapping[str, Sequence[Row]], versions: Mapping[str, int]
 ) -> dict[str, float]:
-    """Leave out the gap between recorded log-probabilities and the learner's where older weights recorded some."""
+    """Return the metrics without the gap to the recorded log-probabilities if older weights recorded some."""
     older = any(_is_older(row, versions[policy]) for policy, rows in parts.items() for row in rows)
     return {name: value for name, value in metrics.items() if not (older and name.startswith("logprob_gap"))}
 
@@ -110,7 +110,7 @@ def _is_older(row: Row, newest: int) -> bool:
 
 
 def _by_depth(gap_K: NDArray[np.float64], depth_K: NDArray[np.int64]) -> list[tuple[int, float]]:
-    """Return the mean gap from each depth to the next; nothing where all tokens are within one."""
+    """Return the mean gap from each depth to the next; empty if all tokens are within one."""
     part_K = np.searchsorted(_DEPTHS, depth_K, side="right") - 1
     parts = np.unique(part_K)
     return [(_DEPTHS[part], float(gap_K[part_K == part].mean())) for part in parts] if len(parts) > 1 else []

@@ -1,6 +1,6 @@
-"""Candidates at trained tokens: which ones the policy finds likeliest, and how likely a model finds them.
+"""Candidates at trained tokens: the most likely ones under the policy, and their log-probabilities under a model.
 
-Axes: P trained tokens of a micro-batch, Q those of them that are taught, C candidates at each, U distinct places.
+Axes: P trained tokens of a micro-batch, Q taught ones among them, C candidates at each, U distinct places.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lightning_trainer.choices import Divergence
 from lightning_trainer.rl.losses import candidate_divergence
 from lightning_trainer.rl.rows import Row
 
-_PLACES = 256  # logits of so many places are held at once
+_PLACES = 256  # number of places whose logits are held at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lesson:
-    """What a micro-batch learns from a teacher's targets.
+    """A teacher's targets for a micro-batch.
 
     Attributes:
-        place_Q: (Q,) index into `Packed.predicts_U` of each token that is taught.
+        place_Q: (Q,) index into `Packed.predicts_U` of each taught token.
         tokens_QC: (Q, C) candidates.
         teacher_QC: (Q, C) the teacher's log-probabilities.
-        weights_Q: (Q,) what each divergence counts in the batch's loss.
+        weights_Q: (Q,) weight of each divergence in the batch's loss.
     """
 
     place_Q: NDArray[np.int64]
@@ -45,23 +45,23 @@ class Lesson:
         return np.repeat(self.place_Q, self.tokens_QC.shape[1]), self.tokens_QC.reshape(-1)
 
     def loss(self, logprobs: Tensor, kind: Divergence) -> tuple[Tensor, Tensor]:
-        """Return the part of the batch's loss, and (Q,) the divergences in nats.
+        """Return the contribution to the batch's loss, and (Q,) the divergences in nats.
 
         Args:
             logprobs: (Q * C,) the policy's log-probabilities of `asked`, with gradient.
-            kind: which divergence.
+            kind: of divergence.
         """
         divergence_Q = candidate_divergence(logprobs.reshape(self.teacher_QC.shape), self.teacher_QC, kind)
         return (self.weights_Q * divergence_Q).sum(), divergence_Q.detach()
 
 
 def lesson(packed: Packed, rows: Sequence[Row], weights_P: Tensor) -> Lesson | None:
-    """Gather the targets of a micro-batch's rows; None where none of them has any.
+    """Gather the targets of a micro-batch's rows; None if no row has any.
 
     Args:
         packed: the micro-batch.
         rows: its rows, in its order.
-        weights_P: (P,) what each trained token counts in the batch's loss.
+        weights_P: (P,) weight of each trained token in the batch's loss.
     """
     if all(row.target is None for row in rows):
         return None
@@ -87,12 +87,12 @@ def lesson(packed: Packed, rows: Sequence[Row], weights_P: Tensor) -> Lesson | N
 
 @torch.no_grad()
 def likeliest(model: LoadedModel, rows: Sequence[Row], count: int, max_tokens: int) -> list[NDArray[np.int64]]:
-    """Return for each row (K, C) the tokens that the model finds likeliest at each of its trained tokens.
+    """Return for each row (K, C) the most likely tokens under the model at each of its trained tokens.
 
     Args:
-        model: whose next-token distribution it is.
+        model: gives the next-token distribution.
         rows: any.
-        count: C; all tokens of the vocabulary where that is fewer.
+        count: C; all tokens of the vocabulary if that is fewer.
         max_tokens: most tokens in one forward pass.
     """
     found: dict[int, NDArray[np.int64]] = {}

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-_PLACES = 256  # logits of so many places are worked on at once: 50 MB of float32 for a vocabulary of 50,000
-_KEPT = 2**28  # bytes of logits that the backward pass may keep; if it needs more, it computes them again
+_PLACES = 256  # number of places whose logits are computed at once: 50 MB of float32 for a vocabulary of 50,000
+_KEPT = 2**28  # bytes of logits that the backward pass may keep; if it needs more, it recomputes them
 
 
 def chosen_logprobs(
@@ -27,9 +27,9 @@ def chosen_logprobs(
     """Return log-probabilities under softmax(head(hidden) / temperature), with gradient.
 
     Args:
-        head: hidden states to logits.
+        head: maps hidden states to logits.
         hidden_UH: (U, width) hidden states of the places.
-        temperature_U: (U,) what each place's logits are divided by.
+        temperature_U: (U,) divisor of each place's logits.
         place_P: (P,) each chosen token's place.
         target_P: (P,) each chosen token.
 
@@ -67,7 +67,7 @@ def _choose(
 
 
 class _Chosen(torch.autograd.Function):
-    """What `losses.token_logprobs` and `losses.entropy` compute, keeping the logits in their own format only."""
+    """Computes `losses.token_logprobs` and `losses.entropy`, keeping the logits only in their own format."""
 
     @staticmethod
     def forward(
@@ -80,7 +80,7 @@ class _Chosen(torch.autograd.Function):
         total_U = weights_UV.sum(-1)
         entropy_U = total_U.log() - torch.linalg.vecdot(weights_UV, scaled_UV) / total_U
         ctx.save_for_backward(logits_UV, temperature_U, highest_U + total_U.log(), entropy_U, place_P, target_P)
-        ctx.set_materialize_grads(False)  # most losses have no entropy in them, and pay nothing for it
+        ctx.set_materialize_grads(False)  # most losses have no entropy term, and pay nothing for it
         return scaled_UV[place_P, target_P] - total_U.log()[place_P], entropy_U
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""The weights that are trained: a float32 master copy, and AdamW.
+"""The trained weights: a float32 master copy, and AdamW.
 
-The working copy is what generates and goes forward. Each step changes the masters and rounds them into the working
-copy, so steps smaller than bfloat16's resolution are not lost.
+The working copy is used for generation and in the forward pass. Each step changes the masters and rounds them into the
+working copy, so steps smaller than bfloat16's resolution are not lost.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class TrainedWeights:
             fused=True,
         )
         self._schedule = schedule(options)
-        self.factor = 1.0  # of the learning rate, besides the schedule's
+        self.factor = 1.0  # of the learning rate, in addition to the schedule's
         self.value = ValueHead(model, options) if options.critic else None
         averaging = options.teacher_weights == "ema"
         self.average = {name: master.detach().clone() for name, master in self.masters.items()} if averaging else {}
 
     def step(self) -> tuple[float, bool]:
-        """Take an optimiser step with the gradients that have come in, and round the masters into the working copy.
+        """Take an optimiser step with the accumulated gradients, and round the masters into the working copy.
 
         Returns:
-            The norm of the gradients before clipping, and whether the step was taken: with a gradient that is not
-            finite nothing changes.
+            The norm of the gradients before clipping, and whether the step was taken: if a gradient is not finite,
+                nothing changes.
         """
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self._options.max_grad_norm)
         taken = bool(torch.isfinite(norm))
@@ -71,13 +71,13 @@ class TrainedWeights:
 
     @torch.no_grad()
     def _average_in(self) -> None:
-        """Move the average towards the newest masters: average = decay * average + (1 - decay) * masters."""
+        """Update the average with the newest masters: average = decay * average + (1 - decay) * masters."""
         for name, average in self.average.items():
             average.lerp_(self.masters[name].detach(), 1.0 - self._options.ema_decay)
 
     @contextmanager
     def use_average(self) -> Iterator[None]:
-        """Let the model compute with the average until the block ends. Its weights return bit for bit."""
+        """Let the model compute with the average until the block ends. Its weights are restored bit for bit."""
         kept = {name: parameter.detach().clone() for name, parameter in self.working.items()}
         try:
             self._write_working(self.average)
@@ -92,16 +92,16 @@ class TrainedWeights:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps taken so far, those before a checkpoint among them."""
+        """Number of optimiser steps so far, including those before a checkpoint."""
         return max((int(state["step"]) for state in self.optimiser.state.values()), default=0)
 
     def _set_learning_rate(self) -> None:
-        """Set the learning rate of the next step: it follows from the number of steps, which a checkpoint has."""
+        """Set the learning rate of the next step from the number of steps, which a checkpoint contains."""
         for group in self.optimiser.param_groups:
             group["lr"] = self._options.learning_rate * self._schedule(self.steps) * self.factor
 
     def state(self) -> dict[str, Tensor]:
-        """Return masters and moments by name: what `set_state` needs to go on exactly from here."""
+        """Return masters and moments by name: what `set_state` needs to resume exactly."""
         tensors = self.weights()
         for name, master in self.masters.items():
             tensors |= {f"{key}.{name}": value for key, value in self.optimiser.state.get(master, {}).items()}
@@ -110,7 +110,7 @@ class TrainedWeights:
 
     @torch.no_grad()
     def set_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take masters and moments, and publish the weights.
+        """Load masters and moments, and publish the weights.
 
         Raises:
             KeyError: a master is missing.
@@ -127,7 +127,7 @@ class TrainedWeights:
                 self.optimiser.state[master] = {
                     key: value.to(master.device, copy=True) for key, value in moments.items() if value is not None
                 }
-        for name, average in self.average.items():  # a run that had no such teacher begins its average here
+        for name, average in self.average.items():  # a run that had no such teacher starts its average here
             average.copy_(tensors.get(f"average.{name}", self.masters[name]))
         if self.value is not None:
             self.value.set_state(tensors)
@@ -139,7 +139,7 @@ class TrainedWeights:
 
     @torch.no_grad()
     def return_to(self, weights: dict[str, Tensor]) -> None:
-        """Take masters, forget the moments, and publish the weights. The schedule goes on where it is.
+        """Load masters, reset the moments, and publish the weights. The schedule continues unchanged.
 
         Raises:
             KeyError: a master is missing.
@@ -155,14 +155,14 @@ class TrainedWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the working copy, in place: whoever holds a parameter has the new weights."""
+        """Round the masters into the working copy, in place, so that all users of a parameter have the new weights."""
         for name, parameter in self.working.items():
             if parameter is not self.masters[name]:
                 parameter.copy_(self.masters[name])
 
 
 def _of(adapter: str) -> str:
-    """Match the names of one adapter's parameters: ``...q_proj.lora_A.NAME.weight``."""
+    """Return a pattern for the names of one adapter's parameters: ``...q_proj.lora_A.NAME.weight``."""
     return rf"\.lora_\w+\.{re.escape(adapter)}\."
 
 
@@ -183,7 +183,7 @@ def _into(master: Tensor) -> Any:
 
 @contextmanager
 def reference(model: LoadedModel, frozen: LoadedModel | None) -> Iterator[LoadedModel]:
-    """Return the model that the policy started from: the frozen copy, or the model with its adapters switched off."""
+    """Yield the model that the policy started from: the frozen copy, or the model with its adapters disabled."""
     if frozen is not None:
         yield frozen
         return

@@ -1,4 +1,4 @@
-"""Read rows without a gradient: log-probabilities of their tokens, and penalties for leaving the starting policy."""
+"""Forward rows without a gradient: log-probabilities of their tokens, and penalties for leaving the starting policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_trainer.rl.rows import Row
 def penalties(
     rows: Sequence[Row], options: TorchOptions, reference: AbstractContextManager[LoadedModel]
 ) -> list[NDArray[np.float64]]:
-    """Return what the divergence from the starting policy takes off the reward: for each row, of each trained token.
+    """Return the reward penalty for divergence from the starting policy: for each row, one for each trained token.
 
     `kl_coef` times the estimate at the log-probabilities with which the tokens were sampled.
     """

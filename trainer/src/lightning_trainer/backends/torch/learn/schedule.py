@@ -1,4 +1,4 @@
-"""Learning-rate schedules: transformers', as functions of the steps taken."""
+"""Learning-rate schedules of transformers, as functions of the number of steps taken."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_trainer.backends.torch.options import TorchOptions
 
 
 def schedule(options: TorchOptions) -> Callable[[int], float]:
-    """Return what gives, by the number of steps taken, the share of the learning rate that the next step has.
+    """Return a function from the number of steps taken to the next step's share of the learning rate.
 
-    A rise begins above 0 and a fall ends above where it is to end: no step is taken for nothing.
+    A warm-up begins above 0 and a decay ends above its final value, so that no step is wasted.
     """
     from transformers.optimization import get_scheduler
 
     name, more = _NAMES[options.lr_schedule]
-    # On an optimiser of its own: a scheduler counts the steps of its optimiser, ours are counted by the checkpoint.
+    # On a separate optimiser: a scheduler counts the steps of its optimiser; ours are counted by the checkpoint.
     scheduler: Any = get_scheduler(
         name,
         torch.optim.SGD([torch.zeros(1)], lr=1.0),

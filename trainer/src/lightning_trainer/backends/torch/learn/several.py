@@ -1,4 +1,4 @@
-"""One batch for several adapters: whose rows are whose, and one set of numbers for all."""
+"""One batch for several adapters: the rows of each, and combined metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HIGHEST: Final = frozenset({"ratio_max"})
 def by_adapter(rows: Sequence[Row], options: TorchOptions) -> dict[str, list[Row]]:
     """Return for each adapter the rows that it answered, in the order of the adapters.
 
-    Adapters without a row that has a gradient are left out: their optimiser would move them by momentum alone.
+    Adapters without a row that has a gradient are left out, because their optimiser would move them by momentum alone.
 
     Raises:
         ValueError: a row was answered by none of them, or by one that is not trained.
@@ -33,7 +33,7 @@ def by_adapter(rows: Sequence[Row], options: TorchOptions) -> dict[str, list[Row
 
 
 def combined(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Put the metrics of several updates together: each with ``/NAME`` behind it, and over all under its own name."""
+    """Combine the metrics of several updates: each with the suffix ``/NAME``, and over all under its own name."""
     every = {f"{name}/{adapter}": value for adapter, own in found.items() for name, value in own.items()}
     names = dict.fromkeys(name for own in found.values() for name in own)
     return {**{name: _over_all(name, list(found.values())) for name in names}, **every}

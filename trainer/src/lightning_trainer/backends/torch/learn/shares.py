@@ -1,8 +1,8 @@
-"""Whose gradient it is: the share of each agent in the squared norms of an update's gradients.
+"""Each agent's share of the squared norms of an update's gradients.
 
-An update packs the rows of each agent into micro-batches of its own. The gradient that these add, one agent after the
-other, is therefore the difference of two sums, and its norm needs no second pass. The sum before is kept for that: all
-entries where there are few, as of adapters, otherwise a random sample of them.
+An update packs the rows of each agent into separate micro-batches. The gradient that these add, one agent after the
+other, is therefore the difference of two sums, and its norm needs no second pass. The earlier sum is kept for that: all
+entries if there are few, as for adapters, otherwise a random sample of them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from lightning_trainer.rl.rows import Row
 
-MOST_ENTRIES: Final = 2**24  # of a gradient that are compared: 64 MiB in float32
+MOST_ENTRIES: Final = 2**24  # entries of a gradient that are compared: 64 MiB in float32
 
 
 class AgentGradients:
-    """Measures what each agent adds to a gradient, one optimiser step after the other.
+    """Measures the gradient that each agent adds, one optimiser step after the other.
 
     Args:
-        masters: what has the gradient.
-        most: entries that are looked at; of more, a random sample.
+        masters: the parameters with the gradient.
+        most: maximum number of compared entries; if there are more, a random sample.
 
     Attributes:
         squares: squared norm of each agent's gradient, summed over the steps that were taken.
@@ -40,11 +40,11 @@ class AgentGradients:
         self.squares: dict[str, float] = {}
 
     def take(self, agent: str, *, last: bool) -> None:
-        """Count what came in since the last call, or since the last step, as this agent's.
+        """Attribute the gradient added since the last call, or since the last step, to this agent.
 
         Args:
-            agent: whose rows were backwarded.
-            last: whether no other agent follows before the step: the gradient of one that is alone is the step's.
+            agent: of the rows in the backward pass.
+            last: whether no other agent follows before the step. The gradient of a single agent is the step's.
         """
         if last and self._before is None:
             self._step[agent] = 0.0
@@ -56,7 +56,7 @@ class AgentGradients:
         self._before = now
 
     def end_step(self, norm: float, *, taken: bool) -> None:
-        """Add a step's squares to those of earlier ones; a step that was not taken has none.
+        """Add a step's squares to those of earlier ones; a step that was not taken adds none.
 
         Args:
             norm: of the whole gradient.
@@ -68,7 +68,7 @@ class AgentGradients:
         self._step, self._before = defaultdict(float), None
 
     def _entries(self) -> list[Tensor]:
-        """Return copies of the entries of each gradient that are compared."""
+        """Return copies of the compared entries of each gradient."""
         grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in self._masters]
         if self._share == 1.0:
             return [grad.flatten().clone() for grad in grads]
@@ -78,20 +78,20 @@ class AgentGradients:
 
 
 def _sample(master: Tensor, share: float) -> Tensor:
-    """Return random places in a tensor, the same in each run."""
+    """Return random indices into a tensor, the same in each run."""
     numbers = torch.Generator().manual_seed(0)
     return torch.randint(master.numel(), (ceil(share * master.numel()),), generator=numbers).to(master.device)
 
 
 def gradient_shares(squares: Mapping[str, float]) -> dict[str, float]:
-    """Return each agent's share of the squared norms, `gradient_share/AGENT`; nothing of a single agent."""
+    """Return each agent's share of the squared norms, `gradient_share/AGENT`; empty for a single agent."""
     named = {agent: square for agent, square in squares.items() if agent}
     total = sum(named.values())
     return {f"gradient_share/{a}": s / total for a, s in named.items()} if len(named) > 1 and total > 0 else {}
 
 
 def by_agent(rows: Sequence[Row], places: Iterable[int]) -> list[list[int]]:
-    """Sort places of rows by the agent of the row, agents in the order in which they come."""
+    """Group indices of rows by the agent of the row, agents in the order of their first row."""
     found: dict[str, list[int]] = {}
     for place in places:
         found.setdefault(rows[place].agent, []).append(place)

@@ -1,4 +1,4 @@
-"""How well an update uses its device: its floating-point operations compared with a large matrix product on it."""
+"""How well an update uses its device: its floating-point operations compared with a large matrix product."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def flops_utilisation(model: LoadedModel, tokens: float, seconds: float, *, froz
     """Return model FLOPs utilisation (MFU): the share of the device's speed that an update reached.
 
     For each weight and token, 2 operations are counted in the forward pass, 2 for the gradients of activations, and 2
-    for those of weights unless these are frozen. Attention, passes without gradient and adapters are not counted, nor
-    is an embedding that is only looked up.
+    for those of weights unless these are frozen. Attention, passes without gradient, adapters, and an embedding that is
+    only looked up are not counted.
 
     Args:
         model: that was trained.
@@ -26,7 +26,7 @@ def flops_utilisation(model: LoadedModel, tokens: float, seconds: float, *, froz
         frozen: whether only adapters were trained.
 
     Returns:
-        None for a mixture of experts, where each token uses some of the weights, and if nothing was forwarded.
+        None for a mixture of experts, in which each token uses only some of the weights, and if nothing was forwarded.
     """
     config = model.causal.config.get_text_config()
     sparse = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
@@ -54,7 +54,7 @@ def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def release_memory(device: torch.device) -> None:
-    """Return memory that no tensor uses to the GPU, for other processes: torch keeps it otherwise."""
+    """Release memory that no tensor uses on the GPU, for other processes; otherwise torch keeps it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

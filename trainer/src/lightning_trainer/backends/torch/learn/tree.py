@@ -1,8 +1,8 @@
-"""Training rows as a tree: tokens that rows have in common at their start go forward once, with gradient.
+"""Training rows as a tree: shared prefixes of rows are forwarded once, with gradient.
 
-Sorted rows put shared beginnings next to each other. Each row then adds only the tokens in which it differs from the
-row before, and finds the others where earlier rows put them. Attention is causal along each row's own path, so hidden
-states, and the sum of gradients, are those of rows forwarded one by one.
+Sorting puts rows with a shared prefix next to each other. Each row then adds only the tokens in which it differs from
+the previous row, and finds the others at the places of earlier rows. Attention is causal along each row's own path, so
+hidden states, and the sum of gradients, are those of rows forwarded one by one.
 
 Axes: R rows of a micro-batch, N packed tokens, P trained tokens (row after row), U distinct places that predict them.
 """
@@ -22,7 +22,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The tokens that one row adds, and where all its tokens lie.
+    """The tokens that one row adds, and the places of all its tokens.
 
     Attributes:
         path: (T,) packed place of each token of the row.
@@ -43,8 +43,8 @@ class Packed:
         positions_N: (N,) their positions in the rows.
         segments: for each row that adds tokens.
         predicts_U: (U,) packed places whose logits are needed.
-        temperature_U: (U,) what their logits are divided by.
-        place_P: (P,) for each trained token the index into `predicts_U` of what predicts it.
+        temperature_U: (U,) divisor of their logits.
+        place_P: (P,) for each trained token the index into `predicts_U` of the place that predicts it.
         target_P: (P,) its token id.
     """
 
@@ -59,7 +59,7 @@ class Packed:
 
 
 def micro_batches(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -> Iterator[Packed]:
-    """Sort rows and pack as many as fit into each micro-batch, shared beginnings counted once.
+    """Yield micro-batches of sorted rows, with as many as fit into each; shared prefixes are counted once.
 
     Args:
         rows: the batch.
@@ -102,7 +102,7 @@ def _pack(rows: Sequence[Row], taken: list[int], *, share: bool) -> Packed:
         target.append(row.tokens[trained])
         temperature.append(np.full(len(trained), row.temperature))
     keys = np.stack([np.concatenate(place).astype(np.float64), np.concatenate(temperature)])
-    distinct, inverse = np.unique(keys, axis=1, return_inverse=True)  # rows may draw at different temperatures
+    distinct, inverse = np.unique(keys, axis=1, return_inverse=True)  # rows may have different temperatures
     return Packed(
         rows=np.array(taken),
         tokens_N=np.concatenate(tokens).astype(np.int64),
@@ -116,7 +116,7 @@ def _pack(rows: Sequence[Row], taken: list[int], *, share: bool) -> Packed:
 
 
 def _common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Number of leading tokens that two rows share."""
+    """Return the number of leading tokens that two rows share."""
     width = min(len(a), len(b))
     differs = a[:width] != b[:width]
     return int(differs.argmax()) if differs.any() else width

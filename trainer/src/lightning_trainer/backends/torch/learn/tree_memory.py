@@ -1,6 +1,6 @@
-"""Recurrent layers over packed rows, with gradient: each row goes on from what was remembered where it leaves another.
+"""Recurrent layers over packed rows, with gradient: each row continues from the memory where it branches off another.
 
-Axes: N packed tokens, B stretches that are run together, T tokens of each, padded.
+Axes: N packed tokens, B stretches that run together, T tokens of each, padded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lightning_trainer.backends.torch.model.recurrent import Layer, Memory, Reme
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stretch:
-    """Tokens that follow each other, up to where rows part.
+    """Consecutive tokens, up to where rows branch.
 
     Attributes:
         places: packed places of the tokens.
         parent: number of the stretch before it; -1: there is none.
-        level: how many stretches are before it.
+        level: number of stretches before it.
         parts: whether stretches follow it.
     """
 
@@ -51,7 +51,7 @@ class TreeMemory:
 
 
 class _Batch:
-    """Stretches of one level that are run together."""
+    """Stretches of one level that run together."""
 
     def __init__(self, stretches: Sequence[_Stretch], numbers: Sequence[int], device: torch.device) -> None:
         own = [stretches[number] for number in numbers]
@@ -67,7 +67,7 @@ class _Batch:
         self._padded, self._real = (torch.from_numpy(index).to(device) for index in (padded.reshape(-1), real))
 
     def recur(self, layer: Layer, hidden_NW: Tensor, known: dict[int, Remembered]) -> Tensor:
-        """Return (number of places, width); add to `known` what is remembered of the stretches that others follow."""
+        """Return (number of places, width); add to `known` the memory after each stretch that others follow."""
         before: Remembered = {}
         for name in known[self._parents[0]] if self._parents else ():
             before[name] = torch.stack([known[parent][name] for parent in self._parents])
@@ -79,9 +79,9 @@ class _Batch:
 
 
 def _stretches(segments: Sequence[Segment]) -> list[_Stretch]:
-    """Cut rows where others leave them; a parent comes before what follows it."""
+    """Return the stretches of rows, cut where others branch off; a parent comes before its children."""
     leaving = {int(segment.path[-segment.new - 1]) for segment in segments if segment.new < len(segment.path)}
-    ends: dict[int, int] = {}  # the last place of each stretch, to its number
+    ends: dict[int, int] = {}  # the last place of each stretch, to the number of the stretch
     stretches: list[_Stretch] = []
     for segment in segments:
         parent = ends[int(segment.path[-segment.new - 1])] if segment.new < len(segment.path) else -1
@@ -96,7 +96,10 @@ def _stretches(segments: Sequence[Segment]) -> list[_Stretch]:
 
 
 def _alike(stretches: Sequence[_Stretch]) -> Iterator[list[int]]:
-    """Group stretches of a level: what others follow with what is as long, the rest so that padding at most doubles."""
+    """Yield groups of stretches of a level.
+
+    Those that others follow of equal length, the rest padded to at most double.
+    """
 
     def kind(number: int) -> tuple[int, bool, int]:
         stretch = stretches[number]

@@ -1,7 +1,7 @@
 """Attention over packed rows, with gradient.
 
-Rows that run along a common trunk attend to it together, in one product without a mask; to what comes after the trunk
-each attends on its own. As in generation, so that both round alike.
+Rows with a common trunk attend to it together, in one product without a mask; each attends separately to the tokens
+after the trunk. Generation does the same, so both have the same rounding.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SHORTEST_TRUNK = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """Tokens that attend alike.
+    """Tokens that attend in the same way.
 
     Attributes:
         trunk: packed places of the tokens that all of them see.
         own: packed places after the trunk, which they see causally.
-        new: how many of these, at the end, attend.
+        new: number of these, at the end, that attend.
     """
 
     trunk: IntArray
@@ -64,17 +64,17 @@ class TreePlan:
         self._memory: TreeMemory | None = None
 
     def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
-        """Attend bucket by bucket. What several rows see is gathered for each, so that gradients add up.
+        """Attend bucket by bucket. Tokens that several rows see are gathered for each row, so that gradients add up.
 
-        It is gathered for all buckets at once: the gradient of a gathered tensor is as large as the tensor it is from.
+        They are gathered for all buckets at once, because the gradient of a gathered tensor is as large as its source.
         """
         inputs = (layer, query_NHD, key_NKD, value_NKD)
-        if torch.is_grad_enabled():  # weights of all rows and layers would fill gigabytes: made again when needed
+        if torch.is_grad_enabled():  # weights of all rows and layers would take gigabytes: recomputed when needed
             return checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
         return self._attend(*inputs)
 
     def recur(self, _number: int, layer: Layer, hidden_NW: Tensor) -> Tensor:
-        """Run a recurrent layer piece by piece; what it computes on the way is made again when it is needed."""
+        """Run a recurrent layer stretch by stretch; its intermediate results are recomputed when needed."""
         if self._memory is None:
             self._memory = TreeMemory(self._segments, self._device)
         if torch.is_grad_enabled():
@@ -95,7 +95,7 @@ class TreePlan:
 
 
 def _pieces(segments: Sequence[Segment]) -> Iterator[_Piece]:
-    """Cut segments into the trunk of each family of rows and what branches off it."""
+    """Yield the trunk of each family of rows, and its branches."""
     for family in _families(segments):
         first = family[0]
         known = len(first.path) - first.new  # tokens that an earlier family has computed
@@ -109,7 +109,7 @@ def _pieces(segments: Sequence[Segment]) -> Iterator[_Piece]:
 
 
 def _families(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Split segments, which are sorted, where what they share with those before drops by more than half."""
+    """Yield families of sorted segments, split where the prefix shared with earlier ones drops by more than half."""
     family: list[Segment] = []
     trunk = 0
     for segment in segments:
@@ -132,7 +132,7 @@ def _common(a: IntArray, b: IntArray) -> int:
 
 
 def _similar(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Group pieces of one trunk so that padding at most doubles the work."""
+    """Yield groups of pieces of one trunk, such that padding at most doubles the work."""
     for _, family in groupby(pieces, key=lambda piece: (len(piece.trunk), *piece.trunk[:1], *piece.trunk[-1:])):
         group: list[_Piece] = []
         for piece in sorted(family, key=lambda piece: (piece.new, len(piece.own))):
@@ -149,7 +149,7 @@ class _Bucket:
     Attributes:
         places: packed places of the tokens that attend, in the order of the result.
         queries: (R * Q,) packed places of the queries, padding included.
-        seen: (P + R * L,) packed places of what all see, and of the own tokens, padding included.
+        seen: (P + R * L,) packed places of the tokens that all see, and of the own tokens, padding included.
     """
 
     def __init__(self, pieces: Sequence[_Piece], dtype: torch.dtype, device: torch.device) -> None:
@@ -214,7 +214,7 @@ class _Bucket:
         return self._hidden[window]
 
     def _prefix(self, layer: AttentionLayer, key_PKD: Tensor, value_PKD: Tensor, shares: int) -> SeenPrefix | None:
-        """Return what is seen of the trunk."""
+        """Return the part of the trunk that is seen; None if none is."""
         length = self._trunk
         first, hidden = hidden_before(length + self._visible - 1, length, layer.window)
         if first == length:
@@ -223,7 +223,7 @@ class _Bucket:
         return SeenPrefix(keys, values, prefix_bias(hidden, shares, self._like))
 
     def _causal(self, layer: AttentionLayer, query_QHD: Tensor, key_QKD: Tensor, value_QKD: Tensor) -> Tensor:
-        """Attend as one sequence by itself does: without holding the weights, which for a long one would be many."""
+        """Attend as a single sequence, without storing the weights, which would be many for a long one."""
         query, key, value = (part.transpose(0, 1)[None] for part in (query_QHD, key_QKD, value_QKD))
         mask = None if layer.window is None else self._own_bias(layer.window)[None]
         out: Tensor = scaled_dot_product_attention(

@@ -38,7 +38,7 @@ from lightning_trainer.rl.teams.agent_weights import weigh_agents
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MicroBatch:
-    """A micro-batch with what the loss needs of each trained token, all (P,) float32.
+    """A micro-batch with the inputs of the loss for each trained token, all (P,) float32.
 
     `lengths` are those of its responses, in order; `lesson` is a teacher's; `values_P` and `targets_P` are of the value
     head.
@@ -56,14 +56,14 @@ class _MicroBatch:
 
     @property
     def agent(self) -> str:
-        """Whose rows they are: no micro-batch has rows of two agents."""
+        """The agent of its rows: no micro-batch has rows of two agents."""
         return self.rows[0].agent
 
 
 class Forwarded(NamedTuple):
-    """What a forward pass over a micro-batch gives: (P,) each, and the hidden states (U, width) behind them.
+    """The results of a forward pass over a micro-batch: (P,) each, and the hidden states (U, width) behind them.
 
-    `asked` are the log-probabilities of other tokens that were asked for.
+    `asked` are the log-probabilities of other requested tokens.
     """
 
     logprobs_P: Tensor
@@ -84,25 +84,25 @@ def update(
     kept: dict[Row, SeenTokens] | None = None,
     squares: dict[str, float] | None = None,
 ) -> dict[str, float]:
-    """Take an optimiser step on a batch of rows, or several: `Learner.update`.
+    """Take one or several optimiser steps on a batch of rows: `Learner.update`.
 
     Args:
         model: forwards the rows.
         policy: takes the step.
         rows: the whole batch; the loss is one sum over all its trained tokens, however they are packed.
         options: clip range, aggregation and the rest.
-        reference: gives the frozen starting policy; needed when `kl_coef` is above 0.
-        share: False forwards every row on its own, for comparison.
-        kept: is given what the first pass over each row saw of its tokens.
-        squares: is given the squared norm of each agent's gradient.
+        reference: gives the frozen starting policy; needed if `kl_coef` is above 0.
+        share: False forwards every row separately, for comparison.
+        kept: receives what the first pass computed for each row's tokens.
+        squares: receives the squared norm of each agent's gradient.
 
     Returns:
-        The metrics of `Learner.update`: means over the tokens that were forwarded (rows without gradient are not), with
-        `kl` from the reference, or from the policy that sampled when there is none. Besides them `ratio_max`,
-        `packed_tokens` (tokens forwarded) and `skipped` (1 when a gradient was not finite, so nothing was changed), and
-        with a value head `value_loss` and `value_mean`; where rows have a teacher's targets, `teacher_kl` (mean
-        divergence of the tokens that are taught) and `taught_tokens`. With importance weights, the shares of the tokens
-        that weigh nothing (`importance_masked`) and that weigh the most allowed (`importance_capped`).
+        The metrics of `Learner.update`: means over the forwarded tokens (rows without gradient are not forwarded), with
+            `kl` from the reference, or from the sampling policy if there is none. Also `ratio_max`, `packed_tokens`
+            (tokens forwarded) and `skipped` (steps that changed nothing, because a gradient was not finite); with a
+            value head `value_loss` and `value_mean`; if rows have a teacher's targets, `teacher_kl` (mean divergence of
+            the taught tokens) and `taught_tokens`. With importance weights, the shares of the tokens with weight 0
+            (`importance_masked`) and with the maximum weight (`importance_capped`).
     """
     started = time.perf_counter()
     pieces = [_parts(model, own, options, share=share) for own in minibatches(rows, options, policy.steps)]
@@ -137,7 +137,7 @@ def update(
 
 @dataclass(slots=True)
 class _Passes:
-    """What the passes over a batch came to so far.
+    """Totals of the passes over a batch so far.
 
     Attributes:
         gradients: of each agent.
@@ -145,7 +145,7 @@ class _Passes:
         ratio_max: the largest probability ratio.
         norms: of the gradient of each step.
         skipped: steps whose gradient was not finite.
-        first: place of the first part of the current minibatch.
+        first: index of the first part of the current minibatch.
     """
 
     gradients: AgentGradients
@@ -156,19 +156,19 @@ class _Passes:
     first: int = 0
 
     def add(self, seen: dict[str, float]) -> None:
-        """Add what a backward pass saw."""
+        """Add the sums of a backward pass."""
         self.ratio_max = max(self.ratio_max, seen.pop("ratio_max"))
         self.sums.update(seen)
 
     def end_step(self, norm: float, taken: bool) -> None:
-        """Note a step, and whether it was taken."""
+        """Record a step, and whether it was taken."""
         self.gradients.end_step(norm, taken=taken)
         self.norms.append(norm)
         self.skipped += not taken
 
 
 def _metrics(passes: _Passes, packed: int, options: TorchOptions, *, valued: bool) -> dict[str, float]:
-    """Return what `update` does, from sums over the tokens of all passes and the gradients' norms."""
+    """Return the metrics of `update`, from sums over the tokens of all passes and the gradients' norms."""
     sums, norms = passes.sums, passes.norms
     steps, taught, count = len(norms) or 1, sums["taught_tokens"], sums["tokens"] or 1.0
     watched = ("clip_fraction", "kl", "entropy", "logprob_gap", *(("value_mean",) if valued else ()))
@@ -190,7 +190,7 @@ def _metrics(passes: _Passes, packed: int, options: TorchOptions, *, valued: boo
 
 
 def minibatches(rows: Sequence[Row], options: TorchOptions, steps: int) -> list[list[Row]]:
-    """Cut a batch into pieces of whole rows, drawn anew for each update from the seed and the steps taken before."""
+    """Split a batch into random pieces of whole rows, from the seed and the number of earlier steps."""
     if options.minibatches == 1:
         return [list(rows)]
     order = np.random.default_rng([options.seed, steps]).permutation(len(rows))
@@ -200,7 +200,7 @@ def minibatches(rows: Sequence[Row], options: TorchOptions, steps: int) -> list[
 def _weigh_tokens(
     parts: Sequence[_MicroBatch], old: Sequence[Tensor], options: TorchOptions
 ) -> tuple[list[_MicroBatch], dict[str, float]]:
-    """Weigh tokens by the trainer's probability over the recorded one: `losses.importance_weights`."""
+    """Weight tokens by the trainer's probability over the recorded one: `losses.importance_weights`."""
     if not parts:
         return [], {}
     gap_T = torch.cat([old_P - part.recorded_P for part, old_P in zip(parts, old, strict=True)])
@@ -213,7 +213,7 @@ def token_factors(gap_T: Tensor, options: TorchOptions) -> tuple[Tensor, dict[st
     """Return the importance weights of a batch's tokens, and the shares of those masked and capped.
 
     Args:
-        gap_T: (T,) log-probability under the weights before the update, less that recorded.
+        gap_T: (T,) log-probability under the weights before the update, minus the recorded one.
         options: cap, mask and moment.
     """
     cap, mask, moment = options.importance_cap, options.importance_mask, options.importance_moment
@@ -227,7 +227,7 @@ def token_factors(gap_T: Tensor, options: TorchOptions) -> tuple[Tensor, dict[st
 
 
 def token_logprobs(model: LoadedModel, packed: Packed) -> tuple[Tensor, Tensor]:
-    """(P,) log-probabilities of the trained tokens, and (P,) entropies where they were drawn, without gradient."""
+    """Return (P,) log-probabilities of the trained tokens and (P,) entropies at their places, without gradient."""
     with torch.no_grad():
         found = forward(model, packed)
     return found.logprobs_P, found.entropy_P
@@ -244,8 +244,8 @@ def forward(
     Args:
         model: forwards it.
         packed: the micro-batch.
-        asked: places (indices into `predicts_U`) and tokens whose log-probabilities are wanted besides.
-        options: say how a pass with gradient saves memory.
+        asked: places (indices into `predicts_U`) and tokens of further requested log-probabilities.
+        options: how a pass with gradient saves memory.
     """
     device = model.shape.device
     plan = TreePlan(packed, model.shape.dtype, device)
@@ -270,7 +270,7 @@ def forward(
 
 
 def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, share: bool) -> list[_MicroBatch]:
-    """Pack the rows that have a gradient, those of each agent apart. Weights are made before, from all rows."""
+    """Pack the rows that have a gradient, separately for each agent. Weights are computed first, from all rows."""
     weights = weigh_agents(rows, token_weights(rows, options.loss_aggregation), options.agent_weight)
     kept = [r for r, row in enumerate(rows) if row.has_gradient or options.learns_from_flat_rows]
     packs = [
@@ -307,7 +307,7 @@ def _compare_tokens(
     references: list[Tensor] | None,
     options: TorchOptions,
 ) -> list[_MicroBatch]:
-    """Replace the credit of calls by advantages of tokens, compared over the whole batch."""
+    """Replace the credit of calls by advantages of tokens, which are compared over the whole batch."""
     if not parts:
         return parts
     values, taken_off = [], []
@@ -342,7 +342,7 @@ def _backward(
     value: ValueHead | None,
     kept: dict[Row, SeenTokens] | None,
 ) -> dict[str, float]:
-    """Forward and backward one micro-batch; give sums of what is watched."""
+    """Run one micro-batch forward and backward, and return the sums of its metrics."""
     found = forward(model, part.packed, None if part.lesson is None else part.lesson.asked, options)
     result = _policy_loss(found.logprobs_P, old_P, part, options)
     loss = result.loss
@@ -379,7 +379,7 @@ def _backward(
 
 
 def _keep(kept: dict[Row, SeenTokens], part: _MicroBatch, gap_P: Tensor, entropy_P: Tensor) -> None:
-    """Keep what the first pass over a micro-batch saw, by row: a later one reads it under changed weights."""
+    """Store what the first pass over a micro-batch computed, by row. Later passes have changed weights."""
     if part.rows[0] in kept:
         return
     columns = torch.stack([gap_P.float(), entropy_P.float()]).half().cpu().numpy()

@@ -1,6 +1,6 @@
-"""The value head of PPO: a linear function of the policy's last hidden state that says what is still to come.
+"""The value head of PPO: a linear function of the policy's last hidden state that predicts the return still to come.
 
-Its gradient stops at the hidden state, so an error of the head never moves the policy.
+Its gradient stops at the hidden state, so an error of the head never changes the policy.
 
 Axes: P trained tokens of a micro-batch, U places.
 """
@@ -15,7 +15,7 @@ from lightning_trainer.backends.torch.options import TorchOptions
 
 
 class ValueHead:
-    """Weights and optimiser of a policy's value head. It starts at 0: nothing is expected."""
+    """Weights and optimiser of a policy's value head. It starts at 0, so it predicts nothing."""
 
     def __init__(self, model: LoadedModel, options: TorchOptions) -> None:
         width = next(model.head.parameters()).shape[-1]
@@ -25,12 +25,12 @@ class ValueHead:
         self._optimiser = torch.optim.AdamW(self._line.parameters(), lr=options.value_learning_rate, weight_decay=0.0)
 
     def values(self, hidden_UH: Tensor, place_P: Tensor) -> Tensor:
-        """(P,) value of the state in which each trained token was sampled, with gradient to the head alone."""
+        """Return (P,) values of the states in which trained tokens were sampled, with gradient only to the head."""
         value_U: Tensor = self._line(hidden_UH.detach().float()).squeeze(-1)
         return value_U[place_P]
 
     def step(self, *, taken: bool) -> None:
-        """Move the head, unless the policy's own step was refused; its gradient goes either way."""
+        """Update the head, unless the policy's own step was skipped. Its gradient is cleared in both cases."""
         if taken:
             self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
@@ -44,7 +44,7 @@ class ValueHead:
 
     @torch.no_grad()
     def set_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take weights and moments.
+        """Load weights and moments.
 
         Raises:
             KeyError: they are missing: the checkpoint was made without a value head.
