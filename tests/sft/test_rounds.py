@@ -188,8 +188,8 @@ def test_a_round_whose_best_is_too_long_is_nothing_to_learn_from(folder: Path, m
 
 def test_options_of_rounds_need_rounds(folder: Path, tiny_model: Path) -> None:
     for more, text in (
-        (["--data", "tasks.jsonl"], "--data is of"),
-        (["--samples", "3"], "--samples is of"),
+        (["--data", "tasks.jsonl"], "--data is an option of rejection sampling"),
+        (["--samples", "3"], "--samples is an option of rejection sampling"),
         (["--max-tokens", "3"], "Write max_length"),
     ):
         result = CliRunner().invoke(cli, ["sft", "x.jsonl", "--model", str(tiny_model), *more])
