@@ -1,12 +1,12 @@
-"""What the embedded backend needs of disk and memory, counted before anything is loaded. No torch here.
+"""Disk and memory that the embedded backend needs, computed before anything is loaded. No torch here.
 
-Weights are counted from the sizes of the model's safetensors files. A checkpoint holds
+Weights are counted from the sizes of the model's safetensors files. A checkpoint contains
 
     weights alone     W n
-    with what going on needs   W n + (4 + 8) t
+    with what resuming needs   W n + (4 + 8) t
 
 bytes, for n weights of W bytes each (2 in bfloat16) of which t are trained: a float32 master and two moments of AdamW.
-With LoRA the n weights stay where they are, and a checkpoint holds the adapters alone.
+With LoRA a checkpoint contains only the adapters, not the n weights.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lightning_trainer.policies import parse
 from lightning_trainer.run.folders import RUNS
 
 MASTER: Final = 4  # bytes of a trained weight's float32 master
-MOMENTS: Final = 8  # and of its two moments
+MOMENTS: Final = 8  # bytes of its two moments
 _TOKENIZER: Final = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """How many weights there are.
+    """Numbers of weights.
 
     Attributes:
         all: of the model.
-        trained: of them, or of adapters.
-        width: bytes of each while it generates.
-        shape: of the model; None where it is of a kind that is not known.
+        trained: of these, or of adapters.
+        width: bytes of each during generation.
+        shape: of the model; None if it is of an unknown kind.
     """
 
     all: int
@@ -47,17 +47,17 @@ class Weights:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a checkpoint from which a run can go on."""
+        """Bytes of a checkpoint from which a run can resume."""
         return self.light + (MASTER + MOMENTS) * self.trained
 
     @property
     def light(self) -> int:
-        """Bytes of a checkpoint with weights alone."""
+        """Bytes of a checkpoint with only the weights."""
         return self.width * self.trained + _TOKENIZER
 
 
 def weights_of(config: TrainConfig) -> Weights | None:
-    """Count the weights of a run's model; None where its files are not here yet.
+    """Return the weights of a run's model; None if its files are not here yet.
 
     Raises:
         ConfigError: there is no such model.
@@ -78,11 +78,11 @@ def weights_of(config: TrainConfig) -> Weights | None:
 
 
 def check_disk(config: TrainConfig, steps: int | None) -> None:
-    """Make sure that there is room for a run's checkpoints.
+    """Check that there is room for a run's checkpoints.
 
     Args:
         config: of the run.
-        steps: that it takes; None where that is not known yet.
+        steps: of the run; None if not yet known.
 
     Raises:
         ConfigError: there is not; the message says how much is needed, and how to need less.
@@ -112,7 +112,7 @@ def room(config: TrainConfig, weights: Weights, steps: int | None) -> int:
 
 
 def gb(number: float) -> str:
-    """Return a size as people read it."""
+    """Return a size in a readable form."""
     return f"{number / 1e9:.2f} GB" if number >= 5e7 else f"{number / 1e6:.1f} MB"
 
 

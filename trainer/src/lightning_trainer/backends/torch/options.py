@@ -1,4 +1,4 @@
-"""Options of the embedded backend, checked when they are made. No torch here: a wrong option is refused at once."""
+"""Options of the embedded backend, checked when they are made. No torch here, so a wrong option is refused at once."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
 
 
 class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions, CheckedRecord):
-    """How the embedded backend holds, generates with and updates one policy: what a run has too is inherited.
+    """How the embedded backend loads, generates with and updates one policy. Options that a run has too are inherited.
 
     With ``dtype`` = auto, float16 becomes bfloat16. Master weights and moments are always float32. A ``kl_coef`` above
-    0 loads a frozen copy of the starting policy, except with LoRA, whose adapters are switched off instead.
+    0 loads a frozen copy of the starting policy, except with LoRA, whose adapters are disabled instead.
 
     Attributes:
         model: folder of the model to start from.
         name: name under which the policy is served; the folder's by default.
-        chat_template: Jinja text or file that replaces the tokenizer's template, or ``hermes`` for ours.
-        seed: of everything random: samples without a seed of their own, and the start of LoRA adapters.
+        chat_template: Jinja text or file that replaces the tokenizer's template, or ``hermes`` for the built-in one.
+        seed: of all randomness: samples without their own seed, and the start of LoRA adapters.
         slots: most requests that generate at once; more wait.
         max_model_len: most tokens of prompt and answer; None: the model's own limit.
         threads: threads of the update on a CPU; None: one for each core; ``auto``: as many as cores are free when it
-            begins, so that the rounding of its sums depends on what else runs.
+            begins, so that the rounding of its sums depends on other programs.
         generate_threads: cores that generation uses; None: as many as suit the model's size.
-        adapters: names of LoRA adapters that are trained side by side over the frozen model, each a policy of its own;
-            empty: one policy.
-        fixed: those of them that the model's folder must hold, and that are served but not trained.
+        adapters: names of LoRA adapters that are trained together over the frozen model, each a separate policy; empty:
+            one policy.
+        fixed: those of them that the model's folder must contain, and that are served but not trained.
         copies: names of further adapters that are served: frozen copies of earlier weights, in no checkpoint.
-        lora_targets: names of the modules that get adapters; None: all linear ones but the head.
-        algorithm: whose loss it is, by name.
+        lora_targets: names of the modules that get adapters; None: all linear ones except the head.
+        algorithm: name of the algorithm whose loss is used.
         learning_rate: step size of AdamW.
         betas: decay of AdamW's moments.
         weight_decay: AdamW's decoupled decay.
@@ -54,13 +54,13 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
         old_logprobs: log-probabilities in the denominator of the ratio: the engine's, or recomputed before the update.
         gae_lambda: decay of generalised advantage estimation, with ``algorithm`` = ppo.
         value_learning_rate: step size of the value head.
-        divergence: from a teacher's targets, where rows have some: `losses.candidate_divergence`.
-        teacher_weights: weights of the policy as its own teacher: the newest, those that it started from (``base``, of
-            which all weights need a frozen copy), or an average over the steps (``ema``, a second copy of the masters).
-        ema_decay: share of that average that stays in each step.
-        total_steps: optimiser steps of the whole run, at which the schedule ends; None: not known.
-        activation_checkpointing: keep only the inputs of each layer for the backward pass, and compute the rest again:
-            one more forward pass, with much less memory. ``auto``: on a GPU, if the activations would not fit.
+        divergence: from a teacher's targets, if rows have some: `losses.candidate_divergence`.
+        teacher_weights: weights of the policy as its own teacher: the newest, the starting weights (``base``, a frozen
+            copy if all weights are trained), or an average over the steps (``ema``, a second copy of the masters).
+        ema_decay: share of that average that remains in each step.
+        total_steps: optimiser steps of the whole run, at which the schedule ends; None: unknown.
+        activation_checkpointing: keep only the inputs of each layer for the backward pass, and recompute the rest: one
+            more forward pass, with much less memory. ``auto``: on a GPU, if the activations would not fit.
         micro_batch_tokens: most tokens in one forward pass of the update, shared prefixes counted once; a longer row
             goes alone.
 
@@ -103,7 +103,7 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
         return self
 
     def _own_checks(self) -> dict[str, bool]:
-        """Return whether what the learner alone has is in order, by what it must be."""
+        """Return the checks of the learner's own options, by error message."""
         return {
             "slots must be at least 1": self.slots >= 1,
             "threads must be auto or a number from 1": self.threads in (None, "auto")
@@ -124,7 +124,7 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
         }
 
     def _learning_checks(self) -> dict[str, bool]:
-        """Return whether the options of the loss go together, by what they must be."""
+        """Return the checks of the loss options, by error message."""
         algorithm = algorithm_by_name(self.algorithm)
         corrections = (self.importance_cap, self.importance_mask, self.importance_moment)
         return {
@@ -144,7 +144,7 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
         }
 
     def _teacher_checks(self) -> dict[str, bool]:
-        """Return whether what is learned from a teacher is in order, by what it must be."""
+        """Return the checks of the options for a teacher, by error message."""
         return {
             f"teacher_weights must be one of {', '.join(get_args(TeacherWeights))}": self.teacher_weights
             in get_args(TeacherWeights),
@@ -154,17 +154,17 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
 
     @property
     def served(self) -> tuple[str, ...]:
-        """Names of all adapters that are served."""
+        """Names of all served adapters."""
         return (*self.adapters, *self.copies)
 
     @property
     def critic(self) -> bool:
-        """Whether rows hold the credit of calls, and a value head makes advantages of it."""
+        """Whether rows contain the credit of calls, from which a value head makes advantages."""
         return algorithm_by_name(self.algorithm).critic
 
     @property
     def learns_from_flat_rows(self) -> bool:
-        """Whether a row whose advantages are all 0 has a gradient all the same."""
+        """Whether a row whose advantages are all 0 still has a gradient."""
         return self.critic or self.entropy_coef > 0 or (self.kl_coef > 0 and self.kl_in == "loss")
 
 
@@ -184,10 +184,10 @@ def make_options(model: Path | str, values: Mapping[str, Any]) -> TorchOptions:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that torch can't have, as far as its name and torch's version tell: importing it takes seconds.
+    """Refuse an impossible device, from its name and torch's version only, because importing torch takes seconds.
 
     Raises:
-        ConfigError: it is none, or it is CUDA's, and this torch was built for processors alone.
+        ConfigError: the name is invalid, or it is a CUDA device and this torch was built for processors only.
     """
     if not _DEVICE.fullmatch(device):
         raise unknown_device(device)
@@ -197,10 +197,10 @@ def check_device(device: str) -> None:
 
 
 def unknown_device(device: str) -> ConfigError:
-    """Return the error of a device that there is not."""
+    """Return the error for an unknown device."""
     return ConfigError(f"device {device!r} is not known. Use auto, cpu, cuda or cuda:1.")
 
 
 def no_cuda(device: str) -> ConfigError:
-    """Return the error of a device that is CUDA's where there is none."""
+    """Return the error for a CUDA device if there is no CUDA."""
     return ConfigError(f"device {device!r}: this torch finds no CUDA. Use --device cpu, or install torch with CUDA.")

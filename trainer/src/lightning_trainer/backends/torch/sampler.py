@@ -1,4 +1,4 @@
-"""Which engine samples for the torch backend, and the one named ``embedded``, which shares the learner's weights."""
+"""The torch backend's choice of engine, and the engine named ``embedded``, which shares the learner's weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
 
 EMBEDDED = "embedded"
-ASSUMED_TOKENS = 2048  # of an answer with its prompt, where the model's limit is higher
+ASSUMED_TOKENS = 2048  # tokens of an answer with its prompt, if the model's limit is higher
 
 
 class EmbeddedKind:
     """The engine in the learner's process: `EngineKind`."""
 
     def check(self, request: EngineRequest) -> None:
-        """Refuse options of engines elsewhere.
+        """Refuse options of external engines.
 
         Raises:
             ConfigError: names them.
@@ -40,18 +40,18 @@ class EmbeddedKind:
             )
 
     def plan(self, request: EngineRequest) -> Sequence[str]:  # noqa: ARG002 - the protocol's
-        """Say nothing: what it takes is measured."""
+        """Return no lines: its memory is measured."""
         return []
 
     def open(self, request: EngineRequest, held: HeldModel) -> TorchEngine:  # noqa: ARG002 - the protocol's
-        """Start it: `EngineKind.open`."""
+        """Start the engine: `EngineKind.open`."""
         from lightning_trainer.backends.torch.generate.engine import TorchEngine
 
         return TorchEngine(held.loaded, held.options)
 
 
 def engine_name(config: TrainConfig) -> str:
-    """Return the engine that a run uses: the one chosen, else vLLM where it can be, else the embedded one."""
+    """Return the engine that a run uses: the chosen one, otherwise vLLM if possible, otherwise the embedded one."""
     if config.engine is not None:
         return config.engine
     elsewhere = config.engine_python or config.engine_url
@@ -61,7 +61,7 @@ def engine_name(config: TrainConfig) -> str:
 
 
 def engine_of(config: TrainConfig) -> tuple[EngineKind, EngineRequest]:
-    """Return the engine of a run, and what it is to serve.
+    """Return the engine of a run, and what it serves.
 
     Raises:
         ConfigError: there is no engine of this name, or no such model.
@@ -95,18 +95,18 @@ def engine_of(config: TrainConfig) -> tuple[EngineKind, EngineRequest]:
 
 
 def copies_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return the names of the frozen copies of policies that callbacks of a run ask for."""
+    """Return the names of the frozen policy copies that a run's callbacks request."""
     return tuple(copy for kind in wanted_callbacks(config) for copy in kind.learner_options(config).get("copies", ()))
 
 
 def _dtype_of(config: TrainConfig) -> str:
-    """Return the number format of the weights on a GPU, where ``auto`` takes the model's own."""
+    """Return the number format of the weights on a GPU; ``auto`` is the model's own."""
     weights = weights_of(config)
     return config.dtype if weights is None else {4: "float32", 2: "bfloat16"}[weights.width]
 
 
 def learner_memory_of(config: TrainConfig, total: int | None = None) -> LearnerMemory | None:
-    """Count what the learner of a run takes on its device; None for a model whose shape is not known.
+    """Return the memory of a run's learner on its device; None for a model of unknown shape.
 
     Args:
         config: of the run.

@@ -1,7 +1,7 @@
-"""How many threads an update may use: as many as cores are free. No torch at import.
+"""Number of threads for an update: as many as cores are free. No torch at import.
 
 An update on a CPU is thousands of short parallel regions, and each ends when its last thread does. A thread that has to
-share its core holds up all others, which wait by spinning. So on a machine that others use, too, fewer threads are
+share its core delays all others, which wait by spinning. If other programs use the machine, fewer threads are therefore
 faster than one for each core.
 """
 
@@ -16,17 +16,17 @@ from typing import Final, Literal, NamedTuple
 
 import psutil
 
-_TOLERATED: Final = 1 / 3  # of a core that others may use before it counts as theirs
+_TOLERATED: Final = 1 / 3  # share of a core that others may use before it counts as theirs
 _WINDOW_S: Final = 0.1  # clocks of cores have a resolution of 0.01 s
-_LOOKS: Final = 2  # what ends just before an update, such as an agent's process, is not there in the second
+_LOOKS: Final = 2  # a process that ends just before an update, such as an agent's, is gone in the second look
 
 
 class Reading(NamedTuple):
-    """What clocks showed, each in seconds since a start of its own.
+    """Clock readings, each in seconds since its own start.
 
     Attributes:
         at_s: the time.
-        idle_s: how long the cores that this process may use were idle, added up.
+        idle_s: total idle time of the cores that this process may use.
         own_s: processor time that this process used, in all its threads.
     """
 
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 
 
 def free_cores(before: Reading, now: Reading) -> float:
-    """Return how many cores nobody else used between two readings: those that were idle, or ours.
+    """Return how many cores other processes left free between two readings: idle, or used by this process.
 
     Raises:
         ValueError: no time passed between them.
@@ -57,9 +57,9 @@ def update_threads(chosen: int | Literal["auto"] | None, most: int, look: Callab
     """Return the number of threads for the update that begins now.
 
     Args:
-        chosen: a number that is kept; None for `most`; or ``auto``, as many as cores are free.
+        chosen: a fixed number; None for `most`; or ``auto``, as many as cores are free.
         most: cores that this process may use.
-        look: measures how many cores are free. It is asked again, and the larger answer counts, while some are not.
+        look: measures how many cores are free. It is called again if some are not, and the larger result counts.
     """
     if chosen != "auto":
         return most if chosen is None else chosen
@@ -71,7 +71,7 @@ def update_threads(chosen: int | Literal["auto"] | None, most: int, look: Callab
 
 
 def measure_free_cores() -> float:
-    """Wait a tenth of a second and return how many of the cores that this process may use were free meanwhile."""
+    """Wait a tenth of a second, and return how many of the cores that this process may use were free in that time."""
     before = _read()
     time.sleep(_WINDOW_S)
     return free_cores(before, _read())
@@ -80,7 +80,7 @@ def measure_free_cores() -> float:
 def use_threads(chosen: int | Literal["auto"] | None, device: str) -> int:
     """Set the number of torch's threads for an update on this device ("cpu", "cuda"), and return it.
 
-    Beside an accelerator the number matters little, so ``auto`` does not wait to measure there.
+    With an accelerator the number matters little, so ``auto`` does not wait to measure there.
     """
     import torch
 
@@ -96,7 +96,7 @@ def available_cores() -> int:
 
 
 def cpu_limit(membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return how many cores' time the control groups of this process allow, versions 1 and 2; infinity for no limit."""
+    """Return how many cores the control groups of this process allow, versions 1 and 2; infinity without a limit."""
     if not membership.exists():  # not Linux
         return math.inf
     folders = (folder for line in membership.read_text().splitlines() for folder in _groups(line, mounted))
@@ -109,7 +109,8 @@ def _groups(line: str, mounted: Path) -> Iterator[Path]:
     if controllers and "cpu" not in controllers.split(","):
         return
     group = mounted / controllers / path.lstrip("/")
-    while group.is_relative_to(mounted / controllers):  # in a container the path may be the host's: its root is ours
+    # in a container the path may be the host's; its root is then the container's
+    while group.is_relative_to(mounted / controllers):
         yield group
         group = group.parent
 

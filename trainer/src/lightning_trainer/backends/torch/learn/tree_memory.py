@@ -96,9 +96,9 @@ def _stretches(segments: Sequence[Segment]) -> list[_Stretch]:
 
 
 def _alike(stretches: Sequence[_Stretch]) -> Iterator[list[int]]:
-    """Yield groups of stretches of a level.
+    """Yield groups of stretches of one level.
 
-    Those that others follow of equal length, the rest padded to at most double.
+    Those that others follow have equal lengths within a group; for the rest, padding at most doubles the length.
     """
 
     def kind(number: int) -> tuple[int, bool, int]:

@@ -1,7 +1,7 @@
-"""Attention as a plan. A transformers model asks the plan it was called with; the plan knows where keys and values are.
+"""Attention as a plan. A transformers model calls the plan that it was given, which knows where keys and values are.
 
-All tokens of a forward pass are packed into one sequence without padding, so the linear layers waste nothing. What may
-see what is the plan's business: `step.StepPlan` for generation, `tree.TreePlan` for training.
+All tokens of a forward pass are packed into one sequence without padding, so the linear layers waste nothing. The plan
+decides which tokens see which: `step.StepPlan` in generation, `tree_plan.TreePlan` in training.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class AttentionLayer:
 
     Attributes:
         number: of the layer, from 0, among those that attend.
-        scale: what scores are multiplied by.
-        window: a token sees itself and those less than so many places before it; None: all before it.
-        sinks_H: (H,) one more score of each query head, behind which there is no value; None: there is none.
-        cap: scores are held under it, as cap * tanh(score / cap); None: they are not.
+        scale: factor of the scores.
+        window: a token sees itself and those less than so many positions before it; None: all before it.
+        sinks_H: (H,) an additional score of each query head, without a value; None: none.
+        cap: limit of the scores, as cap * tanh(score / cap); None: no limit.
     """
 
     number: int
@@ -39,12 +39,12 @@ class AttentionLayer:
     cap: float | None = None
 
     def scores(self, products: Tensor) -> Tensor:
-        """Return scores of products of queries and keys."""
+        """Return scores from products of queries and keys."""
         scaled = products.mul_(self.scale)
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
     def weights(self, scores_RKQL: Tensor) -> Tensor:
-        """Return the softmax of scores, and of what has no value besides; queries as `to_key_heads` orders them."""
+        """Return the softmax of scores, with sinks in its denominator; queries in the order of `to_key_heads`."""
         if self.sinks_H is None:
             return scores_RKQL.softmax(-1)
         rows, key_heads, queries, _ = scores_RKQL.shape
@@ -77,12 +77,12 @@ def register() -> None:
 
 
 def layers_of(body: torch.nn.Module, but: Collection[torch.nn.Module]) -> list[Any]:
-    """Return the modules that attend, of those that project keys by themselves, without those named."""
+    """Return the attention modules that project their own keys, without those named."""
     return [module for module in body.modules() if hasattr(module, "k_proj") and module not in but]
 
 
 def number(layers: Sequence[Any]) -> None:
-    """Number layers that attend, where others do not: a cache has a place for each of them."""
+    """Number the attention layers of a model that has other layers, too: a cache has a place only for each of these."""
     for place, module in enumerate(sorted(layers, key=lambda module: int(module.layer_idx))):
         setattr(module, _NUMBER, place)
 
@@ -100,7 +100,7 @@ def _attention(  # noqa: PLR0917  transformers passes them by position
     softcap: float | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks for it: (1, H, N, D) queries, (1, KV, N, D) keys and values, (1, N, H, D) back."""
+    """Attend as transformers calls it: (1, H, N, D) queries, (1, KV, N, D) keys and values to (1, N, H, D)."""
     if plan is None:
         raise ValueError("this model was loaded for the embedded engine: call it with a plan, or load it again")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -117,7 +117,7 @@ class SeenPrefix:
     Attributes:
         keys_KPD: their keys.
         values_KPD: their values.
-        bias_R1QP: 0 where a query sees a token, else very negative; None: all see all.
+        bias_R1QP: 0 if a query sees a token, otherwise very negative; None: all see all.
     """
 
     keys_KPD: Tensor
@@ -135,16 +135,16 @@ def attend(  # noqa: PLR0917  a formula's letters
 ) -> Tensor:
     """Softmax attention to a prefix and own tokens together. B = R * K.
 
-    Products of plain matrices: for few queries they take half the time of torch's fused attention on a CPU, as long as
-    keys and values lie without gaps.
+    Products of plain matrices: for few queries they take half the time of torch's fused attention on a CPU, if keys and
+    values are contiguous.
 
     Args:
         layer: how it attends.
         query_RKQD: (R, K, Q, D) queries of each row and key head.
-        prefix: what all rows see before their own tokens.
+        prefix: tokens that all rows see before their own.
         keys_BLD: keys of the rows' own tokens.
         values_BLD: their values.
-        bias_BQL: 0 where an own token is seen, else very negative.
+        bias_BQL: 0 if an own token is seen, otherwise very negative.
 
     Returns:
         (R, K, Q, D).
@@ -190,7 +190,7 @@ def from_key_heads(out_RKQD: Tensor, queries: int) -> Tensor:
 
 
 def bias(hidden_RQL: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(R, Q, L): 0 where a token is seen, else half the lowest number, to which a score can be added."""
+    """(R, Q, L): 0 if a token is seen, otherwise half the lowest number, to which a score can be added."""
     zeros = torch.zeros(hidden_RQL.shape, dtype=dtype)
     return zeros.masked_fill_(torch.from_numpy(hidden_RQL), torch.finfo(dtype).min / 2).to(device)
 
@@ -203,7 +203,7 @@ def for_heads(bias_RQL: Tensor, key_heads: int, heads: int) -> Tensor:
 
 
 def hidden_own(seen_RQ: NDArray[np.int64], length: int, window: int | None) -> NDArray[np.bool_]:
-    """(R, Q, L) which own tokens a query does not see, of which its own is number `seen_RQ` - 1."""
+    """(R, Q, L) which own tokens a query does not see; its own is number `seen_RQ` - 1."""
     places, seen = np.arange(length), seen_RQ[..., None]
     return places >= seen if window is None else (places >= seen) | (places < seen - window)
 
@@ -211,15 +211,15 @@ def hidden_own(seen_RQ: NDArray[np.int64], length: int, window: int | None) -> N
 def hidden_before(
     positions_RQ: NDArray[np.int64], length: int, window: int | None
 ) -> tuple[int, NDArray[np.bool_] | None]:
-    """Return the first token of a prefix that any query sees, and which of those from it on each does not see.
+    """Return the first token of a prefix that any query sees, and which tokens from there on each query does not see.
 
     Args:
-        positions_RQ: of the queries in their sequences, all at or behind the prefix's end.
+        positions_RQ: of the queries in their sequences, all at or after the prefix's end.
         length: of the prefix, P.
         window: of the layer.
 
     Returns:
-        first, and (R, Q, P - first); None: all see all. `first` is `length` where none sees anything.
+        first, and (R, Q, P - first); None: all see all. `first` is `length` if no query sees anything.
     """
     if window is None:
         return 0, None
@@ -229,5 +229,5 @@ def hidden_before(
 
 
 def prefix_bias(hidden_RQP: NDArray[np.bool_] | None, shares: int, like: Tensor) -> Tensor | None:
-    """(R, 1, H / K * Q, P) what `SeenPrefix` holds, for `shares` query heads of a key head."""
+    """(R, 1, H / K * Q, P) the bias of `SeenPrefix`, for `shares` query heads per key head."""
     return None if hidden_RQP is None else for_heads(bias(hidden_RQP, like.dtype, like.device), 1, shares)[:, None]

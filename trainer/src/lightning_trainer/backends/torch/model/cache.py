@@ -1,8 +1,8 @@
-"""The key-value cache of the engine: sequences of blocks, which sequences with the same beginning share.
+"""The key-value cache of the engine: sequences of blocks, which sequences with the same prefix share.
 
-Each slot holds the tokens of one sequence and the numbers of its blocks. A block that several slots hold is never
-written again, so a prompt that continues another sequence shares its full blocks and copies at most one. Slots keep
-their content after their request has ended, so that a later prompt can continue it.
+Each slot contains the tokens of one sequence and the numbers of its blocks. A block in several slots is never written
+again, so a prompt that continues another sequence shares its full blocks and copies at most one. Slots keep their
+content after their request has ended, so that a later prompt can continue it.
 
 Axes: Y layers, S slots, K key heads, D head width, B tokens of a block, Z blocks of a slot, U blocks.
 """
@@ -24,15 +24,15 @@ BLOCK = 64  # tokens; shorter blocks waste less memory, and longer ones make lar
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a model needs of a cache.
+    """The shape of a model's cache.
 
     Attributes:
-        layers: that attend.
+        layers: number of those that attend.
         key_heads: of each.
         head_width: of each.
         dtype: of keys and values.
-        device: where they are.
-        recurrent: whether the model has recurrent layers besides.
+        device: of keys and values.
+        recurrent: whether the model also has recurrent layers.
     """
 
     layers: int
@@ -44,29 +44,32 @@ class CacheShape:
 
 
 class SlotCache:
-    """Keys and values of S sequences. Used by one thread; others may only ask what is `shared`."""
+    """Keys and values of S sequences. Used by one thread; others may only call `shared`."""
 
     def __init__(self, shape: CacheShape, slots: int, max_tokens: int) -> None:
         self.shape, self.slots = shape, slots
         self.tokens: IDS = np.zeros((slots, max_tokens), np.int32)
         self.planned: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens that a slot has or is about to compute
-        self.computed: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens whose keys and values are there
-        self.owners: NDArray[np.int64] = np.full(slots, -1)  # number of the adapter that computed what a slot holds
+        self.computed: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens with keys and values
+        self.owners: NDArray[np.int64] = np.full(slots, -1)  # number of the adapter that computed a slot's content
         self.blocks: NDArray[np.int64] = np.zeros((slots, -(-max_tokens // BLOCK)), np.int64)  # (S, Z)
         self.memories = SlotMemories(slots) if shape.recurrent else None
         self._held: NDArray[np.int64] = np.zeros(slots, np.int64)  # number of blocks of each slot
-        self._users: NDArray[np.int64] = np.zeros(0, np.int64)  # (U,) number of slots that hold each block
-        self._most = 0  # blocks that were in use at once since the last `clear`
+        self._users: NDArray[np.int64] = np.zeros(0, np.int64)  # (U,) number of slots that use each block
+        self._most = 0  # most blocks in use at once since the last `clear`
         self.keys = self.values = torch.empty(0)
         self._resize(0)
 
     @property
     def blocks_in_use(self) -> int:
-        """Number of blocks that a slot holds."""
+        """Number of blocks that slots use."""
         return int((self._users > 0).sum())
 
     def clear(self) -> None:
-        """Forget everything: the weights have changed. Memory that was not needed since the last time is freed."""
+        """Clear the cache after a change of weights.
+
+        Memory is freed if most of it was not needed since the last time.
+        """
         self.planned[:] = self.computed[:] = self._held[:] = self._users[:] = 0
         if 2 * self._most < len(self._users):
             self._resize(self._most)
@@ -77,7 +80,7 @@ class SlotCache:
     def shared(self, prompt: IDS, owner: int = -1) -> NDArray[np.int64]:
         """(S,) number of leading tokens that each slot's content, computed or planned, shares with a prompt.
 
-        Only of slots of the same adapter: another one's keys and values are not the same.
+        Only for slots of the same adapter, because keys and values of another adapter differ.
         """
         width = min(len(prompt), int(self.planned.max(initial=0)))
         if not width:
@@ -87,23 +90,23 @@ class SlotCache:
         return np.where(self.owners == owner, np.minimum(first, self.planned), 0)
 
     def there(self, shared_S: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(S,) how many of the tokens that each slot shares with a prompt it can continue from now."""
+        """(S,) how many of the tokens that each slot shares with a prompt can be continued now."""
         computed = np.minimum(shared_S, self.computed)
         return computed if self.memories is None else self.memories.there(computed)
 
     def coming(self, shared_S: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(S,) the same, when what is planned has been computed."""
+        """(S,) the same, once the planned tokens have been computed."""
         return shared_S if self.memories is None else self.memories.coming(shared_S)
 
     # The life of a sequence in a slot.
 
     def begin(self, slot: int, prompt: IDS, source: int, shared: int, owner: int = -1) -> None:
-        """Assign a slot to a prompt, of an adapter, of which `source` holds the first `shared` tokens."""
+        """Assign a slot to a prompt of an adapter. `source` contains the first `shared` tokens of the prompt."""
         if self.memories is not None:
             self.memories.begin(slot, source, shared, len(prompt))
         full, rest = divmod(shared, BLOCK)
         taken = self.blocks[source, : full + bool(rest)].copy()
-        self._users[taken] += 1  # first, so that what the slot releases is kept if it is also its source
+        self._users[taken] += 1  # first, so that blocks that the slot releases are kept if it is also its source
         self._release(slot, 0)
         self.blocks[slot, : len(taken)], self._held[slot] = taken, len(taken)
         if rest and self._users[taken[-1]] > 1:
@@ -113,13 +116,13 @@ class SlotCache:
         self.planned[slot], self.computed[slot], self.owners[slot] = len(prompt), shared, owner
 
     def append(self, slot: int, token: int) -> None:
-        """Add a sampled token to a slot's sequence; its keys and values come with the next step."""
+        """Add a sampled token to a slot's sequence; its keys and values are computed in the next step."""
         self.tokens[slot, self.planned[slot]] = token
         self.planned[slot] += 1
         self._hold(slot, int(self.planned[slot]))
 
     def end(self, slot: int) -> None:
-        """Forget what was planned and will not be computed: the slot's request has ended."""
+        """Discard planned tokens that will not be computed, because the slot's request has ended."""
         self.planned[slot] = self.computed[slot]
         self._release(slot, -(-int(self.computed[slot]) // BLOCK))
         if self.memories is not None:
@@ -135,7 +138,7 @@ class SlotCache:
     # Blocks.
 
     def _hold(self, slot: int, tokens: int) -> None:
-        """Take free blocks, the first ones, until a slot has enough for so many tokens."""
+        """Take the first free blocks until a slot has enough for so many tokens."""
         held, wanted = int(self._held[slot]), -(-tokens // BLOCK)
         if held >= wanted:
             return
@@ -149,12 +152,12 @@ class SlotCache:
         self._most = max(self._most, self.blocks_in_use)
 
     def _release(self, slot: int, kept: int) -> None:
-        """Give up a slot's blocks after the first `kept`."""
+        """Release a slot's blocks after the first `kept`."""
         self._users[self.blocks[slot, kept : self._held[slot]]] -= 1
         self._held[slot] = min(kept, int(self._held[slot]))
 
     def _copy_last(self, slot: int) -> None:
-        """Exchange the last block of a slot, which others hold too, for a copy that it may write to."""
+        """Replace the last block of a slot, which other slots use too, by a copy that it may write to."""
         last = int(self._held[slot]) - 1
         shared = int(self.blocks[slot, last])
         self._release(slot, last)
@@ -163,10 +166,10 @@ class SlotCache:
             part[:, self.blocks[slot, last]] = part[:, shared]
 
     def _resize(self, blocks: int) -> None:
-        """Keep the first blocks, with the content of those that stay."""
+        """Change the number of blocks, and keep the content of the first ones."""
         shape, kept = self.shape, min(blocks, len(self._users))
         for name, size in (("keys", (BLOCK, shape.head_width)), ("values", (shape.head_width, BLOCK))):
-            # Zeros, not empty: what a mask hides must still be finite.
+            # Zeros, not empty: masked content must still be finite.
             part = torch.zeros((shape.layers, blocks, shape.key_heads, *size), dtype=shape.dtype, device=shape.device)
             if kept:
                 part[:, :kept] = getattr(self, name)[:, :kept]

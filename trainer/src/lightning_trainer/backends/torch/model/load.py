@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer, and make sure that the embedded engine can run it."""
+"""Load a model and its tokenizer, and check that the embedded engine can run it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from lightning_trainer.models.merged_messages import MERGE, merge_system_message
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBES = 8  # the first of them warms up
-_LAYERS = frozenset({"full_attention", "sliding_attention"})  # kinds of layers that plans know
-_FORGETFUL = frozenset({"mlp", "moe"})  # and that need none: each token by itself
-_MOST_POSITIONS = 1 << 26  # of a model's longest input; the longest known take ten million
-_NARROW = 24  # the window of sliding layers while a model is proved: its own may be longer than any proof
+_LAYERS = frozenset({"full_attention", "sliding_attention"})  # kinds of layers that plans support
+_FORGETFUL = frozenset({"mlp", "moe"})  # kinds that need no plan, because each token is computed by itself
+_MOST_POSITIONS = 1 << 26  # limit of a model's longest input; the longest known is ten million
+_NARROW = 24  # the window of sliding layers during the check: their own may be longer than the input of the check
 
 
 class ForwardPlan(attention.AttentionPlan, recurrent.RecurrentPlan, Protocol):
-    """What follows what in one forward pass over packed tokens."""
+    """Attention and recurrence of one forward pass over packed tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A causal language model that attends, and remembers, by plan.
+    """A causal language model whose attention and recurrent layers follow a plan.
 
     Attributes:
         causal: transformers' model, adapters included.
         tokenizer: its tokenizer, with a chat template.
-        shape: what a key-value cache for it looks like.
+        shape: of its key-value cache.
         max_model_len: most tokens of prompt and answer.
         end_tokens: tokens that end an answer.
         source: the folder that it was loaded from.
@@ -69,14 +69,14 @@ class LoadedModel:
 
     @property
     def head(self) -> nn.Module:
-        """What turns hidden states into logits."""
+        """The module that maps hidden states to logits."""
         head: nn.Module = self.causal.get_output_embeddings()
         cap = getattr(self.causal.config.get_text_config(), "final_logit_softcapping", None)
         return head if cap is None else nn.Sequential(head, _Capped(cap))
 
 
 class _Capped(nn.Module):
-    """Holds logits under a number."""
+    """Caps logits at a number."""
 
     def __init__(self, cap: float) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
     """Load a model folder, with its tokenizer or another folder's.
 
     Raises:
-        ConfigError: the folder lacks a part, or the engine can't run this kind of model.
+        ConfigError: the folder lacks a part, or the engine cannot run this kind of model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -129,10 +129,10 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
 
 
 def _read(folder: Path, kind: Any, **how: Any) -> Any:
-    """Read a part of a model folder; code that the folder brings is not run, nor asked about.
+    """Load a part of a model folder, without running code from the folder or asking for permission to.
 
     Raises:
-        ConfigError: transformers can't load it.
+        ConfigError: transformers cannot load it.
     """
     try:
         return kind.from_pretrained(folder, trust_remote_code=False, **how)
@@ -154,7 +154,7 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype | str:
-    """Return what weights are loaded as; ``auto`` is the model's own, but on processors that are slow at bfloat16."""
+    """Return the dtype of the loaded weights; ``auto`` is the model's own, except on processors with slow bfloat16."""
     if name == "auto" and device.type == "cpu" and not multiplies_bfloat16():
         return torch.float32
     return _DTYPES.get(name, "auto")
@@ -162,21 +162,21 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | str:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 matrices faster than float32, measured once, in some 20 ms.
+    """Whether the processor multiplies bfloat16 matrices faster than float32, measured once, in about 20 ms.
 
-    What instructions a processor names does not tell: oneDNN says that it supports bfloat16 on any processor with
+    A processor's instruction set does not decide this: oneDNN reports support of bfloat16 on any processor with
     AVX-512, and AVX512_BF16 was slower than float32 on one processor (145 to 269 GFLOPS at the sizes of a small model)
     and faster on another (362 to 156).
     """
     seconds = dict.fromkeys((torch.bfloat16, torch.float32), math.inf)
-    for _ in range(_PROBES):  # in turns, and the fastest of each: other programs may run
+    for _ in range(_PROBES):  # alternating, and the fastest of each, because other programs may run
         for dtype in seconds:
             seconds[dtype] = min(seconds[dtype], _multiply_s(dtype))
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
 def _multiply_s(dtype: torch.dtype) -> float:
-    """Return the seconds that one multiplication takes, at the sizes of a small model's layer."""
+    """Return the seconds of one multiplication, at the sizes of a small model's layer."""
     left, right = torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
     began = time.perf_counter()
     torch.mm(left, right)
@@ -201,11 +201,12 @@ def _set_template(tokenizer: Any, options: TorchOptions) -> None:
 
 
 def _cache_shape(causal: Any, model: Path, device: torch.device) -> CacheShape:
-    """Say what a cache looks like; refuse what the engine can't run, and say why."""
+    """Return the shape of a model's cache. Refuse a model that the engine cannot run, with the reason."""
     config = causal.config.get_text_config()
     remembering = recurrent.layers_of(causal)
     attending = attention.layers_of(causal.get_decoder(), but=remembering)
-    replaceable = remembering or getattr(causal, "_supports_attention_backend", False)  # of the former some do not say
+    # models with recurrent layers do not always declare this
+    replaceable = remembering or getattr(causal, "_supports_attention_backend", False)
     known = _LAYERS | _FORGETFUL | {getattr(module, "layer_type", None) for module in remembering}
     others = {*(getattr(config, "layer_types", None) or ())} - known
     reasons = {
@@ -230,7 +231,7 @@ def _cache_shape(causal: Any, model: Path, device: torch.device) -> CacheShape:
 
 
 def _head_shape(config: Any, attending: Sequence[Any]) -> tuple[int, int]:
-    """Return how many key heads a layer has, and how wide; of layers that differ (Gemma 4), the most and the widest."""
+    """Return the number and width of a layer's key heads; if layers differ (Gemma 4), the largest of each."""
     shapes = {
         (layer.k_proj.out_features // layer.head_dim, layer.head_dim)
         for layer in attending
@@ -278,8 +279,8 @@ def _end_tokens(causal: Any, tokenizer: Any, model: Path) -> frozenset[int]:
 def _prove(loaded: LoadedModel) -> None:
     """Forward some tokens by plan, in three steps, and as transformers would; refuse the model if they disagree.
 
-    A model with something else than attention and rotary positions (biases, recurrent state, scaled logits) is found
-    here, not in wrong samples.
+    This finds a model with anything other than attention and rotary positions (biases, recurrent state, scaled logits)
+    before it gives wrong samples.
     """
     vocabulary = loaded.causal.config.get_text_config().vocab_size
     tokens = torch.arange(7, 7 + 5 * sum(_STEPS), 5) % vocabulary
@@ -292,7 +293,7 @@ def _prove(loaded: LoadedModel) -> None:
                 form = "its recurrent layers have another form (with transformers 5.23 they are not)"
             reason = f"{form}: {str(error).partition(chr(10))[0]}"
             raise _refusal(loaded.causal, loaded.source, reason) from error
-        loaded.causal.set_attn_implementation("eager")  # which alone knows sinks and caps
+        loaded.causal.set_attn_implementation("eager")  # the only one that supports sinks and caps
         theirs = loaded.causal(input_ids=tokens[None].to(loaded.shape.device), use_cache=False).logits[0].float()
         loaded.causal.set_attn_implementation(attention.NAME)
     gap = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean().item()
@@ -317,7 +318,7 @@ def _by_plan(loaded: LoadedModel, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _narrow(causal: Any) -> Iterator[None]:
-    """Give sliding layers a window that a few tokens leave, in the masks of transformers and in what layers say."""
+    """Give sliding layers a window shorter than the check's input, in transformers' masks and in the layers."""
     changed = [
         (thing, thing.sliding_window)
         for thing in (causal.config.get_text_config(), *causal.modules())

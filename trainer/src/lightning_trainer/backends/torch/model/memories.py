@@ -1,8 +1,9 @@
-"""What recurrent layers remember of the sequences in the slots of a cache.
+"""Memories of recurrent layers, for the sequences in the slots of a cache.
 
-Keys and values of a sequence's first tokens are among those of the whole; what a recurrent layer remembers is of all
-that it has read. So it is there at the end of a slot's sequence, and a copy at the end of its prompt, where the other
-rollouts of a group begin. A prompt that leaves a sequence elsewhere is read from the nearer of these, or anew.
+The keys and values of a sequence's first tokens are among those of the whole; the memory of a recurrent layer is of all
+that it has read. It is therefore available at the end of a slot's sequence, and as a copy at the end of its prompt,
+where the other rollouts of a group begin. A prompt that leaves a sequence elsewhere is read from the nearer of these,
+or from its start.
 
 Axes: S slots, B neighbouring slots.
 """
@@ -24,28 +25,28 @@ class SlotMemories:
     """Memories of S sequences, of all recurrent layers."""
 
     def __init__(self, slots: int) -> None:
-        self._layers: dict[int, Remembered] = {}  # (S, ...) each; made when a layer first gives its own
+        self._layers: dict[int, Remembered] = {}  # (S, ...) each; created when a layer first stores its memory
         self._slots = slots
-        self.read: Counts = np.zeros(slots, np.int64)  # tokens that a slot's memory is of
-        self._kept_at: Counts = np.zeros(slots, np.int64)  # tokens that the copy is of; 0: there is none
+        self.read: Counts = np.zeros(slots, np.int64)  # number of tokens that a slot's memory has read
+        self._kept_at: Counts = np.zeros(slots, np.int64)  # number of tokens that the copy has read; 0: there is none
         self._keep_at: Counts = np.zeros(slots, np.int64)  # where one will be made
         self._kept: list[dict[int, Remembered]] = [{} for _ in range(slots)]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Clear all memories."""
         self.read[:] = self._kept_at[:] = self._keep_at[:] = 0
         self._kept = [{} for _ in range(self._slots)]
 
     def there(self, shared_S: Counts) -> Counts:
-        """(S,) of so many tokens of each slot's sequence, the most of which there is a memory."""
+        """(S,) the most tokens of each slot's sequence, up to so many, for which there is a memory."""
         return np.maximum(_within(self.read, shared_S), _within(self._kept_at, shared_S))
 
     def coming(self, shared_S: Counts) -> Counts:
-        """(S,) the same, with memories that are about to be made."""
+        """(S,) the same, including memories that are about to be made."""
         return np.maximum(self.there(shared_S), _within(self._keep_at, shared_S))
 
     def begin(self, slot: int, source: int, shared: int, prompt: int) -> None:
-        """Let a slot's sequence go on from the first `shared` tokens of another's, to the end of a prompt."""
+        """Start a slot's sequence from the first `shared` tokens of another's, up to the end of a prompt."""
         if not shared:
             for tensors in self._layers.values():
                 for tensor in tensors.values():
@@ -66,16 +67,16 @@ class SlotMemories:
         self.have_read(slot, shared)
 
     def end(self, slot: int) -> None:
-        """Nothing more comes: the slot's request has ended."""
+        """Make no more copies for a slot, because its request has ended."""
         self._keep_at[slot] = 0
 
     def of(self, layer: int, slots: slice) -> Remembered | None:
-        """Return what a layer remembers of neighbouring slots; None where it has not begun."""
+        """Return the memory of a layer for neighbouring slots; None if it has not begun."""
         tensors = self._layers.get(layer)
         return None if tensors is None else {name: tensor[slots] for name, tensor in tensors.items()}
 
     def put(self, layer: int, slots: slice, tensors: Mapping[tuple[str, int], Tensor]) -> None:
-        """Take what a layer remembers now: (B, ...) each."""
+        """Store the current memory of a layer: (B, ...) each."""
         own = self._layers.setdefault(layer, {})
         for name, tensor in tensors.items():
             if name not in own:
@@ -83,7 +84,7 @@ class SlotMemories:
             own[name][slots] = tensor
 
     def have_read(self, slot: int, count: int) -> None:
-        """Count the tokens of a slot; at the end of its prompt, keep a copy."""
+        """Set how many tokens of a slot have been read; at the end of its prompt, keep a copy."""
         self.read[slot] = count
         if count == self._keep_at[slot] != self._kept_at[slot]:
             self._kept_at[slot] = count

@@ -1,12 +1,12 @@
 """Attention of packed tokens to the blocks of a cache: each block is read once, for all tokens that see it.
 
-A pair is a token and a block that it sees. Blocks are put into classes by the number of tokens that see them, at most
-twice as many for one block as for another, and each class is one batched product of matrices. So a step takes a number
-of kernels that does not depend on the number of sequences, and time that grows with the number of pairs. The softmax
-over all blocks of a token is the sum of its pairs' exponentials, as in FlashDecoding.
+A pair is a token and a block that it sees. Blocks are grouped into classes by the number of tokens that see them, at
+most twice as many for one block as for another, and each class is one batched matrix product. A step therefore takes a
+number of kernels that does not depend on the number of sequences, and time that grows with the number of pairs. The
+softmax over all blocks of a token is the sum of its pairs' exponentials, as in FlashDecoding.
 
-Axes: T tokens, P pairs of all classes (of one class, U blocks times M tokens), H query heads, K key heads, G = H / K,
-D head width, B tokens of a block.
+Axes: T tokens, P pairs of all classes (of one class, U blocks times M tokens), H query heads, K key heads, G = H / K, D
+head width, B tokens of a block.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from lightning_trainer.backends.torch.model.cache import BLOCK, SlotCache
 
 Integers = NDArray[np.int64]
 
-_WORTH_GATHERING = 1.4  # a product over a range of blocks is cheaper than a copy of those wanted, up to so many more
+# a product over a range of blocks is cheaper than a copy of the needed ones, up to this factor in their number
+_WORTH_GATHERING = 1.4
 
 
 class PagedAttention:
-    """What the tokens of a step see of a cache, all their own keys and values being there."""
+    """The part of a cache that the tokens of a step see. All their own keys and values must be stored in it."""
 
     def __init__(self, cache: SlotCache, slots_T: Integers, positions_T: Integers) -> None:
         self._cache, self._slots_T, self._positions_T = cache, slots_T, positions_T
@@ -46,19 +47,19 @@ class PagedAttention:
         Returns:
             (T, H, D).
         """
-        if layer.window not in self._sights:  # layers of one window see the same
+        if layer.window not in self._sights:  # layers with the same window see the same
             self._sights[layer.window] = _look(self._cache, self._slots_T, self._positions_T, layer.window)
         return self._sights[layer.window].attend(layer, query_THD, keys, values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Class:
-    """Blocks that about as many tokens see.
+    """Blocks that about the same number of tokens see.
 
     Attributes:
         blocks: which, as a range or by number.
-        members: M, the most tokens that see one of them; those with fewer are filled up.
-        pairs: which of all pairs these are.
+        members: M, the most tokens that see one of them; those with fewer are padded.
+        pairs: the range of these among all pairs.
         query_UM: (U * M,) the token of each pair.
     """
 
@@ -83,7 +84,7 @@ class _Class:
 
 
 def _multiply(left_UMKGI: Tensor, right_UKIJ: Tensor) -> Tensor:
-    """(U, M, K, G, J) products, of all rows that a block's key head has in one."""
+    """(U, M, K, G, J) products, with all rows for a block's key head in one product."""
     blocks, members, key_heads, shares, inner = left_UMKGI.shape
     left = left_UMKGI.transpose(1, 2).reshape(blocks * key_heads, members * shares, inner)
     out = torch.bmm(left, right_UKIJ.flatten(0, 1))
@@ -95,8 +96,8 @@ class _Sight:
 
     Args:
         classes: of blocks.
-        token_P: (P,) the token of each pair; T for those that only fill a class up.
-        bias_PB: (P, B) 0 where the token sees a key, else minus infinity.
+        token_P: (P,) the token of each pair; T for padding.
+        bias_PB: (P, B) 0 if the token sees a key, otherwise minus infinity.
         tokens: T.
     """
 
@@ -129,9 +130,9 @@ class _Sight:
         return least.scatter_reduce_(0, self._token_P[:, None, None].expand_as(highest_PKG), highest_PKG, "amax")
 
     def _add_up(self, parts: Tensor) -> Tensor:
-        """(T + 1, ...) the sums of what each token's pairs have, always in the same order."""
+        """(T + 1, ...) the sums over each token's pairs, always in the same order."""
         sums = torch.zeros((self._tokens + 1, *parts.shape[1:]), device=parts.device)
-        if parts.is_cuda:  # where `index_add_` adds in any order
+        if parts.is_cuda:  # on which `index_add_` adds in any order
             return sums.index_put_((self._token_P,), parts, accumulate=True)
         return sums.index_add_(0, self._token_P, parts)
 
@@ -141,14 +142,14 @@ def _concatenate(parts: list[Tensor]) -> Tensor:
 
 
 def _look(cache: SlotCache, slots_T: Integers, positions_T: Integers, window: int | None) -> _Sight:
-    """Say which blocks tokens of these slots and positions see, in layers of this window."""
+    """Return the pairs of blocks and tokens of these slots and positions, in layers with this window."""
     oldest_T = np.zeros_like(positions_T) if window is None else np.maximum(positions_T - window + 1, 0)
     counts_T = positions_T // BLOCK - oldest_T // BLOCK + 1
     token_P = np.repeat(np.arange(len(slots_T)), counts_T)
     before_P = np.repeat(np.cumsum(counts_T) - counts_T, counts_T)
     place_P = np.arange(len(token_P)) - before_P + oldest_T[token_P] // BLOCK
     block_P = cache.blocks[slots_T[token_P], place_P]
-    token_P = np.append(token_P, len(slots_T))  # and a pair that fills classes up
+    token_P = np.append(token_P, len(slots_T))  # and a pair for padding
     first_P = np.append(oldest_T[token_P[:-1]] - place_P * BLOCK, 0)
     last_P = np.append(positions_T[token_P[:-1]] - place_P * BLOCK, BLOCK)
     device, classes, chosen, end = cache.shape.device, [], [], 0
@@ -167,10 +168,10 @@ def _look(cache: SlotCache, slots_T: Integers, positions_T: Integers, window: in
 
 
 def _classes(block_P: Integers) -> Iterator[tuple[slice | Integers, Integers]]:
-    """Sort blocks into classes by the number of pairs that have them, up to each power of 2.
+    """Group blocks into classes by the number of their pairs, up to each power of 2.
 
     Yields:
-        the blocks, and (U, M) the pairs of each; where there are fewer, one more than the last.
+        the blocks, and (U, M) the pairs of each, padded with the number after the last pair.
     """
     order = np.argsort(block_P, kind="stable")
     block_U, start_U, count_U = np.unique(block_P[order], return_index=True, return_counts=True)

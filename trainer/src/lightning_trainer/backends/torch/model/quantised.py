@@ -1,8 +1,8 @@
 """The linear layers of a frozen model in 4 or 8 bits: each multiplication dequantises the weights that it needs.
 
 bitsandbytes quantises and dequantises: NF4 with quantised scales, or 8 bits with equal steps, in blocks of 64 weights.
-Its own layers are not used. The one of 8 bits rounds activations, too, so that its gradients are off by 1 %; the one of
-4 bits repacks its weights on some processors and has no gradient afterwards (bitsandbytes 0.50). Here, a layer computes
+Its own layers are not used. Its 8-bit layer also rounds activations, so that its gradients are off by 1 %; its 4-bit
+layer repacks its weights on some processors and has no gradient afterwards (bitsandbytes 0.50). Here, a layer computes
 exactly what an ordinary one with the dequantised weights would, in the forward and the backward pass.
 """
 
@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from lightning_spans.errors import ConfigError
 
 _DEVICES: Final = ("cpu", "cuda")
-_COPIED: Final = frozenset({".json", ".jinja", ".txt", ".model"})  # of a model folder, besides its weights
+# files of a model folder that are copied, in addition to its weights
+_COPIED: Final = frozenset({".json", ".jinja", ".txt", ".model"})
 
 
 class QuantisedLinear(nn.Linear):
-    """A frozen linear layer. `weight` is dequantised each time that it is read."""
+    """A frozen linear layer. `weight` is dequantised on each access."""
 
     def __init__(self, linear: nn.Linear, bits: int, device: torch.device) -> None:
         nn.Module.__init__(self)
@@ -50,7 +51,7 @@ class QuantisedLinear(nn.Linear):
 
 
 class _Multiplied(torch.autograd.Function):
-    """Dequantises again for the backward pass: otherwise all dequantised weights would stay in memory until then."""
+    """Dequantises again in the backward pass; otherwise all dequantised weights would stay in memory until then."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: QuantisedLinear) -> Tensor:
@@ -68,7 +69,7 @@ def _quantise(weight: Tensor, bits: int) -> tuple[Tensor, Any]:
     if bits == 4:
         codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
     else:
-        steps = cast("Any", functional).create_linear_map().to(weight.device)  # it has no types
+        steps = cast("Any", functional).create_linear_map().to(weight.device)  # it has no type annotations
         codes, state = functional.quantize_blockwise(weight, code=steps, blocksize=64)
     return codes, state
 
@@ -81,7 +82,7 @@ def _dequantise(codes: Tensor, state: Any) -> Tensor:
 
 
 def check_source(source: Path) -> None:
-    """Refuse a model that is quantised already.
+    """Refuse a model that is already quantised.
 
     Raises:
         ConfigError: it is.
@@ -92,10 +93,10 @@ def check_source(source: Path) -> None:
 
 
 def quantise(causal: Any, bits: int, device: torch.device, source: Path) -> None:
-    """Replace the linear layers of a model, except the head, whose rounding would reach every log-probability.
+    """Quantise the linear layers of a model, except the head, whose rounding would affect every log-probability.
 
     Raises:
-        ConfigError: bitsandbytes is missing, or has nothing for the device, or the model has experts.
+        ConfigError: bitsandbytes is missing or does not support the device, or the model has experts.
     """
     if find_spec("bitsandbytes") is None:
         raise ConfigError('base_bits needs bitsandbytes. Run: pip install "lightning-trainer[quantised]"')
@@ -113,7 +114,7 @@ def quantise(causal: Any, bits: int, device: torch.device, source: Path) -> None
 
 
 def count_weights(causal: nn.Module) -> int:
-    """Return the number of a model's weights; two of 4 bits share a byte."""
+    """Return the number of a model's weights, counting two 4-bit weights per byte."""
     packed = [module for module in causal.modules() if isinstance(module, QuantisedLinear)]
     more = sum(module.in_features * module.out_features - module.codes.numel() for module in packed)
     return more + sum(parameter.numel() for parameter in causal.parameters())
@@ -125,10 +126,10 @@ def write_dequantised(causal: Any, source: Path, folder: Path) -> None:
     Args:
         causal: the quantised model.
         source: the folder that it was loaded from.
-        folder: gets the files.
+        folder: receives the files.
 
     Raises:
-        ConfigError: the model has other names for its weights than its files, or there is no room.
+        ConfigError: the model has other names for its weights than its files, or the folder cannot be written.
     """
     layers = {
         name.replace(".base_layer", ""): module
@@ -154,7 +155,7 @@ def write_dequantised(causal: Any, source: Path, folder: Path) -> None:
 
 
 def _dequantise_file(file: Path, layers: dict[str, QuantisedLinear], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read a file of weights, with those of quantised layers as these compute with them."""
+    """Return the tensors of a file, with those of quantised layers dequantised."""
     tensors = {}
     with safe_open(file, "pt") as stored:
         for key in stored.keys():  # noqa: SIM118 - it is no dictionary

@@ -1,9 +1,8 @@
-"""Layers that remember what they read: convolutions over the last tokens, and states of a fixed size.
+"""Recurrent layers: convolutions over the last tokens, and states of a fixed size.
 
-Qwen3.5, LFM2, Granite 4 and others have such layers beside attention. transformers writes each so that it asks a cache
-for what it remembers of its sequences, and gives back what it remembers now. Here they get a `Memory` as that cache,
-and the plan of the forward pass says which tokens follow which memory: `step.StepPlan` in generation, `tree.TreePlan`
-in training.
+Qwen3.5, LFM2, Granite 4 and others have such layers next to attention. In transformers, each reads the memory of its
+sequences from a cache, and writes the new memory back. Here they get a `Memory` as that cache, and the plan of the
+forward pass decides which tokens follow which memory: `step.StepPlan` in generation, `tree_plan.TreePlan` in training.
 
 Axes: N packed tokens, B sequences, T tokens of each.
 """
@@ -24,13 +23,13 @@ Remembered: TypeAlias = dict[tuple[str, int], Tensor]
 
 
 class Memory:
-    """What a recurrent layer of transformers asks of a cache, for one layer and one call.
+    """The cache interface of a recurrent layer of transformers, for one layer and one call.
 
     Args:
-        before: what it remembers of each sequence; None: they begin.
+        before: memory of each sequence; None: they begin.
 
     Attributes:
-        after: what it remembers then.
+        after: memory after the call.
     """
 
     def __init__(self, before: Mapping[tuple[str, int], Tensor] | None = None) -> None:
@@ -46,17 +45,17 @@ class Memory:
         return self._before.get(("recurrent", state_idx))
 
     def has_previous_state(self, _layer: int | None = None, state_idx: int = 0) -> bool:
-        """Whether the sequences have begun before."""
+        """Whether the sequences have earlier tokens."""
         return ("conv", state_idx) in self._before
 
     def is_recording_past(self, _layer: int) -> bool:
-        """Keep the layer from a way for one token that changes what it got in place: others may hold it."""
+        """Whether to avoid the single-token path, which changes its state in place: True, because others may use it."""
         return True
 
     def update_conv_state(
         self, conv_states: Tensor, _layer: int, state_idx: int = 0, *, conv_kernel_size: int, **_options: Any
     ) -> Tensor:
-        """Return inputs of a convolution with those before them, and remember the last."""
+        """Return inputs of a convolution with those before them, and store the last."""
         before = self._before.get(("conv", state_idx))
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size)
@@ -65,7 +64,7 @@ class Memory:
         return whole
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:  # noqa: ARG002  its name is given
-        """Remember a state."""
+        """Store a state, and return it."""
         self.after["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
@@ -75,10 +74,10 @@ Layer: TypeAlias = Callable[[Tensor, Memory], Tensor]
 
 
 class RecurrentPlan(Protocol):
-    """Who follows whom in one forward pass over packed tokens."""
+    """Which tokens follow which in one forward pass over packed tokens."""
 
     def recur(self, number: int, layer: Layer, hidden_NW: Tensor, /) -> Tensor:
-        """Run one recurrent layer, whose number is given: (N, width) to (N, width)."""
+        """Run the recurrent layer of this number: (N, width) to (N, width)."""
         ...
 
 
@@ -98,7 +97,7 @@ def planned(plan: RecurrentPlan) -> Iterator[None]:
 
 @contextmanager
 def in_hand(tokens: slice) -> Iterator[None]:
-    """Say which of the packed tokens the layers in the block get, where it is not all."""
+    """Set which of the packed tokens the layers in the block get, if not all."""
     token = _IN_HAND.set(tokens)
     try:
         yield
@@ -107,7 +106,7 @@ def in_hand(tokens: slice) -> Iterator[None]:
 
 
 def tokens_in_hand() -> slice | None:
-    """Return which packed tokens a linear layer gets now; None: all."""
+    """Return which packed tokens a linear layer currently gets; None: all."""
     return _IN_HAND.get()
 
 
@@ -117,7 +116,7 @@ def layers_of(causal: nn.Module) -> list[nn.Module]:
 
 
 def follow_plans(causal: nn.Module) -> None:
-    """Let recurrent layers follow the plan that is `planned`; without one they do what transformers does."""
+    """Let recurrent layers follow the plan that is `planned`; without one they run as in transformers."""
     for module in layers_of(causal):
         _follow(module)
 

@@ -45,10 +45,10 @@ class StepPlan:
     """
 
     def __init__(self, cache: SlotCache, chunks: Sequence[Chunk]) -> None:
-        """Lay out the step.
+        """Plan the step.
 
         Args:
-            cache: where keys and values are.
+            cache: of keys and values.
             chunks: what to compute, at most one for each slot.
         """
         self._cache = cache
@@ -71,7 +71,7 @@ class StepPlan:
     def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
         """Store keys and values, then attend.
 
-        Where a layer has fewer or narrower heads than the cache, heads are repeated, and widened by zeros.
+        If a layer has fewer or narrower heads than the cache, heads are repeated, and padded with zeros.
         """
         width, shape = query_NHD.shape[-1], self._cache.shape
         if key_NKD.shape[1:] != (shape.key_heads, shape.head_width):
@@ -89,7 +89,7 @@ class StepPlan:
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[..., :width]
 
     def recur(self, number: int, layer: Layer, hidden_NW: Tensor) -> Tensor:
-        """Run a recurrent layer, neighbouring slots with as many tokens together."""
+        """Run a recurrent layer, with neighbouring slots of the same number of tokens together."""
         memories = self._cache.memories
         if memories is None:
             raise RuntimeError("this cache was made for a model without recurrent layers")
@@ -105,7 +105,7 @@ class StepPlan:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def finish(self) -> None:
-        """Count what was computed."""
+        """Update the number of computed tokens."""
         for chunk in self.chunks:
             self._cache.computed[chunk.slot] += chunk.length
             if self._cache.memories is not None:
@@ -113,14 +113,14 @@ class StepPlan:
 
 
 def _alike(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, int]]:
-    """Return runs of neighbouring slots whose chunks are as long: the slots, and the length."""
+    """Yield runs of neighbouring slots with chunks of the same length: the slots, and the length."""
     for (_, length), run in groupby(enumerate(chunks), key=lambda item: (item[1].slot - item[0], item[1].length)):
         slots = [chunk.slot for _, chunk in run]
         yield slice(slots[0], slots[-1] + 1), length
 
 
 class _Long:
-    """A long chunk of one slot: attends to what comes before it and, causally, to itself."""
+    """A long chunk of one slot: attends to the tokens before it and, causally, to itself."""
 
     def __init__(self, cache: SlotCache, chunk: Chunk) -> None:
         end = int(cache.computed[chunk.slot]) + chunk.length
@@ -141,7 +141,7 @@ class _Long:
 
     def _bias(self, window: int | None, keys_KLD: Tensor, heads: int) -> Tensor:
         key_heads, length = keys_KLD.shape[:2]
-        if window not in self._biases:  # layers of one window see the same
+        if window not in self._biases:  # layers with the same window see the same
             hidden = bias(hidden_own(self._seen, length, window), keys_KLD.dtype, keys_KLD.device)
             self._biases[window] = for_heads(hidden, key_heads, heads)
         return self._biases[window]
