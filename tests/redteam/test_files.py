@@ -229,7 +229,7 @@ def test_options_of_an_adapter_of_another_type_are_one_error_and_import_nothing(
 def test_numbers_of_a_model_that_are_none_are_one_error(model, file, odd):
     path = model / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **odd}))
-    with pytest.raises(ConfigError, match=next(iter(odd)) if file == "config.json" else "no id"):
+    with pytest.raises(ConfigError, match=next(iter(odd)) if file == "config.json" else "not an id"):
         load(model)
 
 

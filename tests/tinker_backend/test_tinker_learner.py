@@ -300,7 +300,7 @@ def test_backend_chooses_temperature_and_adapters(model: Path, server: Server) -
     [
         ({"algorithm": "ppo"}, "value head"),
         ({"entropy_coef": 0.1}, "entropy_coef"),
-        ({"teacher": "self"}, "likeliest tokens"),
+        ({"teacher": "self"}, "most probable tokens"),
         ({"algorithm": "distil", "teacher": "./teacher"}, "MODEL=URL"),
         ({"temperature": 0.7}, "temperature"),
         ({"sampling": "asked"}, "sampling"),

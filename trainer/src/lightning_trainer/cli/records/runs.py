@@ -62,7 +62,7 @@ def _print(rows: Sequence[RunSummary]) -> None:
     for row in rows:
         ends = row.curve[:1] + row.curve[1:][-1:]  # one number for a single step
         table.add_row(
-            Text(printable(row.folder)),
+            Text(printable(row.folder), overflow="fold"),  # its end is what tells runs apart
             f"{row.steps}",
             "-" if row.before is None else decimal(row.before),
             "-" if row.after is None else decimal(row.after),
