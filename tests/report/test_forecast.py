@@ -58,8 +58,9 @@ def test_forecast_grows_with_the_step_and_the_model() -> None:
 
 def test_each_agent_is_told_with_what_it_earned_where_it_was_given_its_own() -> None:
     calls = {"judge": 64, "tagger": 64, "clerk": 8}
-    measured = probe([HALF], calls=calls, earned={"judge": 0.25, "tagger": 0.0}, trained=["judge", "tagger"])
+    earned = {"judge": 0.25, "tagger": 0.0}
+    measured = probe([HALF], calls=calls, earned=earned, trained=["judge", "tagger"], constant={"tagger": 0.0})
     said = lines(forecast(measured, Plan(step_rollouts=64, steps=10)))
     assert "judge: 64 calls, reward 0.250, would be trained" in said
-    assert "tagger: 64 calls, reward 0.000, would be trained" in said
+    assert "tagger: 64 calls, reward 0.000 in every rollout: nothing to learn from, would be trained" in said
     assert "clerk: 8 calls, not trained" in said

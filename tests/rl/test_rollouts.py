@@ -13,7 +13,7 @@ from lightning_spans.store import Store, open_store
 from lightning_trainer.intervals import estimate_mean
 from lightning_trainer.rl import rollouts as module
 from lightning_trainer.rl.rollouts import Outcome, StalledError, outcomes, plan, wait
-from lightning_trainer.rl.scores import Score, difference, score, total
+from lightning_trainer.rl.scores import Score, constant_rewards, difference, score, total
 
 
 @pytest.fixture
@@ -204,6 +204,14 @@ def test_two_scores_are_compared_by_task_and_agent() -> None:
 def test_score_by_agent_counts_only_rollouts_in_which_it_got_a_reward() -> None:
     found = score([outcome(("writer", 1.0), ("rewriter", 0.0)), outcome(("writer", 0.0))], "exclude")
     assert found.by_agent == {"rewriter": 0.0, "writer": 0.5}
+
+
+def test_an_agent_that_earns_the_same_in_every_rollout_is_named() -> None:
+    found = [outcome(("router", 0.0), ("writer", 1.0)), outcome(("router", 0.0), ("writer", 0.5)), outcome(failed=True)]
+    agents = ["router", "writer", "checker"]
+    assert constant_rewards(found, agents) == {"router": 0.0}
+    assert constant_rewards(found[:1], agents) == {}, "one rollout says nothing"
+    assert constant_rewards([*found, outcome(("router", 0.0), (None, 1.0))], agents) == {}, "it shares what all earn"
 
 
 def test_score_comes_back_from_its_metrics() -> None:

@@ -353,7 +353,8 @@ def test_dry_run_says_what_a_run_would_take_and_leaves_nothing(
     before = sorted(path.name for path in folder.iterdir())
     described = describe(config(model, steps=3, val="tasks.jsonl"))
     facts = described.facts
-    assert facts["agents"] == {"writer": {"calls": 8, "reward": None, "trained": True}}  # it gives one reward for all
+    writer = {"calls": 8, "reward": None, "constant": False, "trained": True}  # it gives one reward for all
+    assert facts["agents"] == {"writer": writer}
     assert (facts["tasks_tried"], facts["samples"]) == (2, 4)
     assert facts["seconds_step"] > 0
     assert facts["disk_bytes"] >= facts["checkpoint_bytes"] > 0

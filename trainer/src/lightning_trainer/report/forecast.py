@@ -76,6 +76,7 @@ class Probe:
         calls: model calls by agent.
         earned: mean reward of each agent that got its own reward.
         trained: names of the agents that would be trained.
+        constant: those of them that got their own reward, and the same one in every rollout, with this reward.
         load_seconds: until the model answered.
         memory: peak memory of this process in bytes, including the update.
         gpu_memory: peak bytes of the learner's tensors on its GPU during the update; 0 without a GPU.
@@ -92,6 +93,7 @@ class Probe:
     calls: Mapping[str, int] = field(default_factory=dict)
     earned: Mapping[str, float] = field(default_factory=dict)
     trained: Sequence[str] = ()
+    constant: Mapping[str, float] = field(default_factory=dict)
     load_seconds: float = 0.0
     memory: int = 0
     gpu_memory: int = 0
@@ -132,7 +134,12 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
         "tasks_tried": len(probe.tried),
         "rollouts_tried": probe.rollouts,
         "agents": {
-            name: {"calls": count, "reward": probe.earned.get(name), "trained": name in probe.trained}
+            name: {
+                "calls": count,
+                "reward": probe.earned.get(name),
+                "constant": name in probe.constant,
+                "trained": name in probe.trained,
+            }
             for name, count in probe.calls.items()
         },
         "rows_tokens_step": round(probe.tokens_in_rows * scale),
@@ -196,7 +203,8 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
             f" {decimal(facts['reward_best_of_k'])} ({amount(facts['tasks_tried'], 'task')} tried)"
         )
     for name, agent in facts["agents"].items():
-        earned = "" if agent["reward"] is None else f"reward {decimal(agent['reward'])}, "
+        always = " in every rollout: nothing to learn from" if agent["constant"] else ""
+        earned = "" if agent["reward"] is None else f"reward {decimal(agent['reward'])}{always}, "
         trained = "would be trained" if agent["trained"] else "not trained"
         found.append(f"{name}: {amount(agent['calls'], 'call')}, {earned}{trained}")
     times = f"{facts['seconds_rollouts']:.1f} s of rollouts, {facts['seconds_update']:.1f} s of learning"

@@ -234,3 +234,18 @@ def agents_totals(rewards: Sequence[Reward]) -> dict[str, float]:
         if reward.agent is not None:
             totals[reward.agent] += reward.value
     return dict(totals)
+
+
+def constant_rewards(outcomes: Iterable[Outcome], agents: Iterable[str]) -> dict[str, float]:
+    """Return the agents that got their own reward, and the same total in every successful rollout, with this total.
+
+    Nothing is constant in a single rollout.
+    """
+    succeeded = [outcome.rewards for outcome in outcomes if outcome.attempt is not None]
+    found = {}
+    for agent in agents:
+        own = [[each for each in rewards if earns(each.agent, agent)] for rewards in succeeded]
+        totals = {sum(each.value for each in rewards) for rewards in own}
+        if len(totals) == 1 < len(own) and any(each.agent is not None for each in own[0]):
+            found[agent] = totals.pop()
+    return found

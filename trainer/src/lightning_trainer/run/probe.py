@@ -28,7 +28,7 @@ from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.grpo import GRPO
 from lightning_trainer.rl.rewards import installed, read_rules
 from lightning_trainer.rl.rollouts import Outcome, plan
-from lightning_trainer.rl.scores import reward_of_failures, score, total
+from lightning_trainer.rl.scores import constant_rewards, reward_of_failures, score, total
 from lightning_trainer.rl.usage import tokens_of
 from lightning_trainer.runner.logs import temporary_folder
 from lightning_trainer.runner.target import Job
@@ -203,6 +203,7 @@ def _make_probe(
     calls = Counter("(no name)" if path is None else label(path, config.agents) for path in paths)
     used = [tokens_of(node) for trace in ran.traces for node in trace.chats]
     chosen = config.agents or ("*",)
+    trained = sorted({label(path, chosen) for path in paths if path is not None and selects(chosen, path)})
     return Probe(
         tried=_tried_tasks(ran, places, config),
         rollouts=len(ran.outcomes),
@@ -214,7 +215,8 @@ def _make_probe(
         tokens_in_calls=ran.tokens_in_calls,
         calls=dict(sorted(calls.items())),
         earned=score(ran.outcomes, config.failed).by_agent,
-        trained=sorted({label(path, chosen) for path in paths if path is not None and selects(chosen, path)}),
+        trained=trained,
+        constant=constant_rewards(ran.outcomes, trained),
         load_seconds=load_seconds,
         memory=process_peak(),
         gpu_memory=int(learned.get("gpu_memory_bytes", 0)),

@@ -78,6 +78,7 @@ def command(
     from lightning_trainer import registry
     from lightning_trainer.report.forecast import verdict
     from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.terminal import decimal, printable
     from lightning_trainer.run.data import load_tasks
     from lightning_trainer.run.embedded import Embedded
 
@@ -90,7 +91,8 @@ def command(
         kept = stack.enter_context(closing(_draft(keep, config.data))) if keep is not None else None
         limit_s = TRIAL_S if first is None and keep is None else math.inf
         with Shown(f"trying up to {len(tasks)} tasks, {samples} times each") as progress:
-            tried = backend.probe(config, tasks, range(len(tasks)), progress, update=False, limit_s=limit_s).tried
+            probe = backend.probe(config, tasks, range(len(tasks)), progress, update=False, limit_s=limit_s)
+            tried = probe.tried
         if len(tried) < len(tasks):
             click.echo(f"{len(tried)} of {len(tasks)} tasks tried in {limit_s:.0f} s. More: --first N", err=True)
         if as_json:
@@ -99,6 +101,11 @@ def command(
         else:
             _print(tried, tasks)
         click.echo(verdict(tried), err=as_json)
+        for agent, reward in probe.constant.items():
+            click.echo(
+                printable(f"{agent} earned {decimal(reward)} in every rollout, so it has nothing to learn from"),
+                err=as_json,
+            )
         if kept is not None:
             _keep(kept, tried, tasks)
 
