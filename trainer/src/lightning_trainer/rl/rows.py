@@ -229,13 +229,13 @@ class _Action:
         return call.attempt_id, call.agent, call.policy, call.policy_version, _temperature(call)
 
 
-_Branch: TypeAlias = list[_Action]  # calls each of which continues the tokens of the one before
+_Branch: TypeAlias = list[_Action]  # calls, each of which continues the tokens of the previous one
 
 
 def _actions(
     transitions: Sequence[Transition], advantages_M: FloatArray, reasons_M: Sequence[str | None]
 ) -> list[_Action]:
-    """Keep what nothing speaks against, in the order of attempt and turn."""
+    """Keep the trainable calls, in the order of attempt and turn."""
     found = []
     for transition, advantage, reason in zip(transitions, advantages_M, reasons_M, strict=True):
         if transition.tokens is None or reason is not None:
@@ -247,7 +247,7 @@ def _actions(
 
 
 def _how_made(call: Transition) -> str | None:
-    """Say how the prompt was made: in the gateway's words, or, of a call that was forwarded, in ours."""
+    """Return how the prompt was made: as the gateway recorded it, otherwise derived from the messages."""
     if call.tokens is None or CONTINUATION in call.sampling:
         return call.sampling.get(CONTINUATION)
     messages = call.request.get("messages")
@@ -261,11 +261,11 @@ def _place(call: Transition) -> tuple[str, int, int, str]:
 
 def _temperature(call: Transition) -> float:
     value = call.sampling.get("temperature")
-    return 1.0 if value is None else float(value)  # the OpenAI interface's default
+    return 1.0 if value is None else float(value)  # the OpenAI API's default
 
 
 def _branches(actions: Sequence[_Action], *, merge: bool) -> list[_Branch]:
-    """Put each call onto the longest branch of its kind that it continues, or on one of its own."""
+    """Add each call to the longest branch of its kind that it continues, or start a new branch."""
     branches: list[_Branch] = []
     open_branches: defaultdict[object, OpenSequences[_Branch]] = defaultdict(OpenSequences)
     for action in actions:
@@ -280,7 +280,7 @@ def _branches(actions: Sequence[_Action], *, merge: bool) -> list[_Branch]:
 
 
 def _row(branch: _Branch, groups: Mapping[str, str]) -> Row:
-    """Lay the calls of a branch over the tokens of its last one."""
+    """Arrange the calls of a branch along the tokens of its last one."""
     call, tokens = branch[-1].transition, branch[-1].ids
     mask = np.zeros(len(tokens), np.bool_)
     logprobs = np.zeros(len(tokens), np.float32)

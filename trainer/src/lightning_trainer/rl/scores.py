@@ -1,4 +1,4 @@
-"""How well rollouts did, as people want to know it: the mean reward, and the mean of each agent's."""
+"""How well rollouts did, for people: the mean reward, and the mean of each agent's."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class Score:
     """How well some rollouts did.
 
     Attributes:
-        reward: mean over tasks of the mean of each task's rollouts; None when none of them counts.
-        by_agent: the same of each agent's own rewards, where rewards were given by agent. A failure by the policy's
-            doing counts for every agent: nobody said which of them it was.
+        reward: mean over tasks of the mean of each task's rollouts; None if none of them counts.
+        by_agent: the same of each agent's own rewards, if rewards were given by agent. A failure caused by the policy
+            counts
+            for every agent, because nothing says which of them caused it.
         rollouts: how many there were.
-        failed: how many of them never succeeded, failed by the policy's doing before they did, or got no verdict.
-        tasks: how many tasks those that count are of; rollouts of one task are no independent draws.
-        low, high: 95 % interval of `reward`, see `intervals`; None when nothing counts.
+        failed: how many of them never succeeded, failed because of the policy before they did, or got no verdict.
+        tasks: number of tasks of the rollouts that count; rollouts of one task are not independent samples.
+        low, high: 95 % interval of `reward`, see `intervals`; None if nothing counts.
         reward_all: `reward` if the rollouts that do not count had earned 0; None without rollouts.
         by_task: the mean of each task's rollouts by a digest of the task, of `reward` under "" and of each agent.
         declared: range of the rewards.
@@ -49,7 +50,7 @@ class Score:
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, Any], declared: Declared = None) -> Score:
-        """Read what `metrics` gave, and `BY_TASK` where a line of a log has it; other numbers are left alone."""
+        """Read the result of `metrics`, and `BY_TASK` if a line of a log has it; other numbers are ignored."""
         agents = {n.removeprefix(_AGENT): value for n, value in metrics.items() if n.startswith(_AGENT)}
         rollouts, failed = int(metrics.get("rollouts", 0)), int(metrics.get("failed", 0))
         return cls(
@@ -66,7 +67,7 @@ class Score:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the same as numbers by name, for logs."""
+        """Return the score as numbers by name, for logs."""
         found = {"reward": self.reward, "reward_low": self.low, "reward_high": self.high, "reward_all": self.reward_all}
         known = {name: value for name, value in found.items() if value is not None}
         agents = {f"{_AGENT}{name}": value for name, value in self.by_agent.items()}
@@ -81,8 +82,8 @@ def score(
 
     Args:
         outcomes: of the rollouts.
-        failed: the reward of one that failed by the policy's doing. Others that never succeeded are left out.
-        agents: names and globs of the agents that are trained: `reward` is theirs, see `earned`. None: of all.
+        failed: the reward of one that failed because of the policy. Others that never succeeded are left out.
+        agents: names and globs of the trained agents: `reward` is theirs, see `earned`. None: of all.
         declared: range of the rewards, see `Work.declared`.
     """
     named = {reward.agent for outcome in outcomes for reward in outcome.rewards if reward.agent is not None}
@@ -92,7 +93,7 @@ def score(
     all_given: dict[str, list[float]] = {}
     for outcome in outcomes:
         counted = outcome.counts(failed)
-        task = task_digest(outcome.rollout.task)  # a step may take one several times
+        task = task_digest(outcome.rollout.task)  # a step may contain one several times
         if counted is None:
             all_given.setdefault(task, []).append(0.0)
             continue
@@ -123,12 +124,12 @@ def score(
 
 
 def difference(this: Score, other: Score, agent: str = "") -> tuple[Estimate, int]:
-    """Return how much more reward one score has than another of the same tasks, and on how many tasks.
+    """Return how much higher the reward of one score is than another's of the same tasks, and on how many tasks.
 
     Args:
         this: of these rollouts.
-        other: of what they are compared with.
-        agent: by its own rewards; "" stands for the reward.
+        other: of the rollouts to compare with.
+        agent: compare its own rewards; "" stands for the reward.
     """
     mine, its = this.by_task.get(agent, {}), other.by_task.get(agent, {})
     both = [task for task in mine if task in its]
@@ -141,17 +142,17 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def task_digest(task: Mapping[str, Any]) -> str:
-    """Return 12 hex digits by which a task is known in `by_task`."""
+    """Return 12 hex digits that identify a task in `by_task`."""
     text = json.dumps(task, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
 
 
 def trained_names(named: Iterable[str], agents: Sequence[str] | None) -> frozenset[str] | None:
-    """Return those of the names in rewards that mean trained agents; None where that leaves out nobody, or everybody.
+    """Return the names in rewards that match trained agents; None if that is all of them, or none.
 
     Args:
         named: names and paths in rewards.
-        agents: names and globs of the agents that are trained; None: all are.
+        agents: names and globs of the trained agents; None: all are.
     """
     names = frozenset(named)
     chosen = {n for n in names if any(selects((pattern,), n) or earns(n, pattern) for pattern in agents or ())}
@@ -159,9 +160,9 @@ def trained_names(named: Iterable[str], agents: Sequence[str] | None) -> frozens
 
 
 def earned(rewards: Sequence[Reward], chosen: frozenset[str] | None) -> float | None:
-    """Return one number for an attempt: what the agents that are trained earned.
+    """Return one number for an attempt: the reward of the trained agents.
 
-    That is `total` without the rewards of others; None where these are all there are.
+    That is `total` without the rewards of others; None if there are only those.
 
     Args:
         rewards: of the attempt.
@@ -176,7 +177,7 @@ def earned(rewards: Sequence[Reward], chosen: frozenset[str] | None) -> float | 
 def rollout_rewards(
     outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | None = None
 ) -> dict[str, float]:
-    """Return the reward of each rollout that counts, by its id: see `score` for the arguments, and `earned`."""
+    """Return the reward of each rollout that counts, by its id; see `score` for the arguments, and `earned`."""
     named = {reward.agent for outcome in outcomes for reward in outcome.rewards if reward.agent is not None}
     chosen, crashed = trained_names(named, agents), reward_of_failures(outcomes, failed)
     rewards = {
@@ -188,7 +189,7 @@ def rollout_rewards(
 
 
 def reward_of_failures(outcomes: Sequence[Outcome], failed: Failed) -> float:
-    """Return the reward of rollouts that failed by the policy's doing, where they are not left out."""
+    """Return the reward of rollouts that failed because of the policy, if they are not left out."""
     if isinstance(failed, str):
         return min([0.0, *(lowest(o.rewards) for o in outcomes if o.attempt is not None and o.crash is None)])
     return failed
@@ -201,26 +202,26 @@ def lowest(rewards: Sequence[Reward]) -> float:
 
 
 def total(rewards: Sequence[Reward]) -> float:
-    """Return one number for an attempt: the rewards of the whole attempt, and the mean over agents of their own."""
+    """Return one number for an attempt: the rewards of the whole attempt, plus the mean over agents of their own."""
     agents = agents_totals(rewards)
     shared = sum(reward.value for reward in rewards if reward.agent is None)
     return shared + (sum(agents.values()) / len(agents) if agents else 0.0)
 
 
 def given_to(outcomes: Sequence[Outcome], automatic: Sequence[Reward], failed: Failed) -> list[Reward]:
-    """Return what successes that count were given.
+    """Return the rewards of successes that count.
 
     Args:
         outcomes: of the rollouts.
-        automatic: what automatic rules gave, to other attempts such as forks, too.
-        failed: the reward of a rollout that failed by the policy's doing; ``exclude`` leaves it out.
+        automatic: rewards of automatic rules, including those of other attempts such as forks.
+        failed: the reward of a rollout that failed because of the policy; ``exclude`` leaves it out.
     """
     own = {o.attempt.attempt_id: o.rewards for o in outcomes if o.attempt is not None and o.counts(failed) is o.attempt}
     return [*chain.from_iterable(own.values()), *(reward for reward in automatic if reward.attempt_id in own)]
 
 
 def by_source(rewards: Sequence[Reward], attempts: int) -> dict[str, float]:
-    """Return the mean over attempts of what each source gave, for logs: `reward_source/NAME`."""
+    """Return the mean over attempts of each source's rewards, for logs: `reward_source/NAME`."""
     totals: dict[str, float] = defaultdict(float)
     for reward in rewards:
         totals[f"reward_source/{reward.source}"] += reward.value / max(attempts, 1)

@@ -1,8 +1,8 @@
-"""What each automatic rule gave to the credit of a call, so that it is compared by itself and weighed after.
+"""Each automatic rule's part of the credit of a call, compared separately and weighted afterwards.
 
-Added up before the comparison, a rule's weight is void: where the final rewards of a group tie, all that differs is
-what the rule found, and the division by the deviation makes weight 0.001 as loud as 0.5. So each source is compared and
-normalised on its own, and then weighed: group reward-decoupled normalisation, GDPO, arXiv 2601.05242.
+If parts are added before the comparison, a rule's weight has no effect: if the final rewards of a group are equal, only
+the rule's findings differ, and the division by the deviation makes weight 0.001 as strong as 0.5. So each source is
+compared and normalised separately, and then weighted: group reward-decoupled normalisation, GDPO, arXiv 2601.05242.
 """
 
 from __future__ import annotations
