@@ -414,7 +414,7 @@ def test_a_pair_is_the_best_and_the_worst_answer_to_one_prompt(made: Made, tmp_p
     assert (line["rewards"], line["agent"], json.loads(line["tools"])) == ([1.0, 0.0], "writer", [ADD])
     assert (line["prompt_ids"], line["chosen_ids"], line["rejected_ids"]) == ([1, 2], [4, 9], [5, 9])
     assert (line["chosen_from"]["rollout_id"], line["rejected_from"]["rollout_id"]) == ("r2", "r3")
-    reasons = {"between the best and the worst of its prompt": 1, "nothing else was said to its prompt in its group": 3}
+    reasons = {"between the best and the worst of its prompt": 1, "its prompt has no other answer in its group": 3}
     assert done.left_out == reasons
     lines, _ = run(made, tmp_path / "all.jsonl", format="dpo", all_pairs=True)
     assert [line["rewards"] for line in lines] == [[1.0, 0.0], [1.0, 0.5], [0.5, 0.0]]

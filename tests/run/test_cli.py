@@ -713,7 +713,7 @@ def test_agents_with_a_model_needs_no_endpoint(folder: Path, tiny_model: Path, m
     chosen = call(*look, "--model", tiny_model, "--agents", "checker")  # the writer stays where it was, as in training
     told(chosen, status=3)
     for option in ("--model", "--data", "--reward", "--name-by", "--workdir"):
-        told(call("agents", option, tiny_model), f"{option}: of a program that runs here")
+        told(call("agents", option, tiny_model), f"{option} needs a program to run")
 
 
 def test_a_command_is_seen_by_the_model_that_answers_it(folder: Path, tiny_model: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_schema_that_can_not_be_held_to_is_refused(ask, schema):
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     reply = ask(response_format=shape)
     assert reply.status_code == 400, reply.text
-    assert "can't be held to" in reply.json()["error"]["message"]
+    assert "can't be enforced" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

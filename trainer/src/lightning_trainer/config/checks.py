@@ -45,7 +45,7 @@ def cross_check(config: TrainFields) -> None:
         "gamma has no effect with credit = identical. Set credit to discounted, or leave gamma out.": (
             config.gamma is not None and config.credit == "identical"
         ),
-        "kl_estimator = k1 has no gradient in the loss: what is expected of it is 0. Use k3 or k2, or set kl_in to"
+        "kl_estimator = k1 has no gradient in the loss: its expected gradient is 0. Use k3 or k2, or set kl_in to"
         " reward.": config.kl_coef > 0 and config.kl_in == "loss" and config.kl_estimator == "k1",
         "min_lr_ratio is where a falling learning rate ends. Set lr_schedule to cosine or linear, or leave it out.": (
             config.min_lr_ratio > 0 and config.lr_schedule == "constant"

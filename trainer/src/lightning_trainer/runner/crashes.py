@@ -133,5 +133,5 @@ def too_late(record: AttemptRecord, more: str = "") -> Ended:
     """Return the end of an attempt whose time was up, or that nobody waits for any more."""
     limit_s = record.rollout.timeout_s
     if limit_s is None:
-        return Ended("timeout", error=f"no result after nobody waited for it any more{more}")
+        return Ended("timeout", error=f"no result when nothing waited for it any more{more}")
     return Ended("timeout", error=f"no result after {limit_s:g} s, the time limit of an attempt{more}")

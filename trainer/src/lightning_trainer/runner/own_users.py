@@ -156,8 +156,8 @@ def _check(numbers: range, workers: int) -> None:
         raise ConfigError(f"{OPTION} needs Linux, and this is {sys.platform}. Run the runners in containers instead.")
     if os.geteuid() != 0:
         raise ConfigError(
-            f"{OPTION} needs a runner that root started: no other user may run programs as somebody else. Without root,"
-            " run each runner as a user, or in a container, of its own."
+            f"{OPTION} needs a runner that root started, because only root may run programs as another user. Without"
+            " root, run each runner as a separate user, or in a separate container."
         )
     if len(numbers) < 2 * workers:
         raise ConfigError(

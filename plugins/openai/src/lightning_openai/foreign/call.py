@@ -77,9 +77,9 @@ class ForeignCall(HttpxCall):
             return None
         response = self._answers.refusal(
             400,
-            f"lightning: {', '.join(wanted)}: agent {span.agent!r} is in training, and its policy is asked by chat"
-            f" completions, which can't say this of a request in the form of {self._dialect.provider}. Leave it out, or"
-            " train other agents.",
+            f"lightning: {', '.join(wanted)}: agent {span.agent!r} is in training, and its policy takes chat"
+            f" completions, which have no equivalent of this part of a {self._dialect.provider} request. Leave it out,"
+            " or train other agents.",
         )
         self._status, self._recorded, self._to_end = 400, RecordedBody([response.content]), True
         self.end_left()

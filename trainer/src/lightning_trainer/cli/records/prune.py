@@ -105,8 +105,8 @@ def command(
         )
     if not deleted and (rollouts or traces):
         raise ConfigError(
-            f"prune: nothing was deleted: what was named is not in {store}, waits or runs, or is younger or of another"
-            " origin than what is to go."
+            f"prune: nothing was deleted. The named traces or rollouts are not in {store}, are waiting or running, or"
+            " do not match the other filters."
         )
     click.echo(f"deleted: {deleted} (rollouts, and spans and calls without one)")
     if block_checkpoints:
@@ -178,4 +178,4 @@ def _ask(question: str) -> None:
     except click.Abort:
         if sys.stdin.isatty():
             raise
-        raise ConfigError("prune: nothing is deleted without a yes. Where nobody can answer, add --yes.") from None
+        raise ConfigError("prune: nothing was deleted without a confirmation. Without a terminal, add --yes.") from None

@@ -126,7 +126,7 @@ def _refuse_contradictions(flags: dict[str, Any]) -> None:
             " out --isolate, or start a runner with --isolate and without --ray on each machine.": bool(
                 on_ray and flags["isolate"]
             ),
-            "--isolate-users is about processes of this machine, and with --ray there are none.": bool(
+            "--isolate-users applies to processes on this machine, and --ray starts none here.": bool(
                 on_ray and flags["users"] is not None
             ),
             "--ray-address and --ray-env say how to use Ray. Add --ray.": bool(

@@ -184,8 +184,8 @@ def _refuse_program_options(options: dict[str, Any]) -> None:
     """
     if names := [f"--{name.replace('_', '-')}" for name in given(options)]:
         raise LightningError(
-            f"{', '.join(names)}: of a program that runs here, and none is named. Name the TARGET, and tasks with"
-            " --data FILE; to see what is in a store, leave this out."
+            f"{', '.join(names)} needs a program to run. Name the TARGET, and tasks with --data FILE; to see what is in"
+            " a store, leave this out."
         )
 
 

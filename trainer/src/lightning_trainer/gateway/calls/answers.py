@@ -94,8 +94,8 @@ class Responder:
         prompt = self._prompt(request, attempt_id)
         if request.constraint is not None and self.chat.opened(prompt.text):
             raise bad_request(
-                "what an answer must be can't be held to where the chat template opens its reasoning: it would be"
-                " written there. Turn reasoning off, with reasoning_effort none, or leave it out.",
+                "the answer's form (response_format or tool_choice) can't be enforced, because the chat template begins"
+                " the answer with reasoning. Turn reasoning off with reasoning_effort none, or leave the form out.",
                 "unsupported_parameter",
             )
         return prompt

@@ -205,10 +205,10 @@ class Connection:
                     raise
                 raise Refusal(
                     refusal.status,
-                    f"{replica.url} says that it is vLLM or SGLang, but has no /completions, which is asked at two"
-                    " temperatures whether the log-probabilities of its answers are trained on as they are"
-                    f" ({refusal.message[:200]}). If a proxy stands before it, let /v1/completions through, or name the"
-                    " server itself as the upstream; or sample at temperature 1, where nothing is to be found out.",
+                    f"{replica.url} is vLLM or SGLang, but has no /completions, which is needed to find out whether its"
+                    f" log-probabilities include the temperature ({refusal.message[:200]}). If a proxy is in front of"
+                    " it, let /v1/completions through, or name the server itself as the upstream; or sample at"
+                    " temperature 1, where this does not matter.",
                     code="no_completions",
                 ) from refusal
             try:

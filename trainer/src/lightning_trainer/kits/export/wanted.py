@@ -34,7 +34,7 @@ class Unexported(Reason):
     HALF = "a text with half a character, which UTF-8 can't hold"
     TWICE = "the same line is already in the file"
     SEEN_IN_TRAINING = "held out, but its prompt is in the training part"
-    ALONE = "nothing else was said to its prompt in its group"
+    ALONE = "its prompt has no other answer in its group"
     TIED = "no answer to its prompt earned another reward"
     SAME_ANSWER = "the better and the worse answer are the same"
     NOT_PAIRED = "between the best and the worst of its prompt"
