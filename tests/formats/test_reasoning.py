@@ -187,8 +187,8 @@ def test_calls_of_other_formats_reach_the_agent_and_rows_go_on(tmp_path, name, s
 @pytest.mark.parametrize(
     ("name", "body", "says"),
     [
-        ("Qwen3.5", {"tools": [TOOL], "tool_choice": "required"}, "opens its reasoning"),
-        ("Qwen3.5", {"response_format": {"type": "json_object"}}, "opens its reasoning"),
+        ("Qwen3.5", {"tools": [TOOL], "tool_choice": "required"}, "begins the answer with reasoning"),
+        ("Qwen3.5", {"response_format": {"type": "json_object"}}, "begins the answer with reasoning"),
     ],
 )
 def test_what_no_grammar_holds_to_is_refused(tmp_path, name, body, says):

@@ -453,7 +453,7 @@ def test_a_server_that_says_it_is_vllm_and_has_no_completions_is_explained(tmp_p
         refused = front.post({"messages": USER, "temperature": 0.7})
     assert refused.status_code == 404
     told = refused.json()["error"]["message"]
-    assert "says that it is vLLM" in told
+    assert "is vLLM or SGLang, but has no" in told
     assert "/v1/completions" in told
     assert "Not Found" in told
 

@@ -229,7 +229,7 @@ def test_data_without_agents_is_of_the_one_that_is_named() -> None:
     data = [conversation({"messages": [USER, DONE]}, "here")]
     assert named(data, ("writer",))(data[0]) == "writer"
     assert named(data, None)(data[0]) is None
-    with pytest.raises(DataError, match="whose words"):
+    with pytest.raises(DataError, match="could belong to any of writer, rewriter"):
         named(data, ("writer", "rewriter"))
 
 
