@@ -159,7 +159,7 @@ def test_a_call_without_traceparent_joins_by_response_id() -> None:
     trace = Trace.build([chat("a", None, "r1"), chat("b", None, "r2"), chat("c", None, "r3")], calls)
     assert [node.call for node in trace.chats] == [calls[1], calls[0], None]
     assert [(half.node, half.call) for half in trace.unjoined] == [(trace.chats[2], None)]
-    assert "no gateway saw" in trace.unjoined[0].reason
+    assert "not recorded by the gateway" in trace.unjoined[0].reason
 
 
 def test_a_server_that_gives_every_answer_one_id_loses_no_call() -> None:
