@@ -84,10 +84,12 @@ async def silent(task):
     await notes(task)
 
 
-def without_an_answer(error):
-    """A client of an endpoint that can't be reached, or never answers."""
+def without_an_answer(error, reached=None):
+    """A client of an endpoint that can't be reached, or never answers; `reached` is set when it is asked."""
 
     async def handle(request):
+        if reached is not None:
+            reached.set()
         if error is None:
             await asyncio.Event().wait()
         raise error("gone", request=request)
@@ -116,11 +118,14 @@ async def errors(task):
 async def race(task):
     """Two are asked at once, and the one that is not needed any more is cancelled."""
     with agent("stranger"):
-        own, asked = without_an_answer(None), [{"role": "user", "content": "?"}]
+        reached = asyncio.Event()
+        own, asked = without_an_answer(None, reached), [{"role": "user", "content": "?"}]
         slow = asyncio.ensure_future(own.chat.completions.create(model="own", messages=asked))
     if os.path.exists("hasty"):
         slow.cancel()  # before it was asked, as on a machine where other answers come first
     quick = await say("reader", await say("writer", "write " + task["q"]))
+    if os.path.exists("patient"):
+        await reached.wait()
     slow.cancel()
     return len(await say("judge", quick)) / 99
 
@@ -291,6 +296,7 @@ def test_a_call_that_its_agent_left_after_the_forked_one_is_made_anew(world: Any
         here.rollout("r")
         (old,) = traces_of(here.store, rollout_ids=["r"])
         (reader,) = (number for number, node in enumerate(old.chats) if node.span.agent == "reader")
+        Path("patient").touch()
         found = here.fork("fork", "r", call=reader)
         assert found.ended == ()
         (continuation,) = found.continuations
