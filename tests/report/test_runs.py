@@ -52,6 +52,14 @@ def test_runs_are_listed_with_what_they_cost_and_how_they_differ(tmp_path: Path,
     assert "inner" not in CliRunner().invoke(cli, ["runs", "runs/c"]).stdout  # a run that is named stands for itself
 
 
+def test_the_end_of_a_long_path_is_shown_because_it_tells_runs_apart(tmp_path: Path) -> None:
+    parent = tmp_path / ("folder" * 12)
+    make(parent / "RUN-X", 1e-5, [0.1, 0.5])
+    cells = [line.split("│")[1].strip() for line in CliRunner().invoke(cli, ["runs", str(parent)]).stdout.splitlines()
+             if "│" in line]  # fmt: skip
+    assert "".join(cells) == str(parent / "RUN-X")
+
+
 def test_difference_of_the_held_out_reward_has_its_interval(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "runs" / "a", 1e-5, [0.25, 0.75])

@@ -76,7 +76,7 @@ class Delivery:
     """Sends batches: to the process's own store, or as OTLP over HTTP.
 
     Args:
-        store: opens the own store when a span first needs it.
+        store: opens the process's own store when a span first needs it.
         collector: the user's own endpoint, which gets the headers that the user configured for it.
     """
 

@@ -72,7 +72,7 @@ class BatchSink:
 
     Args:
         deliver: sends one batch, and raises if it could not; `BatchRefusedError` if it never can. See `Deliver`.
-        route: returns the destinations of a span: usually the training side of its attempt, otherwise the own store.
+        route: returns the destinations of a span: usually its attempt's training side, otherwise the process's store.
         spool: keeps on disk what could not be delivered.
         own: the process's own store as a destination. It waits for no other. What is spooled for another process's
             store
@@ -382,7 +382,7 @@ class BatchSink:
             self._queue.clear()
         hangs = self._trying
         for destination, spans in rest:
-            # A hanging server must not delay the own store, perhaps for ever: the next process may be
+            # A hanging server must not delay the process's own store for ever: the next process may be
             # delayed by the same server.
             if hangs is None or not hangs.remote or destination.remote or not self._settle(destination, spans):
                 self.counts.dropped += len(spans) - self._keep(destination, spans)

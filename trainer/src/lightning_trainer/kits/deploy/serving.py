@@ -136,9 +136,17 @@ def deploying(app: Any) -> Iterator[None]:
     Args:
         app: result of `gateway.app.create_app`.
     """
-    copies = ShadowCopies(app.state.store, count=_counter(app.metrics))
+    copied = _counter(
+        app.metrics, "lightning_shadow_copies", "copies of live calls for candidates in a shadow, by result", "outcome"
+    )
+    changes = _counter(
+        app.metrics,
+        "lightning_program_changes",
+        "differences between a deployed agent's program and the one that was evaluated",
+        "agent",
+    )
+    copies = ShadowCopies(app.state.store, count=copied)
     app.state.gateway.end_with(copies.close)
-    changes = _program_counter(app.metrics)
     router = DeploymentRouter(app.state.store, copies, alarm=changes)
     table, loader = DeploymentTableReader(app.state.store, router), AdapterLoader(app.state.models)
     app.state.gateway.register(router)
@@ -155,26 +163,10 @@ def deploying(app: Any) -> Iterator[None]:
         signals.changed.set()
 
 
-def _counter(metrics: Metrics) -> Callable[[str], None]:
-    """Return the function that counts copies of live calls for ``/metrics``."""
-    copies = Counter(
-        "lightning_shadow_copies",
-        "copies of live calls for candidates in a shadow, by result",
-        ["outcome"],
-        registry=metrics.registry,
-    )
-    return lambda outcome: copies.labels(outcome).inc()
-
-
-def _program_counter(metrics: Metrics) -> Callable[[str], None]:
-    """Return the function that counts program changes for ``/metrics``."""
-    changes = Counter(
-        "lightning_program_changes",
-        "differences between a deployed agent's program and the one that was evaluated",
-        ["agent"],
-        registry=metrics.registry,
-    )
-    return lambda agent: changes.labels(agent).inc()
+def _counter(metrics: Metrics, name: str, description: str, label: str) -> Callable[[str], None]:
+    """Return the function that counts events by a label for ``/metrics``."""
+    counter = Counter(name, description, [label], registry=metrics.registry)
+    return lambda value: counter.labels(value).inc()
 
 
 @dataclass(frozen=True, slots=True)
