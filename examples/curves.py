@@ -36,6 +36,7 @@ class Run:
         seconds: wall time, on a machine that others may have used too.
         cpu_seconds: of all its processes.
         held_out: (steps taken, held-out reward) of each validation.
+        events: (steps taken, name) of each alarm, and of each return to earlier weights, which is named ``rollback``.
     """
 
     setup: str
@@ -46,6 +47,7 @@ class Run:
     seconds: float
     cpu_seconds: float = field(default=0.0)
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    events: list[tuple[int, str]] = field(default_factory=list)
 
 
 def arguments(
@@ -120,11 +122,13 @@ def trained(name: str, seed: int, folder: Path, config: Callable[[str, int, Path
         seconds=round(time.monotonic() - began, 1),
         cpu_seconds=round(cpu_seconds() - before_s, 1),
         held_out=[(line["step"], round(line["reward"], 4)) for line in lines if line["kind"] == "val"],
+        events=[(line["step"], line.get("name", line["kind"])) for line in lines if line["kind"] in EVENTS],
     )
 
 
+EVENTS = {"alarm", "rollback"}
 KEPT = {
-    *("reward", "reward_source", "tool_error_rate", "entropy", "calls_taught", "teacher_kl"),
+    *("reward", "reward_source", "tool_error_rate", "entropy", "calls_taught", "teacher_kl", "gradient_share"),
     *("seconds", "rollout_seconds", "update_seconds"),
 }
 

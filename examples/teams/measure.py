@@ -34,6 +34,7 @@ SETUPS = {
     for policies in ("shared", "separate")
     for guards in SAFEGUARDS
 }
+PICTURE = HERE.parent.parent / "docs" / "img" / "teams.png"
 STEPS, QUICK_STEPS = 16, 2  # twice those of the example text_to_sql
 QUICK = {"steps": QUICK_STEPS, "batch_size": 2, "group_size": 2, "val_every": 1, "val_samples": 1}
 
@@ -60,18 +61,19 @@ def options_of(setup: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def table(runs: Sequence[Run]) -> str:
     """Return the held-out reward of each setup: at its peak and at the end, mean over its seeds."""
-    lines = ["| setup | seeds | before | peak | end | end, of the peak |", "|---|---|---|---|---|---|"]
+    lines = ["| setup | seeds | before | peak | end | end, of the peak | rollbacks |", "|---|---|---|---|---|---|---|"]
     for setup in dict.fromkeys(run.setup for run in runs):
         own = [run for run in runs if run.setup == setup and run.held_out]
         curves = [[reward for _, reward in run.held_out] for run in own]
         if not curves:
-            lines.append(f"| {setup} | | nothing to learn | | | |")
+            lines.append(f"| {setup} | | nothing to learn | | | | |")
             continue
         first, peak, end = (
             sum(of(curve) for curve in curves) / len(curves) for of in (lambda c: c[0], max, lambda c: c[-1])
         )
         kept = ", ".join(f"{curve[-1] / max(curve):.0%}" if max(curve) > 0 else "no reward" for curve in curves)
-        lines.append(f"| {setup} | {len(own)} | {first:.2f} | {peak:.2f} | {end:.2f} | {kept} |")
+        returns = ", ".join(str(sum(name == "rollback" for _, name in run.events)) for run in own)
+        lines.append(f"| {setup} | {len(own)} | {first:.2f} | {peak:.2f} | {end:.2f} | {kept} | {returns} |")
     return "\n".join(lines)
 
 
@@ -87,6 +89,7 @@ def main() -> None:
             parser.add_argument("--quick", action="store_true", help="two steps of each setup, one seed"),
             parser.add_argument("--config", type=Path, help="TOML file with options of train for all setups"),
             parser.add_argument("--readme", type=Path, default=HERE / "README.md", help="gets the table"),
+            parser.add_argument("--picture", type=Path, default=PICTURE, help="of the curves"),
         ),
     )
     args.more = tomllib.loads(args.config.read_text()) if args.config else {}
@@ -98,10 +101,8 @@ def main() -> None:
     def config(name: str, seed: int, folder: Path) -> dict[str, Any]:
         options = options_of(name, args)
         tasks, held_out = (4, 2) if args.quick else (options["steps"] * options.get("batch_size", 8), 32)
-        return options | {
-            "data": write(folder / "train.jsonl", seed=seed + 1, count=tasks),
-            "val": write(folder / "val.jsonl", seed=12345, count=held_out),
-        }
+        val = write(folder / "val.jsonl", seed=12345, count=held_out)
+        return options | {"data": write(folder / "train.jsonl", seed=seed + 1, count=tasks, without=val), "val": val}
 
     if not args.draw:
         measure(args.results, args.setups.split(";"), [int(seed) for seed in args.seeds.split(",")], config)
@@ -109,7 +110,7 @@ def main() -> None:
     if args.quick:
         print(table(runs))
         return
-    draw_held_out(runs, list(TEAMS), HERE.parent.parent / "docs" / "img" / "teams.png")
+    draw_held_out(runs, list(TEAMS), args.picture)
     publish(args.readme, "measured", table(runs))
 
 

@@ -77,10 +77,14 @@ def problem(draw: random.Random) -> dict[str, str]:
     return {"question": f"Table {table}({a}, {b}, {c})\n{question}", "query": query}
 
 
-def write(path: Path, *, seed: int, count: int) -> Path:
-    """Write problems, one a line. Training and held-out ones come from one generator, over the same six tables."""
-    draw = random.Random(seed)
-    path.write_text("".join(json.dumps(problem(draw)) + "\n" for _ in range(count)))
+def write(path: Path, *, seed: int, count: int, without: Path | None = None) -> Path:
+    """Write problems, one a line, over the same six tables; none that stands in the file `without`."""
+    draw, lines = random.Random(seed), list[str]()
+    others = set(without.read_text().splitlines(keepends=True)) if without else set()
+    while len(lines) < count:
+        line = json.dumps(problem(draw)) + "\n"
+        lines += [line] if line not in others else []
+    path.write_text("".join(lines))
     return path
 
 

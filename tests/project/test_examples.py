@@ -88,3 +88,10 @@ def test_ctrl_c_ends_the_demo_without_a_traceback(tmp_path, monkeypatch) -> None
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(SystemExit, match="stopped"):
         runpy.run_path(str(folder / "demo.py"), run_name="__main__")
+
+
+def test_no_training_question_is_held_out(tmp_path: Path) -> None:
+    held_out = database.write(tmp_path / "val.jsonl", seed=12345, count=32)
+    learned = database.write(tmp_path / "train.jsonl", seed=1, count=128, without=held_out)
+    assert len(learned.read_text().splitlines()) == 128
+    assert not set(learned.read_text().splitlines()) & set(held_out.read_text().splitlines())
