@@ -12,7 +12,8 @@ pytest.importorskip("gepa")
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.improve.config import ImproveConfig
-from lightning_trainer.kits.prompts.optimise import PromptsConfig, optimise
+from lightning_trainer.kits.prompts.optimise import optimise
+from lightning_trainer.kits.prompts.options import PromptsConfig
 from lightning_trainer.session.answers import Endpoint
 
 AT = Endpoint("http://127.0.0.1:9/v1", "big")

@@ -34,10 +34,11 @@ from lightning_trainer.cli import cli
 from lightning_trainer.kits.prompts import journal
 from lightning_trainer.kits.prompts.adapter import SpansAdapter
 from lightning_trainer.kits.prompts.journal import SearchJournal
-from lightning_trainer.kits.prompts.optimise import _STATE, _StepReporter
+from lightning_trainer.kits.prompts.optimise import _STATE
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.reflection import Reflection
 from lightning_trainer.kits.prompts.result import diff, write
+from lightning_trainer.kits.prompts.search import _StepReporter
 from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome

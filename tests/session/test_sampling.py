@@ -113,7 +113,8 @@ def by_rounds() -> None:
 
 def by_prompts() -> None:
     pytest.importorskip("gepa")
-    from lightning_trainer.kits.prompts.optimise import PromptsConfig, optimise
+    from lightning_trainer.kits.prompts.optimise import optimise
+    from lightning_trainer.kits.prompts.options import PromptsConfig
     from lightning_trainer.session.answers import Endpoint
 
     reflect = Endpoint("http://127.0.0.1:9/v1", "m")

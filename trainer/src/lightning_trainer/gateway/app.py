@@ -159,59 +159,83 @@ def create_app(
     Raises:
         ConfigError: two policies have one name.
     """
-    limits = limits or Limits()
     engines = [] if engine is None else list(engine) if isinstance(engine, Sequence) else [engine]
-    engines, store = [cast(Engine, WatchedEngine(each)) for each in engines], watched_store(store)
-    routing = routing or Routing(model=engines[0].model if engines else "policy")
-    metrics, writer = Metrics(), RecordWriter(store, max_waiting_spans=limits.waiting_spans)
-    if (backlog := getattr(store, "backlog", None)) is not None:  # in-memory stores have none
-        metrics.watch_queue(backlog)
-    attempts = EndedAttempts(store)
-    access, leases = Access(keys, attempts), Leases(store)
-    intake = Intake(limits, Quotas(limits))
-    embedded, forwarding = [EmbeddedEngine(each) for each in engines], [UpstreamPolicy(each) for each in upstreams]
-    elsewhere = UpstreamPolicy(provider) if provider is not None else None
-    models = ServedModels(_by_name(forwarding, embedded), elsewhere, records_provider=record_untrained)
+    parts = _Parts(
+        store,
+        keys=keys,
+        engines=engines,
+        upstreams=upstreams,
+        limits=limits or Limits(),
+        provider=provider,
+        record_untrained=record_untrained,
+    )
+    sessions = Sessions(parts.store, lambda: app.state.routing.seed)
+    gateway = parts.gateway(lambda: app.state.routing)
 
     async def settle() -> None:
         await gateway.settle()
-        await models.close()
-        await asyncio.to_thread(writer.close)
+        await parts.models.close()
+        await asyncio.to_thread(parts.writer.close)
 
     app = _bare_app(settle)
-    app.metrics = metrics
-    app.state.store, app.state.keys, app.state.access, app.state.metrics = store, keys, access, metrics
-    app.state.attempts, app.state.limits, app.state.routing = attempts, limits, routing
-    app.state.began_ns = time.time_ns()  # attempts that began earlier may have lost calls with an earlier process
-    app.state.key_status = lambda: None  # of keys in files, if there are such
-    app.state.intake, app.state.leases, app.state.models = intake, leases, models
-    conversations = Conversations()
-    sessions = app.state.replays = Sessions(store, lambda: app.state.routing.seed)
-    replays = ReplayGate(sessions, access, intake)
-    app.state.forget = _forgetter(attempts, conversations, sessions, models)
-    gateway = app.state.gateway = Gateway(
-        models,
-        access=access,
-        writer=writer,
-        metrics=metrics,
-        intake=intake,
-        routing=lambda: app.state.routing,
-    )
-    gateway.register(replays)
-    app.state.cut = gateway.cut
-    receiver = OtlpReceiver(
-        access=access, leases=leases, intake=intake, writer=writer, metrics=metrics, limits=limits, live=live
-    )
-    health = Health(store, writer, embedded, forwarding, lambda: app.state.key_status())  # noqa: PLW0108 - set later
-    surfaces: list[Surface] = [ChatSurface(), CompletionsSurface(), ResponsesSurface(conversations), MessagesSurface()]
-    app.hot = {
-        **{("POST", surface.path): gateway.on(surface) for surface in surfaces},
-        **_other_hot_paths(gateway, replays, UpstreamControl(models, access, intake), receiver),
-        **_pages(app, health),
-    }
+    app.state.routing = routing or Routing(model=engines[0].model if engines else "policy")
+    app.state.gateway, app.state.cut, app.state.replays = gateway, gateway.cut, sessions
+    parts.share(app, sessions)
+    app.hot = _hot_paths(app, parts, gateway, sessions, live)
     app.include_router(router)
     answer_errors(app)
     return app
+
+
+class _Parts:
+    """What the routes of one app share; the arguments are those of `create_app`."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        keys: Keys,
+        engines: Sequence[Engine],
+        upstreams: Sequence[Upstream],
+        limits: Limits,
+        provider: Upstream | None,
+        record_untrained: bool,
+    ) -> None:
+        self.store, self.keys, self.limits = watched_store(store), keys, limits
+        self.metrics = Metrics()
+        self.writer = RecordWriter(self.store, max_waiting_spans=limits.waiting_spans)
+        if (backlog := getattr(self.store, "backlog", None)) is not None:  # in-memory stores have none
+            self.metrics.watch_queue(backlog)
+        self.attempts = EndedAttempts(self.store)
+        self.access, self.leases = Access(keys, self.attempts), Leases(self.store)
+        self.intake = Intake(limits, Quotas(limits))
+        self.embedded = [EmbeddedEngine(cast(Engine, WatchedEngine(each))) for each in engines]
+        self.forwarding = [UpstreamPolicy(each) for each in upstreams]
+        elsewhere = UpstreamPolicy(provider) if provider is not None else None
+        table = _by_name(self.forwarding, self.embedded)
+        self.models = ServedModels(table, elsewhere, records_provider=record_untrained)
+        self.conversations = Conversations()
+
+    def gateway(self, routing: Callable[[], Routing]) -> Gateway:
+        """Return what answers model calls, under the settings that this returns at each call."""
+        return Gateway(
+            self.models,
+            access=self.access,
+            writer=self.writer,
+            metrics=self.metrics,
+            intake=self.intake,
+            routing=routing,
+        )
+
+    def share(self, app: App, sessions: Sessions) -> None:
+        """Give the parts to the routes of FastAPI and to those who add routes, in ``app.state``."""
+        app.metrics = app.state.metrics = self.metrics
+        app.state.store, app.state.keys, app.state.access = self.store, self.keys, self.access
+        app.state.attempts, app.state.limits, app.state.intake = self.attempts, self.limits, self.intake
+        app.state.leases, app.state.models = self.leases, self.models
+        app.state.began_ns = time.time_ns()  # attempts that began earlier may have lost calls with an earlier process
+        app.state.key_status = lambda: None  # of keys in files, if there are such
+        app.state.forget = _forgetter(self.attempts, self.conversations, sessions, self.models)
 
 
 def _bare_app(at_end: Callable[[], Awaitable[None]]) -> App:
@@ -234,11 +258,28 @@ def _bare_app(at_end: Callable[[], Awaitable[None]]) -> App:
     return app
 
 
-def _other_hot_paths(
-    gateway: Gateway, replays: ReplayGate, control: UpstreamControl, receiver: OtlpReceiver
+def _hot_paths(
+    app: App, parts: _Parts, gateway: Gateway, sessions: Sessions, live: Live
 ) -> dict[tuple[str, str], ASGIApp]:
-    """Return what is answered before FastAPI, apart from the surfaces and the server's own pages."""
+    """Return what is answered before FastAPI, by method and path."""
+    access, intake = parts.access, parts.intake
+    surfaces: list[Surface] = [
+        ChatSurface(), CompletionsSurface(), ResponsesSurface(parts.conversations), MessagesSurface()
+    ]  # fmt: skip
+    replays = ReplayGate(sessions, access, intake)
+    gateway.register(replays)
+    control = UpstreamControl(parts.models, access, intake)
+    receiver = OtlpReceiver(
+        access=access,
+        leases=parts.leases,
+        intake=intake,
+        writer=parts.writer,
+        metrics=parts.metrics,
+        limits=parts.limits,
+        live=live,
+    )
     return {
+        **{("POST", surface.path): gateway.on(surface) for surface in surfaces},
         ("POST", "/v1/messages/count_tokens"): gateway.count_tokens,
         ("POST", "/v1/embeddings"): gateway.embeddings,
         ("POST", "/v1/replay/tool"): replays.tool,
@@ -249,11 +290,14 @@ def _other_hot_paths(
         ("GET", "/v1/models"): gateway.models,
         ("GET", "/v1/models/NAME"): gateway.model,
         ("POST", "/v1/traces"): receiver.traces,
+        **_pages(app, parts),
     }
 
 
-def _pages(app: App, health: Health) -> dict[tuple[str, str], ASGIApp]:
+def _pages(app: App, parts: _Parts) -> dict[tuple[str, str], ASGIApp]:
     """Return the pages about the server's state and its routes."""
+    checked = (parts.store, parts.writer, parts.embedded, parts.forwarding)
+    health = Health(*checked, lambda: app.state.key_status())  # noqa: PLW0108 - set later
     return {
         ("GET", "/healthz"): health.page,
         ("GET", "/livez"): health.live,

@@ -44,6 +44,7 @@ from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import BY_TASK, Score, by_source, given_to, reward_of_failures, score
 from lightning_trainer.run.cliffs import CliffGuard
 from lightning_trainer.run.collecting.batches import Collection
+from lightning_trainer.run.collecting.step import StepSampler, StepWork
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.state import LONGEST_UNSAVED_S, State, mark_best, save, unmark_best
 from lightning_trainer.session.session import Session
@@ -176,69 +177,69 @@ class Loop:
         self._fresh = set()
         for callback in self._callbacks:
             callback.before_step(step)
-        collection = self._collection
-        places, from_ns = collection.order.places(step), time.time_ns()
-        outcomes = collection.of_step(step)
+        work = self._prepare(step)
+        self._run.progress.phase(f"learning from {len(work.batch.rows)} rows")
+        self._whole = False
+        learned = self._learn(work.batch)
+        result = score(work.outcomes, config.failed, config.agents, config.declared)
+        self._report(step, work, result, {**learned, "seconds": time.monotonic() - began})
+        self._advance(work.batch, result)
+        if step == 0:
+            self._tell_unheard()
+
+    def _prepare(self, step: int) -> StepWork:
+        """Run the rollouts of a step and create the batch that it learns from."""
+        began, config, collection = time.monotonic(), self._run.config, self._collection
+        sampler = StepSampler(collection, step, config.seed)
+        outcomes = sampler.run_batch()
         self._hear()
-        rolled_s, windows = time.monotonic() - began, [(from_ns, time.time_ns())]
         traces = step_metrics.TraceCache(collection.traces)
         rollouts = StepRollouts(name=collection.name, step=step, outcomes=outcomes, traces=traces, kept=self.state.kept)
+        extra_began = time.monotonic()
         extra = self._before_batch(rollouts)
-        extra_s = time.monotonic() - began - rolled_s
-        ages = {engine.model: engine.version for engine in self._learner.engines}
-
-        def roll(count: int, number: int) -> list[Outcome]:
-            nonlocal rolled_s
-            again, from_ns = time.monotonic(), time.time_ns()
-            more = collection.order.others(count, places, f"{config.seed}/{step}/{number}")
-            places.extend(more)
-            what = f"rollouts for {count} groups without contrast"
-            found = collection.roll_out(collection.plan(more, f"t{step}r{number}"), what, step)
-            rolled_s += time.monotonic() - again
-            windows.append((from_ns, time.time_ns()))
-            return found
-
+        extra_s = time.monotonic() - extra_began
+        versions = {engine.model: engine.version for engine in self._learner.engines}
         batch, outcomes = with_contrast(
-            outcomes, config.resample, lambda some: self._judge([*some, *extra.outcomes], traces), roll
+            outcomes, config.resample, lambda some: self._judge([*some, *extra.outcomes], traces), sampler.run_others
         )
         self._refuse_barren(batch, outcomes)
-        adapted_s = time.monotonic() - began - rolled_s - extra_s
+        adapted_s = time.monotonic() - began - sampler.seconds - extra_s
         self._run.check()
         batch, changed = self._after_batch(batch, replace(rollouts, outcomes=outcomes, seen=traces.found))
-        self._run.progress.phase(f"learning from {len(batch.rows)} rows")
-        self._whole = False
-        learned = self._learn(batch)
-        result = score(outcomes, config.failed, config.agents, config.declared)
-        given = given_to(outcomes, batch.automatic, config.failed)
-        own = _without(traces.found, extra.outcomes)
-        alike, frequent = of_answers(own, config.agents)
+        return StepWork(
+            batch=batch,
+            outcomes=outcomes,
+            traces=_without(traces.found, extra.outcomes),
+            versions=versions,
+            windows=sampler.windows,
+            metrics={**extra.metrics, **changed, "rollout_seconds": sampler.seconds, "adapt_seconds": adapted_s},
+        )
+
+    def _report(self, step: int, work: StepWork, result: Score, learned: Mapping[str, float]) -> None:
+        """Log the metrics of a step, and report what a user has to know of it."""
+        config, batch = self._run.config, work.batch
+        given = given_to(work.outcomes, batch.automatic, config.failed)
+        alike, frequent = of_answers(work.traces, config.agents)
         metrics = {
             **result.metrics(),
             **batch.account.metrics(),
             **by_source(given, result.rollouts - result.failed),
             **take_failures(),
             **step_metrics.of_groups(*step_metrics.compared(batch)),
-            **step_metrics.of_traces(own),
+            **step_metrics.of_traces(work.traces),
             **alike,
-            **extra.metrics,
-            **step_metrics.of_rows(batch.rows, ages),
+            **step_metrics.of_rows(batch.rows, work.versions),
             **token_shares(batch.rows),
+            **work.metrics,
             **learned,
-            **changed,
             **step_metrics.of_versions(self._learner.engines),
-            "rollout_seconds": rolled_s,
-            "adapt_seconds": adapted_s,
-            "seconds": time.monotonic() - began,
         }
-        metrics |= divide_step(time_rollouts(outcomes, own, windows), metrics)
+        metrics |= divide_step(time_rollouts(work.outcomes, work.traces, work.windows), metrics)
         longest, _ = longest_wait(metrics) or ("", 0.0)
         self._log("train", step, metrics, {MOST_FREQUENT: frequent, WAITED_FOR: longest, **policies_of(batch.rows)})
         self._run.progress.step(step, metrics)
         self._name_bottleneck()
-        self._tell(batch.account, outcomes)
-        self._advance(batch, result)
-        if step == 0:
-            self._tell_unheard()
+        self._tell(batch.account, work.outcomes)
 
     def _before_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         for callback in self._callbacks:

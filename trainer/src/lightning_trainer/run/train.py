@@ -57,6 +57,19 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
     trackers.check(config.trackers)
     config = with_format(config)
     _check_port(config.port)
+    with _open_run(config, backend, progress) as run:
+        _note_risks(run)
+        try:
+            steps = backend.train(run)
+        except Interrupted:
+            raise Interrupted(_stop_message(run)) from None
+        run.log.draw()
+        return result_of(run, steps, time.monotonic() - began)
+
+
+@contextmanager
+def _open_run(config: TrainConfig, backend: Backend, progress: Progress) -> Iterator[OpenRun]:
+    """Read what a run needs, and reject what is wrong with it; then open its folder, workers, store, judge and log."""
     tasks = load_tasks(config.data, config.columns)
     val = load_tasks(config.val, config.columns) if config.val else []
     credit_of(config)  # or refuse
@@ -79,7 +92,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
         check()
         store = stack.enter_context(_store(config, folder))
         judge = stack.enter_context(open_judge(judging, store, seed=config.seed, cache=folder / CACHE_NAME))
-        run = OpenRun(
+        yield OpenRun(
             config=config,
             tasks=tasks,
             val=val,
@@ -94,13 +107,6 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
             progress=progress,
             check=check,
         )
-        _note_risks(run)
-        try:
-            steps = backend.train(run)
-        except Interrupted:
-            raise Interrupted(_stop_message(run)) from None
-        run.log.draw()
-        return result_of(run, steps, time.monotonic() - began)
 
 
 def _note_risks(run: OpenRun) -> None:

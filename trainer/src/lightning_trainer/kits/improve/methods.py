@@ -278,7 +278,7 @@ class PromptsMethod(Method):
         return Change(prompts=self._file)
 
     def _options(self, limit: int, *, resume: bool) -> Any:
-        from lightning_trainer.kits.prompts.optimise import PromptsConfig
+        from lightning_trainer.kits.prompts.options import PromptsConfig
         from lightning_trainer.session.answers import read_subject
 
         train, rollouts = self.config.train, max(self._ROLLOUTS, int(limit // self.rollout_tokens))

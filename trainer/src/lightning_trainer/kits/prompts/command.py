@@ -27,7 +27,7 @@ from lightning_trainer.options.record import split_names
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
-    from lightning_trainer.kits.prompts.optimise import Optimised
+    from lightning_trainer.kits.prompts.search import Optimised
     from lightning_trainer.session.answers import Subject
 
 
@@ -66,7 +66,8 @@ def command(*, reflect: str, reflect_key: Path | None, resume: bool, as_json: bo
     (GEPA). Each proposal is tried by replacing the prompt in the requests. The best prompts are written to --out, with
     a diff in a file next to it. attach(prompts="FILE") applies them.
     """
-    from lightning_trainer.kits.prompts.optimise import PromptsConfig, optimise
+    from lightning_trainer.kits.prompts.optimise import optimise
+    from lightning_trainer.kits.prompts.options import PromptsConfig
     from lightning_trainer.kits.prompts.reflection import read_reflection
     from lightning_trainer.report.progress import Shown
     from lightning_trainer.session.answers import chosen_agents, name_rules
