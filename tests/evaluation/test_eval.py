@@ -225,6 +225,7 @@ def test_a_program_is_measured_at_its_own_endpoint_and_then_against_another(fold
         shown = rl(*args, "--against", "a", "--out", "b")
         assert {r.body["model"] for r in better.requests} == {"gpt-10"}
     assert "difference, paired over 3 tasks: 0.500 (-0.742 to 1.000)" in shown.stdout
+    assert "writer: 3 of 3 answers are 'good'" in shown.stdout
     found = json.loads((folder / "b/summary.json").read_text())
     assert (found["mean"], found["difference"], found["against"]["evaluated"]) == (1.0, pytest.approx(0.5), "a")
     assert found["elsewhere"] == 0

@@ -44,7 +44,7 @@ def test_credit_is_gathered_by_agent_and_turn() -> None:
     ]  # fmt: skip
     first = turns[1]
     assert (first.credit, first.credit_sum, first.credited) == (0.5, 1.5, 3)
-    assert (first.better, first.worse) == pytest.approx((1 / 3, 1 / 3))
+    assert (first.compared, first.better, first.worse) == (3, pytest.approx(1 / 3), pytest.approx(1 / 3))
     assert first.contrast == pytest.approx(1 / 3)
     assert (turns[-1].credit, turns[-1].contrast) == (None, None)
 

@@ -33,6 +33,12 @@ def test_langchains_own_error_of_a_model_that_is_not_reached_is_one_line_too() -
     assert "check OPENAI_API_KEY" in where_calls_go(key, {})
 
 
+def test_an_agent_that_is_not_trained_and_reaches_no_model_is_named() -> None:
+    hint = where_calls_go(GONE, {}, agents=["checker"])
+    assert hint.startswith("Agents that are not trained call their own endpoint (checker): OPENAI_BASE_URL is not set")
+    assert "or add them to --agents" in hint
+
+
 def test_a_refused_key_names_the_key() -> None:
     assert last_error(KEY) == "openai.AuthenticationError: Error code: 401 - wrong key"
     assert "check OPENAI_API_KEY" in where_calls_go(KEY, {})

@@ -21,8 +21,8 @@ def probe(tried: list[Tried], **numbers: object) -> Probe:
 @pytest.mark.parametrize(
     ("tried", "says"),
     [
-        ([HALF, NEVER, ALWAYS], "1 of 3 tried tasks with a signal: RL can learn"),
-        ([NEVER, NEVER], "no rollout earned anything. Run SFT first"),
+        ([HALF, NEVER, ALWAYS], "1 of 3 tried tasks has a signal: RL can learn from it"),
+        ([NEVER, NEVER], "no rollout earned a reward above 0"),
         ([ALWAYS], "solved already"),
         ([NEVER, ALWAYS], "no signal: in each task all rollouts earn the same"),
         ([replace(HALF, contrast=False)], "no signal: in each task each trained agent earns the same in all rollouts"),
@@ -62,5 +62,5 @@ def test_each_agent_is_told_with_what_it_earned_where_it_was_given_its_own() -> 
     measured = probe([HALF], calls=calls, earned=earned, trained=["judge", "tagger"], constant={"tagger": 0.0})
     said = lines(forecast(measured, Plan(step_rollouts=64, steps=10)))
     assert "judge: 64 calls, reward 0.250, would be trained" in said
-    assert "tagger: 64 calls, reward 0.000 in every rollout: nothing to learn from, would be trained" in said
+    assert "tagger: 64 calls, reward 0.000 in all 64 rollouts: no signal so far, would be trained" in said
     assert "clerk: 8 calls, not trained" in said

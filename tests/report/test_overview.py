@@ -20,7 +20,7 @@ from lightning_spans.schema.spans import (
     UNASKABLE,
     Span,
 )
-from lightning_trainer.cli.training.agent_rows import print_joins
+from lightning_trainer.cli.training.agent_rows import print_joins, print_rows
 from lightning_trainer.report.agents import misspelt_rewards, nothing_captured, overview, unrewarded
 from lightning_trainer.report.step_notes import no_rows
 from lightning_trainer.rl.account import Account, Untrained
@@ -101,8 +101,16 @@ def test_each_reason_against_training_is_told() -> None:
 def test_agent_that_earned_nothing_is_told_so() -> None:
     rows = {row.agent: row for row in overview([trace((CHAT, "a", {}), (CHAT, "b", {}), rewards={"a": 1.0})], None)}
     assert rows["a"].trained
-    assert rows["b"].why == "no reward: those that are given name a. Give b one too"
+    assert rows["b"].why == "no reward: the rewards name only a. Give b one too"
     assert list(rows["b"].to_json())[:2] == ["agent", "calls"]
+
+
+def test_an_agent_that_earned_the_same_in_all_rollouts_says_in_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    traces = [trace((CHAT, "a", {}), (CHAT, "b", {}), rewards={"a": 0.0, "b": value}) for value in (0.0, 1.0)]
+    rows = overview(traces, None)
+    assert [(row.agent, row.rewarded, row.constant) for row in rows] == [("a", 2, True), ("b", 2, False)]
+    print_rows(rows, as_json=False)
+    assert "it earned 0.000 in all 2 rollouts: no signal so far" in capsys.readouterr().out
 
 
 def test_a_reward_of_attempts_in_which_an_agent_never_spoke_is_not_its_own() -> None:

@@ -110,8 +110,11 @@ def test_ctrl_c_says_at_once_what_is_waited_for_and_what_a_second_one_does(capfd
     shown = Shown("training")
     shown.phase("learning from 64 rows")
     shown.stopping()
-    assert "learning from 64 rows has to end first" in (said := capfd.readouterr().err)
+    assert "learning from 64 rows must finish first" in (said := capfd.readouterr().err)
     assert "Press Ctrl-C again to quit now and lose everything after the last checkpoint" in said
     shown.phase("rollouts", 3, 64)
     shown.stopping()
-    assert "rollouts (3 of 64) is cut off" in capfd.readouterr().err
+    assert "rollouts (3 of 64) will be cancelled, then the weights are saved" in capfd.readouterr().err
+    shown.phase("saving")
+    shown.stopping()
+    assert "saving must finish first. Press" in capfd.readouterr().err

@@ -445,7 +445,7 @@ def test_tasks_tells_which_teach_and_keeps_them(folder: Path, model: Path) -> No
     assert [(row["place"], len(row["rewards"])) for row in rows] == [(0, 3), (1, 3)]
     kept = [json.loads(line) for line in (folder / "kept.jsonl").read_text().splitlines()]
     assert kept == [row["task"] for row in rows if row["teaches"]]
-    assert "2 of 2 tried tasks with a signal" in done.stderr
+    assert "2 of 2 tried tasks have a signal" in done.stderr
     assert not list(folder.glob(".kept*"))
 
 
@@ -461,7 +461,7 @@ def test_a_task_teaches_where_an_agent_to_be_trained_earns_differently(folder: P
     assert rows[0]["rewards"] == [0.5] * 4  # of both agents together; the writer's are 0 and 1
     assert sorted(rows[1]["rewards"]) == [0.5, 0.5, 1.0, 1.0]  # the checker's doing
     assert [row["teaches"] for row in rows] == [True, False]
-    assert "1 of 2 tried tasks with a signal" in done.stderr
+    assert "1 of 2 tried tasks has a signal" in done.stderr
 
 
 @pytest.mark.parametrize(

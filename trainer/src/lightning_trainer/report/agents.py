@@ -40,6 +40,8 @@ class AgentRow:
         tools_asked: tools that its model requested, by name, and how often.
         left_out: parts of its requests that no model here received, and in how many calls.
         reward: mean of what it earned, over the attempts in which it made a call and got a reward; None without any.
+        rewarded: how many attempts that mean is over.
+        constant: whether it earned the same in all of them, and there are several.
         paths: its paths, outermost first, if they are not its name alone: `billing/extract`; each can be selected.
         reward_sources: the same by source, such as ``run``, or the name of an automatic rule.
         trained: whether training would reach it.
@@ -60,6 +62,8 @@ class AgentRow:
     reward_sources: Mapping[str, float] = field(default_factory=dict)
     tools_asked: Mapping[str, int] = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)
+    rewarded: int = 0
+    constant: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as a JSON object."""
@@ -167,12 +171,12 @@ def unrewarded(traces: Sequence[Trace]) -> str | None:
     if given:
         lost = some(sorted({repr(named) for named, _ in given}))
         return (
-            f"every reward of {len(traces)} executions names an agent that made no model call in them: {lost}. Nothing"
-            " can be learned from such.\nName the agents as the table does."
+            f"the rewards of all {amount(len(traces), 'rollout')} name {lost}, which made no model call, so nothing can"
+            " be learned.\nName the agents as in the table."
         )
     return (
-        f"not one of {len(traces)} executions got a reward, so that nothing can be learned from them.\n"
-        "Return a number from run(), or one for each agent ({'writer': 1.0}); or name a function that scores what it"
+        f"no rollout got a reward ({len(traces)} ran), so nothing can be learned.\n"
+        "Return a number from run(), or one for each agent ({'writer': 1.0}). Or name a function that scores what run()"
         " returned: --reward my_app:score. A program in another language prints it: docs/how-to/other-languages.md."
     )
 
@@ -262,6 +266,8 @@ def _row(name: str | None, count: _Count, asked: _BesideCounts) -> AgentRow:
         paths=() if count.paths <= {name} else tuple(sorted(count.paths)),
         tools_asked=dict(count.asked.most_common()),
         left_out=dict(count.left_out.most_common()),
+        rewarded=len(count.earned),
+        constant=len(count.earned) > 1 and min(count.earned) == max(count.earned),
         trained=problem is None,
         why=problem or _coverage_text(count),
     )
@@ -298,7 +304,7 @@ def _problem(name: str | None, count: _Count, asked: _BesideCounts) -> str | Non
     if (problem := _unreached_reason(count)) is not None:
         return problem
     if not count.earned:
-        others = f"those that are given name {some(asked.rewarded)}. Give {name} one too" if asked.rewarded else None
+        others = f"the rewards name only {some(asked.rewarded)}. Give {name} one too" if asked.rewarded else None
         why = asked.reward_error or others or "return one from run(), or give --reward"
         return f"no reward: {why.splitlines()[0]}"  # the rest is printed once, by the error that ends the command
     return None

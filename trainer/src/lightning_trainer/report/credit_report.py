@@ -26,6 +26,7 @@ class TurnCredit:
         credit: mean of their credit; None if there is none.
         credit_sum: sum of it.
         contrast: mean absolute advantage, in the algorithm's units; None if not compared.
+        compared: how many have an advantage, because there was something to compare them with.
         better: share of the compared calls that did better than what they were compared with.
         worse: share that did worse.
         trained: whether the run trains this agent.
@@ -38,6 +39,7 @@ class TurnCredit:
     credit: float | None
     credit_sum: float
     contrast: float | None
+    compared: int
     better: float
     worse: float
     trained: bool
@@ -166,7 +168,6 @@ def credit_report(batch: Batch, outcomes: Sequence[Outcome], credit: str) -> Cre
 def _turn_credit(agent: str | None, turn: int, calls: Sequence[Judged], *, trained: bool) -> TurnCredit:
     credit = [call.credit for call in calls if not math.isnan(call.credit)]
     advantages = [call.advantage for call in calls if not math.isnan(call.advantage)]
-    count = len(advantages) or 1
     return TurnCredit(
         agent=agent,
         turn=turn,
@@ -175,7 +176,8 @@ def _turn_credit(agent: str | None, turn: int, calls: Sequence[Judged], *, train
         credit=sum(credit) / len(credit) if credit else None,
         credit_sum=sum(credit),
         contrast=sum(map(abs, advantages)) / len(advantages) if advantages else None,
-        better=sum(advantage > 0 for advantage in advantages) / count,
-        worse=sum(advantage < 0 for advantage in advantages) / count,
+        compared=len(advantages),
+        better=sum(advantage > 0 for advantage in advantages) / max(1, len(advantages)),
+        worse=sum(advantage < 0 for advantage in advantages) / max(1, len(advantages)),
         trained=trained,
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
 from lightning_trainer.reasons.call_errors import SCORER_FAILED
+from lightning_trainer.report.terminal import some
 
 _GONE: Final = re.compile(
     r"^(?:\w+\.)*(?:(?:API|OpenAI)ConnectionError|ConnectError|ConnectionRefusedError)\b.*$", re.MULTILINE
@@ -41,13 +42,26 @@ def advice(errors: Sequence[str]) -> str:
     return "Run the agent by itself on one task, to see what is wrong."
 
 
-def where_calls_go(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what to check if an agent did not reach its own model, as a line; empty for other errors."""
+def where_calls_go(
+    text: str, environment: Mapping[str, str] = os.environ, *, agents: Iterable[str] | None = None
+) -> str:
+    """Return what to check if an agent did not reach its own model, as a line; empty for other errors.
+
+    Args:
+        text: the error.
+        environment: of the program.
+        agents: names of the agents that call their own endpoint, if they are known.
+    """
     if not _of_model(text):
         return ""
     url = environment.get("OPENAI_BASE_URL")
     where = f"is {urlsplit(url).netloc.rpartition('@')[2] or url}" if url else "is not set, which means OpenAI"
     problem = "It refused the key: check OPENAI_API_KEY" if _REFUSED.search(text) else "Check that it is running"
+    if names := some(sorted(agents or ())):
+        return (
+            f"Agents that are not trained call their own endpoint ({names}): OPENAI_BASE_URL {where}. {problem}, or add"
+            " them to --agents.\n"
+        )
     return f"Agents without a model from --model call their own endpoint: OPENAI_BASE_URL {where}. {problem}.\n"
 
 

@@ -168,12 +168,14 @@ def verdict(tried: Sequence[Tried]) -> str:
         return "no rollout has a reward. `lightning-rl agents` shows what failed"
     signal = sum(task.contrast for task in counted)
     if signal:
-        return f"{signal} of {amount(len(counted), 'tried task')} with a signal: RL can learn from them"
-    rewards = {reward for task in counted for reward in task.rewards}
+        has, what = ("has", "it") if signal == 1 else ("have", "them")
+        return f"{signal} of {amount(len(counted), 'tried task')} {has} a signal: RL can learn from {what}"
+    rewards = [reward for task in counted for reward in task.rewards]
     if max(rewards) <= 0:
-        return "no rollout earned anything. Run SFT first, or use easier tasks or a finer reward"
+        ran = f"no rollout earned a reward above 0 ({len(rewards)} ran)"
+        return f"{ran}. Run SFT first, or use easier tasks or a finer reward"
     if min(rewards) >= 1:
-        return "solved already: every rollout earned the full reward. Use harder tasks"
+        return f"solved already: all {amount(len(rewards), 'rollout')} earned the full reward. Use harder tasks"
     alike = all(min(task.rewards) == max(task.rewards) for task in counted)
     who = "all rollouts earn the same" if alike else "each trained agent earns the same in all rollouts"
     return f"no signal: in each task {who}. Use more samples, a higher temperature, or a reward with more values"
@@ -203,7 +205,7 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
             f" {decimal(facts['reward_best_of_k'])} ({amount(facts['tasks_tried'], 'task')} tried)"
         )
     for name, agent in facts["agents"].items():
-        always = " in every rollout: nothing to learn from" if agent["constant"] else ""
+        always = f" in all {facts['rollouts_tried']} rollouts: no signal so far" if agent["constant"] else ""
         earned = "" if agent["reward"] is None else f"reward {decimal(agent['reward'])}{always}, "
         trained = "would be trained" if agent["trained"] else "not trained"
         found.append(f"{name}: {amount(agent['calls'], 'call')}, {earned}{trained}")
@@ -224,8 +226,12 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     found.append("the same run on GPUs (H100, 80 GB), estimated from assumed efficiencies:")
     for name, gpu in facts["gpu"].items():
         count = f"{gpu['gpus']} GPU{'s' if gpu['gpus'] > 1 else ''}"
-        found.append(f"  {name:>5}: {count}, {gpu['memory_gb']} GB, {gpu['gpu_hours_run']:.1f} GPU-hours")
+        found.append(f"  {name:>5}: {count}, {gpu['memory_gb']} GB, {_gpu_hours(gpu['gpu_hours_run'])}")
     return found
+
+
+def _gpu_hours(hours: float) -> str:
+    return "less than 0.1 GPU-hours" if hours < 0.1 else f"{hours:.1f} GPU-hours"
 
 
 def _duration(seconds: float) -> str:

@@ -162,10 +162,11 @@ class Shown:
         """Print that a stop was requested, and what must end first. Called from a signal handler."""
         name, done, total = self._phase
         what = f"{name}{f' ({done} of {total})' if total else ''}"
+        then = "will be cancelled" if name.startswith(_CUT) else "must finish first"
+        saved = "" if name == "saving" else ", then the weights are saved"
         text = (
-            f"\nstopping: {what} {'is cut off' if name.startswith(_CUT) else 'has to end first'}, then the weights"
-            " are saved. Press Ctrl-C again to quit now and lose everything after the last checkpoint (or the"
-            " whole run, if there is none yet).\n"
+            f"\nstopping: {what} {then}{saved}. Press Ctrl-C again to quit now and lose"
+            " everything after the last checkpoint (or the whole run, if there is none yet).\n"
         )
         os.write(2, text.encode())  # not through the console, which may be in the middle of a line
 

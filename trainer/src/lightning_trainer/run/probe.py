@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.rows import Row
     from lightning_trainer.run.data import Task
-    from lightning_trainer.runner.runner import Runner
     from lightning_trainer.session.session import Session
 
 
@@ -162,8 +161,9 @@ def _run(
     store, began = session.store, time.monotonic()
     outcomes = _outcomes(rollouts, config.group_size, session, progress, limit_s)
     seconds = time.monotonic() - began
-    _refuse(outcomes, session.runner)
     traces = traces_of(store, rollout_ids=[outcome.rollout.rollout_id for outcome in outcomes])
+    _refuse(outcomes, traces, config.agents)
+    session.runner.check()
     if not any(trace.chats for trace in traces):
         raise AgentFailedError(nothing_captured(len(outcomes), session.runner.attached, config.command))
     if judge is not None:
@@ -223,12 +223,13 @@ def _make_probe(
     )
 
 
-def _refuse(outcomes: Sequence[Outcome], runner: Runner) -> None:
+def _refuse(outcomes: Sequence[Outcome], traces: Sequence[Trace], chosen: Sequence[str] | None) -> None:
     if all(outcome.attempt is None and outcome.crash is None for outcome in outcomes):
         text = outcomes[-1].error or ""
-        said = f"{last_error(text, 15)}\n{where_calls_go(text)}".rstrip()
+        paths = {path for trace in traces for path in trace.agent_paths}
+        others = set() if chosen is None else {label(path, chosen) for path in paths if not selects(chosen, path)}
+        said = f"{last_error(text, 15)}\n{where_calls_go(text, agents=others)}".rstrip()
         raise AgentFailedError(f"all {len(outcomes)} rollouts failed. The last error:\n{said}")
-    runner.check()
 
 
 def _tried_tasks(ran: _Ran, places: Sequence[int], config: TrainConfig) -> list[Tried]:

@@ -53,7 +53,8 @@ def command(
     """Show which agents earned the reward in the training run in folder RUN: credit by agent and turn, and the account.
 
     A call's credit is its share of the rewards of its attempt. Its advantage is the difference from its baseline. In a
-    run with several agents all that have a name are compared, trained or not.
+    run with several agents, all agents that have a name are compared, trained or not. The columns compared, better and
+    worse count calls.
     """
     from lightning_trainer.report.credit_report import credit_report, turns_of
     from lightning_trainer.report.recomputed import judged
@@ -166,7 +167,7 @@ def _print_turns(turns: Sequence[TurnCredit]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("agent", "turn", "trained", "calls", "credit", "sum", "contrast", "better", "worse")
+    table = Table("agent", "turn", "trained", "calls", "credit", "sum", "contrast", "compared", "better", "worse")
     for column in (table.columns[1], *table.columns[3:]):
         column.justify = "right"
     for turn in turns:
@@ -178,8 +179,9 @@ def _print_turns(turns: Sequence[TurnCredit]) -> None:
             _number(turn.credit),
             _number(turn.credit_sum if turn.credited else None),
             "-" if turn.contrast is None else f"{turn.contrast:.3f}",
-            f"{turn.better:.0%}",
-            f"{turn.worse:.0%}",
+            f"{turn.compared}",
+            f"{round(turn.better * turn.compared)}",
+            f"{round(turn.worse * turn.compared)}",
         )
     screen().print(table)
 

@@ -20,7 +20,7 @@ OURS: Final = ("lightning-spans", "lightning-trainer")
 FRAMEWORKS: Final = (
     "openai", "langchain-core", "langchain", "langgraph", "openai-agents", "autogen-agentchat", "crewai",
     "pydantic-ai-slim", "google-adk", "llama-index-core", "dspy", "strands-agents", "agno", "smolagents",
-    "haystack-ai",
+    "haystack-ai", "agent-framework-core", "semantic-kernel", "ag2", "claude-agent-sdk",
 )  # fmt: skip
 FOLLOWED: Final = ("anthropic", "google-genai", "ollama", "cohere", "litellm")  # clients other than openai's
 ELSEWHERE: Final = ("boto3",)  # likewise, but their calls are reported only by frameworks
@@ -58,8 +58,7 @@ def examine(
     yield from _plugins()
     for name in FRAMEWORKS:
         found = _version(name)
-        missing = "not installed, which matters only to a program that imports it"
-        yield Check(name, "ok" if found else "absent", found or missing)
+        yield Check(name, "ok" if found else "absent", found or "not installed; needed only if your program imports it")
     yield from _elsewhere()
     yield _training()
     yield from _engine()

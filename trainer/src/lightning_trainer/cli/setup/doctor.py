@@ -45,15 +45,18 @@ def command(
     """Check this installation and say how to fix what does not work. Exit status 1 if something does not work."""
     from rich.text import Text
 
-    from lightning_trainer.cli.setup.checks import examine
+    from lightning_trainer.cli.setup.checks import FRAMEWORKS, examine
 
     styles = {"ok": "green", "broken": "red", "absent": "dim"}
-    broken = False
+    broken, absent = False, []
     local = model if tinker is None else None
     for finding in examine(model=local, store=store, server=server, key=read_key(key_file)):
         broken |= finding.state == "broken"
         if as_json:
             print_json(finding.to_json())
+            continue
+        if finding.state == "absent" and finding.what in FRAMEWORKS:
+            absent.append(finding.what)
             continue
         line = Text(f"{finding.state:7}", style=styles[finding.state]).append(
             f"{finding.what}: {finding.found}", style=""
@@ -61,6 +64,9 @@ def command(
         screen().print(line, soft_wrap=True)
         if finding.do and finding.state != "ok":
             screen().print(Text(f"       {finding.do}", style="yellow"), soft_wrap=True)
+    if absent:
+        names = f"frameworks: {', '.join(absent)}. Install one only if your program imports it"
+        screen().print(Text("absent ", style="dim").append(names, style=""), soft_wrap=True)
     if local is not None and not broken:
         _print_template(local, chat_template, system_messages, tool_format, as_json=as_json)
     if tinker is not None:

@@ -57,7 +57,7 @@ def _print_table(rows: Sequence[AgentRow]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("agent", "trained", "calls", "tokens in", "out", "tools", "errors", "reward")
+    table = Table("agent", "trained", "calls", "tokens in", "out", "tools", "errors", "reward", "n")
     for column in table.columns[2:]:
         column.justify = "right"
     for row in rows:
@@ -70,6 +70,7 @@ def _print_table(rows: Sequence[AgentRow]) -> None:
             f"{row.tool_calls}",
             f"{row.failed_calls + row.tool_errors}",
             "-" if row.reward is None else decimal(row.reward),
+            f"{row.rewarded}",
         )
     screen().print(table)
     for row in rows:
@@ -79,7 +80,7 @@ def _print_table(rows: Sequence[AgentRow]) -> None:
                 click.echo(printable(f"{row.agent or '(no name)'} {title}: {told}"))
     for row in rows:
         verdict = "would be trained" if row.trained else "would not be trained"
-        told = f"{row.why}{_errors(row)}{_sources(row)}{_places(row)}"
+        told = f"{row.why}{_same(row)}{_errors(row)}{_sources(row)}{_places(row)}"
         click.echo(printable(f"{row.agent or '(no name)'} {verdict}: {told}"))
 
 
@@ -92,6 +93,12 @@ def _sources(row: AgentRow) -> str:
     """Return the sources of its reward if there are several."""
     parts = [f"{value:+.3f} {source}" for source, value in row.reward_sources.items()]
     return f"; reward {' '.join(parts)}" if len(parts) > 1 else ""
+
+
+def _same(row: AgentRow) -> str:
+    if not row.constant or row.reward is None:
+        return ""
+    return f"; it earned {decimal(row.reward)} in all {row.rewarded} rollouts: no signal so far"
 
 
 def _errors(row: AgentRow) -> str:

@@ -103,7 +103,9 @@ def command(
         click.echo(verdict(tried), err=as_json)
         for agent, reward in probe.constant.items():
             click.echo(
-                printable(f"{agent} earned {decimal(reward)} in every rollout, so it has nothing to learn from"),
+                printable(
+                    f"{agent} earned {decimal(reward)} in all {probe.rollouts} rollouts: no signal for it so far"
+                ),
                 err=as_json,
             )
         if kept is not None:

@@ -229,7 +229,10 @@ def _show(result: Evaluation) -> None:
     for title, summary in summaries:
         click.echo(printable(f"{title}: {_in_words(summary)}"))
         for name, (text, share) in summary.most_frequent.items():
-            click.echo(printable(f"  {name or '(no name)'}: {share:.0%} of its answers are {text!r}"))
+            answers = summary.by_agent[name].usage.answers
+            click.echo(
+                printable(f"  {name or '(no name)'}: {round(share * answers)} of {answers} answers are {text!r}")
+            )
     agents = result.summary.by_agent
     rewarded = {name for name, agent in agents.items() if agent.by_task and not agent.usage.calls}
     warning = rewarded_but_silent(rewarded, {name for name, agent in agents.items() if agent.usage.calls})

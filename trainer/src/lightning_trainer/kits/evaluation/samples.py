@@ -48,6 +48,11 @@ class Usage:
     tool_calls: int = 0
     tool_errors: int = 0
 
+    @property
+    def answers(self) -> int:
+        """Calls that were answered."""
+        return self.calls - self.failed_calls
+
     def __add__(self, other: Usage) -> Usage:
         """Return the sum of both."""
         mine, its = asdict(self), asdict(other)

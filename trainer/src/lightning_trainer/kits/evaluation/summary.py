@@ -258,7 +258,7 @@ def _most_frequent(samples: Sequence[Sample]) -> dict[str, tuple[str, float]]:
         for name, counts in sample.answers.items():
             texts[name].update(counts)
         for name, usage in sample.usage.items():
-            answers[name] += usage.calls - usage.failed_calls
+            answers[name] += usage.answers
     return most_frequent(texts, answers)
 
 

@@ -177,9 +177,14 @@ class Collection:
             error = most_frequent_error(errors)
             raise AgentFailedError(
                 f"all {amount(len(outcomes), 'rollout')} failed ({what} after {step} steps). {error}\n"
-                f"{where_calls_go(error)}{advice(errors)} The workers' logs are in the run's folder."
+                f"{where_calls_go(error, agents=self._untrained())}{advice(errors)}"
+                " The workers' logs are in the run's folder."
             )
         return outcomes
+
+    def _untrained(self) -> set[str]:
+        chosen = self._run.config.agents
+        return set() if chosen is None else {name for name in self.agents if not selects(chosen, name)}
 
     def _refuse_unknown(self, outcomes: Sequence[Outcome]) -> None:
         """Reject at once a selection that matches nothing: such agents' calls go to the user's own endpoint.
