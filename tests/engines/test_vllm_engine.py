@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -21,24 +19,12 @@ pytestmark = pytest.mark.torch
 from lightning_trainer import train
 from lightning_trainer.backends.torch.sampler import engine_name, engine_of
 from lightning_trainer.engines.vllm import process
-from lightning_trainer.engines.vllm.folders import ram_folder
 from lightning_trainer.engines.vllm.guard import KeyGuard
 from lightning_trainer.engines.vllm.process import VllmProcess, environment_of, last_error
 from support.models.tiny import make_tiny_model
 from support.training.engines import answer_under_grammar
 from support.training.opponents import AGAINST, frozen_calls, largest_gap
 from support.training.policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
-
-SCRIPTED = Path(__file__).with_name("scripted")
-
-
-@pytest.fixture
-def scripted(tmp_path, monkeypatch):
-    """What the server was asked, in order."""
-    log = tmp_path / "scripted.jsonl"
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPTED))
-    monkeypatch.setenv("SCRIPTED_LOG", str(log))
-    return lambda: [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def most_loaded(events):
@@ -96,17 +82,6 @@ def test_a_vllm_that_crashes_is_started_again_with_the_newest_adapters(tiny_mode
     assert all(line["failed"] == 0 for line in metrics)
     trained = [line["calls_trained"] for line in metrics]
     assert trained == [12, 12, 12], "each call is trained once"
-
-
-def test_vllm_samples_from_the_quantised_weights_that_the_learner_computes_with(tiny_model, folder, scripted):  # noqa: F811
-    pytest.importorskip("bitsandbytes")
-    before = set(ram_folder().glob(f"lightning-engine-{os.getpid()}-*"))
-    train(config(tiny_model, engine="vllm", base_bits=4, steps=2))
-    for line in lines(folder / "out"):
-        for name in ("writer", "rewriter"):
-            assert line[f"engine_gap/{name}"] < 1e-3
-            assert line[f"engine_correlation/{name}"] > 0.999
-    assert set(ram_folder().glob(f"lightning-engine-{os.getpid()}-*")) == before, "the copy of the model is removed"
 
 
 @pytest.mark.parametrize("fault", ["", "crash"])

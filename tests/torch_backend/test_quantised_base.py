@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("bitsandbytes")
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import train
+from lightning_trainer.backends.torch.checkpoint import write_base
 from lightning_trainer.backends.torch.model.quantised import QuantisedLinear, write_dequantised
 from support.models.sampling import collect
 from support.models.tiny import make_tiny_model
@@ -29,7 +31,7 @@ def dequantised(model: Path, to: Path, bits: int, dtype: str) -> Path:
     """Write the model of ordinary weights that a quantised one computes with."""
     to.mkdir()
     with closing(make_backend(model, dtype=dtype, base_bits=bits, **LORA)) as learner:
-        write_dequantised(learner._model.causal, model, to)
+        write_dequantised(learner._model.causal, bits, model, to)
     return to
 
 
@@ -146,3 +148,37 @@ def test_a_run_resumes_over_the_same_bits_alone(tiny_model, folder):  # noqa: F8
         train(config(tiny_model, steps=2, resume=folder / "out"))
     train(config(tiny_model, base_bits=4, steps=2, resume=folder / "out"))
     assert [line["step"] for line in lines(folder / "out")] == [0, 1]
+
+
+def test_one_adapter_of_a_checkpoint_and_the_written_model_have_the_learners_log_probabilities(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    batch = [replace(row, policy="writer") for row in make_batch()]
+    with closing(
+        make_backend(make_tiny_model(tmp_path / "model"), base_bits=4, adapters=("writer",), **LORA)
+    ) as learner:
+        learner.update(batch)
+        learner.save(tmp_path / "saved")
+        expected = learner.logprobs(batch)
+    with closing(make_backend(tmp_path / "saved" / "writer")) as learner:
+        assert largest(learner.logprobs(make_batch()), expected) < 1e-5, "as `serve CHECKPOINT/writer` answers"
+    write_base(tmp_path / "saved", tmp_path / "rounded")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "rounded", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(plain, tmp_path / "saved" / "writer")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "rounded")
+    with closing(make_backend(tmp_path / "rounded")) as learner:
+        assert largest(learner.logprobs(make_batch()), expected) < 1e-5, "as vLLM answers that was started with it"
+
+
+def largest(found, expected):
+    return max(abs(a - b).max() for a, b in zip(found, expected, strict=True))
+
+
+def test_only_the_rounded_model_of_a_quantised_training_is_written_and_not_rounded_again(tmp_path):
+    model = make_tiny_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"was not trained with base_bits\. Serve its model itself"):
+        write_base(model, tmp_path / "rounded")
+    plain = dequantised(model, tmp_path / "plain", 4, "float32")
+    with pytest.raises(ConfigError, match=r"are rounded to 4 bits already\. Leave base_bits out"):
+        make_backend(plain, base_bits=8, **LORA)

@@ -29,7 +29,7 @@ def write_checkpoint(folder, contents="first", rank=8, names=NAMES):
 class Vllm:
     """Loads adapters as vLLM does, and like it answers from a cache that is keyed by their names."""
 
-    max_rank, max_loras = 16, 2
+    max_rank, max_loras, model = 16, 2, "/m"
 
     def __init__(self):
         self.contents = {}  # of the adapters that are loaded: what is in each, and where it came from
@@ -71,7 +71,7 @@ class Vllm:
             {"id": name, "parent": "base", "root": folder, "owned_by": "vllm"}
             for name, (_, folder) in self.contents.items()
         ]
-        return JSONResponse({"object": "list", "data": [{"id": "base", "owned_by": "vllm"}, *adapters]})
+        return JSONResponse({"object": "list", "data": [{"id": "base", "root": self.model}, *adapters]})
 
     async def metrics(self, request):
         labels = f'max_lora="{self.max_loras}",running_lora_adapters="",waiting_lora_adapters=""'

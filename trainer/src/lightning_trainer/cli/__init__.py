@@ -43,6 +43,9 @@ FRAME: Final = {
     "serve": Listed(
         "lightning_trainer.cli.servers.serve", "Serve a trained checkpoint behind an OpenAI-compatible endpoint."
     ),
+    "dequantise": Listed(
+        "lightning_trainer.cli.servers.dequantise", "Write the rounded model under adapters of --base-bits, for vLLM."
+    ),
     "server": Listed(
         "lightning_trainer.cli.servers.server", "Run store, gateway and trace receiver for several machines."
     ),

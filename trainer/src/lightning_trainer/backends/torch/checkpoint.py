@@ -28,13 +28,15 @@ from lightning_trainer.backends.torch.learn.adapters import (
     shape_of,
 )
 from lightning_trainer.backends.torch.learn.policy import TrainedWeights
-from lightning_trainer.backends.torch.model.load import LoadedModel
+from lightning_trainer.backends.torch.model.load import LoadedModel, load
+from lightning_trainer.backends.torch.model.quantised import write_dequantised
+from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.engines.contract import PolicyEngines
+from lightning_trainer.models.bases import NEEDED, AdapterBase, bits_in, read_base, write_bits
 from lightning_trainer.policies import ADAPTERS_NAME
 
 STATE = "trainer.json"
 TENSORS = "trainer.safetensors"
-BASE_FILE = "base.json"  # for adapters over a quantised model: its number of bits
 _FORMAT = 1
 _ADAPTER = re.compile(r"\.lora_\w+\.([^.]+)\.")
 
@@ -82,8 +84,7 @@ def save(
         model.tokenizer.save_pretrained(unfinished)
         for adapter, policy in policies.items():
             own = unfinished if adapter is None else unfinished / adapter
-            select(model, adapter)
-            model.causal.save_pretrained(own)
+            write_adapter(model, adapter, own)
             model.tokenizer.save_pretrained(own)
             if resumable:
                 save_file(policy.state(), own / TENSORS)
@@ -93,8 +94,7 @@ def save(
         if adapters := [adapter.model for adapter in engine.engines[1:] if adapter.model in policies]:
             index = {"base": str(model.source.absolute()), "adapters": adapters}
             (unfinished / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        if model.base_bits is not None:
-            (unfinished / BASE_FILE).write_text(json.dumps({"bits": model.base_bits}) + "\n", encoding="utf-8")
+        write_bits(unfinished / NEEDED, model.base_bits)
         for path in unfinished.rglob("*"):
             _sync(path)
         _sync(unfinished)
@@ -104,6 +104,13 @@ def save(
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_adapter(model: LoadedModel, adapter: str | None, folder: Path) -> None:
+    """Write one adapter as peft does, with the bits of the model that it needs; None: all that the model has."""
+    select(model, adapter)
+    model.causal.save_pretrained(folder)
+    write_bits(folder / NEEDED, model.base_bits)
 
 
 def _state_to_keep(
@@ -133,16 +140,34 @@ def base_bits_of(folder: Path, asked: int | None) -> int | None:
     Raises:
         ConfigError: it was trained over a model of other bits than requested, or the file cannot be read.
     """
-    path = folder / BASE_FILE
-    if not path.is_file():
+    bits = bits_in(folder / NEEDED)
+    if bits is None:
         return asked
-    try:
-        bits = int(json.loads(path.read_text(encoding="utf-8"))["bits"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
     if asked not in (None, bits):
         raise ConfigError(f"{folder} was trained over a model of {bits} bits, not {asked}. Set base_bits to {bits}.")
     return bits
+
+
+def write_base(folder: Path, out: Path, **options: Any) -> AdapterBase:
+    """Write the model under a folder's adapters, with the rounded weights that they were trained over.
+
+    Args:
+        folder: a checkpoint, or one adapter in it.
+        out: a folder that is empty or does not exist.
+        options: fields of `TorchOptions`, such as the device that rounds.
+
+    Raises:
+        ConfigError: the adapters were trained over unrounded weights, or the folder has files.
+    """
+    base = read_base(folder)
+    if base.bits is None:
+        raise ConfigError(f"{folder} was not trained with base_bits. Serve its model itself: {base.folder}.")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} has files already. Name an empty folder.")
+    model = load(make_options(base.folder, {**options, "base_bits": base.bits}))
+    out.mkdir(parents=True, exist_ok=True)
+    write_dequantised(model.causal, base.bits, base.folder, out)
+    return base
 
 
 def saved_adapters(folder: Path) -> tuple[Path, tuple[str, ...]] | None:

@@ -38,6 +38,7 @@ from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.torch.threads import use_threads
 from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldModel, PolicyEngines, RestingEngines
 from lightning_trainer.gateway.engine import Engine
+from lightning_trainer.models.bases import read_base
 from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.rows import Row
 
@@ -90,13 +91,13 @@ class TorchLearner:
 
     def _open(self, kind: EngineKind, request: EngineRequest) -> PolicyEngines:
         """Open an engine and publish the current policies to it."""
-        source = self._model.source.resolve()
+        source, bits = read_base(self._model.source.resolve()).folder, self._model.base_bits
         held = HeldModel(
             name=served_name(self._model, self.options),
             tokenizer=self._model.tokenizer,
             max_model_len=self._model.max_model_len,
             loaded=self._model,
-            write=partial(write_dequantised, self._model.causal, source) if self._model.base_bits else None,
+            write=partial(write_dequantised, self._model.causal, bits, source) if bits is not None else None,
             options=self.options,
         )
         dtype = str(self._model.shape.dtype).removeprefix("torch.")
@@ -126,8 +127,7 @@ class TorchLearner:
 
     def _write(self, policy: str, folder: Path) -> None:
         """Write the newest adapter of a policy in peft's format."""
-        select(self._model, policy if self.options.adapters else None)
-        self._model.causal.save_pretrained(folder)
+        checkpoint.write_adapter(self._model, self._adapter(policy), folder)
 
     def update(self, rows: Sequence[Row]) -> dict[str, float]:
         """Take one optimiser step: `Learner.update`, with the metrics of `update.update`.

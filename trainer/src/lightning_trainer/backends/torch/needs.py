@@ -20,6 +20,7 @@ from typing import Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer import models
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.models.bases import read_base
 from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
 from lightning_trainer.policies import parse
 from lightning_trainer.run.folders import RUNS
@@ -38,12 +39,16 @@ class Weights:
         trained: of these, or of adapters.
         width: bytes of each during generation.
         shape: of the model; None if it is of an unknown kind.
+        rank: of the adapters that are trained; 0: all weights are.
+        bits: of the frozen weights under the adapters; None: `width`.
     """
 
     all: int
     trained: int
     width: int
     shape: Shape | None
+    rank: int
+    bits: int | None
 
     @property
     def checkpoint(self) -> int:
@@ -62,19 +67,21 @@ def weights_of(config: TrainConfig) -> Weights | None:
     Raises:
         ConfigError: there is no such model.
     """
-    folder = models.look(config.model).folder
-    if folder is None or not (folder / "config.json").is_file():
+    place = models.look(config.model).folder
+    base = None if place is None else read_base(place)
+    if base is None or not (base.folder / "config.json").is_file():
         return None
+    folder, rank = base.folder, config.lora_rank or base.rank
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.name != "trainer.safetensors")
     own = _width_of(folder)
     width = {"float32": 4, "bfloat16": 2}.get(config.dtype, 4 if own == 4 else 2)
     number = stored // own
     shape = read_shape(str(folder))
     trained = number
-    if config.lora_rank:
+    if rank:
         adapters = len(parse(config.policies).adapters) if config.policies else 1
-        trained = adapters * (lora_parameters(folder, config.lora_rank) or number // 50)
-    return Weights(all=number, trained=trained, width=width, shape=shape)
+        trained = adapters * (lora_parameters(folder, rank) or number // 50)
+    return Weights(all=number, trained=trained, width=width, shape=shape, rank=rank, bits=config.base_bits or base.bits)
 
 
 def check_disk(config: TrainConfig, steps: int | None) -> None:

@@ -14,6 +14,7 @@ from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldMo
 from lightning_trainer.engines.devices import gpu_total
 from lightning_trainer.engines.vllm.kind import is_installed
 from lightning_trainer.engines.vllm.memory import least_memory
+from lightning_trainer.models.bases import read_base
 from lightning_trainer.policies import parse
 
 if TYPE_CHECKING:
@@ -67,16 +68,16 @@ def engine_of(config: TrainConfig) -> tuple[EngineKind, EngineRequest]:
         ConfigError: there is no engine of this name, or no such model.
     """
     kind: EngineKind = registry.by_name("engine", engine_name(config))
-    folder = models.look(config.model).folder
+    base = read_base(models.look(config.model).folder or models.resolve(config.model))
     copies = copies_of(config)
     total = gpu_total(config.device)
     learner = learner_memory_of(config, total)
     request = EngineRequest(
-        model=folder or models.resolve(config.model),
+        model=base.folder,
         policies=(*parse(config.policies).adapters, *copies) if config.policies else (),
         copies=copies,
-        lora_rank=config.lora_rank,
-        base_bits=config.base_bits,
+        lora_rank=config.lora_rank or base.rank,
+        base_bits=config.base_bits or base.bits,
         staleness=config.staleness,
         slots=int(config.backend_options.get("slots", 64)),
         max_model_len=config.max_model_len,
@@ -128,8 +129,8 @@ def learner_memory_of(config: TrainConfig, total: int | None = None) -> LearnerM
         weights.shape,
         width=weights.width,
         tokens=int(options.get("micro_batch_tokens", 2048)),
-        adapters=weights.trained if config.lora_rank else 0,
-        bits=config.base_bits,
+        adapters=weights.trained if weights.rank else 0,
+        bits=weights.bits,
         copies=int(config.kl_coef > 0),
         averaged=options.get("teacher_weights") == "ema",
         cached=slots * min(context, ASSUMED_TOKENS),

@@ -18,6 +18,7 @@ import httpx
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from lightning_trainer.models.bases import NEEDED, ROUNDED, bits_in
 from lightning_trainer.policies import ADAPTERS_NAME
 
 _PEFT: Final = "adapter_config.json"
@@ -112,10 +113,13 @@ class AdapterServers:
         """Load an adapter into every server that does not have it yet.
 
         Raises:
-            ConfigError: a server does not load it; the message says what to change.
+            ConfigError: a server does not load it, or serves other weights than it was trained over; the message says
+                what to change.
         """
         for url in self._urls:
-            root = self._loaded_folders(url).get(served)
+            cards = self._cards(url)
+            _check_bits(url, cards, folder)
+            root = _adapters_of(cards).get(served)
             if root == str(folder):
                 continue
             if root is not None:  # the same content in another place; vLLM may have to read it again from here
@@ -151,7 +155,7 @@ class AdapterServers:
         """
         names = {each.name: each.served for each in kept}
         for url in self._urls:
-            for served in self._loaded_folders(url):
+            for served in _adapters_of(self._cards(url)):
                 name, at, digest = served.rpartition("@")
                 ours = at and len(digest) == _HASH and not digest.strip("0123456789abcdef")
                 if ours and name in names and served != names[name]:
@@ -176,13 +180,12 @@ class AdapterServers:
                     f" served. Start vLLM with --max-loras {len(served)}."
                 )
 
-    def _loaded_folders(self, url: str) -> dict[str, str]:
-        """Return the folders of the adapters that a server has, by name."""
+    def _cards(self, url: str) -> list[dict[str, Any]]:
+        """Return a server's description of its model and of the adapters that it has."""
         try:
-            cards: Any = self._get(url, "/models").json()["data"]
-            return {str(card["id"]): str(card.get("root")) for card in cards if card.get("parent") is not None}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return {}
+            return [dict(card) for card in self._get(url, "/models").json()["data"]]
+        except (ValueError, KeyError, TypeError):
+            return []
 
     def _post(self, url: str, path: str, body: Mapping[str, Any], served: str) -> httpx.Response:
         try:
@@ -196,6 +199,27 @@ class AdapterServers:
             return self._client.get(f"{url}{path}")
         except httpx.TransportError as error:
             raise ConfigError(f"{url}{path} did not answer: {error or type(error).__name__}.") from None
+
+
+def _adapters_of(cards: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the folders of the adapters that a server has, by name."""
+    return {str(card.get("id")): str(card.get("root")) for card in cards if card.get("parent") is not None}
+
+
+def _check_bits(url: str, cards: Iterable[Mapping[str, Any]], folder: Path) -> None:
+    """Check that a server has the rounded weights that an adapter was trained over.
+
+    Raises:
+        ConfigError: it has others, or its weights are not visible from here.
+    """
+    bits = bits_in(folder / NEEDED)
+    roots = [str(card.get("root")) for card in cards if card.get("parent") is None]
+    if bits is not None and any(bits_in(Path(root) / ROUNDED) != bits for root in roots or ["no model"]):
+        raise ConfigError(
+            f"the adapter {folder} was trained over weights of {bits} bits, and {url} serves {', '.join(roots)}, which"
+            f" is not known to have them. Write them with `lightning-rl dequantise {folder} FOLDER`, and start vLLM"
+            " with that folder, which this machine must see under the same path."
+        )
 
 
 def load_adapters(checkpoint: Path, upstreams: Sequence[Upstream]) -> list[Upstream]:

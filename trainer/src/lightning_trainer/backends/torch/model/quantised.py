@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.models.bases import ROUNDED, bits_in, write_bits
 
 _DEVICES: Final = ("cpu", "cuda")
 # files of a model folder that are copied, in addition to its weights
@@ -82,11 +83,13 @@ def _dequantise(codes: Tensor, state: Any) -> Tensor:
 
 
 def check_source(source: Path) -> None:
-    """Refuse a model that is already quantised.
+    """Refuse a model that is already quantised, or whose weights are already rounded.
 
     Raises:
         ConfigError: it is.
     """
+    if (bits := bits_in(source / ROUNDED)) is not None:
+        raise ConfigError(f"the weights in {source} are rounded to {bits} bits already. Leave base_bits out.")
     with suppress(OSError, ValueError):
         if json.loads((source / "config.json").read_text(encoding="utf-8")).get("quantization_config"):
             raise ConfigError(f"{source} is quantised already. Leave base_bits out, or give the model before that.")
@@ -120,11 +123,12 @@ def count_weights(causal: nn.Module) -> int:
     return more + sum(parameter.numel() for parameter in causal.parameters())
 
 
-def write_dequantised(causal: Any, source: Path, folder: Path) -> None:
+def write_dequantised(causal: Any, bits: int, source: Path, folder: Path) -> None:
     """Write a model folder with the weights that a quantised model computes with, file by file.
 
     Args:
         causal: the quantised model.
+        bits: of its weights.
         source: the folder that it was loaded from.
         folder: receives the files.
 
@@ -145,6 +149,7 @@ def write_dequantised(causal: Any, source: Path, folder: Path) -> None:
                 save_file(tensors, folder / file.name, metadata={"format": "pt"})
             elif file.suffix in _COPIED:
                 shutil.copy(file, folder)
+        write_bits(folder / ROUNDED, bits)
     except OSError as error:
         raise ConfigError(f"the dequantised model for the engine can't be written to {folder}: {error}.") from None
     if missing := sorted(layers.keys() - written):

@@ -1,0 +1,85 @@
+"""The model under a checkpoint's adapters: its folder, and the bits to which its weights were rounded in training.
+
+Two files hold the bits: `base.json` next to adapters, for the model that they need, and `rounded.json` in the folder of
+a model whose weights are already rounded to so many bits, in an ordinary number format.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.policies import ADAPTERS_NAME
+
+NEEDED: Final = "base.json"
+ROUNDED: Final = "rounded.json"
+_PEFT: Final = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """The model under adapters.
+
+    Attributes:
+        folder: its folder; the checkpoint's own if it contains a whole model.
+        rank: of the adapters; 0 without adapters.
+        bits: to which the weights of its linear layers were rounded in training; None: they were not.
+    """
+
+    folder: Path
+    rank: int = 0
+    bits: int | None = None
+
+
+def read_base(folder: Path) -> AdapterBase:
+    """Return the model under a folder's adapters, or the folder itself if it has none.
+
+    Raises:
+        ConfigError: a file that describes the adapters cannot be read.
+    """
+    index, first = _object(folder / ADAPTERS_NAME), folder
+    if index.get("adapters"):
+        first = folder / str(index["adapters"][0])
+    peft = _object(first / _PEFT)
+    base = Path(str(index.get("base") or peft.get("base_model_name_or_path") or folder))
+    return AdapterBase(base if base.is_dir() else folder, int(peft.get("r") or 0), bits_in(folder / NEEDED))
+
+
+def bits_in(path: Path) -> int | None:
+    """Read the number of bits in one of the two files; None if it does not exist.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["bits"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
+
+
+def write_bits(path: Path, bits: int | None) -> None:
+    """Write one of the two files; None writes nothing."""
+    if bits is not None:
+        path.write_text(json.dumps({"bits": bits}) + "\n", encoding="utf-8")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} if the file does not exist.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is not a JSON object. Give another checkpoint.")
+    return values
