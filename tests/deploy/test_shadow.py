@@ -71,6 +71,13 @@ class Shadow:
 
         self.here.change(begin)
 
+    def say_in(self, trace: str, **options: Any) -> str | None:
+        """Call the agent's model within a trace."""
+        headers = {"traceparent": f"00-{trace * 32}-{'b' * 16}-01"}
+        create = self.here.client(**options).chat.completions.create
+        reply = create(model="old", messages=[{"role": "user", "content": "hi"}], extra_headers=headers)
+        return reply.choices[0].message.content
+
     def count(self, outcome: str) -> None:
         with self.changed:
             self.seen.append(outcome)
@@ -120,28 +127,32 @@ def test_copies_are_marked_and_enter_no_trace_that_is_trained_on(tmp_path: Path,
     shadow.begin()
     attempt = shadow.here.server.key("a1")
     assert {shadow.here.say("c1"), shadow.here.say(key=attempt)} == {"old"}
-    shadow.wait(2)
+    assert {shadow.say_in("a"), shadow.say_in("c", key=attempt)} == {"old"}
+    shadow.wait(4)
     store = shadow.here.server.store
     copies = list(each(store, Call, Where(origin=SHADOW)))
-    assert [(one.policy, one.attempt_id, one.request) for one in copies] == [("new", None, {})] * 2
+    assert [(one.policy, one.attempt_id, one.request) for one in copies] == [("new", None, {})] * 4
     live = {one.response_id for one in store.calls() if one.origin != SHADOW}
     assert {one.sampling[SHADOW]["of"] for one in copies} == live
     for read in (traces_of(store), list(newest_traces(store)), traces_of(store, attempt_ids=["a1"])):
         assert {node.call.policy for trace in read for node in trace.nodes if node.call} == {"old"}
-    assert len(traces_of(store, origin=SHADOW)) == 2
+    assert len(traces_of(store, origin=SHADOW)) == 4
 
 
-def test_a_copy_is_deleted_with_the_trace_of_its_live_call(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_copy_is_deleted_with_its_live_call(tmp_path: Path, stack: ExitStack) -> None:
     shadow = Shadow(tmp_path, stack, engine("new"), engine("old"))
     shadow.begin()
-    create = shadow.here.client("c1").chat.completions.create
-    for trace in ("a", "c"):
-        headers = {"traceparent": f"00-{trace * 32}-{'b' * 16}-01"}
-        create(model="old", messages=[{"role": "user", "content": "hi"}], extra_headers=headers)
-    shadow.wait(2)
+    shadow.say_in("a")
+    shadow.say_in("c", key=shadow.here.server.key("a1"))
+    shadow.here.say("c1")
+    shadow.wait(3)
     store = shadow.here.server.store
-    store.delete(trace_ids=["a" * 32])
-    assert {(one.origin, one.trace_id) for one in each(store, Call)} == {("live", "c" * 32), (SHADOW, "c" * 32)}
+
+    def left() -> list[tuple[str, str | None]]:
+        return sorted((one.origin, one.attempt_id) for one in each(store, Call))
+
+    assert store.delete(trace_ids=["a" * 32]) == 2
+    assert left() == [("live", None), (SHADOW, None), (SHADOW, None), ("training", "a1")]
 
 
 def test_only_the_share_is_copied_and_an_equal_answer_agrees(tmp_path: Path, stack: ExitStack) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.calls import Call
+from lightning_spans.schema.spans import SHADOW
 from lightning_spans.store import open_store
+from lightning_spans.store.deployments import copy_id
+from lightning_spans.terms import TERMS, make_terms
 from lightning_trainer.cli import cli
 from lightning_trainer.lineage.blocks import BLOCKED, block_of, refuse_blocked
 from lightning_trainer.lineage.facts import read_facts
@@ -148,6 +154,78 @@ def test_a_deletion_lists_the_checkpoints_and_blocks_them(
     assert invoke("lineage", str(child), "--runs", str(runs), "--json")["tainted"] == [str(derived), str(learned)]
     invoke("lineage", str(learned), "--unblock")
     refuse_blocked(learned, allowed=False)
+
+
+def live_call(call_id: str, days: float, trace_id: str | None = None, **terms: Any) -> Call:
+    at = time.time_ns() - int(days * 86_400e9)
+    return Call(
+        call_id=call_id, response_id=call_id, start_ns=at, end_ns=at, policy="p", policy_version=0, trace_id=trace_id,
+        origin="live", sampling={TERMS: make_terms(**terms)},
+    )  # fmt: skip
+
+
+LEARNED = {
+    "rollout": StepSources(rollouts=["r"]),
+    "trace": StepSources(traces=["a" * 32]),
+    "call": StepSources(calls=["call"], traces=["f" * 32]),
+    "task": StepSources(rollouts=["another"], tasks=["b" * 32], tenants=["acme"]),
+}
+WAYS = {
+    "rollout": (("--rollout", "r"), {"rollout"}),
+    "trace": (("--trace", "a" * 32), {"trace"}),
+    "call": (("--call", "call"), {"call"}),
+    "tenant": (("--tenant", "acme"), {"task"}),
+    "retention": (("--expired",), {"call"}),
+    "age": (("--older-than", "30d"), {"trace"}),
+    "origin": (("--origin", "live"), {"trace", "call", "task"}),
+    "everything": (("--older-than", "0m"), {"rollout", "trace", "call", "task"}),
+}
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_delete_blocks_what_learned_from_it_and_leaves_no_copy(
+    tmp_path: Path, way: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    url = str(tmp_path / "s.db") if kind == "sqlite" else request.getfixturevalue("postgres_url")()
+    runs, (arguments, expected) = tmp_path / "runs", WAYS[way]
+    for name, learned in LEARNED.items():
+        (runs / name).mkdir(parents=True)
+        manifest = Manifest(runs / name)
+        manifest.begin(read_facts({}, model="m", data=[], program=None), 0)
+        manifest.add_step(0, learned)
+        save(runs / name, 1)
+    store = open_store(url)
+    store.enqueue([Rollout(rollout_id="r", group_id="g", task={})])
+    (attempt,) = store.claim("worker")
+    own = {"rollout_id": "r", "attempt_id": attempt.attempt_id}
+    calls = {
+        "rollout": replace(live_call("of-rollout", 0), **own),
+        "trace": live_call("of-trace", 40, "a" * 32),
+        "call": live_call("call", 2, retention_days=1),
+        "task": live_call("of-task", 1, "b" * 32, tenant="acme"),
+    }
+    store.add_calls(list(calls.values()))
+    store.add_calls([replace(live_call(copy_id(one.call_id), 0), origin=SHADOW) for one in calls.values()])
+    store.finish(attempt.attempt_id, attempt.fence, status="succeeded")
+
+    told = invoke("prune", *arguments, "--runs", str(runs), "--block-checkpoints", "--yes", "--store", url)
+    checkpoints = {name: (runs / name / "checkpoint").resolve() for name in LEARNED}
+    assert {name for name, folder in checkpoints.items() if f"{folder}: learned from" in told} == expected
+    assert {name for name, folder in checkpoints.items() if block_of(folder) is not None} == expected
+    kept = {one.call_id for name, one in calls.items() if name not in expected}
+    assert {one.call_id for one in store.calls()} == kept | {copy_id(one) for one in kept}
+    store.close()
+
+
+def test_a_call_with_other_records_is_not_deleted_alone(tmp_path: Path) -> None:
+    url = str(tmp_path / "s.db")
+    store = open_store(url)
+    store.add_calls([live_call("c", 1, "a" * 32)])
+    refused = CliRunner().invoke(cli, ["prune", "--call", "c", "--yes", "--store", url])
+    assert (refused.exit_code, f"Give --trace {'a' * 32}." in refused.output) == (2, True)
+    assert len(store.calls()) == 1
+    store.close()
 
 
 def test_serve_server_and_deploy_refuse_a_blocked_checkpoint(tmp_path: Path) -> None:

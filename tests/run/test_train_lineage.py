@@ -44,6 +44,8 @@ def test_checkpoints_name_the_calls_rewards_files_and_code_that_they_learned_fro
             spent_s += time.process_time() - began
 
     monkeypatch.setattr(ChainWriter, "append", timed)
+    task = {"q": "say 1", "trace_id": "a" * 32, "tenant": "acme; globex"}  # as `traces --to-tasks` writes it
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n" + json.dumps({"q": "say 2"}) + "\n")
     train(config(tiny_model, steps=2, save_every=1, keep=2, checkpoint="full"))
     out = tmp_path / "out"
     print(f"lineage: {spent_s:.4f} s of CPU, {sum(line['seconds'] for line in lines(out)):.2f} s in steps")
@@ -58,6 +60,7 @@ def test_checkpoints_name_the_calls_rewards_files_and_code_that_they_learned_fro
     }
     assert newest.all_of("traces") == sorted({str(call.trace_id) for call in calls.values()})
     assert newest.all_of("sources") == ["run"]
+    assert (newest.all_of("tasks"), newest.all_of("tenants")) == (["a" * 32], ["acme", "globex"])
     assert [Path(file["path"]).name for file in (*newest.begun["data"], *newest.begun["code"])] == [
         "tasks.jsonl", "tiny_agent.py",
     ]  # fmt: skip

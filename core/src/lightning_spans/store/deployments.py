@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from lightning_spans.schema.spans import Json
+from lightning_spans.schema.spans import SHADOW, Json
 
 Stage: TypeAlias = Literal["candidate", "shadow", "canary", "stable", "rolled_back"]
+
+
+def copy_id(call_id: str) -> str:
+    """Return the id of the record of a candidate's answer to a copy of a live call: both are deleted together."""
+    return f"{SHADOW}-{call_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,6 +207,7 @@ class HttpStore(Store):
         *,
         rollout_ids: Ids = None,
         trace_ids: Ids = None,
+        call_ids: Ids = None,
         origin: str | None = None,
         before_ns: int | None = None,
         compact: bool = False,
@@ -215,6 +216,7 @@ class HttpStore(Store):
         body = {
             "rollout_ids": None if rollout_ids is None else list(rollout_ids),
             "trace_ids": None if trace_ids is None else list(trace_ids),
+            "call_ids": None if call_ids is None else list(call_ids),
             "origin": origin,
             "before_ns": before_ns,
             "compact": compact,

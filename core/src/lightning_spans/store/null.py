@@ -95,6 +95,7 @@ class NullStore(Store):
         *,
         rollout_ids: Ids = None,
         trace_ids: Ids = None,
+        call_ids: Ids = None,
         origin: str | None = None,
         before_ns: int | None = None,
         compact: bool = False,

@@ -30,6 +30,7 @@ class Where:
         rollout_ids: of these rollouts.
         attempt_ids: of these attempts.
         trace_ids: of these traces.
+        call_ids: these calls.
         group_ids: of these groups.
         status: of rollouts with this status.
         origin: recorded under this label; that of an attempt is its rollout's.
@@ -38,6 +39,7 @@ class Where:
     rollout_ids: Ids = None
     attempt_ids: Ids = None
     trace_ids: Ids = None
+    call_ids: Ids = None
     group_ids: Ids = None
     status: RolloutStatus | None = None
     origin: str | None = None
@@ -49,6 +51,33 @@ class Where:
 
 
 ANY: Final = Where()
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteFilter:
+    """What to delete; see `Store.delete`. None filters nothing."""
+
+    rollout_ids: Ids = None
+    trace_ids: Ids = None
+    call_ids: Ids = None
+    origin: str | None = None
+    before_ns: int | None = None
+
+    def check(self) -> None:
+        """Reject a deletion without a filter, or of rollouts together with traces or calls.
+
+        Raises:
+            RefusedError: it is one of these two.
+        """
+        if self == DeleteFilter():
+            raise RefusedError("delete: say what: rollout_ids, trace_ids, call_ids, an origin or a time")
+        if self.rollout_ids is not None and not (self.trace_ids is None and self.call_ids is None):
+            raise RefusedError("delete: give rollout_ids, or trace_ids and call_ids, which belong to no rollout")
+
+    @property
+    def is_by_age(self) -> bool:
+        """Whether the time is the only filter."""
+        return self.before_ns is not None and self == DeleteFilter(before_ns=self.before_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +112,7 @@ _OF_ATTEMPTS: Final = frozenset({"rollout_ids", "attempt_ids"})
 _OF_TRACES: Final = _OF_ATTEMPTS | {"trace_ids", "origin"}
 LISTINGS: Final[Mapping[str, Listing]] = {
     "spans": Listing(Span, _OF_TRACES, lambda span: int(span.start_ns)),
-    "calls": Listing(Call, _OF_TRACES, lambda call: int(call.start_ns)),
+    "calls": Listing(Call, _OF_TRACES | {"call_ids"}, lambda call: int(call.start_ns)),
     "rewards": Listing(Reward, _OF_ATTEMPTS),
     "rollouts": Listing(Rollout, frozenset({"rollout_ids", "group_ids", "status", "origin"})),
     "attempts": Listing(AttemptRecord, _OF_ATTEMPTS | {"origin"}),
@@ -275,21 +304,24 @@ class Store(Protocol):
         *,
         rollout_ids: Ids = None,
         trace_ids: Ids = None,
+        call_ids: Ids = None,
         origin: str | None = None,
         before_ns: int | None = None,
         compact: bool = False,
     ) -> int:
         """Delete rollouts that have ended, with their attempts, spans, calls and rewards, and traces without a rollout.
 
-        Given `rollout_ids`, only of these; given `trace_ids`, only these traces, where they belong to no rollout.
-        `before_ns` keeps what ended at or after that Unix time. What waits or runs stays, and so do the marks of groups
-        that were trained on, and deployments. Assignments of a deleted attempt go with it; others go where `before_ns`
-        is the only filter. With `compact` the tables are written anew after it, so that their files hold nothing of
-        what was deleted; that takes as long as copying them, and who writes waits. Returns the number of rollouts, and
-        of spans and calls without one, that were deleted.
+        Given `rollout_ids`, only of these; given `trace_ids` or `call_ids`, only these traces and calls, if they belong
+        to no rollout. A candidate's answer to a copy of a call is deleted with the call. `before_ns` keeps what ended
+        at or after that Unix time. What waits or runs stays, and so do the marks of groups that were trained on, and
+        deployments. Assignments of a deleted attempt are deleted with it. Assignments and rewards of conversations
+        outside of attempts are deleted if `before_ns` is the only filter. With `compact` the tables are rewritten
+        afterwards, so that their files contain nothing deleted; this takes as long as copying them, and other writers
+        wait. Returns the number of deleted rollouts, and of deleted spans and calls without one.
 
         Raises:
-            RefusedError: no filter is given: nobody deletes everything by mistake.
+            RefusedError: there is no filter, so nobody deletes everything by mistake; or rollouts are named together
+                with traces or calls.
         """
         ...
 

@@ -48,6 +48,7 @@ class StepSources:
         traces: ids of traces.
         sources: sources of the rewards, and ``origin:NAME`` of data that was recorded outside this run.
         prompts: digests of system prompts by agent.
+        tasks: ids of the traces that its tasks were made of.
         lines: lines of data files, ``FILE, line N``.
         tenants: the tenants that the data belongs to.
     """
@@ -59,6 +60,7 @@ class StepSources:
     traces: Sequence[str] = ()
     sources: Sequence[str] = ()
     prompts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    tasks: Sequence[str] = ()
     lines: Sequence[str] = ()
     tenants: Sequence[str] = ()
 

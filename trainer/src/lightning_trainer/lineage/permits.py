@@ -25,6 +25,7 @@ class Unpermitted(Reason):
 
 
 _DAY_NS: Final = 86_400 * 10**9
+_SEPARATOR: Final = "; "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,16 @@ def is_expired(trace: Trace, now_ns: int | None = None) -> bool:
 def tenants_of(trace: Trace) -> set[str]:
     """Return the tenants that are named by the records of a trace."""
     return {str(said[TENANT]) for said, _ in _terms_in(trace) if said.get(TENANT)}
+
+
+def join_tenants(tenants: Iterable[str]) -> str:
+    """Return tenants as one text, as tasks and lines of data have it."""
+    return _SEPARATOR.join(sorted(tenants))
+
+
+def split_tenants(text: str) -> list[str]:
+    """Return the tenants in the text that `join_tenants` made."""
+    return text.split(_SEPARATOR)
 
 
 def _terms_in(trace: Trace) -> Iterable[tuple[Mapping[str, Any], int]]:

@@ -14,7 +14,7 @@ from lightning_trainer.lineage.chain import VerifiedChain, verify_chain
 from lightning_trainer.lineage.manifest import MANIFEST, POINTER
 
 Line = Mapping[str, Any]
-IDS: Final = ("calls", "rewards", "rollouts", "attempts", "traces")  # searchable fields of a step
+IDS: Final = ("calls", "rewards", "rollouts", "attempts", "traces", "tasks", "tenants")  # searchable fields of a step
 _NEWEST: Final = ("checkpoint-best", "checkpoint")  # in a run's folder; `serve` prefers the best
 
 

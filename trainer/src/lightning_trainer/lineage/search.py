@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_trainer.lineage.blocks import block_of
 from lightning_trainer.lineage.chain import VerifiedChain, verify_chain
 from lightning_trainer.lineage.manifest import MANIFEST, POINTER
-from lightning_trainer.lineage.reading import IDS, CheckpointLineage, Pointer, read_pointer, steps_of
+from lightning_trainer.lineage.reading import IDS, CheckpointLineage, Line, Pointer, read_pointer, steps_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def find_checkpoints(runs: Path, ids: Collection[str], key: bytes | None = None)
 
     Args:
         runs: folder of runs; checkpoints are found at any depth.
-        ids: of calls, rewards, rollouts, attempts or traces.
+        ids: of calls, rewards, rollouts, attempts or traces, and names of tenants.
         key: key that manifests must be signed with; None: signatures are not checked.
 
     Returns:
@@ -86,7 +86,26 @@ def describe(found: Sequence[AffectedCheckpoint]) -> list[str]:
     return lines
 
 
+def each_step(runs: Path) -> Iterator[Line]:
+    """Yield the steps in the manifests of all checkpoints, each once.
+
+    Raises:
+        ConfigError: a manifest was changed.
+    """
+    seen: set[str] = set()
+    for _, chain, pointer in _each_checkpoint(runs, None):
+        for place, line in steps_of(chain, pointer):
+            if chain.hashes[place] not in seen:
+                seen.add(chain.hashes[place])
+                yield line
+
+
 def _known_checkpoints(runs: Path, ids: frozenset[str], key: bytes | None) -> Iterator[_Known]:
+    for folder, chain, pointer in _each_checkpoint(runs, key):
+        yield _look_through(folder, chain, pointer, ids)
+
+
+def _each_checkpoint(runs: Path, key: bytes | None) -> Iterator[tuple[Path, VerifiedChain, Pointer]]:
     chains: dict[tuple[int, int], VerifiedChain] = {}  # by file: the checkpoints of a run link to the same file
     for path in sorted(runs.rglob(POINTER)) if runs.is_dir() else ():
         manifest, pointer = path.with_name(MANIFEST), read_pointer(path.parent)
@@ -96,7 +115,7 @@ def _known_checkpoints(runs: Path, ids: frozenset[str], key: bytes | None) -> It
         file = (status.st_dev, status.st_ino)
         if file not in chains:
             chains[file] = verify_chain(manifest, key)
-        yield _look_through(path.parent, chains[file], pointer, ids)
+        yield path.parent, chains[file], pointer
 
 
 def _look_through(folder: Path, chain: VerifiedChain, pointer: Pointer, ids: frozenset[str]) -> _Known:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_trainer.lineage.facts import read_facts
 from lightning_trainer.lineage.manifest import RunFacts, StepSources, sorted_once
+from lightning_trainer.lineage.permits import split_tenants
 from lightning_trainer.session.programs import digest, system_prompt
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch.batch import Batch
+
+Task: TypeAlias = "Mapping[str, Any]"
 
 
 def run_facts(config: TrainConfig) -> RunFacts:
@@ -26,12 +29,14 @@ def run_facts(config: TrainConfig) -> RunFacts:
     )
 
 
-def sources_of(batch: Batch, traces: Iterable[Trace]) -> StepSources:
+def sources_of(batch: Batch, traces: Iterable[Trace], tasks: Mapping[str, Task]) -> StepSources:
     """Return what a batch is made of.
 
     Args:
         batch: its rows are learned, and all rewards of its groups are compared.
         traces: at least those of the batch's attempts.
+        tasks: at least those of the batch's rollouts, by rollout. A task that was made of a live trace names it, and
+            its tenants.
     """
     rows = {(row.attempt_id, span_id) for row in batch.rows for span_id, _ in row.calls}
     attempts = {row.attempt_id for row in batch.rows}
@@ -41,12 +46,21 @@ def sources_of(batch: Batch, traces: Iterable[Trace]) -> StepSources:
     prompts: defaultdict[str, set[str]] = defaultdict(set)
     for call in batch.calls:
         prompts[call.transition.agent or ""].add(digest(system_prompt(call.transition.request)))
+    rollouts = sorted_once(row.rollout_id for row in batch.rows)
+    live = [task for one in rollouts if _text(task := tasks.get(one, {}), "trace_id")]
     return StepSources(
         calls=sorted_once(node.call.call_id for node in learned if node.call is not None),
         rewards=sorted_once(reward.reward_id for reward in rewards),
-        rollouts=sorted_once(row.rollout_id for row in batch.rows),
+        rollouts=rollouts,
         attempts=sorted_once(attempts),
         traces=sorted_once(node.span.trace_id for node in learned),
+        tasks=sorted_once(_text(task, "trace_id") for task in live),
+        tenants=sorted_once(name for task in live for name in split_tenants(_text(task, "tenant"))),
         sources=sorted_once(reward.source for reward in rewards),
         prompts={agent: sorted(digests) for agent, digests in sorted(prompts.items())},
     )
+
+
+def _text(task: Task, name: str) -> str:
+    value = task.get(name)
+    return value if isinstance(value, str) else ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_spans.adapter.trace import Node, Trace
 from lightning_spans.schema.spans import CHAT, REQUEST
-from lightning_trainer.lineage.permits import tenants_of
+from lightning_trainer.lineage.permits import join_tenants, tenants_of
 from lightning_trainer.rl.told import chat_messages, texts_of
 
 _ASKED = ("messages", "input", "prompt", "contents")
@@ -38,7 +38,7 @@ def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]
             "agents": list(trace.agents),
             "origin": chats[0].span.origin,
             "trace_id": chats[0].span.trace_id,
-            **({"tenant": "; ".join(tenants)} if (tenants := sorted(tenants_of(trace))) else {}),
+            **({"tenant": join_tenants(tenants)} if (tenants := tenants_of(trace)) else {}),
         }
 
 

@@ -16,11 +16,11 @@ from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward, as_reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store.deployments import Assignment, Deployment
-from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, listing_of
+from lightning_spans.store.protocol import ANY, PAGE, DeleteFilter, Ids, Page, Store, Where, listing_of
 from lightning_spans.store.sql import queue as q
 from lightning_spans.store.sql import rows, schema
 from lightning_spans.store.sql.database import insert_new, insert_new_ids, pauses_s
-from lightning_spans.store.sql.delete import Doomed, delete_assignments, delete_loose, delete_rollouts
+from lightning_spans.store.sql.delete import delete_conversations, delete_loose, delete_rollouts, parts_of
 from lightning_spans.store.sql.lease import LeaseClock
 from lightning_spans.store.sql.opening import open_database
 from lightning_spans.store.sql.read import read_page
@@ -187,6 +187,7 @@ class SqlStore(Store):
         *,
         rollout_ids: Ids = None,
         trace_ids: Ids = None,
+        call_ids: Ids = None,
         origin: str | None = None,
         before_ns: int | None = None,
         compact: bool = False,
@@ -195,18 +196,13 @@ class SqlStore(Store):
 
         The space is used again; a SQLite file gets no smaller without `compact`.
         """
-        if all(given is None for given in (rollout_ids, trace_ids, origin, before_ns)):
-            raise RefusedError("delete: say what: rollout_ids, trace_ids, an origin or a time")
+        wanted = DeleteFilter(rollout_ids, trace_ids, call_ids, origin, before_ns)
+        wanted.check()
         deleted = 0
-        if trace_ids is None:
-            for ids in q.chunks(rollout_ids) if rollout_ids is not None else [None]:
-                deleted += self._delete_rollouts(Doomed(ids, None, origin, before_ns))
-        if rollout_ids is None:
-            for ids in q.chunks(trace_ids) if trace_ids is not None else [None]:
-                for table in (schema.spans, schema.calls):
-                    deleted += self._delete_loose(table, Doomed(None, ids, origin, before_ns))
-        if before_ns is not None and rollout_ids is None and trace_ids is None and origin is None:
-            self._writer.do(lambda connection: delete_assignments(connection, before_ns))
+        for table, part in parts_of(wanted):
+            deleted += self._delete_rollouts(part) if table is schema.rollouts else self._delete_loose(table, part)
+        if wanted.is_by_age:
+            self._writer.do(partial(delete_conversations, before_ns=before_ns or 0))
         if deleted or compact:
             self._clear_away(compact=compact)
         return deleted
@@ -220,16 +216,16 @@ class SqlStore(Store):
         except (SQLAlchemyError, self._database.error) as error:
             raise StoreError(f"store {self.name} deleted, but could not clear away what was left: {error}") from error
 
-    def _delete_rollouts(self, doomed: Doomed) -> int:
+    def _delete_rollouts(self, wanted: DeleteFilter) -> int:
         deleted = 0
-        while some := self._writer.do(lambda connection: delete_rollouts(connection, doomed, _DELETED_AT_ONCE)):
+        while some := self._writer.do(lambda connection: delete_rollouts(connection, wanted, _DELETED_AT_ONCE)):
             deleted += some
         return deleted
 
-    def _delete_loose(self, table: Table, doomed: Doomed) -> int:
+    def _delete_loose(self, table: Table, wanted: DeleteFilter) -> int:
         deleted, after = 0, 0
         while True:
-            some, until = self._writer.do(partial(delete_loose, table=table, doomed=doomed, after=after))
+            some, until = self._writer.do(partial(delete_loose, table=table, wanted=wanted, after=after))
             deleted += some
             if until is None:
                 return deleted

@@ -25,8 +25,8 @@ from lightning_spans.schema.attempts import (
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward, as_reward
 from lightning_spans.schema.spans import Span
-from lightning_spans.store.deployments import Assignment, Deployment
-from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, check_rollouts, listing_of
+from lightning_spans.store.deployments import Assignment, Deployment, copy_id
+from lightning_spans.store.protocol import ANY, PAGE, DeleteFilter, Ids, Page, Store, Where, check_rollouts, listing_of
 
 R = TypeVar("R")
 
@@ -214,33 +214,67 @@ class MemoryStore(Store):
         *,
         rollout_ids: Ids = None,
         trace_ids: Ids = None,
+        call_ids: Ids = None,
         origin: str | None = None,
         before_ns: int | None = None,
         compact: bool = False,  # noqa: ARG002 - nothing is left of what is deleted
     ) -> int:
         """Delete ended rollouts with everything that belongs to them, and traces without a rollout."""
-        if all(given is None for given in (rollout_ids, trace_ids, origin, before_ns)):
-            raise RefusedError("delete: say what: rollout_ids, trace_ids, an origin or a time")
+        filters = DeleteFilter(rollout_ids, trace_ids, call_ids, origin, before_ns)
+        filters.check()
         with self._open() as kept:
-            wanted = _record_filter(Where(rollout_ids=rollout_ids, origin=origin))
-            loose = _record_filter(Where(trace_ids=trace_ids, origin=origin))
-            gone = {one.rollout_id for one in kept.rollouts.values() if wanted(one) and self._is_over(one, before_ns)}
-            gone = gone if trace_ids is None else set()
+            gone = set() if trace_ids is not None or call_ids is not None else self._ended(filters)
             deleted = len(gone)
+            calls = {one.call_id for one in kept.calls.values() if one.rollout_id in gone}
             if rollout_ids is None:
-                for table in (kept.spans, kept.calls):
-                    deleted += _drop(
-                        table,
-                        lambda one: one.rollout_id not in kept.rollouts and loose(one) and _before(one, before_ns),
-                    )
+                loose = self._loose_filter(filters)
+                calls |= {one.call_id for one in kept.calls.values() if loose(one)}
+                deleted += _drop(kept.spans, loose)
+            calls |= {copy_id(one) for one in calls}
+            deleted += _drop(kept.calls, lambda one: one.call_id in calls and one.rollout_id not in gone)
             for records in (kept.spans, kept.calls, kept.rewards, kept.rollouts):
                 _drop(records, lambda one: one.rollout_id in gone)
             old = {one.attempt_id for one in kept.attempts.values() if one.rollout.rollout_id in gone}
             _drop(kept.assignments, lambda one: one.attempt_id in old)
             _drop(kept.attempts, lambda one: one.rollout.rollout_id in gone)
-            if before_ns is not None and rollout_ids is None and trace_ids is None and origin is None:
-                _drop(kept.assignments, lambda one: one.at_ns < before_ns and one.attempt_id not in kept.attempts)
+            if filters.is_by_age:
+                self._drop_conversations(before_ns or 0)
             return deleted
+
+    def _ended(self, filters: DeleteFilter) -> set[str]:
+        wanted = _record_filter(Where(rollout_ids=filters.rollout_ids, origin=filters.origin))
+        rollouts = self._kept.rollouts.values()
+        return {one.rollout_id for one in rollouts if wanted(one) and self._is_over(one, filters.before_ns)}
+
+    def _loose_filter(self, filters: DeleteFilter) -> Callable[[Any], bool]:
+        """Return whether a span or call belongs to no rollout and passes the filters."""
+        wanted, named = _record_filter(Where(origin=filters.origin)), (filters.trace_ids, filters.call_ids)
+
+        def passes(one: Any) -> bool:
+            ids = (one.trace_id, getattr(one, "call_id", None))
+            is_named = named == (None, None) or any(
+                one_id in (those or ()) for one_id, those in zip(ids, named, strict=True)
+            )
+            return (
+                one.rollout_id not in self._kept.rollouts
+                and wanted(one)
+                and is_named
+                and _before(one, filters.before_ns)
+            )
+
+        return passes
+
+    def _drop_conversations(self, before_ns: int) -> None:
+        kept = self._kept
+        old = {one.attempt_id for one in kept.assignments.values() if one.at_ns < before_ns} - kept.attempts.keys()
+        _drop(kept.assignments, lambda one: one.at_ns < before_ns and one.attempt_id in old)
+        _drop(
+            kept.rewards,
+            lambda one: (
+                one.rollout_id not in kept.rollouts
+                and (one.attempt_id in old or (one.given_ns or before_ns) < before_ns)
+            ),
+        )
 
     def _is_over(self, rollout: Rollout, before_ns: int | None) -> bool:
         tries = [one for one in self._kept.attempts.values() if one.rollout.rollout_id == rollout.rollout_id]

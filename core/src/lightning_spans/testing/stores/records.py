@@ -14,9 +14,9 @@ from lightning_spans.errors import RefusedError, RewardError, StoreError
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
-from lightning_spans.schema.spans import Span
+from lightning_spans.schema.spans import SHADOW, Span
 from lightning_spans.store import Store
-from lightning_spans.store.deployments import Assignment, Deployment
+from lightning_spans.store.deployments import Assignment, Deployment, copy_id
 from lightning_spans.store.protocol import Page, Where, each
 from lightning_spans.testing.stores import samples
 from lightning_spans.testing.stores.samples import (
@@ -300,6 +300,48 @@ class RecordPromises:
         assert store.delete(trace_ids=[spans[1].trace_id, other.trace_id]) == 2
         assert store.delete(origin=origin) == 2  # the young call, and the rollout
         assert store.rollouts(origin=origin) == []
+
+    def test_a_copy_for_a_shadow_is_deleted_with_its_call(self, store: Store) -> None:
+        """If it fails: every way to delete a call must also delete the call whose id is `copy_id` of it."""
+        origin, trace_id = an_id(), an_id()
+        (rollout,) = rollouts = [a_rollout(origin=an_id())]
+        store.enqueue(rollouts)
+        (attempt,) = store.claim("worker")
+        ids = {"rollout_id": rollout.rollout_id, "attempt_id": attempt.attempt_id}
+        store.finish(attempt.attempt_id, attempt.fence, status="succeeded")
+        calls = [
+            a_call(**ids),
+            a_call(trace_id=trace_id),
+            a_call(),
+            a_call(origin=origin, start_ns=1_000, end_ns=2_000),
+            a_call(),
+        ]
+        copies = [a_call(call_id=copy_id(one.call_id), origin=SHADOW) for one in calls]
+        store.add_calls([*calls, *copies])
+        own = {one.call_id for one in (*calls, *copies)}
+        deletions: list[dict[str, Any]] = [
+            {"rollout_ids": [rollout.rollout_id]},
+            {"trace_ids": [trace_id]},
+            {"call_ids": [calls[2].call_id, calls[0].call_id]},
+            {"origin": origin, "before_ns": 3_000},
+        ]
+        for number, filters in enumerate(deletions, start=1):
+            assert store.delete(**filters) == 2
+            kept = {one.call_id for one in (*calls[number:], *copies[number:])}
+            assert {one.call_id for one in store.calls()} & own == kept
+
+    def test_old_rewards_of_conversations_are_deleted(self, store: Store) -> None:
+        """If it fails: a reward outside of attempts is as old as its conversation's assignment."""
+        old, young = (a_reward(rollout_id=one, attempt_id=one) for one in (an_id(), an_id()))
+        store.add_rewards([old, young])
+        store.add_assignments(
+            [
+                an_assignment(attempt_id=old.attempt_id, at_ns=1_000),
+                an_assignment(attempt_id=young.attempt_id, at_ns=2_000),
+            ]
+        )
+        store.delete(before_ns=2_000)
+        assert store.rewards(attempt_ids=[old.attempt_id, young.attempt_id]) == [young]
 
     def test_nobody_deletes_everything_by_mistake(self, store: Store) -> None:
         """If it fails: refuse a deletion without any filter."""

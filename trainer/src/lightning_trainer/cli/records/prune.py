@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,11 +14,19 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.common import reading
-from lightning_trainer.flags.files import key_file_option, origin_option, rollouts_option, runs_option, store_option
+from lightning_trainer.flags.files import (
+    key_file_option,
+    origin_option,
+    rollouts_option,
+    runs_option,
+    store_option,
+    tenant_option,
+)
 from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:
     from lightning_spans.store import Store
+    from lightning_spans.store.protocol import DeleteFilter
     from lightning_trainer.lineage.search import AffectedCheckpoint
 
 _EXAMPLE: Final = (
@@ -46,6 +55,14 @@ def _age_s(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option(
     "--trace", "traces", multiple=True, metavar="ID", help="Only this trace, which has no rollout. May be repeated."
 )
+@click.option(
+    "--call",
+    "calls",
+    multiple=True,
+    metavar="ID",
+    help="Only this model call, which has neither a rollout nor a trace. May be repeated.",
+)
+@tenant_option("Delete the live traces that name this tenant.")
 @click.option("--expired", is_flag=True, help="Delete live traces that are past the retention that they state.")
 @runs_option
 @click.option(
@@ -67,6 +84,8 @@ def command(
     origin: str | None,
     rollouts: Sequence[str],
     traces: Sequence[str],
+    calls: Sequence[str],
+    tenant: str | None,
     expired: bool,
     runs: Path,
     block_checkpoints: bool,
@@ -78,93 +97,111 @@ def command(
     """Delete old traces: rollouts that ended, with all their records, and traces without a rollout.
 
     Waiting and running rollouts are kept, and so is the record of which groups were trained on. The store may be in
-    use: rows are deleted in small steps.
+    use: rows are deleted in small steps. A candidate's answers to copies of live calls are deleted with these calls.
 
-    If traces or rollouts are named, the checkpoints that learned from them are listed, and blocked with
-    --block-checkpoints.
+    The checkpoints that learned from what is deleted are listed, and blocked with --block-checkpoints.
     """
-    from lightning_trainer.lineage.blocks import block_checkpoint
-    from lightning_trainer.lineage.search import describe
+    from lightning_spans.store.protocol import DeleteFilter
+    from lightning_trainer.lineage.deletion import find_deleted
+    from lightning_trainer.lineage.search import describe, find_checkpoints
 
-    _refuse_contradictions(age_s, origin, rollouts, traces, expired=expired, block_checkpoints=block_checkpoints)
+    before_ns = None if age_s is None else time.time_ns() - int(age_s * 1e9)
+    named = DeleteFilter(
+        rollout_ids=rollouts or None,
+        trace_ids=traces or None,
+        call_ids=calls or None,
+        origin=origin,
+        before_ns=before_ns,
+    )
+    _refuse_contradictions(named, found=expired or tenant is not None)
     with reading(store, key_file) as opened:
-        if expired:
-            traces = _find_expired(opened, origin)
-            if not traces:
-                click.echo("deleted: 0 (no trace is past its retention)")
-                return
-        affected = _find_affected(runs, [*rollouts, *traces])
+        _refuse_owned(opened, calls)
+        wanted = _find_traces(opened, origin, tenant, expired=expired) if expired or tenant is not None else named
+        ids = find_deleted(opened, runs, wanted) | ({tenant} if tenant is not None and not expired else set())
+        affected = find_checkpoints(runs, ids) if ids else []  # before the deletion, which a broken manifest stops
         if not yes:
-            _ask(_describe_choice(origin, len(rollouts or traces), age_s, store))
-        deleted = opened.delete(
-            rollout_ids=rollouts or None,
-            trace_ids=traces or None,
-            origin=origin,
-            before_ns=None if age_s is None else time.time_ns() - int(age_s * 1e9),
-            compact=compact,
-        )
-    if not deleted and (rollouts or traces):
+            _ask(_describe_choice(wanted, store, len(affected)))
+        if block_checkpoints:
+            _block(affected)
+        deleted = opened.delete(**asdict(wanted), compact=compact)
+    if not deleted and (rollouts or traces or calls):
         raise ConfigError(
-            f"prune: nothing was deleted. The named traces or rollouts are not in {store}, are waiting or running, or"
-            " do not match the other filters."
+            f"prune: nothing was deleted. The named rollouts, traces or calls are not in {store}, are waiting or"
+            " running, or do not match the other filters."
         )
     click.echo(f"deleted: {deleted} (rollouts, and spans and calls without one)")
-    if block_checkpoints:
-        for one in affected:
-            block_checkpoint(one.folder, "it learned from traces that were deleted", one.ids)
     for line in describe(affected):
         click.echo(printable(line))
 
 
-def _refuse_contradictions(
-    age_s: float | None,
-    origin: str | None,
-    rollouts: Sequence[str],
-    traces: Sequence[str],
-    *,
-    expired: bool,
-    block_checkpoints: bool,
-) -> None:
+def _refuse_contradictions(named: DeleteFilter, *, found: bool) -> None:
     """Reject options that contradict each other or name nothing.
+
+    Args:
+        named: what the options name.
+        found: whether the traces are found by their tenant or retention.
 
     Raises:
         ConfigError: names the options, and what to do.
     """
-    named = bool(rollouts or traces)
-    if expired and (age_s is not None or named):
-        raise ConfigError("prune: --expired finds the traces itself. Leave out --older-than, --rollout and --trace.")
-    if age_s is None and origin is None and not (named or expired):
-        raise ConfigError("prune: say what to delete: --older-than, --origin, --rollout, --trace or --expired.")
-    if block_checkpoints and not (named or expired):
-        raise ConfigError("prune: --block-checkpoints needs traces: give --trace, --rollout or --expired.")
-    if rollouts and traces:
-        raise ConfigError("prune: --trace is for traces without a rollout. Give either --rollout or --trace.")
+    ids = (named.rollout_ids, named.trace_ids, named.call_ids)
+    if found and (named.before_ns is not None or any(ids)):
+        raise ConfigError(
+            "prune: --expired and --tenant find the traces themselves. Leave out --older-than, --rollout, --trace and"
+            " --call."
+        )
+    if named == type(named)() and not found:
+        raise ConfigError(
+            "prune: say what to delete: --older-than, --origin, --rollout, --trace, --call, --tenant or --expired."
+        )
+    if named.rollout_ids and (named.trace_ids or named.call_ids):
+        raise ConfigError(
+            "prune: --trace and --call are for records without a rollout. Give either --rollout or these."
+        )
 
 
-def _describe_choice(origin: str | None, named: int, age_s: float | None, store: str) -> str:
-    """Return the question to confirm before the deletion."""
-    what = "of every origin" if origin is None else f"of origin {origin}"
-    count = f", {named} named" if named else ""
-    return f"Delete traces {what}{count}{'' if age_s is None else ', by age'} in {store}?"
+def _refuse_owned(store: Store, calls: Sequence[str]) -> None:
+    """Reject calls of a rollout or a trace, whose other records would keep their text.
 
-
-def _find_expired(store: Store, origin: str | None) -> list[str]:
-    """Return the ids of the traces past their retention."""
-    from lightning_spans.store.traces import each_trace
-    from lightning_trainer.lineage.permits import is_expired
-
-    found = (trace for trace in each_trace(store, origin=origin) if trace.attempt_id is None and is_expired(trace))
-    return sorted({node.span.trace_id for trace in found for node in trace})
-
-
-def _find_affected(runs: Path, ids: Sequence[str]) -> list[AffectedCheckpoint]:
-    """Return the checkpoints that learned from these ids.
-
-    It runs before the deletion, which a broken manifest stops.
+    Raises:
+        ConfigError: names the call, and what to delete instead.
     """
-    from lightning_trainer.lineage.search import find_checkpoints
+    from lightning_spans.schema.calls import Call
+    from lightning_spans.store.protocol import Where, each
 
-    return find_checkpoints(runs, ids) if ids else []
+    for call in each(store, Call, Where(call_ids=calls)) if calls else ():
+        owner = f"--rollout {call.rollout_id}" if call.rollout_id is not None else f"--trace {call.trace_id}"
+        if call.rollout_id is not None or call.trace_id is not None:
+            raise ConfigError(f"prune: other records have the text of call {call.call_id}, too. Give {owner}.")
+
+
+def _find_traces(store: Store, origin: str | None, tenant: str | None, *, expired: bool) -> DeleteFilter:
+    """Find the traces of a tenant, or past their retention."""
+    from lightning_trainer.lineage.deletion import name_traces
+    from lightning_trainer.lineage.permits import is_expired, tenants_of
+
+    return name_traces(
+        store,
+        origin,
+        lambda trace: (tenant is None or tenant in tenants_of(trace)) and (not expired or is_expired(trace)),
+    )
+
+
+def _describe_choice(wanted: DeleteFilter, store: str, affected: int) -> str:
+    """Return the question to confirm before the deletion."""
+    what = "of every origin" if wanted.origin is None else f"of origin {wanted.origin}"
+    ids = [one for named in (wanted.rollout_ids, wanted.trace_ids, wanted.call_ids) for one in named or ()]
+    count = f", {len(ids)} named" if ids else ""
+    learned = f" {affected} checkpoints learned from them." if affected else ""
+    return f"Delete traces {what}{count}{'' if wanted.before_ns is None else ', by age'} in {store}?{learned}"
+
+
+def _block(affected: Sequence[AffectedCheckpoint]) -> None:
+    """Block checkpoints. It comes before the deletion: if the command is killed, none of them stays unblocked."""
+    from lightning_trainer.lineage.blocks import block_checkpoint
+
+    for one in affected:
+        block_checkpoint(one.folder, "it learned from traces that were deleted", one.ids)
 
 
 def _ask(question: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_trainer.flags.common import print_json, screen
-from lightning_trainer.flags.files import admin_key_flag, json_flag
+from lightning_trainer.flags.files import admin_key_flag, json_flag, tenant_option
 from lightning_trainer.flags.group import group_options
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _TERMS = group_options(  # of the data that is sent with a key
     click.option("--source", metavar="NAME", help="Where the data comes from."),
     click.option("--retention-days", type=float, help="Days after which it is neither used nor kept."),
     click.option("--consent", type=click.Choice(["granted", "denied"]), help="Whether it may be learned from."),
-    click.option("--tenant", metavar="NAME", help="Tenant of all data that comes with this key."),
+    tenant_option("Tenant of all data that comes with this key."),
 )
 
 

@@ -146,6 +146,7 @@ class PendingCall:
     requested: RequestedCall
     routed: RoutedCall
     sampled: SampledCall = field(default_factory=SampledCall)
+    call_id: str = field(default_factory=lambda: os.urandom(16).hex())
 
     @property
     def response_id(self) -> str:
@@ -176,7 +177,7 @@ class PendingCall:
         requested, routed, sampled = self.requested, self.routed, self.sampled
         left_out = {**sampled.left_out, **requested.left_out}
         return Call(
-            call_id=os.urandom(16).hex(),
+            call_id=self.call_id,
             response_id=self.response_id,
             start_ns=requested.start_ns,
             end_ns=max(requested.start_ns, time.time_ns()),

@@ -16,7 +16,7 @@ from lightning_trainer.kits.export.chat import Message, exchange, spoken
 from lightning_trainer.kits.export.episodes import StoredEpisode, digest
 from lightning_trainer.kits.export.files import Line
 from lightning_trainer.kits.export.wanted import Unexported, Wanted
-from lightning_trainer.lineage.permits import tenants_of
+from lightning_trainer.lineage.permits import join_tenants, tenants_of
 from lightning_trainer.rl.account import Untrained
 from lightning_trainer.rl.rows import why_no_tokens
 
@@ -153,7 +153,7 @@ def _lineage(branch: Branch, episode: StoredEpisode) -> Line:
     return {
         "call_ids": [node.call.call_id for node in own if node.call is not None],
         "trace_id": own[-1].span.trace_id if own else None,
-        **({"tenant": "; ".join(tenants)} if (tenants := sorted(tenants_of(episode.trace))) else {}),
+        **({"tenant": join_tenants(tenants)} if (tenants := tenants_of(episode.trace)) else {}),
         "reward_ids": [reward.reward_id for reward in episode.trace.rewards],
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind, StepRollouts
@@ -48,8 +48,16 @@ class LineageCallback(Callback):
         if not self._begun:
             self._manifest.begin(run_facts(self._run.config), rollouts.step)
             self._begun = True
-        self._manifest.add_step(rollouts.step, sources_of(batch, [*rollouts.seen, *self._more_traces(batch, rollouts)]))
+        traces = [*rollouts.seen, *self._more_traces(batch, rollouts)]
+        self._manifest.add_step(rollouts.step, sources_of(batch, traces, self._tasks(batch, rollouts)))
         return batch, {}
+
+    def _tasks(self, batch: Batch, rollouts: StepRollouts) -> dict[str, Mapping[str, Any]]:
+        """Return the tasks of a batch by rollout; those of rows that another callback added are in the store."""
+        tasks = {one.rollout.rollout_id: one.rollout.task for one in rollouts.outcomes}
+        added = {row.rollout_id for row in batch.rows} - tasks.keys()
+        more = self._run.store.rollouts(rollout_ids=sorted(added)) if added else []
+        return {**tasks, **{one.rollout_id: one.task for one in more}}
 
     def _more_traces(self, batch: Batch, rollouts: StepRollouts) -> list[Trace]:
         """Read the traces of rows that were added by another callback."""

@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Show what a checkpoint learned from, or which checkpoints learned from a call.
 
-    CHECKPOINT is a run's folder or a checkpoint. ID is that of a call, reward, rollout, attempt or trace. The lineage
-    is verified: a line that was changed is an error.
+    CHECKPOINT is a run's folder or a checkpoint. ID is that of a call, reward, rollout, attempt, trace or tenant. The
+    lineage is verified: a line that was changed is an error.
 
     JSON has the keys calls, rewards, sources, checkpoints and tainted. For a checkpoint, checkpoints are itself and
     those that it started from, and tainted those among them that are blocked. For an ID, checkpoints learned from it,
@@ -83,7 +83,7 @@ def _checkpoint_json(lineage: CheckpointLineage, runs: Path) -> dict[str, Any]:
     folders = [lineage.checkpoint, *find_ancestors(runs, lineage)]
     begun = lineage.begun
     return {
-        **{name: lineage.all_of(name) for name in (*IDS, "sources", "lines", "tenants")},
+        **{name: lineage.all_of(name) for name in (*IDS, "sources", "lines")},
         "prompts": lineage.prompts,
         **{name: begun.get(name) for name in ("model", "data", "code", "options")},
         "steps": len(lineage.steps),

@@ -9,6 +9,7 @@ from lightning_trainer.kits.sft.config import SftConfig
 from lightning_trainer.kits.sft.data import Example, is_store
 from lightning_trainer.lineage.facts import read_facts
 from lightning_trainer.lineage.manifest import Manifest, RunFacts, StepSources, mark_checkpoint, sorted_once
+from lightning_trainer.lineage.permits import split_tenants
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.session.programs import digest, system_prompt
 
@@ -72,7 +73,12 @@ def sources_of_examples(examples: Sequence[Example]) -> StepSources:
     return StepSources(
         **found,
         lines=sorted_once(example.source for example in examples),
-        tenants=sorted_once(name for example in examples for name in example.provenance.get("tenant", ())),
+        tenants=sorted_once(
+            name
+            for example in examples
+            for text in example.provenance.get("tenant", ())
+            for name in split_tenants(text)
+        ),
         sources=sorted(f"origin:{origin}" for origin in origins),
         prompts={agent: sorted(digests) for agent, digests in sorted(prompts.items())},
     )

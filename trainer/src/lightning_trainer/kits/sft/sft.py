@@ -32,6 +32,7 @@ from lightning_trainer.kits.sft.render import Renderer
 from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, forget, learning_folder
 from lightning_trainer.kits.sft.resume import read as read_state
 from lightning_trainer.kits.sft.standing import STATE_NAME, Kept
+from lightning_trainer.lineage.permits import split_tenants
 from lightning_trainer.models import look
 from lightning_trainer.policies import parse
 from lightning_trainer.report.metrics import MetricLog, write_atomically
@@ -156,7 +157,7 @@ class Data:
         """Tenants of live traces in the data, as `export` writes them into lines."""
         parts = (self.training, self.held_out, *(self.worse or ()))
         said = (each.provenance for part in parts for each in part if "origin" in each.provenance)
-        return {name for one in said for text in one.get("tenant", ()) for name in text.split("; ")}
+        return {name for one in said for text in one.get("tenant", ()) for name in split_tenants(text)}
 
     @property
     def digest(self) -> str:

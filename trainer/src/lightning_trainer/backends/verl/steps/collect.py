@@ -177,7 +177,9 @@ class RolloutCollector:
         self._store.add_rewards(batch.automatic)
         self._agents |= {name for name in batch.agents if name is not None}
         self._refuse_barren(batch, ended)
-        self._sources[prompt.uid] = sources_of(batch, traces.found)
+        self._sources[prompt.uid] = sources_of(
+            batch, traces.found, {one.rollout.rollout_id: one.rollout.task for one in ended}
+        )
         rows: dict[str, list[Row]] = defaultdict(list)
         for row in batch.rows:
             rows[row.rollout_id].append(row)

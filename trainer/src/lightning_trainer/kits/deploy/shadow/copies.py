@@ -21,7 +21,7 @@ from starlette.types import Message
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import SHADOW
 from lightning_spans.store import Store
-from lightning_spans.store.deployments import Deployment
+from lightning_spans.store.deployments import Deployment, copy_id
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.calls.incoming import IncomingCall
 from lightning_trainer.gateway.calls.models import ServedModel
@@ -166,12 +166,13 @@ class ShadowCopies:
         self._count("answered" if call.error is None else "failed")
 
     async def _keep(self, live: LiveCall, call: Call, mark: dict[str, Any]) -> None:
-        """Write the record without the request, which the live call has. It is deleted with that call's trace."""
+        """Write the record without the request, which the live call has. It is deleted with that call."""
         name, number = live.deployment.agent, live.deployment.number
         uncopied = {why: self._uncopied.pop((name, number, why), 0) for why in ("dropped", "off path")}
         marks = {MARK: number, SHADOW: {**mark, **uncopied}}
-        trace_id = live.requested.trace_id
-        kept = replace(call, origin=SHADOW, trace_id=trace_id, request={}, sampling={**call.sampling, **marks})
+        kept = replace(
+            call, call_id=copy_id(live.answer.call_id), origin=SHADOW, request={}, sampling={**call.sampling, **marks}
+        )
         try:
             await asyncio.to_thread(self._store.add_calls, [kept])
         except BaseException:
