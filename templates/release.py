@@ -16,7 +16,7 @@ def projects(root: Path = ROOT) -> list[Path]:
     """Return the pyproject of every distribution, and of the template for new ones."""
     return sorted(
         path
-        for folder in ("core", "plugins/*", "trainer", "templates/plugin")
+        for folder in ("core", "conformance", "plugins/*", "trainer", "templates/plugin")
         for path in root.glob(f"{folder}/pyproject.toml")
     )
 

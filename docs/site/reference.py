@@ -273,7 +273,7 @@ def _must_be_documented(thing: Any) -> None:
 NOT_LISTED: Final = {
     "lightning_spans.store",  # what it has is public as lightning_spans.open_store and Store
     "lightning_trainer.models",  # what names of models mean is a page for users: docs/how-to/own-model.md
-    "lightning_spans.testing.plugins.suite",  # public as lightning_spans.testing
+    "lightning_conformance.plugins.suite",  # public as lightning_conformance
     "lightning_trainer.backends.torch",  # what backends are made of; their options are in the configuration
 }
 

@@ -25,7 +25,7 @@ def count(home: str | None, names: str) -> int:
         folder = ROOT / HOMES[home] / name
         if not folder.is_dir():
             raise ValueError(f"{PAGE.name} names {name!r}, which is not a folder.")
-        sources = folder.glob("*/src/**/*.py") if name == "plugins" else folder.rglob("*.py")
+        sources = folder.glob("**/src/**/*.py") if home is None else folder.rglob("*.py")
         lines += sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources)
     return round(lines, -2)
 

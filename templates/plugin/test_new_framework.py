@@ -8,8 +8,7 @@ import pytest
 openai = pytest.importorskip("openai")
 
 import lightning_new_framework
-from lightning_new_framework.example import Agent
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -18,6 +17,7 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_new_framework.example import Agent
 
 
 def make(name, url, *tools, **options):

@@ -25,12 +25,12 @@ import httpx
 from model import batch_problems, lost, queue_problems, trace_problems
 from parts import PARTS, Run
 
+from lightning_conformance.stores.samples import a_span
 from lightning_spans.record.delivery.outbox import Spool
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.json import to_json
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import open_store
-from lightning_spans.testing.stores.samples import a_span
 
 WEIGHTS = {"server": 3, "runner": 1, "agent": 8, "trainer": 2}
 MOST_WITHOUT_BATCH = 10  # kills

@@ -18,13 +18,13 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # else it fetches prices wh
 
 import litellm
 
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_openai import patch
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.hooks import installed
 from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.server import ScriptedServer
 from support.gateway.litellm import (
     USER,
     WAYS,

@@ -15,11 +15,11 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # else it fetches prices wh
 import litellm
 from pydantic import BaseModel
 
+from lightning_conformance.plugins.script import Reply
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.replays import Replay
-from lightning_spans.testing.plugins.script import Reply
-from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.gateway.settings import Routing
 from support.fakes import FakeEngine, served
 from support.gateway.litellm import USER, WAYS, chats, complete, complete_async, options, stream, stream_async

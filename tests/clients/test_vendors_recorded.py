@@ -14,12 +14,12 @@ cohere = pytest.importorskip("cohere")
 
 from google.genai import errors, types
 
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans import Attempt as Attached
 from lightning_spans import agent, attach, use_attempt
 from lightning_spans.chat.response import read_answer
 from lightning_spans.record import unrecorded
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.server import ScriptedServer
 from support.gateway.client_calls import CALL
 from support.gateway.vendors import Vendors
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from lightning_conformance.stores.samples import a_call, a_reward, a_span
 from lightning_spans.adapter.adapt import adapt
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.hooks import manager
 from lightning_spans.schema.calls import Choice
 from lightning_spans.schema.spans import EXECUTE_TOOL, REQUEST, REQUEST_MODEL, RESPONSE, RESPONSE_ID, Span
 from lightning_spans.schema.transitions import Tokens
-from lightning_spans.testing.stores.samples import a_call, a_reward, a_span
 
 T = "0af7651916cd43dd8448eb211c80319c"
 OURS = {"rollout_id": "r", "attempt_id": "a"}

@@ -23,17 +23,17 @@ sys.path[:0] = [str(TEMPLATE), str(TEMPLATE / "src")]
 from opentelemetry import context as otel_context
 from test_new_framework import TestConformance as Toy
 
+from lightning_conformance import PluginConformance
+from lightning_conformance.plugins import threads
+from lightning_conformance.plugins.harmless import finishes
+from lightning_conformance.plugins.program import record
+from lightning_conformance.plugins.threads import at_once
 from lightning_new_framework import plugin
 from lightning_new_framework.example import Agent
 from lightning_openai import patch
 from lightning_spans import Attempt, hooks
 from lightning_spans.errors import ReplayEndedError
 from lightning_spans.schema import spans as names
-from lightning_spans.testing import PluginConformance
-from lightning_spans.testing.plugins import threads
-from lightning_spans.testing.plugins.harmless import finishes
-from lightning_spans.testing.plugins.program import record
-from lightning_spans.testing.plugins.threads import at_once
 
 PROMISES = [name for name in dir(PluginConformance) if name.startswith("test_")]
 
@@ -356,10 +356,10 @@ BROKEN = {
         "lightning_spans.record.delivery.sink.BatchSink.put", delivers_in_the_agents_thread, "tool_call",
     ),
     "test_the_process_ends_though_spans_can_not_be_delivered": (
-        "lightning_spans.testing.plugins.harmless.child_environment", waits_for_ever, None,
+        "lightning_conformance.plugins.harmless.child_environment", waits_for_ever, None,
     ),
     "test_no_span_is_lost_where_a_process_ends_at_once": (
-        "lightning_spans.testing.plugins.harmless.child_environment", writes_nothing_down, None,
+        "lightning_conformance.plugins.harmless.child_environment", writes_nothing_down, None,
     ),
     "test_a_failing_event_or_sink_harms_nothing": (
         TRACKER + ".log_failure", lets_everything_through, "tool_call",
@@ -411,18 +411,18 @@ def test_a_promise_that_is_broken_is_red(promise, toy, monkeypatch):
     monkeypatch.setattr(hooks, "notify", hooks.notify)  # one that is broken replaces it
     monkeypatch.setattr(place, name, broken(getattr(place, name)))
     if broken is waits_for_ever:
-        monkeypatch.setattr("lightning_spans.testing.plugins.program.PATIENCE_S", 2.0)
+        monkeypatch.setattr("lightning_conformance.plugins.program.PATIENCE_S", 2.0)
     red = (AssertionError, KeyError, ValueError, RuntimeError, FileNotFoundError, subprocess.TimeoutExpired)
     with pytest.raises(red):
         toy(promise, **chosen(promise))
 
 
 def test_what_hangs_is_told_from_what_ends(monkeypatch):
-    monkeypatch.setattr("lightning_spans.testing.plugins.program.PATIENCE_S", 0.05)
+    monkeypatch.setattr("lightning_conformance.plugins.program.PATIENCE_S", 0.05)
     gate = threading.Event()
     assert not finishes(lambda: gate.wait(60) and None)
     gate.set()
-    monkeypatch.setattr("lightning_spans.testing.plugins.program.PATIENCE_S", 60.0)
+    monkeypatch.setattr("lightning_conformance.plugins.program.PATIENCE_S", 60.0)
     assert finishes(lambda: None)
     with pytest.raises(ZeroDivisionError):
         finishes(lambda: 1 / 0)

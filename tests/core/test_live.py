@@ -18,6 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.stores.samples import a_span
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.production import Live, read_live, sampled
 from lightning_spans.record.redaction import HIDES, MASK, read_rules
@@ -36,8 +38,6 @@ from lightning_spans.schema.spans import (
 )
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.stores.samples import a_span
 from support.cli import call, told
 from support.fakes import Served, served
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from lightning_conformance.stores import samples
+from lightning_conformance.stores.samples import a_call, a_reward, a_rollout, a_span
 from lightning_spans.schema import json as records
 from lightning_spans.schema.attempts import Attempt, AttemptRecord, End, Rollout
 from lightning_spans.schema.calls import Call, Choice
@@ -17,8 +19,6 @@ from lightning_spans.schema.json import JsonText, dumps, from_json, loads, to_js
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.schema.transitions import Transition
-from lightning_spans.testing.stores import samples
-from lightning_spans.testing.stores.samples import a_call, a_reward, a_rollout, a_span
 
 CONTEXT = Attempt("r", "r.1", "http://127.0.0.1:1", "key", ("writer", "re*"), "policy")
 ATTEMPT = AttemptRecord(

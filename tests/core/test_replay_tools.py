@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 import lightning_spans
+from lightning_conformance.plugins.recorded_tools import RUN, RecordedTools
+from lightning_conformance.plugins.replayed import run_attempt, run_twice
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.errors import ConfigError, RecordedToolError, ReplayEndedError
 from lightning_spans.record import replay, returned
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.replays import Replay
-from lightning_spans.testing.plugins.recorded_tools import RUN, RecordedTools
-from lightning_spans.testing.plugins.replayed import run_attempt, run_twice
-from lightning_spans.testing.plugins.server import ScriptedServer
 
 pytest.importorskip("openai")  # the plugin that is attached
 

@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.stores.samples import a_span
 from lightning_spans import hookimpl, hooks
 from lightning_spans.errors import ConfigError
 from lightning_spans.record import stalls
@@ -32,8 +34,6 @@ from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema.attempts import Attempt, Rollout
 from lightning_spans.schema.replays import Replay
 from lightning_spans.store import open_store
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.upstream.upstream import Upstream
 from lightning_trainer.gateway.watched import watched_store

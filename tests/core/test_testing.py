@@ -10,11 +10,11 @@ import urllib.request
 
 import pytest
 
+from lightning_conformance import PluginConformance, ScriptedServer
+from lightning_conformance.plugins.program import PROMPTS, SCENARIOS, instructions
+from lightning_conformance.plugins.script import Reply, ScriptedToolCall, agent_of, follow, tool_results, words_of
+from lightning_conformance.stores.samples import a_span
 from lightning_spans.record.delivery import otlp
-from lightning_spans.testing import PluginConformance, ScriptedServer
-from lightning_spans.testing.plugins.program import PROMPTS, SCENARIOS, instructions
-from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of, follow, tool_results, words_of
-from lightning_spans.testing.stores.samples import a_span
 
 
 def post(url, body, **headers):
@@ -43,7 +43,7 @@ def server():
 
 def test_the_server_needs_the_standard_library_and_what_the_core_depends_on():
     code = (
-        "import sys; from lightning_spans.testing.plugins.server import ScriptedServer; ScriptedServer().close();"
+        "import sys; from lightning_conformance.plugins.server import ScriptedServer; ScriptedServer().close();"
         "print(sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)"
         " - set(sys.builtin_module_names)))"
     )

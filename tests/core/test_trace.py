@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_conformance.stores.samples import a_call, a_reward, a_rollout, a_span, an_id
 from lightning_spans.adapter.join import NO_SPAN, NOT_SEEN, SPARE
 from lightning_spans.adapter.join_by_name import AMBIGUOUS, UNNAMED
 from lightning_spans.adapter.trace import Node, Trace, count_joins
@@ -30,7 +31,6 @@ from lightning_spans.schema.spans import (
 )
 from lightning_spans.store.sql.store import SqlStore
 from lightning_spans.store.traces import newest_traces, traces_of
-from lightning_spans.testing.stores.samples import a_call, a_reward, a_rollout, a_span, an_id
 
 T = "0af7651916cd43dd8448eb211c80319c"
 

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from lightning_conformance.plugins.program import user_environment
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans import Attempt, agent, attach, open_store, use_attempt, workflow
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.context import current_agent
 from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import user_environment
-from lightning_spans.testing.plugins.server import ScriptedServer
 
 SAID = [{"role": "user", "content": "hello"}]
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_conformance import MemoryStore
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import open_store
-from lightning_spans.testing import MemoryStore
 from lightning_trainer.kits.deploy.estimate.off_policy import estimate
 from lightning_trainer.kits.deploy.estimate.recorded import estimate_from_records
 from lightning_trainer.kits.deploy.transitions import Policy, begin_canary, name_candidate

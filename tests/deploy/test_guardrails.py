@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_conformance import MemoryStore
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import EXECUTE_TOOL, Span
 from lightning_spans.store import open_store
 from lightning_spans.store.deployments import Assignment
-from lightning_spans.testing import MemoryStore
 from lightning_trainer.gateway.calls.incoming import FELL_BACK
 from lightning_trainer.kits.deploy.guardrails import raises_alarm, weigh_guardrails
 from lightning_trainer.kits.deploy.routing import MARK

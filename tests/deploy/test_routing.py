@@ -15,10 +15,10 @@ import httpx
 import openai
 import pytest
 
+from lightning_conformance import MemoryStore
 from lightning_spans.errors import StoreError
 from lightning_spans.store import open_store
 from lightning_spans.store.deployments import Assignment, Deployment
-from lightning_spans.testing import MemoryStore
 from lightning_trainer.gateway.upstream.upstream import Upstream
 from lightning_trainer.kits.deploy import serving
 from lightning_trainer.kits.deploy.routing import MARK, draw

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from lightning_conformance import ScriptedServer
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import SHADOW
 from lightning_spans.store import open_store
 from lightning_spans.store.protocol import Where, each
 from lightning_spans.store.traces import newest_traces, traces_of
-from lightning_spans.testing import ScriptedServer
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.kits.deploy.routing import draw
 from lightning_trainer.kits.deploy.shadow.comparison import ShadowRules

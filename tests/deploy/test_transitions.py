@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event
 
+from lightning_conformance import MemoryStore
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import open_store
 from lightning_spans.store.deployments import Deployment
 from lightning_spans.store.protocol import each
 from lightning_spans.store.sql.store import SqlStore
-from lightning_spans.testing import MemoryStore
 from lightning_trainer.kits.deploy.table import adapters_to_load, keep, policies_of, read_histories
 from lightning_trainer.kits.deploy.transitions import (
     Note,

@@ -10,9 +10,9 @@ from pathlib import Path
 import cookbook
 import pytest
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply
 from lightning_spans.schema.rewards import as_rewards
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "rewards.md").read_text(encoding="utf-8")
 REWARDS = {

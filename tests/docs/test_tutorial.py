@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply
 from lightning_spans.schema.rewards import as_rewards
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import COMMANDS, cli
 from support.shown import PAGES, ROOT, blocks, calls_of
 

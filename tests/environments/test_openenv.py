@@ -19,8 +19,8 @@ pytest.importorskip("openenv.core")
 import httpx
 from click.testing import CliRunner, Result
 
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply, ScriptedToolCall
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.environments.from_openenv import run
 

@@ -15,10 +15,10 @@ pytest.importorskip("verifiers")
 
 from click.testing import CliRunner, Result
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply
 from lightning_spans.errors import AgentFailedError
 from lightning_spans.store import open_store
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
 
 PROGRAMS = Path(__file__).parent / "programs"

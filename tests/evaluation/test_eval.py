@@ -17,10 +17,10 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("openai")
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import open_store
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import EvalConfig

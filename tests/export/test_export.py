@@ -16,11 +16,11 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_conformance.stores.samples import a_span
 from lightning_spans.errors import ConfigError, DataError, UnknownAgentError
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import ABANDONED, REQUEST, RESPONSE
 from lightning_spans.terms import CONSENT, GRANTED
-from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.export import choose, files
 from lightning_trainer.kits.export import episodes as room

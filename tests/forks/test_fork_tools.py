@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.replays import Replay
 from lightning_spans.store import Store, open_store
-from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.gateway.replay.sessions import summary
 from lightning_trainer.kits.forks import ForkResult, plan, recorded, result
 from lightning_trainer.report.progress import Silent

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from lightning_conformance.plugins.script import Reply
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.traces import traces_of
-from lightning_spans.testing.plugins.script import Reply
-from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.replay.sessions import summary
 from lightning_trainer.kits.forks import ForkResult, plan, recorded, result

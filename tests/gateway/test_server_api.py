@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from lightning_conformance.stores.samples import a_span
 from lightning_spans.adapter.adapt import adapt
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.json import to_json
@@ -22,7 +23,6 @@ from lightning_spans.store import open_store
 from lightning_spans.store.api import API
 from lightning_spans.store.protocol import LISTINGS
 from lightning_spans.store.traces import traces_of
-from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.gateway.settings import Limits, Routing
 from lightning_trainer.rl.credit.assigners import identical
 from support.fakes import FakeEngine, served

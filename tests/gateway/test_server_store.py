@@ -9,11 +9,11 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from lightning_conformance import StoreConformance
+from lightning_conformance.plugins.faults import FAULTS, Fault
+from lightning_conformance.stores.faults import some_work
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.http import HttpStore
-from lightning_spans.testing import StoreConformance
-from lightning_spans.testing.plugins.faults import FAULTS, Fault
-from lightning_spans.testing.stores.faults import some_work
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
@@ -54,7 +54,7 @@ class TestServedStore(StoreConformance):
 
 
 def test_an_attempt_claimed_over_http_comes_with_its_context(server: tuple[str, Store], keys: Keys):
-    from lightning_spans.testing.stores.samples import a_rollout
+    from lightning_conformance.stores.samples import a_rollout
 
     url, behind = server
     runner = HttpStore(url, key=keys.issue("runner"))

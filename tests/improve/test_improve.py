@@ -15,10 +15,10 @@ pytest.importorskip("torch")
 pytest.importorskip("openai")
 pytestmark = pytest.mark.torch
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply
 from lightning_spans.errors import AgentFailedError
 from lightning_spans.store import open_store
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.improve import improve as improving

@@ -13,10 +13,10 @@ import pytest
 from openai._base_client import AsyncAPIClient, SyncAPIClient
 
 import lightning_openai
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.suite import MODEL
 from lightning_spans import open_store
 from lightning_spans.schema import spans as names
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.suite import MODEL
 
 if os.environ.get("INTEROP") != "1":
     pytest.importorskip("openinference.instrumentation.openai", exc_type=ImportError)

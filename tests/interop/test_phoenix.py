@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 import lightning_openai
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.suite import MODEL, instructions
 from lightning_spans import agent
 from lightning_spans.record.recorder import current_span
 from lightning_spans.schema import spans as names
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.suite import MODEL, instructions
 
 START_S = 240  # it imports for a minute where other programs use the machine
 PYTHON = os.environ.get("PHOENIX_PYTHON")  # of the environment that has arize-phoenix

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.suite import MODEL, instructions
 from lightning_spans import open_store
 from lightning_spans.adapter.adapt import adapt
 from lightning_spans.schema import spans as names
 from lightning_spans.store.traces import traces_of
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.suite import MODEL, instructions
 
 QUESTION = "Say something."
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.suite import MODEL
 from lightning_spans import open_store
 from lightning_spans.adapter.adapt import adapt
 from lightning_spans.adapter.join import SPARE
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store.traces import traces_of
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.suite import MODEL
 
 TASKS = 3
 QUESTIONS = ["Begin.", "Go on."]

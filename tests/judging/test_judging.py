@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 import lightning_openai
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.record import unrecorded
 from lightning_spans.schema.spans import (
@@ -26,8 +28,6 @@ from lightning_spans.schema.spans import (
 )  # fmt: skip
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judges import read_judge
 from lightning_trainer.kits.judging.asking import JudgeError, ask, messages, read_scores

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply, Script
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.store import Store, open_store
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply, Script
 from lightning_trainer.kits.judging.asking import JudgeError, messages, read_scores
 from lightning_trainer.kits.judging.judge import GroupJudge
 from lightning_trainer.kits.judging.options import read_options

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lightning_spans.testing.plugins.program import record
+from lightning_conformance.plugins.program import record
 
 
 @pytest.fixture

@@ -18,12 +18,10 @@ from ag2.tools import executor
 from ag2.tools.final import FunctionTool
 
 import lightning_ag2
-from lightning_spans import open_store
-from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import user_environment
-from lightning_spans.testing.plugins.replayed import run_twice
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.program import user_environment
+from lightning_conformance.plugins.replayed import run_twice
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -32,6 +30,8 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_spans import open_store
+from lightning_spans.schema import spans as names
 
 
 def make(name, url, *tools, kind=OpenAIConfig, middleware=(), tasks=None, **options):

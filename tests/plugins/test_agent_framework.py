@@ -14,10 +14,9 @@ from agent_framework import Agent, FunctionTool, _tools, tool
 from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
 
 import lightning_agent_framework
-from lightning_spans import open_store
-from lightning_spans.testing.plugins.program import user_environment
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.program import user_environment
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -26,6 +25,7 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_spans import open_store
 
 
 def make(name, url, *tools, **options):

@@ -23,13 +23,11 @@ from agno.tools.function import FunctionCall
 
 import lightning_agno
 from lightning_agno.agents import Workflow, ways
-from lightning_spans import Attempt, agent, open_store, use_attempt
-from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import span_of
-from lightning_spans.testing.plugins.replayed import run_twice
-from lightning_spans.testing.plugins.script import agent_of
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.replayed import run_twice
+from lightning_conformance.plugins.script import agent_of
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -38,6 +36,8 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_spans import Attempt, agent, open_store, use_attempt
+from lightning_spans.schema import spans as names
 
 
 def model(url, kind=OpenAIChat, **options):

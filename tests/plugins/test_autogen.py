@@ -58,14 +58,10 @@ from pydantic import BaseModel
 
 import lightning_autogen
 from lightning_autogen.agents import AutogenAgents
-from lightning_spans import Attempt, hooks, open_store, use_attempt
-from lightning_spans.record.context import current_agent
-from lightning_spans.record.tracing.tracers import TRACERS
-from lightning_spans.schema import spans as names
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.replayed import NOTES, run_twice
-from lightning_spans.testing.plugins.script import Reply, agent_of, follow
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.replayed import NOTES, run_twice
+from lightning_conformance.plugins.script import Reply, agent_of, follow
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -74,6 +70,10 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_spans import Attempt, hooks, open_store, use_attempt
+from lightning_spans.record.context import current_agent
+from lightning_spans.record.tracing.tracers import TRACERS
+from lightning_spans.schema import spans as names
 
 INFO = {
     "vision": False,

@@ -14,9 +14,9 @@ from claude_agent_sdk._internal.query import Query
 from claude_agent_sdk._internal.transport.subprocess_cli import SubprocessCLITransport
 
 import lightning_claude_agent_sdk
+from lightning_conformance.plugins.program import user_environment
 from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import user_environment
 
 # Speaks Claude Code's protocol as far as the SDK needs it; each turn ends with its environment as the result.
 COMMAND = """#!{python}

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from lightning_conformance.plugins.script import Reply, ScriptedToolCall
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL
 from lightning_spans.store import open_store
-from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
-from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.run.starter import FRAMEWORKS, write_project
 
 PLUGINS = Path(__file__).parents[2] / "plugins"

@@ -33,15 +33,10 @@ from crewai.llms.base_llm import BaseLLM, llm_call_context
 from crewai.tools import tool
 
 import lightning_crewai
-from lightning_crewai.agents import entries
-from lightning_openai import other_clients
-from lightning_spans import Attempt, open_store, use_attempt
-from lightning_spans import hooks as plugins
-from lightning_spans.schema import spans as names
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.replayed import NOTES, run_twice
-from lightning_spans.testing.plugins.script import Reply, agent_of
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.replayed import NOTES, run_twice
+from lightning_conformance.plugins.script import Reply, agent_of
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -49,6 +44,11 @@ from lightning_spans.testing.plugins.suite import (
     PluginConformance,
     noted,
 )
+from lightning_crewai.agents import entries
+from lightning_openai import other_clients
+from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import hooks as plugins
+from lightning_spans.schema import spans as names
 
 NEW = tuple(int(part) for part in crewai.__version__.split(".")[:2]) >= (1, 15)
 

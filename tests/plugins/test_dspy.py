@@ -14,12 +14,10 @@ import dspy
 from dspy.adapters.types.tool import Tool, ToolCalls
 
 import lightning_dspy
-from lightning_spans import Attempt, agent, open_store, use_attempt
-from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import record
-from lightning_spans.testing.plugins.script import Reply
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.program import record
+from lightning_conformance.plugins.script import Reply
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -28,6 +26,8 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_spans import Attempt, agent, open_store, use_attempt
+from lightning_spans.schema import spans as names
 
 try:
     from dspy._vendor.lm15.transports import StdlibTransport

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("openai")
 
+from lightning_conformance.plugins.script import Reply, ScriptedToolCall
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_openai.abandoned import abandoned
 from lightning_openai.foreign.known import dialect_of
 from lightning_openai.other_clients import OtherCall
@@ -17,8 +19,6 @@ from lightning_spans.chat.body import messages_of, tool_calls, tool_schemas
 from lightning_spans.chat.response import read_answer
 from lightning_spans.record import prompts, unrecorded
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
-from lightning_spans.testing.plugins.server import ScriptedServer
 from support.plugins.foreign_bodies import FORMS, GEMINI, MESSAGES, OLLAMA, TOOLS
 
 SECRETS = {"authorization": "Bearer mine", "x-goog-api-key": "mine", "cookie": "a=mine", "x-own": "mine"}

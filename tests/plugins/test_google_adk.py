@@ -22,12 +22,10 @@ from google.adk.tools import AgentTool, FunctionTool
 from google.genai import types
 
 import lightning_google_adk
-from lightning_spans import Attempt, open_store, use_attempt
-from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import span_of
-from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.script import Reply, ScriptedToolCall, agent_of
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -36,6 +34,8 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans.schema import spans as names
 
 NEW = not google.adk.__version__.startswith("1.")
 

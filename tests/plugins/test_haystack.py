@@ -22,15 +22,11 @@ from haystack.tools import ComponentTool, Tool, create_tool_from_function
 from haystack.utils import Secret
 
 import lightning_haystack
-from lightning_haystack.agents import async_pipeline
-from lightning_haystack.tools import HaystackTools
-from lightning_spans import Attempt, agent, open_store, use_attempt
-from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import span_of
-from lightning_spans.testing.plugins.replayed import run_twice
-from lightning_spans.testing.plugins.script import agent_of
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.replayed import run_twice
+from lightning_conformance.plugins.script import agent_of
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -39,6 +35,10 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_haystack.agents import async_pipeline
+from lightning_haystack.tools import HaystackTools
+from lightning_spans import Attempt, agent, open_store, use_attempt
+from lightning_spans.schema import spans as names
 
 Awaited = async_pipeline()
 NEW = Awaited is Pipeline  # Haystack 3

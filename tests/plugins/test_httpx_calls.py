@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("openai")
 
 
+from lightning_conformance.plugins.script import Reply
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_openai import patch
 from lightning_openai.abandoned import abandoned
 from lightning_openai.anthropic_stream import message_of_events
@@ -22,8 +24,6 @@ from lightning_spans.record import unrecorded
 from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.script import Reply
-from lightning_spans.testing.plugins.server import ScriptedServer
 
 BODY = {"model": "far", "messages": [{"role": "user", "content": "hello"}]}
 SECRETS = {"authorization": "Bearer mine", "x-api-key": "mine", "cookie": "a=mine", "x-own": "mine"}

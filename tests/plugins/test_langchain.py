@@ -36,19 +36,11 @@ from langgraph.prebuilt import ToolNode, tools_condition
 from langgraph.types import Command, Send, interrupt
 from opentelemetry import context as otel_context
 
-from lightning_langchain import agent, attach, libraries
-from lightning_langchain.agents import ChainRun
-from lightning_openai import patch
-from lightning_spans import Attempt, emit_reward, open_store, use_attempt
-from lightning_spans.record.context import current_agent, settled
-from lightning_spans.record.instrument.scope import current_scope
-from lightning_spans.record.recorder import current_span
-from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import record
-from lightning_spans.testing.plugins.replayed import NOTES, run_twice
-from lightning_spans.testing.plugins.script import agent_of
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.program import record
+from lightning_conformance.plugins.replayed import NOTES, run_twice
+from lightning_conformance.plugins.script import agent_of
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -57,6 +49,14 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_langchain import agent, attach, libraries
+from lightning_langchain.agents import ChainRun
+from lightning_openai import patch
+from lightning_spans import Attempt, emit_reward, open_store, use_attempt
+from lightning_spans.record.context import current_agent, settled
+from lightning_spans.record.instrument.scope import current_scope
+from lightning_spans.record.recorder import current_span
+from lightning_spans.schema import spans as names
 
 try:
     from langchain.agents import create_agent
@@ -490,7 +490,7 @@ def test_calls_that_wait_for_approval_in_several_rollouts_are_kept_apart(spans_o
 @pytest.mark.parametrize("order", [("left", "right"), ("right", "left")])
 def test_equal_calls_of_two_agents_are_told_apart(spans_of, monkeypatch, order):
     monkeypatch.setattr(
-        "lightning_spans.testing.plugins.script._call_id", lambda key, choice, index: f"functions.add:{index}"
+        "lightning_conformance.plugins.script._call_id", lambda key, choice, index: f"functions.add:{index}"
     )
 
     def program(url):

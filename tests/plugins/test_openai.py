@@ -22,6 +22,9 @@ from openai._base_client import SyncAPIClient
 from pydantic import BaseModel, ValidationError
 
 import lightning_openai
+from lightning_conformance.plugins.script import Reply, ScriptedToolCall, answer, pieces
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import MODEL, PROMPTS, REPLAYS, TIMEOUT_S, PluginConformance, instructions
 from lightning_openai import agent, patch, reroute
 from lightning_openai.abandoned import abandoned
 from lightning_openai.attributes import response_attributes
@@ -32,9 +35,6 @@ from lightning_spans.chat.stream import put_together
 from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.tracing.tracers import TRACERS, make_tracer
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, answer, pieces
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import MODEL, PROMPTS, REPLAYS, TIMEOUT_S, PluginConformance, instructions
 from support.fake_sink import ListSink
 
 

@@ -40,16 +40,10 @@ from agents.tracing import spans as sdk_spans
 from agents.tracing import traces as sdk_traces
 
 import lightning_openai_agents
-from lightning_openai import other_clients
-from lightning_openai_agents.agents import SdkScope, SdkTracker
-from lightning_spans import Attempt, open_store, use_attempt
-from lightning_spans import hooks as plugins
-from lightning_spans.record.context import settled
-from lightning_spans.schema import spans as names
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.replayed import NOTES, run_twice
-from lightning_spans.testing.plugins.script import agent_of, answer, follow, pieces
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.replayed import NOTES, run_twice
+from lightning_conformance.plugins.script import agent_of, answer, follow, pieces
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -58,6 +52,12 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_openai import other_clients
+from lightning_openai_agents.agents import SdkScope, SdkTracker
+from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import hooks as plugins
+from lightning_spans.record.context import settled
+from lightning_spans.schema import spans as names
 
 
 @pytest.fixture(autouse=True)

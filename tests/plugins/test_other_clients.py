@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("openai")
 
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import MODEL
 from lightning_openai import patch
 from lightning_openai.other_clients import NOT_ASKED, OtherCall
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import MODEL
 from support.fake_sink import ListSink
 
 REQUEST = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}

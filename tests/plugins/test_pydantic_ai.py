@@ -23,15 +23,11 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_graph import End
 
 import lightning_pydantic_ai
-from lightning_pydantic_ai.tools import TOOL_CALL, ToolManager
-from lightning_spans import Attempt, agent, open_store, use_attempt
-from lightning_spans.record.context import current_agent
-from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import span_of
-from lightning_spans.testing.plugins.replayed import NOTES, run_twice
-from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.replayed import NOTES, run_twice
+from lightning_conformance.plugins.script import Reply, ScriptedToolCall, agent_of
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -40,6 +36,10 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_pydantic_ai.tools import TOOL_CALL, ToolManager
+from lightning_spans import Attempt, agent, open_store, use_attempt
+from lightning_spans.record.context import current_agent
+from lightning_spans.schema import spans as names
 
 NEW = not pydantic_ai.__version__.startswith("1.")
 

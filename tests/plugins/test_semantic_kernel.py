@@ -34,12 +34,9 @@ from semantic_kernel.functions import (
 )
 
 import lightning_semantic_kernel
-from lightning_spans import open_store
-from lightning_spans.record.tracing.tracers import TRACERS
-from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import user_environment
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.program import user_environment
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -48,6 +45,9 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_spans import open_store
+from lightning_spans.record.tracing.tracers import TRACERS
+from lightning_spans.schema import spans as names
 
 
 def service(url, **options):

@@ -20,12 +20,10 @@ from strands.multiagent.graph import Graph
 from strands.tools.executors._executor import ToolExecutor
 
 import lightning_strands
-from lightning_spans import Attempt, agent, open_store, use_attempt
-from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import span_of
-from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of
-from lightning_spans.testing.plugins.server import ScriptedServer
-from lightning_spans.testing.plugins.suite import (
+from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.script import Reply, ScriptedToolCall, agent_of
+from lightning_conformance.plugins.server import ScriptedServer
+from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
@@ -34,6 +32,8 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
+from lightning_spans import Attempt, agent, open_store, use_attempt
+from lightning_spans.schema import spans as names
 from lightning_strands.agents import way_of
 
 try:

@@ -36,13 +36,13 @@ import lightning_crewai
 import lightning_langchain
 import lightning_openai
 import lightning_openai_agents
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.program import PATIENCE_S, instructions, span_of, user_environment
+from lightning_conformance.plugins.script import agent_of
 from lightning_openai import patch
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.program import PATIENCE_S, instructions, span_of, user_environment
-from lightning_spans.testing.plugins.script import agent_of
 
 MODEL = "test-model"
 PLUGINS = [lightning_openai, lightning_langchain, lightning_openai_agents, lightning_autogen, lightning_crewai]

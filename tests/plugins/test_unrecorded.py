@@ -17,8 +17,8 @@ pytest.importorskip("openai")
 import openai
 
 import lightning_openai
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans.record.unrecorded import is_model_call
-from lightning_spans.testing.plugins.server import ScriptedServer
 
 BODY = {"model": "far", "messages": [{"role": "user", "content": "hello"}]}
 

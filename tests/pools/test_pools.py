@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_conformance import ScriptedServer
 from lightning_spans import attach, open_store
 from lightning_spans.schema import spans as names
-from lightning_spans.testing import ScriptedServer
 
 PROGRAM = Path(__file__).with_name("pool_program.py")
 POOLS = ("joblib", "dask", "celery", "ray", "gevent")

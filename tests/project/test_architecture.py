@@ -24,6 +24,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = {
     "lightning_spans": ROOT / "core/src/lightning_spans",
+    "lightning_conformance": ROOT / "conformance/src/lightning_conformance",
     "lightning_trainer": ROOT / "trainer/src/lightning_trainer",
     **{folder.name: folder for folder in sorted(ROOT.glob("plugins/*/src/lightning_*"))},
 }
@@ -42,6 +43,7 @@ OURS = set(SOURCES)
 # What a package may never import; everything else that it imports, its own pyproject declares.
 FORBIDDEN = {
     "lightning_spans": FRAMEWORKS | OURS,
+    "lightning_conformance": FRAMEWORKS | TENSORS | OURS - {"lightning_spans"},
     "lightning_openai": FRAMEWORKS | TENSORS | OURS - {"lightning_spans"},
     "lightning_trainer": FRAMEWORKS | OURS - {"lightning_spans"},
 }
@@ -275,7 +277,8 @@ def test_no_folder_of_the_core_and_the_trainer_is_a_hall():
     rooms = Counter(
         f"{module.package}/{module.path.parent}"
         for module in modules()
-        if module.package in ("lightning_spans", "lightning_trainer") and module.path.name != "__init__.py"
+        if module.package in ("lightning_spans", "lightning_conformance", "lightning_trainer")
+        and module.path.name != "__init__.py"
     )
     assert {room: count for room, count in rooms.items() if count > 16} == {}  # some fourteen, with room for two
 

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("openai")
 
-from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
-from lightning_spans.testing.plugins.server import ScriptedServer
+from lightning_conformance.plugins.script import Reply, ScriptedToolCall
+from lightning_conformance.plugins.server import ScriptedServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Says = Callable[[Mapping[str, Any]], Reply]

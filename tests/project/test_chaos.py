@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 
 from model import batch_problems, lost, queue_problems, trace_problems
 
+from lightning_conformance.stores.samples import a_span
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
-from lightning_spans.testing.stores.samples import a_span
 
 ROLLOUT = Rollout(rollout_id="r", group_id="g", task={}, status="succeeded")
 LOST = AttemptRecord(attempt_id="r.1", rollout=ROLLOUT, number=1, fence=1, worker="w", status="lost")

@@ -21,6 +21,7 @@ CURRENT_IDS = [str(path.relative_to(ROOT)) for path in CURRENT]
 PAGE_IDS = [str(path.relative_to(ROOT)) for path in PAGES]
 DISTRIBUTIONS = [
     ROOT / "core",
+    ROOT / "conformance",
     *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml")),
     ROOT / "trainer",
 ]

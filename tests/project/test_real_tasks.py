@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from lightning_conformance.plugins.script import Reply, ScriptedToolCall
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans.schema.spans import EXECUTE_TOOL
 from lightning_spans.store import open_store
-from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
-from lightning_spans.testing.plugins.server import ScriptedServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HOTPOT = {

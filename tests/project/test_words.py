@@ -76,6 +76,7 @@ PAGES = [
     *sorted(ROOT.glob("examples/*/README.md")),
     *sorted(ROOT.glob("plugins/*/README.md")),
     ROOT / "core/README.md",
+    ROOT / "conformance/README.md",
     ROOT / "trainer/README.md",
 ]
 SOURCES = sorted(path for path in ROOT.glob("*/**/src/**/*.py") if ".nox" not in path.parts)

@@ -19,6 +19,8 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("openai")
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import ConfigError, UnknownAgentError
 from lightning_spans.record.prompts import read_prompts as read_file
@@ -28,8 +30,6 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE, Span
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.prompts import journal
 from lightning_trainer.kits.prompts.adapter import SpansAdapter

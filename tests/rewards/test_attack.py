@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("openai")
 
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.rewards.strategies import STRATEGIES
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_conformance.stores.memory import MemoryStore
 from lightning_spans.schema.attempts import AttemptStatus, Rollout
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, Span
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
-from lightning_spans.testing.stores.memory import MemoryStore
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.reasons.call_errors import CLIENT_GONE, CUT
 from lightning_trainer.rl.algorithms import algorithm_by_name

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_conformance.stores.samples import a_span
 from lightning_spans.schema.calls import Call
 from lightning_spans.store import Store, open_store
-from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.rl.rollouts import plan
 from lightning_trainer.run.collecting import capture
 from lightning_trainer.run.collecting.capture import FirstTask

@@ -19,12 +19,12 @@ import httpx
 import pytest
 from click.testing import Result
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.stores.samples import a_span
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_spans.store.sql.store import SqlStore
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.backends.torch import backend as torch_backend
 from lightning_trainer.cli import COMMANDS
 from lightning_trainer.config.train import TrainConfig

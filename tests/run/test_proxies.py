@@ -8,7 +8,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 import pytest
 
-from lightning_spans.testing import ScriptedServer
+from lightning_conformance import ScriptedServer
 from lightning_trainer.proxies import bypass_for_loopback, through_proxy
 
 GONE = "http://user:secret@127.0.0.1:9"

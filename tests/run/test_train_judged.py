@@ -13,10 +13,10 @@ pytest.importorskip("torch")
 pytest.importorskip("openai")
 pytestmark = pytest.mark.torch
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.store import open_store
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.run.train import describe
 from support.training.tiny_runs import AGENT

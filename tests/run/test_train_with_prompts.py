@@ -17,11 +17,11 @@ pytest.importorskip("openai")
 pytest.importorskip("gepa")
 pytestmark = pytest.mark.torch
 
+from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.script import Reply
 from lightning_spans.errors import ConfigError, LightningError, NothingToLearnError
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
-from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer import train
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import ChatFormat

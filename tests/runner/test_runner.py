@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_conformance import ScriptedServer
 from lightning_spans.errors import ConfigError, StoreError, UnauthorizedError
 from lightning_spans.schema.attempts import Attempt, AttemptRecord
 from lightning_spans.store import Store, open_store
-from lightning_spans.testing import ScriptedServer
 from lightning_trainer.runner import runner as runners
 from lightning_trainer.runner.fleet import Fleet
 from lightning_trainer.runner.process import WorkerProcess

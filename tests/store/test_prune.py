@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from lightning_conformance.stores.samples import a_span
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.sql import sqlite
-from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.cli import LazyGroup
 
 DAY_NS = 86_400 * 10**9

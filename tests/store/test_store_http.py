@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from lightning_conformance import StoreConformance
+from lightning_conformance.stores.samples import a_rollout, a_span
 from lightning_spans.errors import ConfigError, LeaseLostError, RefusedError, RewardError, StoreError
 from lightning_spans.schema.attempts import End, Rollout
 from lightning_spans.schema.calls import Call
@@ -22,8 +24,6 @@ from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.http import HttpStore
 from lightning_spans.store.protocol import LISTINGS, Where
 from lightning_spans.store.sql.store import SqlStore
-from lightning_spans.testing import StoreConformance
-from lightning_spans.testing.stores.samples import a_rollout, a_span
 
 URL = "http://127.0.0.1:9"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from lightning_conformance.stores.samples import a_rollout
 from lightning_spans.store.sql import lease
 from lightning_spans.store.sql.lease import LeaseClock
 from lightning_spans.store.sql.store import SqlStore
-from lightning_spans.testing.stores.samples import a_rollout
 
 HOUR_NS = 3600 * 10**9
 

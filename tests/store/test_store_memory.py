@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from lightning_conformance import MemoryStore, StoreConformance
 from lightning_spans.store import Store
-from lightning_spans.testing import MemoryStore, StoreConformance
 
 
 class TestMemoryStore(StoreConformance):

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 
+from lightning_conformance import StoreConformance
+from lightning_conformance.stores.samples import a_rollout, a_span
 from lightning_spans.errors import ConfigError, RefusedError, StoreError
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.sql.store import SqlStore
-from lightning_spans.testing import StoreConformance
-from lightning_spans.testing.stores.samples import a_rollout, a_span
 from support.postgres import server
 
 psycopg = pytest.importorskip("psycopg", reason="needs lightning-spans[postgres]")
@@ -60,7 +60,7 @@ class TestPostgresStore(StoreConformance):
 OVERLAP = """
 import sys
 from lightning_spans.store.sql.store import SqlStore
-from lightning_spans.testing.stores.samples import a_call, a_span
+from lightning_conformance.stores.samples import a_call, a_span
 
 store = SqlStore(sys.argv[1])
 numbers = list(range(200))

@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, text
 
+from lightning_conformance import StoreConformance
+from lightning_conformance.stores.faults import again, some_work
+from lightning_conformance.stores.samples import a_call, a_reward, a_rollout, a_span
 from lightning_spans.errors import ConfigError, RefusedError, StoreError, StoreGoneError
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import Span
@@ -26,9 +29,6 @@ from lightning_spans.store.protocol import each
 from lightning_spans.store.sql import read
 from lightning_spans.store.sql.schema import VERSION
 from lightning_spans.store.sql.store import SqlStore
-from lightning_spans.testing import StoreConformance
-from lightning_spans.testing.stores.faults import again, some_work
-from lightning_spans.testing.stores.samples import a_call, a_reward, a_rollout, a_span
 
 
 @pytest.fixture

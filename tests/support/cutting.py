@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from lightning_spans.testing.plugins.faults import Fault
+from lightning_conformance.plugins.faults import Fault
 
 PASSED_ON = ("content-type", "authorization", "content-encoding")
 

@@ -1,7 +1,8 @@
 """Build every distribution, and use it as somebody does who has nothing but an index: `nox -s wheels`.
 
 The wheels lie behind a local index, and everything else comes from the ordinary one. Each is imported alone, in an
-environment of its own; then the README's three commands run from an environment with the packages that it names.
+environment of its own; a new plugin passes the conformance kit; then the README's three commands run from an
+environment with the packages that it names.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-FOLDERS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml")), ROOT / "trainer"]
+FOLDERS = [
+    ROOT / "core",
+    ROOT / "conformance",
+    *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml")),
+    ROOT / "trainer",
+]
 PROGRAM = [ROOT / "examples/calculator" / name for name in ("agent.py", "problems.py")]
 README = ["lightning-langchain", "lightning-trainer[torch]", "langgraph", "langchain-openai"]  # its install block's
 TRAIN = ["--batch-size", "2", "--group-size", "4", "--steps", "2", "--concurrency", "16", "--learning-rate", "4e-5"]
@@ -112,7 +118,7 @@ module = __import__(package)
 assert "site-packages" in module.__file__, module.__file__
 assert importlib.metadata.version(name) == version
 points = [point for point in importlib.metadata.entry_points(group="lightning_spans") if point.dist.name == name]
-assert points or name == "lightning-spans", "no entry point"
+assert points or name in {"lightning-spans", "lightning-conformance"}, "no entry point"
 [point.load() for point in points]
 """
 
@@ -124,6 +130,26 @@ def import_alone(folder: Path, url: str, place: Path) -> None:
     version = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     arguments = [name, package_of(folder), version]
     subprocess.run([commands / "python", "-c", ALONE, *arguments], check=True, env=ENVIRONMENT, cwd=place)
+
+
+def author_job(url: str, place: Path) -> None:
+    """Create a plugin from the template outside of the tree, and run its suite with the kit from the index."""
+    subprocess.run(
+        [sys.executable, "-c", CREATE, str(ROOT / "templates"), str(place / "author")], check=True, env=ENVIRONMENT
+    )
+    plugin = place / "author/plugins/far-away"
+    commands = installed(place / "author-environment", url, "lightning-conformance", str(plugin))
+    command = [commands / "python", "-m", "pytest", "-q", "tests/plugins/test_far_away.py"]
+    subprocess.run(command, check=True, env=ENVIRONMENT, cwd=place / "author")
+
+
+CREATE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import new_plugin
+new_plugin.make("far-away", Path(sys.argv[2]))
+"""
 
 
 def main_job(url: str, place: Path, model: list[str]) -> None:
@@ -172,7 +198,9 @@ def main() -> None:
     """Do all of it, and print the seconds of each part."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", nargs="+", required=True, help="requirements of the model: torch, and its weights")
-    parser.add_argument("--only", choices=("build", "alone", "main"), help="stop after the build, or run one part more")
+    parser.add_argument(
+        "--only", choices=("build", "alone", "author", "main"), help="stop after the build, or run one part more"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wheels-") as name:
         place = Path(name)
@@ -182,6 +210,9 @@ def main() -> None:
             seconds["alone"] = time.monotonic()
             for folder in FOLDERS if args.only in {None, "alone"} else []:
                 import_alone(folder, url, place)
+            seconds["author"] = time.monotonic()
+            if args.only in {None, "author"}:
+                author_job(url, place)
             seconds["main"] = time.monotonic()
             if args.only in {None, "main"}:
                 main_job(url, place, args.model)

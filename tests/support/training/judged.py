@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from lightning_conformance.plugins.script import Reply
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.spans import (
     CHAT,
@@ -14,7 +15,6 @@ from lightning_spans.schema.spans import (
     Span,
 )  # fmt: skip
 from lightning_spans.store import Store
-from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.kits.judging.options import JudgeOptions
 from lightning_trainer.rl.rollouts import Outcome
 

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import pytest
 
+from lightning_conformance.plugins.server import ReceivedRequest, ScriptedServer
 from lightning_spans import attach, hookimpl, hooks, open_store
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.spans import Span
-from lightning_spans.testing.plugins.server import ReceivedRequest, ScriptedServer
 
 # What each program does. The instructions of every agent are `instructions(NAME)`, its one message is the prompt below.
 SCENARIOS: Final = {

@@ -19,9 +19,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
+from lightning_conformance.plugins.script import Json, Reply, Script, answer, follow, pieces
 from lightning_spans.record.delivery import otlp_reader
 from lightning_spans.schema.spans import Span
-from lightning_spans.testing.plugins.script import Json, Reply, Script, answer, follow, pieces
 
 Tools: TypeAlias = Callable[[dict[str, Json]], tuple[int, Json]]
 _MODELS: Final = ("/chat/completions", "/completions", "/responses")

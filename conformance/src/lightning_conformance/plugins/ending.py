@@ -3,7 +3,7 @@
 FAULT prevents the delivery of its spans; ``os._exit`` ends the process at once instead, ``spawn`` a process that it
 spawned.
 
-Run it as ``python -m lightning_spans.testing.plugins.ending FILE CLASS FAULT URL``.
+Run it as ``python -m lightning_conformance.plugins.ending FILE CLASS FAULT URL``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from lightning_conformance.plugins.harmless import broken_delivery
+from lightning_conformance.plugins.program import run
 from lightning_spans import Attempt, attach, use_attempt
-from lightning_spans.testing.plugins.harmless import broken_delivery
-from lightning_spans.testing.plugins.program import run
 
 _broken = ExitStack()  # lasts as long as the process
 

@@ -13,15 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_spans.errors import LeaseLostError, RefusedError, StoreError
-from lightning_spans.schema.attempts import AttemptRecord, End, Rollout
-from lightning_spans.schema.rewards import Reward
-from lightning_spans.schema.spans import Span
-from lightning_spans.store import Store
-from lightning_spans.store.deployments import Assignment, Deployment
-from lightning_spans.store.protocol import Where, each
-from lightning_spans.testing.plugins.faults import FAULTS, METHODS, Fault, FaultyStore, Planned
-from lightning_spans.testing.stores.samples import (
+from lightning_conformance.plugins.faults import FAULTS, METHODS, Fault, FaultyStore, Planned
+from lightning_conformance.stores.samples import (
     ANY,
     a_call,
     a_deployment,
@@ -30,6 +23,13 @@ from lightning_spans.testing.stores.samples import (
     an_assignment,
     an_id,
 )
+from lightning_spans.errors import LeaseLostError, RefusedError, StoreError
+from lightning_spans.schema.attempts import AttemptRecord, End, Rollout
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import Span
+from lightning_spans.store import Store
+from lightning_spans.store.deployments import Assignment, Deployment
+from lightning_spans.store.protocol import Where, each
 
 T = TypeVar("T")
 _LEASE_S: Final = 0.4

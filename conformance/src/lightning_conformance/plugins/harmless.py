@@ -20,16 +20,16 @@ from typing import Any, ClassVar, Final
 
 import pytest
 
+from lightning_conformance.plugins import program as kit
+from lightning_conformance.plugins.program import SCENARIOS, record, run, span_of, user_environment
+from lightning_conformance.plugins.script import agent_of
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans import Attempt, attach, hookimpl, hooks, open_store, use_attempt
 from lightning_spans.record.delivery.deliver import Delivery
 from lightning_spans.record.delivery.outbox import Spool
 from lightning_spans.record.delivery.sink import BatchSink
 from lightning_spans.record.recorder import RecordingSpan, SpanRecorder
 from lightning_spans.schema.spans import Span
-from lightning_spans.testing.plugins import program as kit
-from lightning_spans.testing.plugins.program import SCENARIOS, record, run, span_of, user_environment
-from lightning_spans.testing.plugins.script import agent_of
-from lightning_spans.testing.plugins.server import ScriptedServer
 
 _OURS: Final = {
     "SpanRecorder.start": (SpanRecorder, "start"),
@@ -190,7 +190,7 @@ class HarmlessPromises:
         """Run `one_agent` in a separate process: see `ending`."""
         kind = type(self)
         home = str(sys.modules[kind.__module__].__file__)
-        command = [sys.executable, "-m", "lightning_spans.testing.plugins.ending", home, kind.__name__, fault, url]
+        command = [sys.executable, "-m", "lightning_conformance.plugins.ending", home, kind.__name__, fault, url]
         return subprocess.run(  # noqa: S603 - it is this very Python
             command, cwd=folder, env=child_environment(), capture_output=True, text=True, timeout=4 * kit.PATIENCE_S,
             check=False,

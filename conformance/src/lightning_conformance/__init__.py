@@ -1,6 +1,6 @@
 """For authors of a plugin or a store: a scripted model server, and the promises that every plugin and store keeps.
 
-`pip install "lightning-spans[testing]"`. The server needs nothing beyond the standard library.
+The server needs nothing beyond the standard library.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_spans.testing.plugins.server import ScriptedServer
-    from lightning_spans.testing.plugins.suite import PluginConformance
-    from lightning_spans.testing.stores.memory import MemoryStore
-    from lightning_spans.testing.stores.suite import StoreConformance
+    from lightning_conformance.plugins.server import ScriptedServer
+    from lightning_conformance.plugins.suite import PluginConformance
+    from lightning_conformance.stores.memory import MemoryStore
+    from lightning_conformance.stores.suite import StoreConformance
 
 _HOMES = {
     "MemoryStore": "stores.memory",

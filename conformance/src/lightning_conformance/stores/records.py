@@ -10,16 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from lightning_spans.errors import RefusedError, RewardError, StoreError
-from lightning_spans.schema.attempts import AttemptRecord, Rollout
-from lightning_spans.schema.calls import Call, Choice
-from lightning_spans.schema.rewards import Reward
-from lightning_spans.schema.spans import SHADOW, Span
-from lightning_spans.store import Store
-from lightning_spans.store.deployments import Assignment, Deployment, copy_id
-from lightning_spans.store.protocol import Page, Where, each
-from lightning_spans.testing.stores import samples
-from lightning_spans.testing.stores.samples import (
+from lightning_conformance.stores import samples
+from lightning_conformance.stores.samples import (
     ANY,
     a_call,
     a_deployment,
@@ -29,6 +21,14 @@ from lightning_spans.testing.stores.samples import (
     an_assignment,
     an_id,
 )
+from lightning_spans.errors import RefusedError, RewardError, StoreError
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.calls import Call, Choice
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import SHADOW, Span
+from lightning_spans.store import Store
+from lightning_spans.store.deployments import Assignment, Deployment, copy_id
+from lightning_spans.store.protocol import Page, Where, each
 
 
 class RecordPromises:

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given
 
+from lightning_conformance.stores import samples
+from lightning_conformance.stores.samples import ANY, a_rollout, a_span, an_id
 from lightning_spans.errors import LeaseLostError, RefusedError
 from lightning_spans.schema.attempts import AttemptRecord, Rollout, RolloutStatus
 from lightning_spans.store import Store
-from lightning_spans.testing.stores import samples
-from lightning_spans.testing.stores.samples import ANY, a_rollout, a_span, an_id
 
 SHORT_S = 0.02  # a lease that expires while a test sleeps
 

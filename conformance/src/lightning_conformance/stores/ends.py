@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from lightning_conformance.stores.claims import SHORT_S, claim_alone, outlive_lease, status_of
+from lightning_conformance.stores.samples import a_reward, a_rollout
 from lightning_spans.errors import LeaseLostError, RefusedError, RewardError
 from lightning_spans.schema.attempts import FAILED, UNCOUNTED, UNCOUNTED_MOST, AttemptStatus, End
 from lightning_spans.store import Store
-from lightning_spans.testing.stores.claims import SHORT_S, claim_alone, outlive_lease, status_of
-from lightning_spans.testing.stores.samples import a_reward, a_rollout
 
 
 class EndPromises:

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Final
 
 import pytest
 
+from lightning_conformance.plugins import program as kit
+from lightning_conformance.plugins.program import run, user_environment
+from lightning_conformance.plugins.recorded_tools import RUN, RecordedTools
+from lightning_conformance.plugins.server import ScriptedServer
 from lightning_spans import Attempt, attach, use_attempt
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.spans import Span
-from lightning_spans.testing.plugins import program as kit
-from lightning_spans.testing.plugins.program import run, user_environment
-from lightning_spans.testing.plugins.recorded_tools import RUN, RecordedTools
-from lightning_spans.testing.plugins.server import ScriptedServer
 
 _NOTE: Final = 'call note {"text": "one"}'
 # What each program does, in addition to those of `SCENARIOS`. Its one message is in `REPLAY_PROMPTS`.

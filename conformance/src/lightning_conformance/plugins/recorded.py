@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from lightning_conformance.plugins.program import AGENTS, PROMPTS, SCENARIOS, TEAMS, Recording, record, span_of
+from lightning_conformance.plugins.script import agent_of, tool_results
+from lightning_conformance.plugins.server import ReceivedRequest
 from lightning_spans.record.delivery import otlp, otlp_reader
 from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import from_json, to_json
 from lightning_spans.schema.spans import Span
-from lightning_spans.testing.plugins.program import AGENTS, PROMPTS, SCENARIOS, TEAMS, Recording, record, span_of
-from lightning_spans.testing.plugins.script import agent_of, tool_results
-from lightning_spans.testing.plugins.server import ReceivedRequest
 
 each_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
 _tool_scenarios = pytest.mark.parametrize("scenario", ["tool_call", "parallel_tools", "nested"])

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from lightning_conformance.stores.claims import QueuePromises
+from lightning_conformance.stores.ends import EndPromises
+from lightning_conformance.stores.faults import FaultPromises
+from lightning_conformance.stores.records import RecordPromises
 from lightning_spans.store import Store
-from lightning_spans.testing.stores.claims import QueuePromises
-from lightning_spans.testing.stores.ends import EndPromises
-from lightning_spans.testing.stores.faults import FaultPromises
-from lightning_spans.testing.stores.records import RecordPromises
 
 
 class StoreConformance(RecordPromises, QueuePromises, EndPromises, FaultPromises):

@@ -29,11 +29,8 @@ from typing import Any, ClassVar, Final
 
 import pytest
 
-from lightning_spans import Attempt, agent, attach, open_store, use_attempt
-from lightning_spans.schema import spans as names
-from lightning_spans.schema.spans import Span
-from lightning_spans.testing.plugins.harmless import HarmlessPromises
-from lightning_spans.testing.plugins.program import (
+from lightning_conformance.plugins.harmless import HarmlessPromises
+from lightning_conformance.plugins.program import (
     AGENTS,
     MODEL,
     PATIENCE_S,
@@ -48,11 +45,14 @@ from lightning_spans.testing.plugins.program import (
     span_of,
     user_environment,
 )
-from lightning_spans.testing.plugins.recorded import RecordedPromises, each_scenario
-from lightning_spans.testing.plugins.replayed import REPLAY_PROMPTS, REPLAYS, ReplayPromises, noted
-from lightning_spans.testing.plugins.script import agent_of
-from lightning_spans.testing.plugins.server import ReceivedRequest, ScriptedServer
-from lightning_spans.testing.plugins.threads import at_once
+from lightning_conformance.plugins.recorded import RecordedPromises, each_scenario
+from lightning_conformance.plugins.replayed import REPLAY_PROMPTS, REPLAYS, ReplayPromises, noted
+from lightning_conformance.plugins.script import agent_of
+from lightning_conformance.plugins.server import ReceivedRequest, ScriptedServer
+from lightning_conformance.plugins.threads import at_once
+from lightning_spans import Attempt, agent, attach, open_store, use_attempt
+from lightning_spans.schema import spans as names
+from lightning_spans.schema.spans import Span
 
 __all__ = [
     "MODEL", "PROMPTS", "REPLAYS", "REPLAY_PROMPTS", "SCENARIOS", "TIMEOUT_S", "PluginConformance", "instructions",
