@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pytest
+
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.kits.view.pages import create_view
 from lightning_trainer.kits.view.routes import Views
 from lightning_trainer.kits.view.runs import Runs
+
+AXE = Path(__file__).parents[2] / "trainer/viewer/node_modules/axe-core/axe.min.js"
 
 
 class Looking:
@@ -54,6 +58,15 @@ class Looking:
         assert found is not None
         return int(found[0].replace(",", ""))
 
+    def broken_rules(self) -> list[Any]:
+        """Return the rules of accessibility that the page breaks, each with the first place."""
+        if not AXE.is_file():
+            pytest.skip("axe-core is not there: nox -s view gets it")
+        asked = self.page.context.new_cdp_session(self.page)  # from outside: the page lets no script in
+        code = f"{AXE.read_text()};axe.run().then(all => all.violations.map(one => [one.id, one.nodes[0].html]))"
+        told = asked.send("Runtime.evaluate", {"expression": code, "awaitPromise": True, "returnByValue": True})
+        return list(told["result"]["value"])
+
     def well(self) -> None:
         """Nobody else was asked, and nothing was complained of."""
         assert {url.split("/", 3)[2] for url in self.asked if not url.startswith(("data:", "blob:"))} == {
@@ -65,7 +78,7 @@ class Looking:
 @contextmanager
 def looking(browser: Any, path: Path, **more: Any) -> Iterator[Looking]:
     keys = Keys.fresh()
-    views = Views(Runs(path))
+    views = more.pop("views", None) or Views(Runs(path))
     with ServerThread(create_view(views, keys)) as server:
         context = browser.new_context(
             viewport=more.pop("viewport", {"width": 1280, "height": 800}), reduced_motion="reduce", locale="en-GB",

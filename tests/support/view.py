@@ -17,11 +17,11 @@ from lightning_trainer.kits.view.runs import Runs
 class Asked:
     """The viewer's interface, asked with a key."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, views: Views | None = None) -> None:
         self.keys = Keys.fresh()
-        self.app = create_view(Views(Runs(path, trusted=True)), self.keys)
+        self.app = create_view(views or Views(Runs(path, trusted=True)), self.keys)
         self.client = TestClient(self.app)
-        self.name = path.name
+        self.name = path.name if views is None else views.runs.all()[0].name
 
     def __call__(self, what: str, status: int = 200, *, scope: Any = "viewer", **params: Any) -> Any:
         key = self.keys.issue(scope)

@@ -51,5 +51,26 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
+PICTURES = Path(__file__).parents[2] / "docs" / "img" / "view"
+
+
+@pytest.fixture
+def picture(request: pytest.FixtureRequest) -> Any:
+    """Writes a picture of a page into the docs, where that is asked for."""
+
+    def take(look: Any, name: str) -> None:
+        if request.config.getoption("--pictures"):
+            from PIL import Image
+
+            PICTURES.mkdir(parents=True, exist_ok=True)
+            look.page.wait_for_load_state("load")
+            look.page.screenshot(path=str(PICTURES / f"{name}.png"))
+            Image.open(PICTURES / f"{name}.png").quantize(256, Image.Quantize.MAXCOVERAGE).save(
+                PICTURES / f"{name}.png", optimize=True
+            )
+
+    return take
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", action="store_true", help="Write the docs' pictures of the viewer anew.")

@@ -39,6 +39,7 @@ from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.reading import transcripts
 from lightning_trainer.kits.view.reading.pieces import pieces_of
 from lightning_trainer.kits.view.reading.texts import legible
+from lightning_trainer.kits.view.routes import Views
 from lightning_trainer.kits.view.runs import Runs, runs_in
 from lightning_trainer.report.log.lines import read
 from lightning_trainer.report.metrics import best_step
@@ -664,7 +665,7 @@ def test_view_opens_where_the_newest_run_has_no_store(
     monkeypatch.setattr(view_command, "_show", stop)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     for path in (tmp_path, tmp_path / "learned"):
-        view_command._serve(Runs(path), (), "127.0.0.1", 0, plain=False, opened=False)
+        view_command._serve(Views(Runs(path)), "127.0.0.1", 0, plain=False, opened=False)
     signal.signal(signal.SIGINT, before[0])
     signal.signal(signal.SIGTERM, before[1])
     assert len(shown) == 2
@@ -765,7 +766,6 @@ def test_a_server_shows_the_same_pages(run: Path) -> None:
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.gateway.auth.keys import Keys
     from lightning_trainer.kits.view.pages import add_view
-    from lightning_trainer.kits.view.routes import Views
     from lightning_trainer.kits.view.runs import Runs
 
     url = str(run / "lightning.db")

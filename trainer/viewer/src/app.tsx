@@ -6,6 +6,8 @@ import { marksChanged } from "./marks";
 import { Account } from "./screens/account";
 import { Call } from "./screens/call";
 import { Credit } from "./screens/credit";
+import { Deployment } from "./screens/deployment";
+import { Deployments } from "./screens/deployments";
 import { Group } from "./screens/group";
 import { Loose } from "./screens/loose";
 import { Marks } from "./screens/marks";
@@ -39,6 +41,7 @@ const TABS: [string, string][] = [
   ["rewards", "Rewards"],
   ["tools", "Calls"],
   ["fleet", "Fleet"],
+  ["deployments", "Deployments"],
   ["search", "Search"],
   ["marks", "Marked"],
 ];
@@ -110,7 +113,7 @@ function App(): JSX.Element {
               </span>
             )}
             <nav aria-label="Screens of the run">
-              {TABS.map(([name, title]) => (
+              {TABS.filter(([name]) => name !== "deployments" || scale.data?.deployed).map(([name, title]) => (
                 <a key={name} href={name ? href("run", run, name) : href("run", run)} aria-current={under === name ? "page" : undefined}>
                   {title}
                 </a>
@@ -188,6 +191,8 @@ function Screen({ kind, run, screen, rest, tick }: Where): JSX.Element {
       return <Tools run={run} mode={one} step={stepIn(two, one || "train")} tick={tick} />;
     case "fleet":
       return <Fleet run={run} tick={tick} />;
+    case "deployments":
+      return one ? <Deployment key={one} run={run} agent={one} tick={tick} /> : <Deployments run={run} tick={tick} />;
     case "search":
       return <Search key={one} run={run} text={one} />;
     case "marks":

@@ -53,7 +53,7 @@ export interface paths {
         };
         /**
          * Scale
-         * @description Return the colours of a run: the ends of its scale of rewards, and its agents.
+         * @description Return what all pages of a run share: the ends of its scale of rewards, its agents, whether they are deployed.
          */
         get: operations["scale_api_view_scale_get"];
         put?: never;
@@ -304,6 +304,66 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/view/deployments": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Deployments
+         * @description Return the agents that have a deployment, and the loops.
+         */
+        get: operations["deployments_api_view_deployments_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/view/deployment": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Deployment
+         * @description Return an agent's policies and some of its transitions, the newest first.
+         */
+        get: operations["deployment_api_view_deployment_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/view/findings": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Findings
+         * @description Return what is known about an agent's candidate: gate, guardrails, shadow, program, and what is missing.
+         */
+        get: operations["findings_api_view_findings_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/view/loose": {
         parameters: {
             query?: never;
@@ -437,6 +497,22 @@ export interface components {
             same_as_run: boolean | null;
         };
         /**
+         * AgreementRow
+         * @description The share of answers of one kind that agree; None without such answers.
+         */
+        AgreementRow: {
+            /** Kind */
+            kind: string;
+            /** N */
+            n: number;
+            /** Mean */
+            mean: number | null;
+            /** Low */
+            low: number | null;
+            /** High */
+            high: number | null;
+        };
+        /**
          * AttemptRow
          * @description One try at a rollout.
          */
@@ -453,6 +529,18 @@ export interface components {
             error: string | null;
             /** Seconds */
             seconds: number | null;
+        };
+        /**
+         * BothRow
+         * @description A number of both policies.
+         */
+        BothRow: {
+            /** Name */
+            name: string;
+            /** Candidate */
+            candidate: number | null;
+            /** Stable */
+            stable: number | null;
         };
         /**
          * CallChoice
@@ -593,6 +681,72 @@ export interface components {
             lines: string[];
         };
         /**
+         * DeploymentPage
+         * @description An agent with some of its transitions, the newest first.
+         *
+         *     Attributes:
+         *         row: its policies.
+         *         checkpoint: folder of the candidate's adapter; None: the server has the candidate under its name.
+         *         base: the model on whose servers the adapter is loaded.
+         *         has_gate: whether the candidate's canary has begun, so that its bounds are fixed.
+         *         transitions: number of all transitions.
+         *         history: some of them.
+         *         next: where the next page starts; None at the end.
+         *         acts: whether this server changes deployments for the holder of a deployer's key.
+         *         store: the store for commands in a terminal, without passwords.
+         */
+        DeploymentPage: {
+            row: components["schemas"]["DeploymentRow"];
+            /** Checkpoint */
+            checkpoint: string | null;
+            /** Base */
+            base: string | null;
+            /** Has Gate */
+            has_gate: boolean;
+            /** Transitions */
+            transitions: number;
+            /** History */
+            history: components["schemas"]["TransitionRow"][];
+            /** Next */
+            next: number | null;
+            /** Acts */
+            acts: boolean;
+            /** Store */
+            store: string;
+        };
+        /**
+         * DeploymentRow
+         * @description The policies of an agent.
+         *
+         *     Attributes:
+         *         agent: its name.
+         *         newest: its newest transition.
+         *         previous: the stable policy before the last promotion.
+         *         tried: whether there is a candidate that is neither promoted nor rolled back.
+         *         needs_approval: whether a person must approve the candidate.
+         */
+        DeploymentRow: {
+            /** Agent */
+            agent: string;
+            newest: components["schemas"]["TransitionRow"];
+            /** Previous */
+            previous: string | null;
+            /** Tried */
+            tried: boolean;
+            /** Needs Approval */
+            needs_approval: boolean;
+        };
+        /**
+         * DeploymentsPage
+         * @description All agents that have a deployment, and the loops.
+         */
+        DeploymentsPage: {
+            /** Agents */
+            agents: components["schemas"]["DeploymentRow"][];
+            /** Loops */
+            loops: components["schemas"]["LoopRow"][];
+        };
+        /**
          * Event
          * @description A span with its position in the attempt.
          *
@@ -705,6 +859,46 @@ export interface components {
             found: boolean;
         };
         /**
+         * FindingsPage
+         * @description What is known about an agent's candidate.
+         *
+         *     Attributes:
+         *         agent: its name.
+         *         number: of the transition for which this holds.
+         *         gate: None outside of a canary.
+         *         guardrails: of the canary.
+         *         shadow: None if there was none.
+         *         program: None without an evaluation.
+         *         missing: what a promotion still needs; [] if nothing, or without a candidate.
+         *         approval: the candidate's approval; None: there is none.
+         *         verified: whether the approval's signature was verified; only the server can do so.
+         *         blocked: why the checkpoint is blocked; None: it is not, or its folder is not on this machine.
+         *         problem: why nothing is known, such as an invalid reward; None: everything could be read.
+         *         read_s: Unix time at which the store was read.
+         */
+        FindingsPage: {
+            /** Agent */
+            agent: string;
+            /** Number */
+            number: number;
+            gate: components["schemas"]["GateRow"] | null;
+            /** Guardrails */
+            guardrails: components["schemas"]["GuardrailRow"][];
+            shadow: components["schemas"]["ShadowRow"] | null;
+            program: components["schemas"]["ProgramRow"] | null;
+            /** Missing */
+            missing: string[];
+            approval: components["schemas"]["TransitionRow"] | null;
+            /** Verified */
+            verified: boolean;
+            /** Blocked */
+            blocked: string | null;
+            /** Problem */
+            problem: string | null;
+            /** Read S */
+            read_s: number;
+        };
+        /**
          * FleetPage
          * @description Runners, queue and running attempts.
          */
@@ -717,6 +911,56 @@ export interface components {
             workers: components["schemas"]["WorkerRow"][];
             /** Oldest */
             oldest: components["schemas"]["RunningRow"][];
+        };
+        /**
+         * GateRow
+         * @description The gate of a canary: its evidence and its bounds.
+         *
+         *     Attributes:
+         *         n: number of outcomes.
+         *         candidate: of them those of the candidate.
+         *         stable: those of the stable policy.
+         *         needed: about how many are needed at this share; None: there is nothing to compare with.
+         *         difference: of the means, candidate minus stable policy; None: too few outcomes.
+         *         low: lower end of the 95 % interval, which holds for all looks together.
+         *         high: upper end.
+         *         decision: of the gate.
+         *         worse, better, false_promotion, power: see `gate.Bounds`.
+         *         sources: of the rewards that count; []: all.
+         *         wait_days: age from which a conversation counts.
+         */
+        GateRow: {
+            /** N */
+            n: number;
+            /** Candidate */
+            candidate: number;
+            /** Stable */
+            stable: number;
+            /** Needed */
+            needed: number | null;
+            /** Difference */
+            difference: number | null;
+            /** Low */
+            low: number | null;
+            /** High */
+            high: number | null;
+            /**
+             * Decision
+             * @enum {string}
+             */
+            decision: "promote" | "reject" | "wait";
+            /** Worse */
+            worse: number;
+            /** Better */
+            better: number;
+            /** False Promotion */
+            false_promotion: number;
+            /** Power */
+            power: number;
+            /** Sources */
+            sources: string[];
+            /** Wait Days */
+            wait_days: number;
         };
         /**
          * GroupPage
@@ -761,6 +1005,28 @@ export interface components {
             signal: boolean;
             /** Rollouts */
             rollouts: components["schemas"]["RolloutRow"][];
+        };
+        /**
+         * GuardrailRow
+         * @description A guardrail: by how much the candidate's share of bad calls is larger, and how much is allowed.
+         */
+        GuardrailRow: {
+            /** Name */
+            name: string;
+            /** Bound */
+            bound: number;
+            /** Candidate */
+            candidate: number;
+            /** Stable */
+            stable: number;
+            /** Difference */
+            difference: number | null;
+            /** Low */
+            low: number | null;
+            /** High */
+            high: number | null;
+            /** Alarm */
+            alarm: boolean;
         };
         /** HTTPValidationError */
         HTTPValidationError: {
@@ -903,6 +1169,52 @@ export interface components {
             said: {
                 [key: string]: string;
             };
+        };
+        /**
+         * LoopRow
+         * @description A loop.
+         *
+         *     Attributes:
+         *         agent: whose policy it improves.
+         *         folder: of the loop.
+         *         round: number of its newest round.
+         *         outcome: how that round ended; None: it is running.
+         *         reason: why it ended.
+         *         stages: of that round.
+         *         earlier: a line for each round before, the newest first.
+         *         problem: why its record can't be read; None: it can.
+         */
+        LoopRow: {
+            /** Agent */
+            agent: string;
+            /** Folder */
+            folder: string;
+            /** Round */
+            round: number;
+            /** Outcome */
+            outcome: string | null;
+            /** Reason */
+            reason: string;
+            /** Stages */
+            stages: components["schemas"]["LoopStageRow"][];
+            /** Earlier */
+            earlier: string[];
+            /** Problem */
+            problem?: string | null;
+        };
+        /**
+         * LoopStageRow
+         * @description A stage of a round: `done_s` is the Unix time at which it was done, `text` its result or what it waits for.
+         */
+        LoopStageRow: {
+            /** Stage */
+            stage: string;
+            /** State */
+            state: string;
+            /** Done S */
+            done_s: number | null;
+            /** Text */
+            text: string;
         };
         /**
          * LoosePage
@@ -1100,6 +1412,18 @@ export interface components {
             folder: string | null;
             /** Rollbacks */
             rollbacks: components["schemas"]["Rollback"][];
+        };
+        /**
+         * ProgramRow
+         * @description Changes of the program since the candidate's evaluation; compared from `needed` conversations on.
+         */
+        ProgramRow: {
+            /** Conversations */
+            conversations: number;
+            /** Needed */
+            needed: number;
+            /** Changes */
+            changes: string[];
         };
         /**
          * RewardRow
@@ -1372,7 +1696,13 @@ export interface components {
         };
         /**
          * ScalePage
-         * @description The colours of a run: the rewards at the ends of its scale, and its agents in the order of their colours.
+         * @description What all pages of a run share.
+         *
+         *     Attributes:
+         *         low: the reward at the lower end of the scale of colours.
+         *         high: the one at its upper end.
+         *         agents: in the order of their colours.
+         *         deployed: whether there is a page of deployments: of a store that has some, or that no run's folder names.
          */
         ScalePage: {
             /** Low */
@@ -1381,6 +1711,8 @@ export interface components {
             high: number;
             /** Agents */
             agents: string[];
+            /** Deployed */
+            deployed: boolean;
         };
         /**
          * SearchPage
@@ -1401,6 +1733,49 @@ export interface components {
             next: number | null;
             /** Calls */
             calls: boolean;
+        };
+        /**
+         * ShadowJudgeRow
+         * @description By how much a judge prefers the candidate; None: too few verdicts.
+         */
+        ShadowJudgeRow: {
+            /** N */
+            n: number;
+            /** Difference */
+            difference: number | null;
+            /** Low */
+            low: number | null;
+            /** High */
+            high: number | null;
+            /** Failed */
+            failed: number;
+            /** Error */
+            error: string | null;
+        };
+        /**
+         * ShadowRow
+         * @description The comparison of a shadow. `rules` are shares of bad answers, `costs` tokens and seconds per call.
+         */
+        ShadowRow: {
+            /** Share */
+            share: number;
+            /** Copies */
+            copies: number;
+            /** Conversations */
+            conversations: number;
+            /** Failed */
+            failed: number;
+            /** Dropped */
+            dropped: number;
+            /** Off Path */
+            off_path: number;
+            /** Agreement */
+            agreement: components["schemas"]["AgreementRow"][];
+            judge: components["schemas"]["ShadowJudgeRow"] | null;
+            /** Rules */
+            rules: components["schemas"]["BothRow"][];
+            /** Costs */
+            costs: components["schemas"]["BothRow"][];
         };
         /**
          * SourceRow
@@ -1550,6 +1925,44 @@ export interface components {
             tools: components["schemas"]["ToolRow"][];
             /** Usage */
             usage: components["schemas"]["UsageRow"][];
+        };
+        /**
+         * TransitionRow
+         * @description A transition of an agent's policy.
+         *
+         *     Attributes:
+         *         number: 1 for the agent's first.
+         *         stage: the candidate's stage after it.
+         *         stable: the policy that answers all calls, or in a canary all others.
+         *         candidate: the policy that is tested or was rolled back.
+         *         share: of the conversations that the candidate answers or gets copies of.
+         *         reason: why it was made.
+         *         actor: who made it.
+         *         at_s: Unix time.
+         *         note: what is special about it: an approval, a promotion without the gate, a round of the loop; "" if nothing.
+         */
+        TransitionRow: {
+            /** Number */
+            number: number;
+            /**
+             * Stage
+             * @enum {string}
+             */
+            stage: "candidate" | "shadow" | "canary" | "stable" | "rolled_back";
+            /** Stable */
+            stable: string;
+            /** Candidate */
+            candidate: string | null;
+            /** Share */
+            share: number;
+            /** Reason */
+            reason: string;
+            /** Actor */
+            actor: string;
+            /** At S */
+            at_s: number;
+            /** Note */
+            note: string;
         };
         /**
          * TriedGroup
@@ -2161,6 +2574,106 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["FleetPage"];
+                };
+            };
+            /** @description Validation Error */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HTTPValidationError"];
+                };
+            };
+        };
+    };
+    deployments_api_view_deployments_get: {
+        parameters: {
+            query: {
+                /** @description name of the run */
+                run: string;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DeploymentsPage"];
+                };
+            };
+            /** @description Validation Error */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HTTPValidationError"];
+                };
+            };
+        };
+    };
+    deployment_api_view_deployment_get: {
+        parameters: {
+            query: {
+                /** @description name of the run */
+                run: string;
+                agent: string;
+                before?: number | null;
+                limit?: number;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DeploymentPage"];
+                };
+            };
+            /** @description Validation Error */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HTTPValidationError"];
+                };
+            };
+        };
+    };
+    findings_api_view_findings_get: {
+        parameters: {
+            query: {
+                /** @description name of the run */
+                run: string;
+                agent: string;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FindingsPage"];
                 };
             };
             /** @description Validation Error */

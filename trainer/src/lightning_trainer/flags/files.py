@@ -90,3 +90,11 @@ runs_option = click.option(
     type=click.Path(path_type=Path),
     help="Folder of runs in which to look for checkpoints.",
 )
+loops_option = click.option(
+    "--loops",
+    default="loops",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Folder of a `lightning-rl loop`, or of several. The viewer shows their stages with the store's deployments.",
+)

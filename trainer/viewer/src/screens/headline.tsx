@@ -3,9 +3,9 @@ import type { ComponentChildren, JSX } from "preact";
 import type { HeldOut, PolicyRow, RunPage } from "../api";
 import { Agent, Chip, compact, count, duration, fixed, stepHref } from "../ui";
 
-type Tone = "" | "good" | "bad";
+export type Tone = "" | "good" | "bad";
 
-function Figure({ label, value, tone = "", address, children }: { label: string; value: string; tone?: Tone; address?: string | undefined; children: ComponentChildren }): JSX.Element {
+export function Figure({ label, value, tone = "", address, children }: { label: string; value: string; tone?: Tone; address?: string | undefined; children: ComponentChildren }): JSX.Element {
   return (
     <div class="figure">
       <dt>{label}</dt>
@@ -18,11 +18,11 @@ function Figure({ label, value, tone = "", address, children }: { label: string;
 }
 
 /** Whether the interval of a difference is on one side of 0. */
-const toneOf = (of: HeldOut): Tone => ((of.low ?? 0) > 0 ? "good" : (of.high ?? 0) < 0 ? "bad" : "");
+export const toneOf = (of: { low: number | null; high: number | null }): Tone => ((of.low ?? 0) > 0 ? "good" : (of.high ?? 0) < 0 ? "bad" : "");
 
-const interval = (low: number | null | undefined, high: number | null | undefined): string => (typeof low === "number" && typeof high === "number" ? `${fixed(low)} to ${fixed(high)}` : "");
+export const interval = (low: number | null | undefined, high: number | null | undefined): string => (typeof low === "number" && typeof high === "number" ? `${fixed(low)} to ${fixed(high)}` : "");
 
-const rise = (value: number | null | undefined): string => (typeof value !== "number" ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : "±"}${fixed(Math.abs(value))}`);
+export const rise = (value: number | null | undefined): string => (typeof value !== "number" ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : "±"}${fixed(Math.abs(value))}`);
 
 function Difference({ of }: { of: HeldOut | undefined }): JSX.Element {
   const known = of !== undefined && of.difference !== null;

@@ -4,6 +4,7 @@ import { useState } from "preact/hooks";
 import { useGet, type Member, type TriedGroup, type TriesPage } from "../api";
 import { useFlag, useParam } from "../params";
 import { count, go, href, hue, number, Rewards, Show, Signed, Status, useKeys } from "../ui";
+import { Commands } from "./commands";
 import { bestFirst, turns, useGroup } from "./group";
 import { stepName } from "./picker";
 import { EventCard } from "./rollout";
@@ -120,7 +121,9 @@ export function Try({ run, left, right }: { run: string; left: string; right: st
               <Half key={`a${left}`} run={run} group={left} groups={groups} name="left" onGroup={(id) => go(href("run", run, "tries", id, other))} />
               <Half key={`b${other}`} run={run} group={other} groups={groups} name="right" onGroup={(id) => go(href("run", run, "tries", left, id))} />
             </div>
-            <Commands lines={data.commands} />
+            <Commands title="Run it now, with the tuned and the base model" lines={data.commands}>
+              These pages only read. In a terminal, where the program can be imported:
+            </Commands>
           </>
         );
       }}
@@ -190,26 +193,5 @@ function Went({ run, member }: { run: string; member: Member }): JSX.Element {
         ))}
       {member.events.length === 0 && <p class="dim">Nothing was recorded of it.</p>}
     </>
-  );
-}
-
-function Commands({ lines }: { lines: string[] }): JSX.Element | null {
-  const [copied, setCopied] = useState(false);
-  if (lines.length === 0) return null;
-  const copy = (): void => {
-    navigator.clipboard
-      ?.writeText(lines.join("\n"))
-      .then(() => setCopied(true))
-      .catch(() => setCopied(false));
-  };
-  return (
-    <details class="card" open>
-      <summary>Run it now, with the tuned and the base model</summary>
-      <p class="dim">These pages only read. In a terminal, where the program can be imported:</p>
-      <pre class="raw commands">{lines.join("\n")}</pre>
-      <button type="button" onClick={copy}>
-        {copied ? "copied" : "copy"}
-      </button>
-    </details>
   );
 }

@@ -13,7 +13,7 @@ import click
 from lightning_trainer.cli.servers.serving import tls_options
 from lightning_trainer.flags.answers import name_by_option, system_messages_option
 from lightning_trainer.flags.common import allow_blocked_option
-from lightning_trainer.flags.files import admin_key_flag, default_store_flag, listen_options
+from lightning_trainer.flags.files import admin_key_flag, default_store_flag, listen_options, loops_option
 from lightning_trainer.options.record import split_names
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ if TYPE_CHECKING:
 @click.option(
     "--rotate-keys", is_flag=True, help="Sign with a new secret. Keys signed with the previous one stay valid."
 )
+@loops_option
 @tls_options
 def command(
     *,
@@ -155,7 +156,7 @@ def command(
             record_untrained=not unrecorded,
             **settings,
         )
-        views = _add_view(app, store, flags["tokenizers"])
+        views = _add_view(app, store, flags["tokenizers"], flags["loops"])
         with deploying(app):
             serve_until_stopped(app, place, files, stopping=views.stopping.set)
 
@@ -204,13 +205,13 @@ def _place(endpoint: str | None, flags: dict[str, Any]) -> ListenAddress:
     )
 
 
-def _add_view(app: App, store: str, tokenizers: Sequence[str]) -> Views:
+def _add_view(app: App, store: str, tokenizers: Sequence[str], loops: Path) -> Views:
     """Add the viewer's pages, which show the server's own store."""
     from lightning_trainer.kits.view.pages import add_view
     from lightning_trainer.kits.view.routes import Views
     from lightning_trainer.kits.view.runs import Runs
 
-    views = Views(Runs(store=store), [Path(text.partition("=")[2]) for text in tokenizers])
+    views = Views(Runs(store=store), [Path(text.partition("=")[2]) for text in tokenizers], loops)
     add_view(app, views)
     return views
 

@@ -87,12 +87,18 @@ class Approvals:
         if not needs_approval(history):
             return
         current = history[-1]
-        if is_tried(current) and current.candidate == promoted and any(self._is_valid(one, history) for one in history):
+        if current.candidate == promoted and self.find(history) is not None:
             return
         raise ConfigError(
             f"not promoted: {promoted} needs a person's approval. Its holder of an approver's key runs: lightning-rl"
             f" deploy approve {current.agent} --store URL --key-file FILE."
         )
+
+    def find(self, history: Sequence[Deployment]) -> Deployment | None:
+        """Return the newest valid approval of the agent's candidate; None if there is none."""
+        if not history or not is_tried(history[-1]):
+            return None
+        return next((one for one in reversed(history) if self._is_valid(one, history)), None)
 
     def _is_valid(self, row: Deployment, history: Sequence[Deployment]) -> bool:
         text = row.details.get(APPROVAL)
@@ -186,7 +192,8 @@ def guard_promotions(app: Any) -> None:
     Args:
         app: result of `gateway.app.create_app`.
     """
-    app.state.store = _GuardedStore(app.state.store, Approvals(app.state.keys))
+    app.state.approvals = Approvals(app.state.keys)
+    app.state.store = _GuardedStore(app.state.store, app.state.approvals)
     app.include_router(router)
 
 

@@ -16,7 +16,7 @@ from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import Where, each
 from lightning_trainer.kits.deploy.gate import FEWEST, Bounds, Evidence, weigh
 from lightning_trainer.kits.deploy.guardrails import OUTCOME, check_bounds, raises_alarm, weigh_guardrails
-from lightning_trainer.kits.deploy.program_changes import check_program
+from lightning_trainer.kits.deploy.program_changes import changed_program, describe_program
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 
 GATE = "gate"  # in the details of a canary: the rules of its gate, written before the first outcome
@@ -151,25 +151,45 @@ def check_promotion(store: Store, history: Sequence[Deployment], *, override: bo
     Raises:
         ConfigError: it is not permitted.
     """
-    evidence, found = read_evidence(store, history), describe_gate(store, history)
-    if evidence is None or found is None:
+    gate = describe_gate(store, history)
+    if gate is None:
         raise ConfigError("the candidate's canary has no gate. Start it again: lightning-rl deploy canary.")
     if override:
-        return {"evidence": found, "override": True}
-    check_program(store, history)
-    if (held := _held_back(describe_guardrails(store, history))) is not None:
-        raise ConfigError(f"not promoted: {held}. To promote nevertheless: --override --reason TEXT.")
-    if evidence.decision == "promote":
-        return {"evidence": found}
-    current = history[-1]
-    counted = f"{evidence.candidate} outcomes of {current.candidate} and {evidence.stable} of {current.stable}"
-    if evidence.decision == "reject":
-        advice = f"The gate says reject: lightning-rl deploy rollback --agent {current.agent}"
-    elif found["needed"] is None:
-        advice = "At a share of 100 % there is nothing to compare with: begin a canary with a smaller share"
-    else:
-        advice = f"About {found['needed']} are needed in all at this share"
-    raise ConfigError(f"not promoted: {counted}. {advice}. To promote nevertheless: --override --reason TEXT.")
+        return {"evidence": gate, "override": True}
+    obstacles = find_obstacles(history, gate, describe_guardrails(store, history), describe_program(store, history))
+    if obstacles:
+        raise ConfigError(f"not promoted: {obstacles[0]}. To promote nevertheless: --override --reason TEXT.")
+    return {"evidence": gate}
+
+
+def find_obstacles(
+    history: Sequence[Deployment],
+    gate: Mapping[str, Any],
+    guardrails: Mapping[str, Mapping[str, Any]] | None,
+    program: Mapping[str, Any] | None,
+) -> list[str]:
+    """Return why program, guardrails and gate do not permit the promotion of a candidate in a canary; [] if they do.
+
+    Args:
+        history: history of the agent, oldest first.
+        gate: result of `describe_gate`.
+        guardrails: result of `describe_guardrails`.
+        program: result of `describe_program`.
+    """
+    found = (changed_program(program), _held_back(guardrails), _gate_obstacle(history[-1], gate))
+    return [obstacle for obstacle in found if obstacle is not None]
+
+
+def _gate_obstacle(current: Deployment, gate: Mapping[str, Any]) -> str | None:
+    """Return what the gate needs before it permits a promotion; None if it does."""
+    if gate["decision"] == "promote":
+        return None
+    counted = f"{gate['candidate']} outcomes of {current.candidate} and {gate['stable']} of {current.stable}"
+    if gate["decision"] == "reject":
+        return f"{counted}. The gate says reject: lightning-rl deploy rollback --agent {current.agent}"
+    if gate["needed"] is None:
+        return f"{counted}. At a share of 100 % there is nothing to compare with: begin a canary with a smaller share"
+    return f"{counted}. About {gate['needed']} are needed in all at this share"
 
 
 def reject(store: Store, history: Sequence[Deployment]) -> Deployment | None:

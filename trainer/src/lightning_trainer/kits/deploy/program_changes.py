@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import name_of, selects
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import CHAT, SHADOW, Span
@@ -55,19 +54,14 @@ def describe_program(store: Store, history: Sequence[Deployment]) -> dict[str, A
     return {"conversations": len(talks), "needed": WINDOW, "changes": [*watch.changes, *missing]}
 
 
-def check_program(store: Store, history: Sequence[Deployment]) -> None:
-    """Reject the promotion of a candidate whose program has changed since its evaluation.
-
-    Raises:
-        ConfigError: it has changed; the message says how.
-    """
-    found = describe_program(store, history)
-    if found is not None and found["changes"]:
-        raise ConfigError(
-            f"not promoted: the program has changed since the candidate was evaluated. {'; '.join(found['changes'])}."
-            " Evaluate it again, and name the candidate with the new --evaluation. To promote nevertheless: --override"
-            " --reason TEXT."
-        )
+def changed_program(found: Mapping[str, Any] | None) -> str | None:
+    """Return a message about the changes that `describe_program` found; None if there are none."""
+    if found is None or not found["changes"]:
+        return None
+    return (
+        f"the program has changed since the candidate was evaluated. {'; '.join(found['changes'])}. Evaluate it again,"
+        " and name the candidate with the new --evaluation"
+    )
 
 
 def _read_calls(store: Store, history: Sequence[Deployment]) -> Iterator[tuple[_ProgramCall, bool]]:

@@ -47,6 +47,23 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class StageState:
+    """The state of a stage, for display.
+
+    Attributes:
+        stage: its name.
+        state: ``done``, ``waiting``, ``current``, ``to come``, or ``-`` if the round ended before it.
+        at_s: Unix time in seconds at which it was done; None: it is not.
+        text: its result, or what it waits for.
+    """
+
+    stage: str
+    state: str
+    at_s: float | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LoopRound:
     """One round, read from its folder.
 
@@ -91,20 +108,31 @@ class LoopRound:
         """Record why a stage waits, for `lines`."""
         _write(self.folder / _WAITING, {"stage": stage, "reason": reason})
 
-    def lines(self) -> Iterator[str]:
-        """Yield one line for each stage."""
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options with which it was started."""
+        return dict(_read(self.folder / _OPTIONS)["options"])
+
+    def stages(self) -> Iterator[StageState]:
+        """Yield the state of each stage."""
         waiting = _read(self.folder / _WAITING) if (self.folder / _WAITING).exists() else {}
         end, current = self.end, next((stage for stage in STAGES if self.result(stage) is None), None)
         for stage in STAGES:
             result = self.result(stage)
             if result is not None:
-                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._path(stage).stat().st_mtime))
-                yield f"  {stage:<10} done     {when}  {_describe(result)}".rstrip()
+                yield StageState(stage, "done", self._path(stage).stat().st_mtime, _describe(result))
             elif stage == current and end is None:
                 reason = waiting["reason"] if waiting.get("stage") == stage else ""
-                yield f"  {stage:<10} {'waiting' if reason else 'current':<7}  {reason}".rstrip()
+                yield StageState(stage, "waiting" if reason else "current", None, reason)
             else:
-                yield f"  {stage:<10} {'-' if end is not None else 'to come'}"
+                yield StageState(stage, "-" if end is not None else "to come")
+
+    def lines(self) -> Iterator[str]:
+        """Yield one line for each stage."""
+        for one in self.stages():
+            when = "" if one.at_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at_s))
+            shown = (f"{one.state:<7}", *([when] if when else []), one.text)
+            yield f"  {one.stage:<10} {'  '.join(shown)}".rstrip()
 
     def _path(self, stage: str) -> Path:
         return self.folder / f"{stage}.json"
@@ -124,7 +152,7 @@ def open_round(folder: Path, options: Mapping[str, Any]) -> LoopRound:
     """
     rounds = rounds_in(folder)
     if rounds and rounds[-1].end is None:
-        before = _read(rounds[-1].folder / _OPTIONS)["options"]
+        before = rounds[-1].options
         now = json.loads(json.dumps(dict(options), default=str))
         names = dict.fromkeys([*now, *before])
         check_unchanged(

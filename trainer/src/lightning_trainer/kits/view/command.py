@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from lightning_trainer.flags.common import print_json, read_key, trust_option
-from lightning_trainer.flags.files import key_file_option, listen_options, store_flag
+from lightning_trainer.flags.files import key_file_option, listen_options, loops_option, store_flag
 
 if TYPE_CHECKING:
+    from lightning_trainer.kits.view.routes import Views
     from lightning_trainer.kits.view.runs import Runs
 
 _RUNS: Final = Path("runs")
@@ -34,6 +35,7 @@ _KEY_S: Final = 10 * 86_400.0  # lifetime of a page's key
     metavar="FOLDER",
     help="Folder with the model's tokenizer.json, if the run's own is not found. May be repeated.",
 )
+@loops_option
 @listen_options()
 @click.option(
     "--plain-http",
@@ -55,6 +57,7 @@ def command(
     server: str | None,
     key_file: Path | None,
     tokenizers: tuple[Path, ...],
+    loops: Path,
     host: str,
     port: int,
     plain_http: bool,
@@ -68,6 +71,7 @@ def command(
     key.
     """
     from lightning_spans.errors import ConfigError
+    from lightning_trainer.kits.view.routes import Views
     from lightning_trainer.kits.view.runs import Runs
     from lightning_trainer.report.terminal import printable
 
@@ -86,7 +90,7 @@ def command(
     if save_marks is not None:
         _save_marks(runs, save_marks)
         return
-    _serve(runs, tokenizers, host, port, plain=plain_http, opened=opened)
+    _serve(Views(runs, tokenizers, loops), host, port, plain=plain_http, opened=opened)
 
 
 def _save_marks(runs: Runs, file: Path) -> None:
@@ -106,21 +110,19 @@ def _save_marks(runs: Runs, file: Path) -> None:
     print_json({"marks": len(lines), "file": str(file)})
 
 
-def _serve(runs: Runs, tokenizers: tuple[Path, ...], host: str, port: int, *, plain: bool, opened: bool) -> None:
+def _serve(views: Views, host: str, port: int, *, plain: bool, opened: bool) -> None:
     from lightning_trainer.gateway.auth.keys import Keys
     from lightning_trainer.gateway.http.serving import ServerThread
     from lightning_trainer.kits.view.pages import PATH, create_view
     from lightning_trainer.kits.view.reader import StoreReader
-    from lightning_trainer.kits.view.routes import Views
 
-    found = runs.all()
+    found = views.runs.all()
     if len(found) == 1 and (found[0].folder is None or found[0].has_store):
         StoreReader(found[0].store).close()  # raises if it cannot be read
     keys = Keys.fresh()
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked.set())
-    views = Views(runs, tokenizers)
     with ServerThread(create_view(views, keys), host, port, plain=plain) as server:
         _show(f"{server.url}{PATH}#key={keys.issue('viewer', expires_s=_KEY_S)}", opened=opened)
         asked.wait()

@@ -11,7 +11,7 @@ from lightning_spans.store.sql.reader import SqlReader
 from lightning_trainer.kits.view.mark_table import marks_version
 
 _COUNT_UP: Final = (
-    *(each.c.seq for each in (schema.spans, schema.calls, schema.rewards, schema.rollouts)),
+    *(each.c.seq for each in (schema.spans, schema.calls, schema.rewards, schema.rollouts, schema.deployments)),
     schema.attempts.c.fence,
 )
 

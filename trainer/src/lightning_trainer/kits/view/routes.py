@@ -17,13 +17,18 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.gateway.auth.access import Needs
 from lightning_trainer.gateway.intake.route import KeyedRoute
+from lightning_trainer.kits.deploy.approvals import Approvals
 from lightning_trainer.kits.view.answers.calls import CallPage
+from lightning_trainer.kits.view.answers.deployments import DeploymentPage, DeploymentsPage, FindingsPage, LoopRow
 from lightning_trainer.kits.view.answers.groups import Facts, GroupPage, StepPage, TriesPage
 from lightning_trainer.kits.view.answers.learning import AccountPage, CreditPage, RewardsPage
 from lightning_trainer.kits.view.answers.marks import MarkChange, MarksPage
 from lightning_trainer.kits.view.answers.rollouts import RolloutPage
 from lightning_trainer.kits.view.answers.runs import RunPage, RunRow, ScalePage, StepRow
 from lightning_trainer.kits.view.answers.store import FleetPage, LoosePage, SearchPage, ToolsPage
+from lightning_trainer.kits.view.deployments import DeploymentReader, agent_page, agent_row, has_deployments
+from lightning_trainer.kits.view.findings import findings_page
+from lightning_trainer.kits.view.loops import Loops
 from lightning_trainer.kits.view.marks import change_mark, marks_of
 from lightning_trainer.kits.view.names import chosen_by
 from lightning_trainer.kits.view.reader import StoreReader
@@ -65,11 +70,14 @@ class Views:
     Args:
         runs: runs that may be requested.
         tokenizers: folders with the tokenizer of the models shown; they come before those that a run names.
+        loops: folder of a loop, or of several; shown with a store that no run's folder names. None: no loop.
     """
 
-    def __init__(self, runs: Runs, tokenizers: Sequence[Path] = ()) -> None:
+    def __init__(self, runs: Runs, tokenizers: Sequence[Path] = (), loops: Path | None = None) -> None:
         self.runs = runs
         self.tokenizers = tokenizers
+        self.loops = Loops(loops)
+        self.deployments = DeploymentReader()
         self.stopping = threading.Event()  # set when the server stops, which waits for streaming answers
 
     def named(self, name: str) -> Run:
@@ -82,6 +90,10 @@ class Views:
         if found is None:
             raise RefusedError(f"there is no run {name!r} here")
         return found
+
+    def loops_of(self, run: Run) -> list[LoopRow]:
+        """Return the loops, which are shown with a store that no run's folder names."""
+        return self.loops.rows() if run.folder is None else []
 
     @contextmanager
     def opened(self, name: str) -> Iterator[tuple[Run, StoreReader]]:
@@ -144,12 +156,12 @@ def run_page(views: _Views, name: _Run) -> RunPage:
 
 @router.get("/scale")
 def scale(views: _Views, name: _Run) -> ScalePage:
-    """Return the colours of a run: the ends of its scale of rewards, and its agents."""
+    """Return what all pages of a run share: the ends of its scale of rewards, its agents, whether they are deployed."""
     run = views.named(name)
     if run.folder is not None and not run.has_store:
-        return scale_of(run, None)
+        return scale_of(run, None, deployed=False)
     with views.opened(name) as (_, reader):
-        return scale_of(run, reader)
+        return scale_of(run, reader, deployed=run.folder is None or has_deployments(reader))
 
 
 @router.get("/step")
@@ -273,6 +285,40 @@ def fleet(views: _Views, name: _Run) -> FleetPage:
         return others.fleet_page(reader)
 
 
+@router.get("/deployments")
+def deployments(views: _Views, name: _Run) -> DeploymentsPage:
+    """Return the agents that have a deployment, and the loops."""
+    with views.opened(name) as (run, reader):
+        histories = views.deployments.histories(run, reader)
+        rows = [agent_row(history) for _, history in sorted(histories.items())]
+        return DeploymentsPage(agents=rows, loops=views.loops_of(run))
+
+
+@router.get("/deployment")
+def deployment(
+    request: Request, views: _Views, name: _Run, agent: str, *, before: _Before = None, limit: _Limit = 50
+) -> DeploymentPage:
+    """Return an agent's policies and some of its transitions, the newest first."""
+    with views.opened(name) as (run, reader):
+        history = views.deployments.history(run, reader, agent)
+        return agent_page(run, history, before=before, limit=limit, acts=_approvals(request) is not None)
+
+
+@router.get("/findings")
+def findings(request: Request, views: _Views, name: _Run, agent: str) -> FindingsPage:
+    """Return what is known about an agent's candidate: gate, guardrails, shadow, program, and what is missing."""
+    with views.opened(name) as (run, reader):
+        history = views.deployments.history(run, reader, agent)
+        known = views.deployments.findings(run, reader, history)
+        return findings_page(history, known, _approvals(request))
+
+
+def _approvals(request: Request) -> Approvals | None:
+    """Return what verifies approvals; None if this is not the server that follows the table of deployments."""
+    found: Approvals | None = getattr(request.app.state, "approvals", None)
+    return found
+
+
 @router.get("/loose")
 def loose(views: _Views, name: _Run, before: _Before = None) -> LoosePage:
     """Return traces that belong to no rollout, the newest first."""
@@ -311,7 +357,7 @@ async def events(request: Request, views: _Views, name: _Run) -> StreamingRespon
         seen: _Look | None = None
         quiet = 0
         while not views.stopping.is_set() and not await request.is_disconnected():
-            now = await asyncio.to_thread(_look_at, run, seen)
+            now = await asyncio.to_thread(_look_at, run, views, seen)
             quiet = 0 if now != seen else quiet + 1
             if now is not None and now != seen:
                 yield b"event: changed\ndata: " + dumps({"first": seen is None, "state": now[1]}) + b"\n\n"
@@ -323,10 +369,10 @@ async def events(request: Request, views: _Views, name: _Run) -> StreamingRespon
     return StreamingResponse(changes(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-def _look_at(run: Run, before: _Look | None) -> _Look | None:
+def _look_at(run: Run, views: Views, before: _Look | None) -> _Look | None:
     """Return a run's mark and its state; the previous ones while its store does not answer."""
     try:
-        mark = run.changed
+        mark = (*run.changed, *(views.loops.mark if run.folder is None else ()))
         if before is not None and before[0] == mark and before[1] != "running":
             return before  # a run that starts changes the mark
         return mark, run.state

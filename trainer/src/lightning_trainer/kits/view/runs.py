@@ -113,7 +113,7 @@ class Run:
                 mark = reader.state_mark()
         else:
             paths += [Path(file), Path(f"{file}-wal")]
-        return (*(part for path in paths for part in _stamp(path)), *mark)
+        return (*(part for path in paths for part in stamp_of(path)), *mark)
 
     @property
     def state(self) -> str:
@@ -132,7 +132,8 @@ class Run:
         return "stopped" if self.folder is not None else "idle"
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Return a file's size and time of its last change; zeros if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -162,7 +163,7 @@ def runs_in(path: Path, *, trusted: bool = False) -> list[Run]:
     own = run_of(path, trusted=trusted)
     if own is not None:
         return [own]
-    below = sorted(path.iterdir(), key=lambda each: _stamp(each)[1]) if path.is_dir() else []
+    below = sorted(path.iterdir(), key=lambda each: stamp_of(each)[1]) if path.is_dir() else []
     found = [run for each in reversed(below) if each.is_dir() and (run := run_of(each, trusted=trusted)) is not None]
     if not found:
         raise ConfigError(

@@ -157,11 +157,19 @@ class PolicyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalePage:
-    """The colours of a run: the rewards at the ends of its scale, and its agents in the order of their colours."""
+    """What all pages of a run share.
+
+    Attributes:
+        low: the reward at the lower end of the scale of colours.
+        high: the one at its upper end.
+        agents: in the order of their colours.
+        deployed: whether there is a page of deployments: of a store that has some, or that no run's folder names.
+    """
 
     low: float
     high: float
     agents: list[str]
+    deployed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

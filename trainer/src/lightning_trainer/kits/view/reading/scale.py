@@ -20,12 +20,13 @@ _BY_AGENT: Final = ("reward/", "response_tokens/", "calls_per_rollout/")  # metr
 _GLOBS: Final = frozenset("*?[")
 
 
-def scale_of(run: Run, reader: StoreReader | None) -> ScalePage:
+def scale_of(run: Run, reader: StoreReader | None, *, deployed: bool) -> ScalePage:
     """Return the scale of a run.
 
     Args:
         run: the run.
         reader: of its store; None if it has none.
+        deployed: see `ScalePage`.
     """
     lines = run.lines()
     values = [float(line["reward"]) for line in lines if line.get("reward") is not None]
@@ -34,7 +35,7 @@ def scale_of(run: Run, reader: StoreReader | None) -> ScalePage:
         values += _rewards_in(reader, run)
         agents |= _rewarded_in(reader, run)
     low, high, _ = reward_bounds(values, run.declared)
-    return ScalePage(low=low, high=high, agents=sorted(agents))
+    return ScalePage(low=low, high=high, agents=sorted(agents), deployed=deployed)
 
 
 def _named_in(lines: Sequence[Line]) -> set[str]:
