@@ -324,7 +324,7 @@ def test_what_can_be_no_key_is_told_by_attach(monkeypatch: pytest.MonkeyPatch) -
     lightning_openai = pytest.importorskip("lightning_openai")
     monkeypatch.setenv("LIGHTNING_STORE", "http://127.0.0.1:9")
     monkeypatch.setenv("LIGHTNING_KEY", "lk-one\nlk-two")
-    with pytest.raises(ConfigError, match="LIGHTNING_KEY holds no key"):
+    with pytest.raises(ConfigError, match="LIGHTNING_KEY contains no key"):
         lightning_openai.attach()
 
 

@@ -196,7 +196,7 @@ def test_a_step_that_fails_keeps_no_other_from_being_undone(caplog):
     undo.add(lambda: 1 / 0)
     undo()
     assert steps == ["first"]
-    assert "may not be restored" in caplog.text
+    assert "may not be undone" in caplog.text
 
 
 def hook_of(child, more):

@@ -278,7 +278,7 @@ def test_what_is_no_replay_asks_nobody():
 
 
 def test_marks_that_contradict_each_other_and_generators_are_refused():
-    with pytest.raises(ConfigError, match="one or the other"):
+    with pytest.raises(ConfigError, match="choose one of them"):
         lightning_spans.tool(pure=True, side_effects=True)
     with pytest.raises(ConfigError, match="generator"):
 

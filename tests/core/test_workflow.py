@@ -168,7 +168,7 @@ def test_a_generator_is_refused_and_a_block_is_entered_once_at_a_time(block):
     for function in (steps, asteps):
         with pytest.raises(ConfigError, match="is a generator"):
             block(function)
-    with block, pytest.raises(ConfigError, match="in a block already"), block:
+    with block, pytest.raises(ConfigError, match="already in use by a `with` block"), block:
         pass
     with block:
         pass

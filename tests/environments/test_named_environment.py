@@ -68,9 +68,9 @@ def test_a_flag_goes_before_what_a_file_says_of_the_program(tmp_path, asked):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('env = "sums"\ndata = "a.jsonl"', "env gives the program and the tasks: leave out data"),
+        ('env = "sums"\ndata = "a.jsonl"', "env provides the program and the tasks: leave out data"),
         ('env = "sums"\ncommand = "node a.js"\ntarget = "a:b"', "leave out target and command"),
-        ('env = "sums"\nval = "b.jsonl"\nenv_held_out = 2', "two sets of held-out tasks"),
+        ('env = "sums"\nval = "b.jsonl"\nenv_held_out = 2', "both set the held-out tasks"),
         ('target = "a:b"\ndata = "a.jsonl"\nenv_tasks = 2', "env_tasks is an option of env. Name an environment"),
         ("env_options.turns = 2", "env_options is an option of env"),
         ('env = "sums"\nenv_tasks = 0', "env_tasks = 0"),

@@ -88,7 +88,7 @@ def test_what_is_wrong_is_said_before_anything_starts():
         (("--env", "other:thing"), "write verifiers:NAME, openenv:URL"),
         (("--env", NAME, "--data", "x.jsonl"), "leave out data"),
         (("--env-tasks", "3"), "env_tasks is an option of env"),
-        (("--env", NAME, "--env-tasks", "1", "--env-held-out", "50"), "Ask for fewer held out"),
+        (("--env", NAME, "--env-tasks", "1", "--env-held-out", "50"), "Hold out fewer"),
     ):
         result = rl("train", *args, "--model", "none")
         assert result.exit_code == 2, result.output

@@ -316,7 +316,7 @@ def test_an_agent_that_is_selected_by_its_path_earns_what_its_name_was_given(fol
         (["app:run", "--data", "tasks.jsonl", "--endpoint", "http://127.0.0.1:9/v1"], "can't be reached"),
         (["app:run", "--data", "tasks.jsonl", "--endpoint", "http://127.0.0.1:9", "--model", "m"], "can't be reached"),
         (["app:run", "--data", "tasks.jsonl", "--failed", "often"], "a number, lowest or exclude"),
-        (["app:run", "--data", "tasks.jsonl", "--device", "cpu"], "of weights that are loaded here"),
+        (["app:run", "--data", "tasks.jsonl", "--device", "cpu"], "only for weights that are loaded here"),
         (["app:run", "--data", "tasks.jsonl", "--temperature", "0"], "temperature: of calls that come to a model"),
         (["app:run", "--data", "tasks.jsonl", "--sampling", "plain", "--max-tokens", "9"], "max_tokens, sampling: of"),
         (["app:nobody", "--data", "tasks.jsonl"], "app has no 'nobody'"),

@@ -193,7 +193,7 @@ def test_everything_left_out_is_counted_with_its_reason(made: Made, tmp_path: Pa
     lines, done = run(made, tmp_path / "out.jsonl", agents=("writer",), min_reward=0.5)
     assert len(lines) == 1
     assert done.left_out == {
-        "a message holds more than text": 1,
+        "a message contains more than text": 1,
         "agent not selected": 1,
         "answer truncated at max_tokens": 1,
         Ending.CRASHED.text: 1,
@@ -454,7 +454,7 @@ def test_the_commands_last_line_is_its_account(made: Made, tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout.splitlines()[-1])
     assert (told["lines"], told["left_out"], told["with_tokens"]) == (2, {}, 1)
-    assert "want all or none" in result.stderr
+    assert "need all or none" in result.stderr
     failed = CliRunner().invoke(cli, [*arguments, "--agents", "nobody"])
     assert (failed.exit_code, "nobody" in failed.stderr) == (2, True)
 
@@ -487,15 +487,15 @@ FUNCTION_CALL: dict[str, Any] = {"role": "assistant", "content": None, "function
     ("request_", "response", "more", "reason"),
     [
         (CHAT, choice(DONE, None), {ABANDONED: True}, "the agent stopped reading the answer before its end"),
-        (CHAT, choice(DONE, "content_filter"), {}, "answer cut by a filter of its content"),
+        (CHAT, choice(DONE, "content_filter"), {}, "answer cut by a content filter"),
         (CHAT, choice(DONE, "max_tokens"), {}, "answer truncated at max_tokens"),
         (CHAT, choice(DONE, "MAX_TOKENS"), {}, "answer truncated at max_tokens"),
-        (CHAT, choice(DONE, "SAFETY"), {}, "answer cut by a filter of its content"),
+        (CHAT, choice(DONE, "SAFETY"), {}, "answer cut by a content filter"),
         ({"input": "hi"}, output("he", **INCOMPLETE), {}, "answer truncated at max_tokens"),
-        ({"input": "more", "previous_response_id": "r"}, output("hello"), {}, "its request names earlier messages"),
+        ({"input": "more", "previous_response_id": "r"}, output("hello"), {}, "its request refers to earlier messages"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, output("hello"), {}, "a tool or a call that is no"),
         ({"messages": [user("hi"), FUNCTION_CALL]}, choice(DONE), {}, "a tool or a call that is not a function"),
-        ({"messages": [user("hi \ud83d")]}, choice(DONE), {}, "a text with half a character"),
+        ({"messages": [user("hi \ud83d")]}, choice(DONE), {}, "a text with an unpaired surrogate"),
     ],
 )
 def test_what_is_no_whole_conversation_is_counted(

@@ -420,7 +420,7 @@ def test_a_store_at_which_others_work_is_not_forked(world: Any, tmp_path: Path) 
         words = ["fork", "program:notes", "--store", str(tmp_path / "store.db"), "--rollout", "r", "--dry-run"]
         found = CliRunner().invoke(cli, words)
         assert found.exit_code == 2
-        assert "1 rollout of it waits or runs" in found.output
+        assert "1 of its rollouts is queued or running" in found.output
 
 
 def _run(*words: str, status: int = 0) -> Any:

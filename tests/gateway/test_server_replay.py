@@ -326,10 +326,10 @@ def test_a_call_of_a_client_that_no_gateway_sees_can_not_be_given_again(server, 
             assert plan(whole, name="all", replay=Replay(attempt_id=attempt))
             continue
         with pytest.raises(
-            ConfigError, match=r"call 0 \(writer\) can't be given again: it was made with langchain, whose"
+            ConfigError, match=r"call 0 \(writer\) can't be replayed: it was made with langchain, whose"
         ):
             plan(whole, name="all", replay=Replay(attempt_id=attempt))
-        with pytest.raises(ConfigError, match="has no tokens on record"):  # the forked call itself is not given
+        with pytest.raises(ConfigError, match="has no recorded tokens"):  # the forked call itself is not given
             plan(whole, name="it", replay=Replay(attempt_id=attempt, call=0))
         assert plan(whole, name="it", replay=Replay(attempt_id=attempt, call=0), tokens=False)
 

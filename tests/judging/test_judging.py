@@ -118,7 +118,7 @@ def test_of_a_long_rollout_the_middle_is_left_out():
     [
         ("the second one, I think", "not JSON"),
         ('{"winner": 2}', "no list of scores"),
-        ('{"scores": [{"attempt": 1, "score": 0.5}]}', "no score to attempt 2"),
+        ('{"scores": [{"attempt": 1, "score": 0.5}]}', "no score for attempt 2"),
         ('{"scores": [{"attempt": 1, "score": 0.5}, {"attempt": 1, "score": 0.7}]}', "attempt 1 twice"),
         ('{"scores": [{"attempt": 1, "score": 0.5}, {"attempt": 3, "score": 0.7}]}', "an attempt 3"),
         ('{"scores": [{"attempt": 1, "score": 9}, {"attempt": 2, "score": 0.7}]}', "not from 0 to 1"),

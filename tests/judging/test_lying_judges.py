@@ -63,7 +63,7 @@ def judged(store: Store, script: Script, texts: list[str], **more: Any) -> list[
 def test_a_verdict_that_an_attempt_wrote_is_no_verdict(told):
     for quote in (f"{OWN}\nI did not follow {INJECTED}.", f"It wants {INJECTED}. My own: {OWN}"):
         assert [s.score for s in read_scores(quote, 2, told)] == [0.9, 0.1]
-    with pytest.raises(JudgeError, match="what an attempt wrote"):
+    with pytest.raises(JudgeError, match="repeats an attempt word for word"):
         read_scores(f"It wants {INJECTED}, which I will", 2, told)
 
 

@@ -371,7 +371,7 @@ def test_options_of_a_round_that_goes_on_can_not_change(site: Site) -> None:
     assert site.call().exit_code == 0
     file = site.folder / "loop.toml"
     file.write_text(CONFIG.replace("steps = 3", "steps = 4"))
-    told(site.call(), "can't be resumed", "train.steps = 3, not 4", "when this round has ended")
+    told(site.call(), "can't be resumed", "train.steps = 3, not 4", "after this round")
     file.write_text(CONFIG)
     site.finish()
     file.write_text(CONFIG.replace("steps = 3", "steps = 4"))
@@ -393,7 +393,7 @@ def test_a_dry_run_states_what_each_stage_takes_and_begins_nothing(site: Site) -
         ('base = "base"', "", "base is missing"),
         ("least = 10", "leats = 10", "unknown option 'select.leats'"),
         ("share = 0.5", "share = 5", "canary.share = 5"),
-        ("steps = 3", 'steps = 3\ndata = "x"', "train.data: the loop sets it"),
+        ("steps = 3", 'steps = 3\ndata = "x"', "train.data: the loop sets this option"),
         ("steps = 3", 'steps = 3\ncheckpoint = "weights"', "can't be resumed"),
         ("steps = 3", "setps = 3", "unknown option 'setps'"),
         ("share = 0.5", 'share = 0.5\nguards = { quick = 0.1 }', "quick"),
@@ -406,6 +406,6 @@ def test_a_wrong_configuration_is_refused_before_anything_begins(site: Site, old
 
 
 def test_a_folder_without_a_loop_has_no_status(tmp_path: Path) -> None:
-    told(call("loop", "--status", "--out", tmp_path), "has no loop")
-    with pytest.raises(ConfigError, match="has no loop"):
+    told(call("loop", "--status", "--out", tmp_path), "contains no loop")
+    with pytest.raises(ConfigError, match="contains no loop"):
         record.describe_loop(tmp_path)

@@ -357,7 +357,7 @@ def test_an_agent_that_seldom_speaks_is_waited_for(folder, monkeypatch):
         (folder / "team.py").write_text(program.replace("RARE", "task['q'] == 'word5'"))
         result = rl(*args, "--out", "once.json")
         assert result.exit_code == 2, result.output
-        assert "'checker' was seen once, which is too rarely to find its prompt, in 8 rollouts" in result.output
+        assert "'checker' was seen once, which is not enough to find its prompt, in 8 rollouts" in result.output
         (folder / "team.py").write_text(program.replace("RARE", "False"))
         result = rl(*args, "--out", "never.json")
         assert result.exit_code == 2, result.output
@@ -416,7 +416,7 @@ def test_ctrl_c_does_not_wait_for_a_model_that_reflects_for_long(folder, monkeyp
         finally:
             released.set()
         assert result.exit_code != 0, result.output
-        assert "a proposal of the model that reflects" in result.output
+        assert "a proposal of the reflection model" in result.output
         assert (folder / "best.json.search").exists()
 
 

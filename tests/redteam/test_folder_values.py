@@ -104,7 +104,7 @@ def test_what_is_wrong_is_left_out_with_one_warning(tmp_path, caplog):
         first, second = read(path)
     assert (first["reward"], second) == (1.0, {"kind": "train", "step": 1})
     assert caplog.messages == [
-        f"{path}, line 2: 'reward' can't be a list (2 lines have such errors). What is wrong is left out."
+        f"{path}, line 2: 'reward' can't be a list (2 lines have such errors). Invalid lines are left out."
     ]
 
 

@@ -233,6 +233,6 @@ def test_an_agent_some_of_whose_calls_have_no_tokens_says_how_many() -> None:
 def test_a_batch_whose_rewards_are_for_a_misspelt_agent_is_told_whose_it_likely_is() -> None:
     account = Account(seen=4, dropped={Untrained.NO_REWARD: 4}, unclaimed={"wroter": 4})
     told = no_rows(Batch([], account, {"writer": 4}))
-    assert "'wroter' (did you mean 'writer'?). Name the agents as they are seen." in told
+    assert "'wroter' (did you mean 'writer'?). Use the agents' names as listed." in told
     assert "without a name" not in told
     assert "without a name" in no_rows(Batch([], Account(seen=4, dropped={Untrained.NO_REWARD: 4}), {None: 4}))

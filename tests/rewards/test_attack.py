@@ -120,7 +120,7 @@ def test_a_model_that_ignores_an_attack_was_not_attacked(server, monkeypatch):
         result = attack("writing:honest", "--strategies", "claim,copy", "--attacks", "8")
     assert result.exit_code == 3, result.output
     assert "No attack could be tried" in result.output
-    assert "claim: 4 rollouts answered as without the instruction" in result.output
+    assert "claim: 4 rollouts answered the same as without the instruction" in result.output
 
 
 def test_the_table_lists_what_paid_and_what_could_not_be_tried(server):

@@ -452,7 +452,7 @@ def test_agents_that_all_fail(folder: Path) -> None:
 
 def test_agents_of_two_programs_at_once(folder: Path) -> None:
     two = call("agents", "cli_plain:run", "--command", "true", "--data", "tasks.jsonl")
-    told(two, "TARGET and --command are two agents")
+    told(two, "TARGET and --command both name an agent")
     untouched(folder)
 
 
@@ -539,7 +539,7 @@ def test_run_goes_on_with_resume_alone(trained: tuple[Path, Result], monkeypatch
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1])["steps"] == 3
     again = call("train", "--resume", "out", "--steps", "3")
-    assert "this run has taken its 3 steps" in again.stderr
+    assert "this run has completed its 3 steps" in again.stderr
     last = json.loads(again.stdout.splitlines()[-1])
     assert (last["steps"], last["folder"]) == (3, "out")
 
@@ -875,7 +875,7 @@ def test_runner_without_key_or_agent(folder: Path, args: list[str], words: list[
     told(call("runner", *args), *words)
 
 
-@pytest.mark.parametrize(("text", "word"), [("schlüssel", "holds no key"), ("", "is empty")])
+@pytest.mark.parametrize(("text", "word"), [("schlüssel", "contains no key"), ("", "is empty")])
 def test_key_file_that_holds_none(folder: Path, text: str, word: str) -> None:
     (folder / "the.key").write_text(text)
     for command in (["runner", "cli_plain:run", "--server"], ["traces", "--store"]):

@@ -290,7 +290,7 @@ def test_a_run_in_which_nothing_is_told_says_so(folder: Path, tiny_model: Path) 
     pytest.importorskip("torch")
     pytest.importorskip("openai")
     write_tasks(folder, fails=(False, False))
-    with pytest.raises(NothingToLearnError, match="no call had anything to give to its teacher"):
+    with pytest.raises(NothingToLearnError, match="no call had a result for its teacher to read"):
         train(config(tiny_model))
     write_tasks(folder, fails=(True, True))
     with pytest.raises(NothingToLearnError):

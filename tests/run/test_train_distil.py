@@ -182,7 +182,7 @@ def test_a_teacher_behind_a_server_says_what_the_folder_says(folder: Path, tiny_
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ({"tokens": None}, "does not say how it writes text"),
+        ({"tokens": None}, "does not show its tokenizer"),
         ({"tokens": [1, 2], "max_model_len": 512}, "another vocabulary"),
         ({"max_model_len": 16}, "Set --max-model-len 15"),
         ({"max_model_len": 512}, "Set --max-model-len 511, or start the teacher with --max-model-len 513"),

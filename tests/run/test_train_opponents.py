@@ -82,7 +82,7 @@ def test_with_turns_only_the_agents_that_have_none_are_opponents(tiny_model: Pat
         ({"opponents": "checker=2"}, "whose policy is not trained"),
         ({"policies": "rewriter=lora,checker=base"}, "no other agent that learns"),
         ({"staleness": 1}, "staleness samples ahead"),
-        ({"credit": "counterfactual"}, "not known to forks"),
+        ({"credit": "counterfactual"}, "against other opponents"),
         ({"policies": "rewriter=lora,writer=lora:rewriter-past-1,checker=base"}, "rewriter-past-1 is used"),
         ({"opponents": "rewriter"}, "is not AGENT=K"),
     ],

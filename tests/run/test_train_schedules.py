@@ -65,8 +65,8 @@ def test_baselines_of_agents_are_in_the_checkpoint(tiny_model: Path, folder: Pat
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"policies": "writer=lora"}, "takes turns between policies"),
-        ({"val_every": None}, "which only validations show"),
+        ({"policies": "writer=lora"}, "alternates between policies"),
+        ({"val_every": None}, "which only validations find"),
         ({"schedule": "alternate:3", "val_every": 2}, "val_every to a divisor"),
         ({"schedule": "random"}, "write alternate:K"),
     ],

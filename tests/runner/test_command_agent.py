@@ -253,7 +253,7 @@ async def test_what_a_task_says_is_not_filled_again(attempt):
     ("options", "says"),
     [
         ({"target": "a:b", "work": Work(workdir=".")}, "workdir"),
-        ({"command": "true", "reward": "a:b", "work": Work(reward_command="true")}, "two rewards"),
+        ({"command": "true", "reward": "a:b", "work": Work(reward_command="true")}, "both set the reward"),
         ({"command": "true", "work": Work(restore=("a",))}, "restore"),
     ],
 )

@@ -161,4 +161,4 @@ def test_a_script_without_an_interpreter_is_refused_with_what_to_add(tmp_path: P
 def test_isolation_is_refused_where_ray_has_no_main_thread_to_give() -> None:
     done = CliRunner().invoke(cli, ["runner", "user_app:run", "--server", "http://127.0.0.1:1", "--ray", "--isolate"])
     assert done.exit_code == 2
-    assert "an actor of --ray has none to give" in done.stderr
+    assert "which an actor of --ray does not have" in done.stderr

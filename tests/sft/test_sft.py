@@ -211,7 +211,7 @@ def test_a_part_need_not_have_every_agent(tmp_path: Path, tiny_model: Path, loss
     assert (done.rows, done.held_out) == (8, 4)
     told = Told()
     sft(config(tmp_path, tiny_model, data=(str(writer),), val=checker, out=tmp_path / "b", **options), told)
-    assert "nothing is learned of checker: all that it said is held out or left out" in told.notes
+    assert "nothing is learned for checker: all of its answers are held out or left out" in told.notes
     with pytest.raises(UnknownAgentError, match=r"agent 'checker' was never seen\. Agents seen: writer"):
         sft(config(tmp_path, tiny_model, data=(str(writer),), val=writer, out=tmp_path / "c", **options))
     options |= {"agents": "writer"}
@@ -234,13 +234,13 @@ def test_a_share_that_is_held_out_and_lacks_an_agent_is_looked_at(tmp_path: Path
     [
         ({"data": ("none.jsonl",)}, DataError, "does not exist"),
         ({"data": ("none.db",)}, ConfigError, "no store"),
-        ({"data": ()}, ConfigError, "name what to learn from"),
+        ({"data": ()}, ConfigError, "give the training data"),
         ({"agents": ("nobody",)}, UnknownAgentError, "nobody"),
         ({"max_length": 3, "held_out": 0.0}, DataError, "longer than max_length"),
         ({"max_tokens": 3}, ConfigError, "Write max_length, or answer_tokens"),
         ({"min_reward": 1.0}, DataError, "no reward"),
         ({"backend": "verl"}, ConfigError, "sft_trainer"),
-        ({"steps": 1, "epochs": 1}, ConfigError, "two lengths"),
+        ({"steps": 1, "epochs": 1}, ConfigError, "both set the length"),
         ({"backend_options": {"learning_rate": 1}}, ConfigError, "a separate option"),
     ],
 )

@@ -41,9 +41,9 @@ def test_the_usual_shapes_are_one(line: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ({"question": "a", "answer": "b"}, "the fields answer, question. Wanted: messages"),
-        ({"messages": "hi"}, "Wanted"),
-        ({"prompt": "hi"}, "the fields prompt. Wanted: messages"),
+        ({"question": "a", "answer": "b"}, "the fields answer, question. Expected: messages"),
+        ({"messages": "hi"}, "Expected"),
+        ({"prompt": "hi"}, "the fields prompt. Expected: messages"),
         ({"conversations": [{"from": "moon", "value": "x"}]}, "'moon'"),
         ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids, but 1 labels"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, DONE]}, "more than text"),
@@ -332,7 +332,7 @@ def test_conversations_that_a_system_prompt_begins_hold_their_prompt_once() -> N
 
 
 def test_a_pair_with_too_few_rewards_is_told() -> None:
-    with pytest.raises(DataError, match="Wanted: prompt"):
+    with pytest.raises(DataError, match="Expected: prompt"):
         preferred({"prompt": "a", "chosen": "b", "rejected": "c", "rewards": [1]}, "x")
 
 
@@ -342,15 +342,15 @@ def test_a_pair_with_too_few_rewards_is_told() -> None:
         ({"prompt": "a", "rewards": [0.0, 1.0]}, "chosen earned 0 and rejected 1"),
         ({"prompt": "a", "rewards": [1.0]}, "not those of chosen and rejected"),
         ({"prompt": "a", "rewards": "10"}, "not those of chosen and rejected"),
-        ({"prompt": "a", "rejected": None}, "None is neither a text nor messages"),
-        ({"question": "a"}, "do not answer one prompt"),
-        ({"chosen": SAID, "rejected": [{"role": "user", "content": "z"}, SAID[1]]}, "do not answer one prompt"),
+        ({"prompt": "a", "rejected": None}, "None is neither text nor messages"),
+        ({"question": "a"}, "do not answer the same prompt"),
+        ({"chosen": SAID, "rejected": [{"role": "user", "content": "z"}, SAID[1]]}, "do not answer the same prompt"),
         (
             {
                 "chosen": [{"role": "system", "content": "s"}, *SAID],
                 "rejected": [{"role": "system", "content": "s"}, SAID[1]],
             },
-            "do not answer one prompt",
+            "do not answer the same prompt",
         ),
     ],
 )

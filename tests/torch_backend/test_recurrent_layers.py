@@ -123,5 +123,7 @@ def test_a_transformers_whose_layers_ask_in_another_form_is_told(tmp_path: Path,
         raise TypeError("update_conv_state() has no conv_kernel_size")
 
     monkeypatch.setattr(Memory, "update_conv_state", older)
-    with pytest.raises(ConfigError, match=r"lfm2\): its recurrent layers have another form \(with transformers 5"):
+    with pytest.raises(
+        ConfigError, match=r"lfm2\): its recurrent layers have an unsupported form \(with transformers 5"
+    ):
         TorchLearner(make_model(tmp_path / "model", "Lfm2"), threads=1, dtype="float32")

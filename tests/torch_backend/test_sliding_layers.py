@@ -109,5 +109,5 @@ def test_layers_of_a_kind_that_is_not_known_are_refused_by_name(tmp_path: Path) 
     folder = make_tiny_model(tmp_path / "model")
     layers = {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "attention_chunk_size": 20}
     Llama4ForCausalLM(Llama4TextConfig(**COMMON, **layers, num_local_experts=2)).save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"llama4_text\): it has layers of another kind \(chunked_attention\)"):
+    with pytest.raises(ConfigError, match=r"llama4_text\): it has unsupported layers \(chunked_attention\)"):
         TorchLearner(folder, threads=1, dtype="float32")

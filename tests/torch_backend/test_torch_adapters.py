@@ -238,7 +238,7 @@ def test_loading_several_is_no_alarm_and_a_lacking_weight_is_one(
     tensors = load_file(weights)
     tensors.pop(next(iter(tensors)))
     save_file(tensors, weights)
-    with pytest.raises(ConfigError, match="1 weights are missing in it, and the model has no place for 0 others"):
+    with pytest.raises(ConfigError, match="1 weights are missing in it, and the model does not have 0 others"):
         TorchLearner(tmp_path / "step", threads=1, dtype=backend.options.dtype)
 
 
@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused(backend: TorchLearner, tiny_model: Path, t
         make_backend(tiny_model, adapters=("writer",))
     with pytest.raises(ConfigError, match="rank 4"):
         make_backend(tmp_path / "step", adapters=("writer",), lora_rank=8)
-    with pytest.raises(ConfigError, match="Use that"):
+    with pytest.raises(ConfigError, match="Use the base"):
         make_backend(tmp_path / "step" / "writer", adapters=("writer",), lora_rank=4)
     with pytest.raises(ValueError, match="answered by 'editor'"):
         backend.update(rows_of("editor"))

@@ -122,7 +122,7 @@ def test_rollouts_that_nobody_runs_are_not_waited_for_for_ever(store, monkeypatc
     watching = Groups(store, poll_s=0.01)
     watching.add(group("a", timeout_s=0.05), lambda _: None)
     until(lambda: failing(watching))
-    with pytest.raises(LightningError, match="Is a runner at work"):
+    with pytest.raises(LightningError, match="Is a runner running"):
         watching.check()
     with pytest.raises(LightningError):
         watching.add(group("b"), lambda _: None)

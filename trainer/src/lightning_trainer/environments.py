@@ -80,8 +80,8 @@ def open_environment(
     learned, held = source.tasks(rest, own, tasks, held_out)
     if not learned or len(held) < held_out:
         raise DataError(
-            f"environment {name} has {len(learned) + len(held)} tasks, and at least one to learn from and {held_out}"
-            " held out are wanted. Ask for fewer held out."
+            f"environment {name} has {len(learned) + len(held)} tasks, "
+            f"and needs at least one training task and {held_out} held out. Hold out fewer."
         )
     place = cache_folder() / "environments"
     data = _write_tasks(place, rest, [{"environment": rest, "options": own, "task": task} for task in learned])
@@ -146,9 +146,9 @@ def to_open(values: Mapping[str, Any]) -> bool:
     if values.get("data") is not None and values.get("target") == target_of(str(values["env"])):
         return False
     if doubled := [name for name in _PROGRAM if values.get(name) is not None]:
-        raise ConfigError(f"env gives the program and the tasks: leave out {' and '.join(doubled)}.")
+        raise ConfigError(f"env provides the program and the tasks: leave out {' and '.join(doubled)}.")
     if values.get("env_held_out") is not None and values.get("val") is not None:
-        raise ConfigError("env_held_out and val are two sets of held-out tasks. Give one of them.")
+        raise ConfigError("env_held_out and val both set the held-out tasks. Give one of them.")
     return True
 
 

@@ -57,7 +57,9 @@ def bearer(key: str | None, origin: str) -> dict[str, str]:
     if not key:
         return {}
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"the key in {origin} has a line break or letters that no key has. Give the key alone.")
+        raise ConfigError(
+            f"the key in {origin} contains a line break or characters that are not allowed. Give only the key."
+        )
     return {"authorization": f"Bearer {key}"}
 
 
@@ -90,7 +92,7 @@ def post_json(client: httpx.Client, url: str, body: dict[str, Any], *, within_s:
             for piece in answer.iter_bytes():
                 pieces.append(piece)
                 if time.monotonic() > end:
-                    raise httpx.ReadTimeout(f"its answer was not whole after {within_s:g} seconds")
+                    raise httpx.ReadTimeout(f"its answer was not complete after {within_s:g} seconds")
         pause_s = _retry_after_s(answer.headers.get("retry-after", "")) if answer.status_code in _BUSY else math.inf
         if time.monotonic() + pause_s >= end:
             return httpx.Response(answer.status_code, content=b"".join(pieces))

@@ -112,15 +112,13 @@ def complete(values: Mapping[str, str], agents: Sequence[str] | None) -> tuple[d
     if agents is None:
         agents = trained
     if not agents:
-        raise ConfigError("no policy is trained: give at least one agent lora.")
+        raise ConfigError("no policy is trained: give at least one agent the policy lora.")
     for agent in trained:
         if agent not in agents:
-            raise ConfigError(
-                f"policy {agent}={values[agent]} has no effect: agents does not name {agent}. Name it there."
-            )
+            raise ConfigError(f"policy {agent}={values[agent]} has no effect: {agent} is not in agents. Add it there.")
     for agent in agents:
         if agent in values and agent not in trained:
-            raise ConfigError(f"{agent} is to be trained, but its policy, {values[agent]}, is not. Give it lora.")
+            raise ConfigError(f"{agent} is in agents, but its policy {values[agent]} is not trained. Give it lora.")
     filled = {agent: values.get(agent, f"{_LORA}:{SHARED}") for agent in agents}
     return {**filled, **{agent: value for agent, value in values.items() if agent not in filled}}, tuple(agents)
 
@@ -176,7 +174,7 @@ def read_text(texts: str | Iterable[str]) -> dict[str, str]:
                 f"policy {part!r}: write AGENT=lora, AGENT=lora:NAME, AGENT=fixed or AGENT=base, with commas between."
             )
         if agent in found:
-            raise ConfigError(f"policy: {agent} has two. Give it one.")
+            raise ConfigError(f"policy: {agent} has two policies. Give it one.")
         found[agent] = value
     return found
 
@@ -184,7 +182,7 @@ def read_text(texts: str | Iterable[str]) -> dict[str, str]:
 def _own_name(agent: str) -> str:
     """Return the name of an agent's own adapter; folder and model names allow fewer characters than agent names."""
     if is_glob(agent):
-        raise ConfigError(f"policy {agent}=lora: many agents share it, so it needs a name: {agent}=lora:NAME.")
+        raise ConfigError(f"policy {agent}=lora: several agents share it, so it needs a name: {agent}=lora:NAME.")
     return re.sub(r"[^A-Za-z0-9_-]+", "_", agent).strip("_-")
 
 

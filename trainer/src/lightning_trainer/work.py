@@ -113,10 +113,10 @@ class Work:
             "reward_command needs an agent that is a command. Give --command, or --reward module:function.": (
                 self.reward_command is not None and command is None
             ),
-            "reward and reward_command are two rewards. Give one of them.": (
+            "reward and reward_command both set the reward. Give one of them.": (
                 self.reward_command is not None and reward is not None
             ),
-            "restore puts files of a workdir back before the reward_command. Give both, or leave restore out.": (
+            "restore resets files of a workdir before the reward_command runs. Give both, or leave restore out.": (
                 bool(self.restore) and None in (self.workdir, self.reward_command)
             ),
             "sandbox needs a command with a work folder, because the command sees nothing else. Give --command and"

@@ -74,4 +74,4 @@ def _recorded_outcome(span: Span) -> dict[str, Json]:
 
 
 def _missing_call(name: str) -> dict[str, Json]:
-    return {"error": {"message": f"the record has no such call of {name!r}", "code": "replay_differs"}}
+    return {"error": {"message": f"the recording has no such call of {name!r}", "code": "replay_differs"}}

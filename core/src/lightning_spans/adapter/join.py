@@ -23,7 +23,7 @@ from lightning_spans.schema.spans import CHAT, FRAMEWORK, RESPONSE_ID, Span
 GATEWAY: Final = "gateway"  # the framework of spans made from calls
 
 NOT_SEEN: Final = "not recorded by the gateway: sent to another endpoint, or failed"
-SPARE: Final = "tried again: another call of the same span has the answer that the agent got"
+SPARE: Final = "retried: another call of the same span has the answer that the agent got"
 NO_SPAN: Final = (
     "no span: none has its traceparent, its response id, or its agent and request. The agent is not attached, or its"
     " span was not delivered"

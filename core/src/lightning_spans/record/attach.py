@@ -104,7 +104,7 @@ class Attachment:
             try:
                 self._undo()
             except Exception:
-                logger.exception("lightning: not all that attaching %s changed could be restored", self.framework)
+                logger.exception("lightning: some changes of attaching %s could not be undone", self.framework)
             if not _attached:
                 _close_pipeline()
 

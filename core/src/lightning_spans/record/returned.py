@@ -95,7 +95,7 @@ def read(text: str) -> Returned:
     if isinstance(data, dict) and data.get(_TYPE) == AGAIN:
         return Returned(again=True)
     if isinstance(data, dict) and data.get(_TYPE) == "lost":
-        raise ValueError(f"it held {data['reason']}, which can't be kept")
+        raise ValueError(f"it contained {data['reason']}, which can't be stored")
     if isinstance(data, dict) and data.get(_TYPE) == "error":
         if not data["exception"]:
             raise ValueError(f"the tool was cut short by {data['class'].rpartition(':')[2]}")
@@ -174,7 +174,7 @@ def _encode_value(value: Any, depth: int) -> Json:
     if _is_plain(value) and (kind is not float or math.isfinite(value)):
         return value
     if depth > _DEEPEST:
-        raise TypeError(f"something that is more than {_DEEPEST} levels deep")
+        raise TypeError(f"a value nested more than {_DEEPEST} levels deep")
     if kind is list:
         return [_encode_value(item, depth + 1) for item in value]
     if kind is dict:
@@ -235,7 +235,7 @@ def _decode_value(data: Json) -> Any:
 def _find_class(name: str, fits: Callable[[Any], bool]) -> Any:
     found = _class(name)
     if not isinstance(found, type) or not fits(found):
-        raise TypeError(f"{name} is not among the classes that the program has imported by now")
+        raise TypeError(f"{name} is not a class that the program has imported so far")
     return found
 
 

@@ -129,7 +129,7 @@ class Wait:
         try:
             what = self._for if isinstance(self._for, str) else self._for()
         except Exception as error:  # noqa: BLE001 - a description that fails must not hide the stall
-            what = f"something that can't be described ({type(error).__name__}: {error})"
+            what = f"a value that can't be described ({type(error).__name__}: {error})"
         return Stall(self.part, what, seconds, self.bound_s)
 
     def _over(self) -> None:

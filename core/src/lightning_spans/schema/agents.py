@@ -138,7 +138,7 @@ def check_spelling(patterns: Sequence[str], seen: Iterable[str]) -> None:
         for name in left:
             if not is_glob(pattern) and _alike(pattern, name):
                 raise UnknownAgentError(
-                    f"agent {pattern!r} was never seen, but {name!r} was. Is that the one? Agents seen: "
+                    f"agent {pattern!r} was never seen, but {name!r} was. Did you mean that one? Agents seen: "
                     f"{', '.join(names)}"
                 )
 

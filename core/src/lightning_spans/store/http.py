@@ -235,7 +235,7 @@ class HttpStore(Store):
         try:
             return [from_json(kind, item) for item in data]
         except ValueError as error:
-            raise StoreError(f"the server at {self.name} answered something that is not a record: {error}") from error
+            raise StoreError(f"the server at {self.name} sent an invalid record: {error}") from error
 
     def _ask(self, method: str, body: Mapping[str, Json], kind: type[V], *, repeatable: bool = True, **ids: str) -> V:
         """Call a method of the store and return its result; `ids` are parts of its path."""
@@ -297,7 +297,7 @@ class HttpStore(Store):
 
     def _unreachable(self, path: str, failure: str | Exception) -> StoreError:
         reason = failure if isinstance(failure, str) else f"{type(failure).__name__}: {failure}"
-        return StoreError(f"POST {path}: no answer from the server at {self.name} ({reason}). Does it run?")
+        return StoreError(f"POST {path}: no answer from the server at {self.name} ({reason}). Is it running?")
 
     def _refusal(self, path: str, response: httpx.Response) -> StoreError:
         try:

@@ -23,6 +23,6 @@ def read_bearer(text: str | None, source: str) -> str | None:
     key = (text or "").strip()
     if key and not _KEY.fullmatch(key):
         raise ConfigError(
-            f"{source} holds no key: a key is one line of ASCII. Copy it again from the server's key file."
+            f"{source} contains no key: a key is one line of ASCII. Copy it again from the server's key file."
         )
     return key or None

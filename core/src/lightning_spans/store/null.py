@@ -33,7 +33,7 @@ class NullStore(Store):
 
     def add_deployments(self, deployments: Sequence[Deployment]) -> int:
         """Reject transitions: they could not be found again."""
-        raise StoreError(f"this server keeps no records, so it can't deploy ({len(deployments)} transitions were sent)")
+        raise StoreError(f"this server has no store, so it can't deploy ({len(deployments)} transitions were sent)")
 
     def add_assignments(self, assignments: Sequence[Assignment]) -> int:
         """Drop assignments."""

@@ -13,4 +13,4 @@ __all__ = ["agent", "attach", "emit_reward"]
 FRAMEWORK: Final = "agent-framework"
 
 attach = partial(lightning_spans.attach, FRAMEWORK)
-"""Record every agent, tool and model of Agent Framework; options and errors as of `lightning_spans.attach`."""
+"""Record every agent, tool and model of Agent Framework; see `lightning_spans.attach` for options and errors."""

@@ -13,4 +13,4 @@ __all__ = ["agent", "attach", "emit_reward"]
 FRAMEWORK: Final = "autogen"
 
 attach = partial(lightning_spans.attach, FRAMEWORK)
-"""Record every AutoGen agent, team, tool and model; options and errors as of `lightning_spans.attach`."""
+"""Record every AutoGen agent, team, tool and model; see `lightning_spans.attach` for options and errors."""

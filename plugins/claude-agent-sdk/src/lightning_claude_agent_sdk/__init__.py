@@ -14,4 +14,4 @@ FRAMEWORK: Final = "claude-agent-sdk"
 UNNAMED: Final = "claude"  # owner of the calls if `agent()` names nobody: the SDK's own agent has no name
 
 attach = partial(lightning_spans.attach, FRAMEWORK)
-"""Record what the SDK's command does, and lead its calls to the gateway; options as of `lightning_spans.attach`."""
+"""Record what the SDK's command does, and route its calls to the gateway; see `lightning_spans.attach` for options."""

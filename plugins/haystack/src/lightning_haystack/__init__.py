@@ -13,4 +13,4 @@ __all__ = ["agent", "attach", "emit_reward"]
 FRAMEWORK: Final = "haystack"
 
 attach = partial(lightning_spans.attach, FRAMEWORK)
-"""Record every agent, tool and model of Haystack; options and errors as of `lightning_spans.attach`."""
+"""Record every agent, tool and model of Haystack; see `lightning_spans.attach` for options and errors."""

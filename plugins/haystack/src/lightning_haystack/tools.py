@@ -274,7 +274,7 @@ def _call_in(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ToolCall
     calls = [value for value in values if isinstance(value, ToolCall)]
     calls += [value.call for value in values if isinstance(value, _Arguments)]
     if not (tools and calls):
-        raise LookupError("Haystack makes a tool call ready without saying which")
+        raise LookupError("Haystack prepares a tool call without its name")
     return tools[0], calls[0]
 
 

@@ -13,4 +13,4 @@ __all__ = ["agent", "attach", "emit_reward"]
 FRAMEWORK: Final = "langchain"
 
 attach = partial(lightning_spans.attach, FRAMEWORK)
-"""Record every LangChain and LangGraph agent, tool and model; options and errors as of `lightning_spans.attach`."""
+"""Record every LangChain and LangGraph agent, tool and model; see `lightning_spans.attach` for options and errors."""

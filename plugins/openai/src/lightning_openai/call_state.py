@@ -11,8 +11,8 @@ class CallDestination(enum.Enum):
 
     PROGRAM = "the endpoint of the program"
     GATEWAY = "the gateway"
-    RETURNED = "the endpoint of the program, where a replay's gateway left it"
-    REPLACED = "nowhere any more: another call was made in its place"
+    RETURNED = "the program's own endpoint, as the gateway of the replay decided"
+    REPLACED = "nowhere: another call replaced it"
 
 
 class AnswerState:

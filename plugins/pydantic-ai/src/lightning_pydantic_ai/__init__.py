@@ -13,4 +13,4 @@ __all__ = ["agent", "attach", "emit_reward"]
 FRAMEWORK: Final = "pydantic-ai"
 
 attach = partial(lightning_spans.attach, FRAMEWORK)
-"""Record every agent, tool and model of Pydantic AI; options and errors as of `lightning_spans.attach`."""
+"""Record every agent, tool and model of Pydantic AI; see `lightning_spans.attach` for options and errors."""

@@ -13,4 +13,4 @@ __all__ = ["agent", "attach", "emit_reward"]
 FRAMEWORK: Final = "smolagents"
 
 attach = partial(lightning_spans.attach, FRAMEWORK)
-"""Record every agent, tool and model of smolagents; options and errors as of `lightning_spans.attach`."""
+"""Record every agent, tool and model of smolagents; see `lightning_spans.attach` for options and errors."""

@@ -26,10 +26,10 @@ def cross_check(config: TrainFields) -> None:
     config.work.check(command=config.command, reward=config.reward)
     foreign = [n for n in OF_ONE_BACKEND if getattr(config, n) is not None and n not in backend_options(config.backend)]
     problems = {
-        f"{', '.join(foreign)}: an option of backend = tinker. Set backend, or leave it out.": bool(foreign),
+        f"{', '.join(foreign)}: an option of backend = tinker. Set backend = tinker, or leave it out.": bool(foreign),
         "Name the agent: a target module:function, or a command.": config.target is None and config.command is None,
-        "target and command are two agents. Give one of them.": None not in (config.target, config.command),
-        "steps and epochs are two lengths. Give one of them.": None not in (config.steps, config.epochs),
+        "target and command both name an agent. Give one of them.": None not in (config.target, config.command),
+        "steps and epochs both set the length. Give one of them.": None not in (config.steps, config.epochs),
         "agents is empty. Name the agents to train, or leave it out to train all.": config.agents == (),
         "lora_alpha needs lora_rank. Give a rank, or leave alpha out.": (
             config.lora_alpha is not None and not config.lora_rank
@@ -47,7 +47,7 @@ def cross_check(config: TrainFields) -> None:
         ),
         "kl_estimator = k1 has no gradient in the loss: its expected gradient is 0. Use k3 or k2, or set kl_in to"
         " reward.": config.kl_coef > 0 and config.kl_in == "loss" and config.kl_estimator == "k1",
-        "min_lr_ratio is where a falling learning rate ends. Set lr_schedule to cosine or linear, or leave it out.": (
+        "min_lr_ratio is the end of a decaying learning rate. Set lr_schedule to cosine or linear, or leave it out.": (
             config.min_lr_ratio > 0 and config.lr_schedule == "constant"
         ),
         "teacher needs algorithm = distil. Set it, leave teacher out, or let the policy teach itself (self).": (
@@ -63,8 +63,9 @@ def cross_check(config: TrainFields) -> None:
         "rollback_on_cliff compares validations. Set val_every, and name held-out tasks with val.": (
             config.rollback_on_cliff and None in (config.val, config.val_every)
         ),
-        "rollback_on_cliff compares validations, and a judge scores each by itself. Use a reward function, or leave it"
-        " out.": config.rollback_on_cliff and (config.reward == "judge" or bool(config.judge)),
+        "rollback_on_cliff compares validations, and a judge's scores can't be compared across validations."
+        " Use a reward function, or leave it out.": config.rollback_on_cliff
+        and (config.reward == "judge" or bool(config.judge)),
         "until compares the training reward, and task_order = curriculum prefers tasks that are not solved yet. Leave"
         " one of them out.": config.until is not None and config.task_order == "curriculum",
         f"staleness = {config.staleness} chooses tasks before earlier ones are known, on which task_order = curriculum"
@@ -83,8 +84,9 @@ def _of_agent_weight(config: TrainFields) -> dict[str, bool]:
         f"agent_weight: {', '.join(wrong)} must be above 0. To train the other agents only, leave it out of agents.": (
             bool(wrong)
         ),
-        f"agent_weight names {', '.join(strangers)}, and agents does not. Name each such agent in agents, as it is in"
-        " agent_weight.": bool(strangers),
+        f"agent_weight names {', '.join(strangers)}, and agents does not. Add each of these agents to agents.": bool(
+            strangers
+        ),
         f"agent_weight = equal compares agents, and {(config.agents or ('',))[0]} is the only one. Leave it out.": (
             config.agent_weight == "equal"
             and len(config.agents or ()) == 1
@@ -111,14 +113,17 @@ def _of_forks(config: TrainFields) -> dict[str, bool]:
         " dr-grpo, gspo, cispo or rloo.": not able,
         f"{what} has the program run again up to a call, with the tools' results from the record; a command of another"
         " language would run its tools twice. Give a Python target.": config.command is not None,
-        f"a judge compares rollouts with others of their group, and {what} forks of one rollout. Give a reward"
-        " function, or let the agent return the reward.": config.reward == "judge" or bool(config.judge),
-        f"resample replaces groups before {what} has drawn anything again. Set resample = 0.": config.resample > 0,
+        f"a judge compares rollouts with others of their group, and {what} "
+        "compares forks of one rollout. Give a reward function, or let the agent return the reward.": config.reward
+        == "judge"
+        or bool(config.judge),
+        f"resample replaces groups before {what} has sampled anything again. Set resample = 0.": config.resample > 0,
         f"alone = batch has no effect with {what}. Leave it out.": config.alone == "batch",
-        f"normalise_std divides by the deviation of a few alternatives with {what}, which makes noise as large as work."
-        " Leave it out.": config.normalise_std,
-        f"forks = {config.forks} is fewer than alternatives = {config.alternatives}: no call could be sampled so often."
-        " Raise forks, or lower alternatives.": config.fork_count < config.alternatives,
+        f"normalise_std divides by the deviation of a few alternatives with {what}, "
+        "which amplifies noise. Leave it out.": config.normalise_std,
+        f"forks = {config.forks} is fewer than alternatives = {config.alternatives}: "
+        "no call could be sampled that often. Raise forks, or lower alternatives.": config.fork_count
+        < config.alternatives,
     }
 
 
@@ -133,12 +138,13 @@ def _of_coalitions(config: TrainFields) -> dict[str, bool]:
         ),
         f"{what} has the frozen base answer in an agent's place, and it is served next to adapters only."
         " Give policies, such as --policy writer=lora,checker=lora.": not config.policies,
-        f"{what} measures what each agent of a team adds, and {agents[0] if agents else 'nobody'} is the only one to be"
-        " trained. Leave orders out, or train two or more.": len(agents) == 1 and config.coalitions > 0,
+        f"{what} measures what each agent of a team adds, and {agents[0] if agents else 'nobody'} "
+        "is the only trained agent. Leave orders out, or train two or more agents.": len(agents) == 1
+        and config.coalitions > 0,
         f"{what} runs the program again with the tools' results from the record; a command of another language would"
         " run its tools twice. Give a Python target.": config.command is not None,
         f"{what} is odd: each order comes next to its reverse. Give an even number.": bool(config.orders % 2),
-        f"agents has a glob, so the number of runs of {what} is not known. Say with forks how many a step may take.": (
+        f"agents has a glob, so the number of runs of {what} is not known. Limit the runs per step with forks.": (
             config.forks is None and not config.coalitions
         ),
         f"forks = {config.forks} is fewer than the {config.coalitions} runs that one rollout takes. Raise forks.": (

@@ -87,7 +87,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     values = parse_toml(path)
     with naming_file(path):
         if tables := [key for key, value in values.items() if isinstance(value, dict) and _is_heading(key)]:
-            raise ConfigError(f"options are at the top of the file, not in a table. Take [{tables[0]}] out.")
+            raise ConfigError(f"options are at the top of the file, not in a table. Remove [{tables[0]}].")
         refuse_unknown(values, TrainConfig.model_fields)
     return values
 

@@ -51,7 +51,7 @@ class Gate:
         try:
             with self._state:
                 if not self._state.wait_for(lambda: not self._inside, _ENDS_S):
-                    raise EngineError(f"answers are under way for {_ENDS_S:g} s. Lower timeout_s.")
+                    raise EngineError(f"answers have been running for {_ENDS_S:g} s. Lower timeout_s.")
             yield
         finally:
             with self._state:

@@ -326,7 +326,7 @@ def _by_name(forwarding: Sequence[UpstreamPolicy], embedded: Sequence[EmbeddedEn
     table = dict(policies)
     if len(table) < len(policies):
         listed = ", ".join(name for name, _ in policies)
-        raise ConfigError(f"two policies have one name: {listed}. Give each --upstream a name of its own.")
+        raise ConfigError(f"two policies have the same name: {listed}. Give each --upstream a name of its own.")
     return table
 
 

@@ -145,18 +145,20 @@ def verify_chain(path: Path, key: bytes | None = None, *, lines: int | None = No
     for number, (line, digest) in enumerate(_read_lines(path, lines), 1):
         if line.get("n") != number or line.get("prev") != before or line.get("hash") != digest:
             raise ConfigError(
-                f"{path}, line {number}: it is not what was written, so this file proves nothing from there on."
-                " Restore it from a backup."
+                f"{path}, line {number}: "
+                "it was changed, so the file proves nothing from there on. Restore it from a backup."
             )
         before = str(line["hash"])
         signatures += "mac" in line
         if key is not None and not hmac.compare_digest(str(line.get("mac", "")), _mac(key, before)):
             state = "is signed with another key" if "mac" in line else "is not signed"
-            raise ConfigError(f"{path}, line {number} {state}: whoever had no key may have written it.")
+            raise ConfigError(f"{path}, line {number} {state}: it may have been written without the key.")
         found.append({name: value for name, value in line.items() if name not in _OWN})
         hashes.append(before)
     if lines is not None and len(found) < lines:
-        raise ConfigError(f"{path} has {len(found)} lines, and the checkpoint was made after {lines}: some are gone.")
+        raise ConfigError(
+            f"{path} has {len(found)} lines, and the checkpoint was made after {lines}: some are missing."
+        )
     signed = True if key is not None else None if signatures else False
     return VerifiedChain(tuple(found), tuple(hashes), signed)
 
@@ -175,7 +177,7 @@ def _read_lines(path: Path, most: int | None) -> Iterator[tuple[dict[str, Any], 
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise ConfigError(f"{path}, line {number}: it is not a line of a lineage file: not what was written.") from None
+        raise ConfigError(f"{path}, line {number}: it is not a line of a lineage file.") from None
 
 
 def _is_one(line: Mapping[str, Any]) -> bool:

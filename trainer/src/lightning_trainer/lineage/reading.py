@@ -91,7 +91,7 @@ def read_lineage(name: Path, key: bytes | None = None) -> CheckpointLineage:
     chain = verify_chain(manifest, key, lines=pointer.lines)
     if not chain.hashes or chain.hashes[-1] != pointer.head:
         raise ConfigError(
-            f"{manifest} is not the file that {checkpoint} was made with: line {pointer.lines} has another hash."
+            f"{manifest} is not the file that belongs to {checkpoint}: line {pointer.lines} has another hash."
             " It was rewritten, or belongs to another run."
         )
     begun: Line = next((line for line in reversed(chain.lines) if line["kind"] == "begin"), {})
@@ -138,7 +138,7 @@ def read_pointer(checkpoint: Path) -> Pointer | None:
             raise TypeError("it has values of other types")
         return pointer
     except (OSError, ValueError, TypeError, RecursionError):
-        raise ConfigError(f"{path} can't be read, so nobody knows what {checkpoint} learned from.") from None
+        raise ConfigError(f"{path} can't be read, so it is unknown what {checkpoint} learned from.") from None
 
 
 def head_of(name: Path) -> str | None:

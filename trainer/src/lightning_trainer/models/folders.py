@@ -55,7 +55,7 @@ def _check_config(path: Path) -> None:
     try:
         if path.stat().st_size > _LONGEST_CONFIG:
             raise ConfigError(
-                f"{path} has {path.stat().st_size} bytes, more than any model's. Do not load this folder."
+                f"{path} has {path.stat().st_size} bytes, more than any model needs. Do not load this folder."
             )
         values = json.loads(path.read_text(encoding="utf-8"))
         parts = [values, *(part for part in values.values() if isinstance(part, dict))]
@@ -100,11 +100,11 @@ def check_adapter(folder: Path) -> None:
     if not path.is_file():
         return
     if not (folder / "adapter_model.safetensors").is_file():
-        raise ConfigError(f"{folder} is an adapter without adapter_model.safetensors, and no pickle is read.")
+        raise ConfigError(f"{folder} is an adapter without adapter_model.safetensors, and pickle files are never read.")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         named = values.get("megatron_config")
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise ConfigError(f"{path} is not a JSON object: {error}. Copy or fetch it again.") from None
     if named is not None:
-        raise ConfigError(f"{path} has megatron_config, for which peft imports a module. Do not load this folder.")
+        raise ConfigError(f"{path} has megatron_config, which makes peft import a module. Do not load this folder.")

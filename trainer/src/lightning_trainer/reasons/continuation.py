@@ -20,15 +20,19 @@ class ContinuationReason(Reason):
     JOINED = "joined"  # the prompt is an earlier call's own tokens followed by new ones
     FORKED = "forked: the chat template leaves earlier reasoning out, and everything else keeps its own tokens"
     # Why a prompt that continues an earlier call does not contain that call's own tokens.
-    REWRITTEN = "history rewritten: the chat template shows an earlier answer otherwise, as without its thinking"
-    HIDDEN = "answer not shown whole: the tokens sampled say more than the message that the agent got and sent back"
+    REWRITTEN = (
+        "history rewritten: the chat template shows an earlier answer differently, for example without its thinking"
+    )
+    HIDDEN = (
+        "answer shown incompletely: the sampled tokens contain more than the message that the agent got and sent back"
+    )
     TOOLS_CHANGED = "tools changed"
     SYSTEM_CHANGED = "system prompt changed"
     EDITED = "history edited: messages were changed, left out or put in another order"
-    COMPACTED = "history compacted: earlier messages were replaced, as by a summary, and later answers kept"
-    WINDOW = "history cut: the oldest messages were left out, as by a sliding window"
-    FORGOTTEN = "earlier calls forgotten: the gateway keeps a bounded number"
-    UNFAITHFUL = "tokenizer reads the new part otherwise than in its place"
+    COMPACTED = "history compacted: earlier messages were replaced, for example by a summary, and later answers kept"
+    WINDOW = "history cut: the oldest messages were left out, for example by a sliding window"
+    FORGOTTEN = "earlier calls dropped: the gateway keeps a limited number"
+    UNFAITHFUL = "the tokenizer encodes the new part differently out of its context"
     ONLY_MESSAGES = "upstream was sent messages: only a server whose tokenizer is named is sent token ids"
     # Why messages were sent to an upstream although its tokenizer is named.
     UNKNOWN_SERVER = "upstream takes no token ids: it is not vLLM, SGLang or a gateway with known context"

@@ -300,7 +300,7 @@ def _problem(name: str | None, count: _Count, asked: _BesideCounts) -> str | Non
     if asked.chosen is not None and not any(selects(asked.chosen, path) for path in count.paths):
         return "not among --agents"
     if asked.chosen is None and asked.of_a_run and not count.on_policy:
-        return "the run that is kept here left it out: its calls stayed at its own endpoint"
+        return "the run in this store left it out: its calls stayed at its own endpoint"
     if (problem := _unreached_reason(count)) is not None:
         return problem
     if not count.earned:
@@ -382,6 +382,6 @@ def nothing_captured(rollouts: int, attached: Sequence[str], program: str | None
         )
     return (
         f"no model call was captured in {amount(rollouts, 'rollout')}, although {', '.join(attached)} is attached.\n"
-        "Does the agent call its model through the openai client, and does it get as far as that? "
-        "See what it did with: lightning-rl traces"
+        "Does the agent call its model through the openai client, "
+        "and does it reach that call? See what it did with: lightning-rl traces"
     )

@@ -65,7 +65,8 @@ def entropy_collapsed(history: History) -> Found:
         if now < 0.1 * first and not learned(history):
             text = (
                 f"The entropy{_of(of)} has fallen from {first:.2f} to {now:.3f} nats a token, and the reward has"
-                f" not risen{_rewards(history)}: it always says the same. Lower --learning-rate, raise --clip-high,"
+                f" not risen{_rewards(history)}: its answers are nearly always the same. Lower --learning-rate, raise"
+                " --clip-high,"
                 " or start from an earlier checkpoint."
             )
             yield of, text
@@ -92,7 +93,7 @@ def answers_cut(history: History) -> Found:
         if now >= 0.5 and now >= first + 0.25:
             text = (
                 f"{now:.0%} of the answers{_of(of)} are cut at their limit, {first:.0%} were at first. Raise"
-                " --max-tokens or the limit in the agent's requests, or give less for long answers."
+                " --max-tokens or the limit in the agent's requests, or reward long answers less."
             )
             yield of, text
 
@@ -124,8 +125,9 @@ def groups_dead(history: History) -> Found:
         mean = f", at a mean of {statistics.fmean(rewards):.2f}" if rewards else ""
         text = (
             f"In the last {WINDOW} steps {statistics.fmean(newest):.0%} of the groups had equal rewards"
-            f" throughout{mean}, so they taught nothing. Stop here if that is good enough; else give tasks that the"
-            " agent solves sometimes, a larger --group-size, or a reward with more steps."
+            f" throughout{mean}, "
+            "so nothing was learned from them. If the reward is high enough, stop here. Otherwise use tasks that the"
+            " agent solves sometimes, a larger --group-size, or a reward with more values."
         )
         yield "", text
 
@@ -241,9 +243,9 @@ def calls_malformed(history: History) -> Found:
         first, now = ends(points)
         if now >= 0.1 and now >= 0.8 * first and points[-1][0] == _newest(history):
             text = (
-                f"{now:.0%} of the answers are tool calls with a fault in them, {first:.0%} were at first: they reached"
-                " the agent as text. Show the model how calls are written first, with lightning-rl sft, or draw less"
-                " freely: lower --temperature."
+                f"{now:.0%} of the answers are malformed tool calls, {first:.0%} were at first: they reached"
+                " the agent as text. Show the model how calls are written first, with lightning-rl sft, "
+                "or sample with a lower --temperature."
             )
             yield of, text
 
@@ -262,7 +264,8 @@ def rollouts_fail(history: History) -> Found:
     if now >= 0.1 and now >= first + 0.1 and now >= 1.5 * first:
         text = (
             f"{now:.0%} of the rollouts fail, {first:.0%} did at first. See why with lightning-rl traces and the"
-            " workers' logs. Where the agent raises at what the policy says, --failed is the reward for it (0, or the"
+            " workers' logs. If the agent raises an exception because of the policy's answer, --failed sets the reward"
+            " (0, or the"
             " lowest of the batch, by default): with --failed exclude policies learn to crash."
         )
         yield "", text
@@ -274,8 +277,8 @@ def rules_fail(history: History) -> Found:
         if points[-1][0] == _newest(history):
             text = (
                 f"The rule {of.removeprefix('/')} failed on {points[-1][1]:.0f} attempts of the last step, so it gave"
-                " them neither rewards nor penalties. The log has the traceback: mend the rule, or leave it out of"
-                " [rewards]."
+                " them neither rewards nor penalties. The log has the traceback: "
+                "fix the rule, or leave it out of [rewards]."
             )
             yield of, text
 

@@ -98,7 +98,7 @@ class CreditReport:
         found.append(
             f"rewards {self.rewards:+.3f}; credit {self.credited:+.3f} over calls, {self._conservation_note()}"
         )
-        found += [f"{count} rewards for {agent} reached nobody" for agent, count in self.unclaimed.items()]
+        found += [f"{count} rewards for {agent} reached no agent" for agent, count in self.unclaimed.items()]
         found += [f"{count} calls not compared: {reason}" for reason, count in sorted(self.left_out.items())]
         found.append(f"{self.flat_groups} of {self.groups} groups had nothing to compare")
         return found

@@ -46,7 +46,7 @@ def judges_part(history: History) -> Found:
         text = (
             f"The second judge agrees with the judge on {now:.0%} of the pairs of rollouts, {first:.0%} at first (50 %"
             " is chance): the policy may have learned what this judge likes, not what is good. Read both judges'"
-            " explanations with lightning-rl traces, and mend the rubric or change the judge."
+            " explanations with lightning-rl traces, and improve the rubric or change the judge."
         )
         yield "", text
 

@@ -40,7 +40,7 @@ def held_out_sentence(before: Score, after: Score, rise: Estimate, tasks: int) -
         tasks: how many it covers.
     """
     if before.reward is None or after.reward is None:
-        return "The held-out reward is not known both before and after training: no rollout counted."
+        return "The held-out reward is missing before or after training: no rollout counted."
     ends = f"from {decimal(before.reward)} to {decimal(after.reward)}"
     if rise.mean is None or rise.low is None or rise.high is None:
         return f"The held-out reward went {ends}; the two can't be compared."
@@ -65,9 +65,9 @@ def all_flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -
     """Return a message that the first steps taught nothing, and what to do."""
     seen = sorted({reward for reward in rewards if reward is not None})
     mean = ", ".join(f"{reward:g}" for reward in seen[:5])
-    untold = "no call had anything to give to its teacher"
+    untold = "no call had a result for its teacher to read"
     equal = f"the rewards of each group were all equal (mean reward {mean})"
-    tell = "Give tasks at which tools fail sometimes, or give the teacher more (--teacher-options told=...)."
+    tell = "Use tasks in which tools fail sometimes, or let the teacher read more (--teacher-options told=...)."
     vary = (
         "Give tasks that the agent solves sometimes, a reward with more steps between bad and good, a larger "
         "--group-size, or a higher temperature."
@@ -88,5 +88,5 @@ def no_rows(batch: Batch) -> str:
         "Calls without a name need `with lightning_spans.agent(...)`; calls without tokens did not reach the gateway."
     )
     if lost:
-        advice = f"Rewards name {nearest(lost, sorted(filter(None, batch.agents)))}. Name the agents as they are seen."
-    return f"not one of the model calls can be trained on. Agents seen: {agents}.\n{facts}\n{advice}"
+        advice = f"Rewards name {nearest(lost, sorted(filter(None, batch.agents)))}. Use the agents' names as listed."
+    return f"none of the model calls can be used for training. Agents seen: {agents}.\n{facts}\n{advice}"

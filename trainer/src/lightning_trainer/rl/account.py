@@ -22,8 +22,8 @@ class Untrained(Reason):
     REPLAYED = "answered from a record"
     ATTEMPT_FAILED = "attempt failed"  # if nothing says how
     OTHER_ATTEMPT = "another attempt of the rollout counts"
-    FORK_ENDED = "of a fork that was not as its record"
-    FORK = "of a fork, which this credit does not look at"
+    FORK_ENDED = "of a fork that deviated from the recording"
+    FORK = "of a fork, which this credit assignment does not use"
     NO_ALTERNATIVE = "no alternative to compare it with"
     GROUP_INCOMPLETE = "group incomplete"
     RESAMPLED = "group replaced: all its rewards were equal"
@@ -40,14 +40,14 @@ class Untrained(Reason):
         " SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
     )
     STEERED = "not sampled from the policy only: top_p, a grammar or another parameter changed the distribution"
-    ALL_STEERED = "every token was forced: no choice of the policy's is in it"
+    ALL_STEERED = "every token was forced: the policy had no choice"
     TOO_LONG = "longer than max_length"
 
 
 class Untaught(Reason):
     """Why a call that is used for training is not taught by the self-teacher."""
 
-    NOTHING_TOLD = "nothing to tell the teacher of it"
+    NOTHING_TOLD = "no result for the teacher to read"
     NO_PLACE = "its prompt does not end as the chat template begins an answer"
     HINT_TOO_LONG = "longer than max_model_len with the text for the teacher"
 
@@ -163,7 +163,7 @@ class Account:
             found.append(f"{amount(self.tokens, 'trained token')} of {self.tokens_in_rows}")
         if self.tokens_steered:
             found.append(
-                f"{amount(self.tokens_steered, 'token')} left out of the loss: a grammar or the like steered them"
+                f"{amount(self.tokens_steered, 'token')} left out of the loss: a grammar or similar constrained them"
             )
         if self.begun:
             found.append(f"{self.begun} calls begin a conversation")
@@ -189,7 +189,7 @@ class Account:
         """Return which agents were rewarded without making a call; if there are many, the first ones."""
         whole, named = self.unclaimed.get(WHOLE), sorted(set(self.unclaimed) - {WHOLE})
         lost = "which made no call in those attempts"
-        found = [f"{whole} rewards for {WHOLE}, which this credit gives to nobody"] if whole else []
+        found = [f"{whole} rewards for {WHOLE}, which this credit assignment gives to no agent"] if whole else []
         found += [f"{self.unclaimed[agent]} rewards for {agent}, {lost}" for agent in named[:most]]
         if rest := named[most:]:
             found.append(f"{sum(self.unclaimed[agent] for agent in rest)} rewards for {len(rest):,} more, {lost}")

@@ -66,7 +66,7 @@ class Ending(Enum):
         "infrastructure",
     )
     CANCELLED = "the rollout was cancelled", "nobody"
-    FORK_ENDED = "a replay was not as its record", "nobody"
+    FORK_ENDED = "a replay deviated from the recording", "nobody"
     SCORER_FAILED = SCORER_FAILED, "scorer"
     UNJUDGED = "the judge gave no verdict", "scorer"
 

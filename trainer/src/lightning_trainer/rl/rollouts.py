@@ -149,7 +149,7 @@ def wait(
 
     Raises:
         RewardError: an attempt gave no usable reward, and no retry will.
-        StalledError: nothing has begun or ended for longer than an attempt may take.
+        StalledError: no rollout has started or ended for longer than an attempt may take.
     """
     ids = [rollout.rollout_id for rollout in rollouts]
     limit_s = max((rollout.timeout_s or 0.0 for rollout in rollouts), default=0.0) + SLACK_S
@@ -249,7 +249,7 @@ def _stall_message(
     what = f"{standing['queued']} rollouts wait and {standing['running']} run"
     which = f" The oldest is attempt {oldest.attempt_id}, claimed by {oldest.worker}." if oldest else ""
     return (
-        f"nothing has begun or ended for {limit_s:.0f} s, longer than an attempt may take: {what}.{which}\n"
+        f"no rollout has started or ended for {limit_s:.0f} s, longer than an attempt may take: {what}.{which}\n"
         f"{workers}\nLook into the workers' logs; is the agent waiting for something that never comes?"
     )
 

@@ -98,7 +98,7 @@ class Loop:
         unmark_best(self._run.folder, best_step(self._run.log.validations()))
         self._run.progress.begin(self.state.step, steps)
         if self.state.step >= steps:
-            self._run.progress.note(f"this run has taken its {amount(steps, 'step')}: it goes further with --steps N")
+            self._run.progress.note(f"this run has completed its {amount(steps, 'step')}: continue with --steps N")
         elif self._goal_reached():
             self._run.progress.note(f"this run has reached its goal of {self._run.config.until}: see --until")
         while self.state.step < steps and not self._goal_reached():
@@ -352,7 +352,7 @@ class Loop:
         )
         self._whole = True
         if flat:
-            untold = "no call has anything to give to the teacher"
+            untold = "no call has a result for the teacher to read"
             why = untold if self._run.config.teacher == SELF else "in each group all rewards are equal"
             self._run.progress.note(f"step {self.state.step} has no signal: {why}")
         self._refuse_flat(final=False)

@@ -106,7 +106,7 @@ class Result:
             said = "held-out tasks, before training" if self.before else came, "held-out tasks, after training"
         else:
             last = f"rollouts of step {self.steps}, on its training tasks, sampled before that step was learned from"
-            none = "nothing: no rollout was sampled after the only step. Give held-out tasks with --val"
+            none = "nothing, because no rollout was sampled after the only step. Give held-out tasks with --val"
             said = "rollouts of the first step, on training tasks", last if self.steps > 1 else none
         before, after = (_score_fields(of, found) for of, found in zip(said, self._sides(), strict=True))
         return before, after

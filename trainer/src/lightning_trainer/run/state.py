@@ -271,10 +271,10 @@ def _unwritten(run: Path, final: Path, error: OSError) -> str:
     free = f" ({shutil.disk_usage(run).free / 1e9:.2f} GB are free)" if full and run.exists() else ""
     what = f"the checkpoint {final} can't be written: {error.strerror}{free}."
     if not (run / NEWEST).exists():
-        return f"{what} There is none before it. --checkpoint weights writes smaller ones."
+        return f"{what} There is no earlier checkpoint. --checkpoint weights writes smaller ones."
     newest = (run / NEWEST).resolve()
     then = f"then continue with --resume {run}" if read_state(newest).resumable else f"then start from --model {newest}"
-    return f"{what} {newest.name} is whole; make room, {then}."
+    return f"{what} {newest.name} is complete; free disk space, {then}."
 
 
 def _sync(path: Path) -> None:

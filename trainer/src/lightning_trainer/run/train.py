@@ -146,7 +146,7 @@ def _check_port(port: int) -> None:
 def _folder(config: TrainConfig, start: Start) -> AbstractContextManager[Path]:
     """Open the run's folder; a new one is removed if the run fails before it has begun."""
     if start.folder is not None and config.out is not None and config.out.resolve() != start.folder.resolve():
-        raise ConfigError(f"a run is resumed in its own folder, {start.folder}, not in {config.out}. Leave --out away.")
+        raise ConfigError(f"a run is resumed in its own folder, {start.folder}, not in {config.out}. Leave --out out.")
     return run_folder(config.out, start.folder)
 
 

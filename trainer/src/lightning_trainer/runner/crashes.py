@@ -96,7 +96,7 @@ def killed(record: AttemptRecord, what: str, told: str | None = None) -> Ended:
     more = "" if told is None else f"\n{told}"
     if not record.disturbed:
         return Ended(
-            "disturbed", error=f"{what} was killed (SIGKILL), as when memory runs out; it runs once more{more}"
+            "disturbed", error=f"{what} was killed (SIGKILL), perhaps because memory ran out; it runs once more{more}"
         )
     return Ended(
         "failed",
@@ -117,8 +117,8 @@ def _stood_still(victim: Victim, blocking: Blocking | None) -> Ended:
     return Ended(
         "disturbed",
         error=f"it blocked the event loop for {blocking.seconds:.0f} s at {blocking.where}, so that other attempts in"
-        " its worker had to wait: it runs again alone. Await there, or make the agent's function a plain one: it then"
-        " gets a thread.",
+        " its worker had to wait: "
+        "it runs again alone. Await that call, or make the agent's function synchronous: it then runs in a thread.",
     )
 
 
@@ -133,5 +133,5 @@ def too_late(record: AttemptRecord, more: str = "") -> Ended:
     """Return the end of an attempt whose time was up, or that nobody waits for any more."""
     limit_s = record.rollout.timeout_s
     if limit_s is None:
-        return Ended("timeout", error=f"no result when nothing waited for it any more{more}")
+        return Ended("timeout", error=f"no result, and nothing was waiting for it any more{more}")
     return Ended("timeout", error=f"no result after {limit_s:g} s, the time limit of an attempt{more}")

@@ -182,7 +182,7 @@ class Fleet:
             while (message := await place.worker.receive()) is not None:
                 self._take(place, message)
         except Exception:
-            logger.exception("what worker %s says can't be taken: it is ended", place.worker.name)
+            logger.exception("worker %s sent an invalid message and is ended", place.worker.name)
             place.given_up = True
             place.worker.kill()
         finally:
@@ -218,7 +218,7 @@ class Fleet:
     def _watch_threads(self, place: WorkerPlace, leaked: int) -> None:
         if leaked > LEAKED_MOST and not place.draining:
             logger.warning(
-                "attempts left %d threads running in worker %s: it takes no more work", leaked, place.worker.name
+                "attempts left %d threads running in worker %s: it gets no more work", leaked, place.worker.name
             )
             self._drain(place)
 
@@ -281,7 +281,7 @@ class Fleet:
         if running.number not in place.running or place.stood_still:
             return
         if running.heard:
-            logger.warning("attempt %s does not end: its worker takes no more work", running.record.attempt_id)
+            logger.warning("attempt %s does not end: its worker gets no more work", running.record.attempt_id)
             self._drain(place)
             self._end(place, running, _too_late(running))
         else:

@@ -54,7 +54,7 @@ class WorkerPlace:
     Attributes:
         worker: the process or actor.
         running: its attempts, by number.
-        draining: it takes no more work: a thread in it hangs, too many were left behind, or another worker replaced it.
+        draining: it gets no more work: a thread in it hangs, too many were left behind, or another worker replaced it.
         apart: it has been replaced, because its only attempt takes long and others waited.
         stood_still: it was killed because its event loop did not answer.
         held_by: what blocked it then.

@@ -265,7 +265,7 @@ class RayWorker:
             if "its node has died" in self._failure or not await asyncio.to_thread(_alive, self._node):
                 return Death("the loss of its node", outside=True)
             if "its worker process has died" in self._failure:
-                return Death("the death of its process: see Ray's log")
+                return Death("the end of its process: see Ray's log")
             await asyncio.sleep(0.5)
         return Death(self._failure or "no word")
 

@@ -104,7 +104,7 @@ def load_function(spec: str, *, option: str, parameters: tuple[str, ...], yields
         )
     _check_signature(found, spec, option, parameters)
     if not yields and (inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found)):
-        raise ConfigError(f"{option} {spec!r} yields, and is called once for one value. Return it instead.")
+        raise ConfigError(f"{option} {spec!r} is a generator, but must return one value. Use return instead of yield.")
     return found  # type: ignore[no-any-return]
 
 

@@ -155,8 +155,8 @@ def refuse_unheard(options: Mapping[str, object], *sides: object) -> None:
     given = [name for name, value in options.items() if value not in (None, (), "asked")]
     if given and not any(isinstance(side, Endpoint | LocalModel) for side in sides):
         raise ConfigError(
-            f"{', '.join(given)}: of calls that come to a model named here, and all go to the program's own endpoints."
-            " Name one with --model or --endpoint, or leave this out."
+            f"{', '.join(given)}: of calls that come to a model named here, "
+            "but all calls go to the program's own endpoints. Name one with --model or --endpoint, or leave this out."
         )
 
 
@@ -188,7 +188,7 @@ def _load(subject: LocalModel, options: dict[str, Any]) -> Iterator[AnswerSource
     adapters = (Path(subject.model) / ADAPTERS_NAME).is_file()
     policies = parse(options_of(subject.run).get("policies") or {}) if adapters and subject.run else Policies()
     if adapters and not policies.by_agent:
-        raise ConfigError(f"{subject.model} has adapters, but not the names of their agents. Give the run's folder.")
+        raise ConfigError(f"{subject.model} has adapters, but does not name their agents. Give the run's folder.")
     name = None if adapters else _POLICY
     load = registry.by_name("backend", "torch").learner
     with closing(load(subject.model, {"name": name, **own_loading(subject), **options})) as learner:

@@ -164,7 +164,7 @@ def _agent_changes(evaluated: AgentFingerprint, served: AgentFingerprint) -> Ite
     if evaluated.system and served.system is False:
         yield "its system prompt was removed"
     elif served.system and evaluated.system is False:
-        yield "it has a system prompt, and had none in the evaluation"
+        yield "it has a system prompt, but had none in the evaluation"
     elif not fit(evaluated.prompt, served.prompt):
         yield f"its prompt changed: {describe_difference(evaluated.prompt, served.prompt)}"
     for name in sorted(evaluated.tools.keys() & served.tools.keys()):

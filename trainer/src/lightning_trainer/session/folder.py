@@ -89,9 +89,7 @@ def is_held(folder: Path) -> bool:
 
 def in_use(folder: Path) -> str:
     """Return the error message for a folder in which another process works."""
-    return (
-        f"{folder} is in use: {_holder(folder)} works there. Wait until it has ended, stop it, or choose another --out."
-    )
+    return f"{folder} is in use: {_holder(folder)} uses it. Wait until it has ended, stop it, or choose another --out."
 
 
 def _holder(folder: Path) -> str:

@@ -26,4 +26,4 @@ def deliver_left(timeout_s: float) -> bool:
 
 
 def _open_no_store() -> Store:
-    raise LookupError("what waits for another store is delivered by the program that uses that store")
+    raise LookupError("spans for another store are delivered by the program that uses that store")

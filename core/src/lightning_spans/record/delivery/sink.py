@@ -253,7 +253,7 @@ class BatchSink:
         try:
             self._finish()
         except Exception:
-            logger.exception("lightning: what delivers spans did not close")
+            logger.exception("lightning: the sender of spans did not close")
 
     def _work(self, own: threading.Thread, *, closing: bool) -> None:
         """Deliver what is waiting here, then what is spooled; keep what can neither be sent nor spooled."""

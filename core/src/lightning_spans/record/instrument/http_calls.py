@@ -61,7 +61,7 @@ def look(recorded: Callable[[], bool], method: str, where: Callable[[], tuple[st
         if unrecorded.is_model_call(method, path) and not recorded():
             unrecorded.count(host, path)
     except Exception as error:  # noqa: BLE001 - logged
-        log_failure("what counts calls that are not recorded", error)
+        log_failure("the counter of calls that are not recorded", error)
 
 
 def _of_aiohttp(session: Any, url: Any) -> tuple[str, str]:

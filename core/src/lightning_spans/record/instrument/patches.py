@@ -72,7 +72,7 @@ class Undo:
             try:
                 step()
             except Exception:
-                logger.exception("lightning: %r failed, and something may not be restored", step)
+                logger.exception("lightning: %r failed, and some changes may not be undone", step)
 
 
 def replace_in_subclasses(base: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:

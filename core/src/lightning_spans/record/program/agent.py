@@ -36,7 +36,10 @@ class Block(AbstractContextManager["OpenSpan | None"]):
 
     def __enter__(self) -> OpenSpan | None:
         if self._inside is not None:
-            raise ConfigError(f"{self._called} is in a block already. Make one for each: `with {self._called}:`.")
+            raise ConfigError(
+                f"{self._called} is already in use by a `with` block. Create one for each block: `with"
+                f" {self._called}:`."
+            )
         self._inside = self._opened()
         return self._inside.__enter__()
 
@@ -54,7 +57,7 @@ class Block(AbstractContextManager["OpenSpan | None"]):
         """
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             refused = f"{self._called} can't decorate {_name(function)}"
-            raise ConfigError(f"{refused}: it is a generator. Decorate what reads it.")
+            raise ConfigError(f"{refused}: it is a generator. Decorate the function that reads it.")
         opened = self._opened
         if inspect.iscoroutinefunction(function):
 

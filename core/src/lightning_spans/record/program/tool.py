@@ -56,7 +56,7 @@ def tool(
         ConfigError: both `pure` and `side_effects` are given, or it is a generator function.
     """
     if pure and side_effects:
-        raise ConfigError("tool(pure=True, side_effects=True): it is one or the other.")
+        raise ConfigError("tool(pure=True, side_effects=True): choose one of them.")
     if function is None:
         return functools.partial(_tool, name=name, pure=pure, side_effects=side_effects)
     return _tool(function, name=name, pure=pure, side_effects=side_effects)

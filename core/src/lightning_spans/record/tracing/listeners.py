@@ -116,7 +116,7 @@ class SpanFeed:
     def _warn(self) -> None:
         if time.monotonic() - self._warned_at >= 60.0:
             self._warned_at = time.monotonic()
-            logger.warning("lightning: %s gets no more spans: it is too slow, or hangs", self._what)
+            logger.warning("lightning: %s gets no more spans, because it is too slow or hangs", self._what)
 
 
 class Listeners(SpanFeed):

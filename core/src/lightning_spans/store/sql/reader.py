@@ -91,7 +91,7 @@ def _parse_url(url: str) -> URL:
     try:
         return make_url(url if "://" in url else f"sqlite:///{url}")
     except (ArgumentError, ValueError):  # the second if the port is not a number
-        raise ConfigError(f"store {without_secrets(url)!r} is neither a path nor the URL of a database.") from None
+        raise ConfigError(f"store {without_secrets(url)!r} is neither a path nor a database URL.") from None
 
 
 def _open_engine(url: URL) -> tuple[Engine, Callable[[Connection], int]]:

@@ -339,7 +339,7 @@ def prepare(
         _stamp(connection, VERSION)
         found = VERSION
     elif schema_version.name not in there:
-        raise StoreError(f"it holds other tables ({', '.join(sorted(there)[:5])}) and is not a store of traces")
+        raise StoreError(f"it has other tables ({', '.join(sorted(there)[:5])}) and is not a store of traces")
     else:
         found = max(connection.scalars(select(schema_version.c.version)), default=0)
     if found > version:

@@ -78,10 +78,10 @@ def open_database(url: URL, *, create: bool) -> Database:
 
 def _path(url: URL, *, create: bool) -> Path:
     if url.database in (None, "", ":memory:") or "mode=memory" in str(url):
-        raise StoreError("the store needs a file: what it has taken must outlive the process. Use sqlite:///path.db.")
+        raise StoreError("the store needs a file, because its records must outlive the process. Use sqlite:///path.db.")
     path = Path(os.path.abspath(str(url.database)))  # noqa: PTH100 - the file that SQLAlchemy opens
     if not path.parent.is_dir():
-        raise StoreError(f"store {path}: the folder {path.parent} does not exist. Make it first.")
+        raise StoreError(f"store {path}: the folder {path.parent} does not exist. Create it first.")
     if not create and not path.exists():
         raise StoreError(f"there is no store at {path}. Is the path right?")
     _make(path)

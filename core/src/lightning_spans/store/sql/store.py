@@ -214,7 +214,7 @@ class SqlStore(Store):
             else:
                 self._database.after_delete()
         except (SQLAlchemyError, self._database.error) as error:
-            raise StoreError(f"store {self.name} deleted, but could not clear away what was left: {error}") from error
+            raise StoreError(f"store {self.name} deleted, but could not remove the remaining data: {error}") from error
 
     def _delete_rollouts(self, wanted: DeleteFilter) -> int:
         deleted = 0
@@ -243,7 +243,7 @@ class SqlStore(Store):
         except LightningError:
             raise
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise RefusedError(f"store {self.name} can't keep this record: {error}") from error
+            raise RefusedError(f"store {self.name} can't store this record: {error}") from error
 
     def _insert(self, table: Table, values: Callable[[Any], rows.Values], records: Sequence[Any]) -> int:
         new = self._values(values, records)
@@ -258,7 +258,7 @@ class SqlStore(Store):
                 with self._engine.connect() as connection:
                     return read(connection)
             except (UnicodeEncodeError, OverflowError) as error:  # half a character, a number beyond 64 bits
-                raise RefusedError(f"store {self.name} can't look for this: {error}") from None
+                raise RefusedError(f"store {self.name} can't search: {error}") from None
             except SQLAlchemyError as error:
                 if self._database.transient(error) and (pause_s := next(pauses, None)) is not None:
                     time.sleep(pause_s)

@@ -172,7 +172,7 @@ class Adapter:
 
     def _nonsense(self, what: str) -> TinkerError:
         return TinkerError(
-            f"the Tinker server {self.service.url} sent {what}. Nothing was learned from it; continue from the last"
+            f"the Tinker server {self.service.url} sent {what}. No update was made from it; continue from the last"
             " checkpoint with --resume, and look at the server's log."
         )
 

@@ -67,5 +67,5 @@ def _forecast_cost(config: TrainConfig, facts: Mapping[str, Any]) -> tuple[Mappi
             f"  {bill['cost']:.4g} at the prices of {bill['prices_of']}; {bill['cost_unmerged']:.4g} without merging"
         )
     else:
-        told.append("  no prices of this model are known: name a table with --prices FILE")
+        told.append("  no prices of this model are known: give a table with --prices FILE")
     return {"bill": bill}, told

@@ -138,11 +138,13 @@ def check(config: TrainConfig) -> None:
             " to 1.": config.temperature != 1.0,
             "sampling = asked needs to know which tokens top_p and similar parameters changed, which a Tinker server"
             " does not report. Use sampling = plain.": config.sampling != "plain",
-            "lora_alpha is the server's with backend = tinker. Leave it out.": config.lora_alpha is not None,
+            "with backend = tinker the server sets lora_alpha. Leave it out.": config.lora_alpha is not None,
             "fixed adapters can't be loaded into a Tinker server. Use AGENT=lora or AGENT=base.": any(
                 value.partition(":")[0] == "fixed" for value in config.policies.values()
             ),
-            f"{', '.join(given)}: of a learner on this machine. With backend = tinker, leave it out.": bool(given),
+            f"{', '.join(given)}: only for a learner on this machine. With backend = tinker, leave it out.": bool(
+                given
+            ),
             "engine and its options need backend = torch, because a Tinker server samples itself. Leave them out.": (
                 any(each is not None for each in elsewhere) or bool(config.engine_options)
             ),

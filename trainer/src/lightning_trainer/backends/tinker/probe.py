@@ -139,7 +139,7 @@ class _Probe:
     def _strange(self, *ratios: float) -> TinkerError:
         return TinkerError(
             f"the Tinker server {self._adapter.service.url} scales gradients in a way that is not known (ratios"
-            f" {', '.join(f'{ratio:g}' for ratio in ratios)}), so that training would not be exact. Use another server."
+            f" {', '.join(f'{ratio:g}' for ratio in ratios)}), so training would not be exact. Use another server."
         )
 
 

@@ -55,5 +55,5 @@ def _end_tokens(place: Path | str, tokenizer: Any) -> frozenset[int]:
             raise ConfigError(f"{file} can't be read: {error}.") from None
         found |= set(own) if isinstance(own, list) else {own} - {None}
     if not found:
-        raise ConfigError(f"model {place} names no token that ends an answer. Set eos_token in its tokenizer.")
+        raise ConfigError(f"model {place} has no end-of-turn token. Set eos_token in its tokenizer.")
     return frozenset(int(token) for token in found)

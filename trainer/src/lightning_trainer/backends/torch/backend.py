@@ -86,9 +86,7 @@ def check(config: TrainConfig) -> None:
         ConfigError: says which option, or what to install.
     """
     if config.workers == 0:
-        raise ConfigError(
-            'workers = 0 leaves the rollouts to runners elsewhere. Only backend = "verl" has a key for them.'
-        )
+        raise ConfigError('workers = 0 leaves the rollouts to runners elsewhere. Only backend = "verl" supports them.')
     if (config.gpus, config.nodes, dict(config.verl)) != (1, 1, {}):
         raise ConfigError('gpus, nodes and verl are options of backend = "verl". Set it, or leave them out.')
     make_options(config.model, learner_options(config))

@@ -216,7 +216,7 @@ class TorchLearner:
             RuntimeError: the optimiser exists already.
         """
         if self._policies:
-            raise RuntimeError("the learning rate of an optimiser that is there can't be planned again")
+            raise RuntimeError("the schedule of an existing optimiser can't be changed")
         self.options = self.options.with_values(
             warmup_steps=rise, lr_schedule="linear", min_lr_ratio=0.1, total_steps=steps
         )

@@ -33,14 +33,14 @@ def newest_checkpoint(resume: Path, identity: Mapping[str, Any], *, accelerators
     try:
         number = int((folder / "checkpoints" / _NEWEST).read_text(encoding="ascii"))
     except (OSError, ValueError):
-        raise ConfigError(f"{resume} holds no checkpoint of a run on verl. Give a run's folder.") from None
+        raise ConfigError(f"{resume} contains no checkpoint of a run on verl. Give a run's folder.") from None
     checkpoint = folder / "checkpoints" / f"global_step_{number}"
     check_identity(State(step=number, identity=_read(folder / _IDENTITY)), identity, checkpoint)
     told = checkpoint / "actor" / _PARTS
     if told.is_file() and (parts := _read(told)["world_size"]) != accelerators:
         raise ConfigError(
-            f"{checkpoint} holds weights and moments in parts for {parts} GPUs, not {accelerators}. Go on with gpus and"
-            " nodes as they were, or start a new run from its weights, without --resume:"
+            f"{checkpoint} holds weights and moments in parts for {parts} GPUs, not {accelerators}. "
+            "Resume with the same gpus and nodes, or start a new run from its weights, without --resume:"
             f" --model {checkpoint}/actor/huggingface."
         )
     return checkpoint

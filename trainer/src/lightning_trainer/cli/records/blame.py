@@ -68,7 +68,9 @@ def command(
     report = credit_report(batch, outcomes, config.credit)
     calls = [call for call in batch.calls if call.transition.rollout_id in rollouts]
     if rollouts and not calls:
-        raise ConfigError(f"no call of {', '.join(rollouts)} counts. See lightning-rl traces --rollout {rollouts[0]}.")
+        raise ConfigError(
+            f"no call of {', '.join(rollouts)} counts in this run. See lightning-rl traces --rollout {rollouts[0]}."
+        )
     turns = turns_of(batch.calls, config.agents)
     if as_json:
         for line in (
@@ -189,7 +191,7 @@ def _print_turns(turns: Sequence[TurnCredit]) -> None:
 def _print_calls(calls: Sequence[Judged]) -> None:
     from rich.table import Table
 
-    table = Table("attempt", "turn", "agent", "credit", "advantage", "rewards of its own, or why it was left out")
+    table = Table("attempt", "turn", "agent", "credit", "advantage", "own rewards, or why it was left out")
     for call in calls:
         own = " ".join(f"{reward.source} {reward.value:+.3g}" for reward in call.transition.rewards)
         table.add_row(

@@ -212,7 +212,7 @@ def _write_tasks(path: Path, traces: Iterable[Trace], field: str, permits: Permi
         part.unlink(missing_ok=True)
     for text, count in left_out.most_common():
         click.echo(f"{amount(count, 'trace')} left out: {text}", err=True)
-    why = "can't be stored as tasks: half a character, NaN, or an integer beyond 64 bits."
+    why = "can't be stored as tasks: an unpaired surrogate, NaN, or an integer beyond 64 bits."
     if not read and left_out:
         raise ConfigError(f"there is no task to write: {amount(left_out.total(), 'trace')} may not be used.")
     if not written and refused:

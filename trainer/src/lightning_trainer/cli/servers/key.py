@@ -34,8 +34,10 @@ def command() -> None:
 
 _TERMS = group_options(  # of the data that is sent with a key
     click.option("--source", metavar="NAME", help="Where the data comes from."),
-    click.option("--retention-days", type=float, help="Days after which it is neither used nor kept."),
-    click.option("--consent", type=click.Choice(["granted", "denied"]), help="Whether it may be learned from."),
+    click.option("--retention-days", type=float, help="Days after which the data is neither used nor kept."),
+    click.option(
+        "--consent", type=click.Choice(["granted", "denied"]), help="Whether the data may be used for training."
+    ),
     tenant_option("Tenant of all data that comes with this key."),
 )
 
@@ -100,7 +102,7 @@ def revoke(*, name: str, key_file: Path) -> None:
 
     found = _register(key_file).revoke(name)
     if not found:
-        raise ConfigError(f"no key that is good has the id or holder {name!r}: see `lightning-rl key list`.")
+        raise ConfigError(f"no valid key has the id or holder {name!r}: see `lightning-rl key list`.")
     for key in found:
         click.echo(f"revoked {key.key_id}: {key.scope} of {key.holder or 'nobody named'}")
 
@@ -126,7 +128,7 @@ def _secret(key_file: Path) -> Path:
 
     secret = key_file.with_name(f"{key_file.name}.secret")
     if not secret.is_file():
-        raise ConfigError(f"{secret} is not there: it is made by the server. Name the server's --key-file.")
+        raise ConfigError(f"{secret} does not exist: the server creates it. Give the server's --key-file.")
     return secret
 
 

@@ -122,14 +122,13 @@ def _refuse_contradictions(flags: dict[str, Any]) -> None:
             "name the agent: a TARGET module:function, or --command, and not both.": (
                 (flags["target"] is None) == (flags["program"] is None)
             ),
-            "--isolate gives run and score the main thread of a process, and an actor of --ray has none to give. Leave"
-            " out --isolate, or start a runner with --isolate and without --ray on each machine.": bool(
-                on_ray and flags["isolate"]
-            ),
+            "--isolate gives run and score the main thread of a process, which an actor of"
+            " --ray does not have. Leave out --isolate, or start a runner with --isolate and without --ray on each"
+            " machine.": bool(on_ray and flags["isolate"]),
             "--isolate-users applies to processes on this machine, and --ray starts none here.": bool(
                 on_ray and flags["users"] is not None
             ),
-            "--ray-address and --ray-env say how to use Ray. Add --ray.": bool(
+            "--ray-address and --ray-env are options of --ray. Add --ray.": bool(
                 not on_ray and (flags["ray_address"] or flags["ray_env"])
             ),
         }

@@ -137,7 +137,7 @@ def command(
         refuse_blocked(resolve_checkpoint(adapters), allowed=allow_blocked)
     forwarded = _upstreams(adapters, flags)
     if unrecorded and provider is None:
-        raise ConfigError("--unrecorded is about calls that go to --provider URL, which is not given.")
+        raise ConfigError("--unrecorded applies to calls that go to --provider URL, which is not given.")
     elsewhere = read_provider(provider)
     for url in (store, provider or "", *(url for each in forwarded for url in (each.url, *each.replicas))):
         remember_password(url)
@@ -225,7 +225,7 @@ def _routing(
 
     agents = split_names(names or "")
     if (agents or model) and not models:
-        raise ConfigError("agents can't be sent to a model that is not there. Name one with --upstream MODEL=URL.")
+        raise ConfigError("--agents needs a model that answers them. Name one with --upstream MODEL=URL.")
     if model is not None and model not in models:
         raise ConfigError(f"--model {model} is not an upstream. Use one of: {', '.join(models)}.")
     chosen = model or (models[0] if models else "policy")

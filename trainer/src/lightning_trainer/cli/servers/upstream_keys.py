@@ -59,6 +59,6 @@ def _check_same_servers(upstreams: Sequence[Upstream]) -> None:
     if len(places) > 1:
         names = ", ".join(_name(each) for each in upstreams)
         raise ConfigError(
-            f"{ONE_FOR_ALL} would be sent to the servers of {len(upstreams)} upstreams, which may be several owners'."
-            f" Give each its own key: {names}, or --upstream-key MODEL=FILE."
+            f"{ONE_FOR_ALL} would be sent to the servers of {len(upstreams)} upstreams, "
+            f"which may belong to different owners. Give each its own key: {names}, or --upstream-key MODEL=FILE."
         )

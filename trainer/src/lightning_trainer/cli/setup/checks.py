@@ -65,7 +65,7 @@ def examine(
     if model is not None:
         yield _try_check("model", lambda: _model(model), "Give a folder that has config.json, tokenizer and weights.")
     if store is not None:
-        yield _try_check("store", lambda: _store(store), "Check the path or URL, and who may write there.")
+        yield _try_check("store", lambda: _store(store), "Check the path or URL, and its permissions.")
     if server is not None:
         yield _try_check(
             "server", lambda: _server(server, key), "Is it running? Its first line names URL and key file."
@@ -161,7 +161,7 @@ def _model(name: str) -> str:
     model = look(name)
     if model.folder is None:
         verb = "made" if model.kind == "made" else "fetched from the model hub"
-        return f"{name} is not here yet; it is {verb} when it is first used"
+        return f"{name} is not on this machine yet; it is {verb} when it is first used"
     return f"{name} has its parts: {model.folder}"
 
 
@@ -171,8 +171,8 @@ def _store(url: str) -> str:
     path = Path(url.removeprefix("sqlite:///")) if "://" not in url or url.startswith("sqlite:///") else None
     if path is not None and not path.exists():
         if not os.access(path.absolute().parent, os.W_OK):
-            raise LightningError(f"{path} can't be made: its folder is not there, or may not be written.")
-        return f"{path} does not exist yet, and can be made"
+            raise LightningError(f"{path} can't be created: its folder does not exist or is not writable.")
+        return f"{path} does not exist yet, and can be created"
     store = open_store(url)
     try:
         rollouts = store.rollouts()
@@ -188,12 +188,12 @@ def _server(url: str, key: str | None) -> str:
     if answer.status_code != 200:
         raise LightningError(f"{url} answers {answer.status_code}: {answer.text[:200]}")
     if key is None:
-        return f"{url} is well; no key was given, so keys were not tried"
+        return f"{url} works; no key was given, so keys were not checked"
     models = httpx.get(f"{url.rstrip('/')}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=5.0)
     if models.status_code != 200:
         raise LightningError(f"{url} refuses the key: {models.text[:200]}")
     names = ", ".join(model["id"] for model in models.json()["data"]) or "no model"
-    return f"{url} is well and takes the key; it serves {names}"
+    return f"{url} works and accepts the key; it serves {names}"
 
 
 def _try_check(what: str, look: Callable[[], str], do: str) -> Check:

@@ -86,7 +86,11 @@ def _print_table(rows: Sequence[AgentRow]) -> None:
 
 def _places(row: AgentRow) -> str:
     """Return the agent's paths if there are several, because each can be selected separately."""
-    return f"; it is {', '.join(row.paths)}: name one of these to select it alone" if len(row.paths) > 1 else ""
+    return (
+        f"; its paths are {', '.join(row.paths)}: name one of these to select only that one"
+        if len(row.paths) > 1
+        else ""
+    )
 
 
 def _sources(row: AgentRow) -> str:

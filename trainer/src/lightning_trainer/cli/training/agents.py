@@ -150,11 +150,11 @@ def _read_trial(flags: dict[str, Any], chosen: tuple[str, ...] | None, count: in
 
     target, program, reward = flags["target"], flags["program"], flags["reward"]
     if target and program:
-        raise LightningError("TARGET and --command are two agents. Give one of them.")
+        raise LightningError("TARGET and --command both name an agent. Give one of them.")
     if reward == JUDGE:
         raise LightningError(
             "--reward judge compares rollouts of one task, and each task runs once here. `lightning-rl eval"
-            " --reward judge` shows what a judge gives; without --reward the agents are seen."
+            " --reward judge` shows what a judge gives; leave out --reward to see the agents."
         )
     if flags["data"] is None:
         raise LightningError("give the tasks to run: --data FILE.")
@@ -184,8 +184,8 @@ def _refuse_program_options(options: dict[str, Any]) -> None:
     """
     if names := [f"--{name.replace('_', '-')}" for name in given(options)]:
         raise LightningError(
-            f"{', '.join(names)} needs a program to run. Name the TARGET, and tasks with --data FILE; to see what is in"
-            " a store, leave this out."
+            f"{', '.join(names)} needs a program to run. Name the TARGET, and tasks with --data FILE; "
+            "to see the agents of a store, leave these options out."
         )
 
 

@@ -85,7 +85,7 @@ def command(
     config = merge(file, {**given(flags), **({"target": target} if target else {}), "group_size": samples})
     backend = registry.by_name("backend", config.backend)
     if not isinstance(backend, Embedded):
-        raise ConfigError(f"tasks are tried with a model in this process, and backend = {config.backend} has none.")
+        raise ConfigError(f"tasks needs a model in this process, which backend = {config.backend} does not have.")
     tasks = load_tasks(config.data, config.columns)[:first]
     with ExitStack() as stack:  # a trial may take hours: first check that its tasks can be stored
         kept = stack.enter_context(closing(_draft(keep, config.data))) if keep is not None else None
@@ -161,7 +161,7 @@ def _draft(path: Path, data: Path) -> Draft:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder. Give the name of a file.")
     if path.exists() and path.samefile(data):
-        raise ConfigError(f"--keep {path} is the file of all tasks, and would leave only some of them. Name another.")
+        raise ConfigError(f"--keep {path} is the file of all tasks, and would lose the other tasks. Name another file.")
     return Draft(path)
 
 

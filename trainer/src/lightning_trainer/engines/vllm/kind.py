@@ -63,8 +63,9 @@ class VllmKind:
                 )
             if request.python or request.gpus or request.options.keys() - {"folder", "key"}:
                 raise ConfigError(
-                    "engine_url names servers that are running, for which engine_python and engine_gpus have no effect,"
-                    " and of engine_options only folder and key. Leave the others out."
+                    "engine_url names servers that are running, "
+                    "so engine_python and engine_gpus have no effect, and of engine_options only folder and key. Leave"
+                    " the others out."
                 )
             if "folder" not in request.options and not all(map(_is_here, request.urls)):
                 raise ConfigError(

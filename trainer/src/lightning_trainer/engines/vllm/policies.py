@@ -179,7 +179,7 @@ class VllmPolicies:
             policy = self._policies[name]
             with waiting("engine", f"calls of earlier versions of {name} to end"):
                 if not policy.names.wait(self.request.staleness + 1, _CALLS_S):
-                    raise EngineError(f"calls of {name} are under way for {_CALLS_S:g} s. Lower timeout_s.")
+                    raise EngineError(f"calls of {name} have been running for {_CALLS_S:g} s. Lower timeout_s.")
             served = f"{name}@{version}.{self._tag}"
             folder = self._folder / served
             shutil.rmtree(folder, ignore_errors=True)
@@ -270,7 +270,7 @@ class VllmPolicies:
                             ended = ended or piece.finish_reason is not None
                             yield _with_version(piece, version)
         if not ended:
-            raise BrokenError(failed(f"{replica.url} ended its answer before it was whole"))
+            raise BrokenError(failed(f"{replica.url} ended its answer before it was complete"))
 
     async def constrained(
         self, served: ServedName, prompt: Sequence[int], most: int, sampling: Sampling

@@ -40,7 +40,7 @@ class Access:
             raise unauthorized("no key: send the header 'Authorization: Bearer KEY'")
         grant = self._grant(token)
         if grant.scope not in scopes:
-            raise forbidden(f"a key of scope {grant.scope!r} does not open this; it needs {' or '.join(scopes)}")
+            raise forbidden(f"a key of scope {grant.scope!r} may not do this; use one of scope {' or '.join(scopes)}")
         if grant.attempt_id is not None and grant.fence is not None:
             ended_s = await self._attempts.ended_at(grant.attempt_id, grant.fence)
             if ended_s is not None and time.time() >= ended_s + late_s:
@@ -85,5 +85,5 @@ def _token(request: HttpScope) -> str:
     bearer = token.strip() if kind.lower() == "bearer" else ""
     other = headers.get(b"x-api-key", b"").decode("latin-1").strip()
     if bearer and other and bearer != other:
-        raise unauthorized("two different keys, in Authorization and in x-api-key: send one")
+        raise unauthorized("Authorization and x-api-key contain two different keys: send one of them")
     return bearer or other

@@ -201,9 +201,9 @@ class Keys:
             KeyRefusedError: it is revoked or has expired.
         """
         if _now_s(grant.attempt_id) >= grant.expires_s:
-            raise KeyRefusedError("this key is too old: it opens nothing any more")
+            raise KeyRefusedError("this key has expired")
         if self._register is not None and grant.key_id is not None and not self._register.stands(grant.key_id):
-            raise KeyRefusedError("this key is revoked: it opens nothing any more")
+            raise KeyRefusedError("this key is revoked")
 
 
 def _now_s(attempt_id: str | None) -> float:
@@ -225,5 +225,5 @@ def scope_of(token: str) -> str | None:
 def _lines(path: Path) -> list[str]:
     """Read the secrets of a file that nobody else may read."""
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        raise ConfigError(f"{path}: others may read the secret of the keys. Run: chmod 600 {path}")
+        raise ConfigError(f"{path}: other users may read the secret of the keys. Run: chmod 600 {path}")
     return path.read_text(encoding="ascii").split()

@@ -64,7 +64,7 @@ class Leases:
             StoreError: the store cannot be asked.
         """
         if others := self.of_others(grant, attempt_ids):
-            raise forbidden(f"attempt {min(others)!r} was claimed with another key than this one")
+            raise forbidden(f"attempt {min(others)!r} was claimed with a different key")
 
 
 def _holder(grant: Grant) -> str:

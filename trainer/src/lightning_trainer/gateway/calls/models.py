@@ -76,7 +76,7 @@ class ServedModels:
             ConfigError: the name is in use.
         """
         if name in self._served:
-            raise ConfigError(f"a model {name!r} is served already. Give this one another name.")
+            raise ConfigError(f"a model {name!r} is already served. Give this one another name.")
         self._served = {**self._served, name: model}
 
     def remove(self, name: str) -> None:
@@ -151,7 +151,9 @@ class ServedModels:
                 and routing.policies.by_agent
                 and pending.requested.agent is None
             )
-            hint = ". This call names no agent: send x-lightning-agent, or ask for one of these" if nameless else ""
+            hint = (
+                ". This call names no agent: send x-lightning-agent, or request one of these models" if nameless else ""
+            )
             raise _unknown(policy_name, self._served, hint)
         return policy
 

@@ -223,7 +223,7 @@ def _as_pairs(write: _Writer, begin: str, rest: str) -> _Arguments:
     end = end.removeprefix(close)
     empty = _parts(write({}), NAME)[1]
     if not empty.endswith(end):
-        raise ValueError("a call without arguments ends otherwise")
+        raise ValueError("a call without arguments has another end")
     deep = '{"x": [{"y": "z"}]}'
     text = f"{begin}{NAME}{first}{_KEYS[0]}{key}{deep}{close}{end}"
     pairs = Pairs(

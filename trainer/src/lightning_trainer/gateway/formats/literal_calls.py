@@ -28,7 +28,7 @@ def lfm(text: str, tools: Tools) -> Calls:  # noqa: ARG001
 
 def _of_python(body: str) -> list[WrittenCall]:
     if len(body) > 1_000_000 or sum(map(body.count, ",:([{")) > _MOST_PARTS:
-        raise ValueError("too long a list of calls")
+        raise ValueError("the list of calls is too long")
     try:
         tree = ast.parse(body, mode="eval").body
     except (SyntaxError, MemoryError, RecursionError) as error:
@@ -91,7 +91,7 @@ def gemma(text: str, tools: Tools) -> Calls:  # noqa: ARG001
         value, at = _gemma_value(text, head.end(), quote)
         place = skip_space(text, at)
         if not text.startswith(end, place) and place != len(text):
-            raise ValueError("a call that is not whole")
+            raise ValueError("an incomplete call")
         at = place + len(end)
         calls.append(WrittenCall(head[1], value))
     if not calls:

@@ -20,7 +20,7 @@ def _blocks(text: str, call: re.Pattern[str], mark: str, read: Callable[[re.Matc
     while (found := text.find(mark, at)) >= 0:
         match = call.match(text, found)
         if match is None:
-            raise ValueError("a call that is not whole")
+            raise ValueError("an incomplete call")
         left.append(text[at:found])
         calls.append(read(match))
         at = match.end()
@@ -148,5 +148,5 @@ def _read_blocks(text: str, tags: _Tags, tools: Tools) -> Calls:
 
             calls.append(WrittenCall(as_name(each[1]), _arguments(each[2], tags.pair, value)))
     if not calls or tags.mark in left:
-        raise ValueError("a call that is not whole")
+        raise ValueError("an incomplete call")
     return calls, left

@@ -53,7 +53,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """
     worker = asyncio.current_task()
     if worker is None:
-        raise RuntimeError("there is no task that could be cancelled")
+        raise RuntimeError("there is no task to cancel")
     left = False
 
     async def watch() -> None:

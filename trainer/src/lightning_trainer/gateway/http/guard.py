@@ -56,7 +56,7 @@ class Guard:
             if not body.late:
                 raise
         if body.late and not body.answered:
-            late = Refusal(408, f"the body did not come within {self._body_s:g} s")
+            late = Refusal(408, f"the body did not arrive within {self._body_s:g} s")
             await send_refusal(send, late, scope["path"])
 
     def _refusal(self, scope: Scope) -> Refusal | None:
@@ -64,14 +64,12 @@ class Guard:
         for name, value in scope["headers"]:
             if name in _ONCE:
                 if name in seen:
-                    return bad_request(f"the header {name.decode()} is there twice: send it once")
+                    return bad_request(f"the header {name.decode()} appears twice: send it once")
                 seen.add(name)
                 if name == b"host" and self._names is not None:
                     asked = _name(value.decode("latin-1"))
                     if asked not in self._names:
-                        return Refusal(
-                            421, "this server is not known by the name in the header Host", code="wrong_host"
-                        )
+                        return Refusal(421, "the header Host does not contain a name of this server", code="wrong_host")
         return None
 
 

@@ -53,7 +53,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """A head is complete: start the request, unless too many wait before it."""
         if len(self.pipeline) >= PIPELINED:
-            raise ValueError("too many requests at once on one connection")  # the parser takes nothing more
+            raise ValueError("too many concurrent requests on one connection")  # the parser takes nothing more
         self._moved = True
         super().on_headers_complete()
 

@@ -139,7 +139,7 @@ def record_of(trace: Trace, attempt_id: str) -> Record:
         ConfigError: it has no model call.
     """
     if not trace.chats:
-        raise ConfigError(f"attempt {attempt_id} has no model call on record. Was it attached, or run by a runner?")
+        raise ConfigError(f"attempt {attempt_id} has no recorded model call. Was it attached, or run by a runner?")
     calls = tuple(_call(number, node) for number, node in enumerate(trace.chats))
     numbers = {id(node): number for nodes in (trace.chats, trace.tools) for number, node in enumerate(nodes)}
     return Record(attempt_id, trace.rollout_id or "", calls, tuple(_tool(node, numbers) for node in trace.tools))
@@ -152,9 +152,9 @@ def unanswerable(call: RecordedCall) -> str | None:
     if node.call is None and framework not in _REPLAYABLE:
         return f"it was made with {framework}, whose calls do not pass the gateway"
     if node.error is None and node.call is None and call.body is None:
-        return "its answer is not on record"
+        return "its answer was not recorded"
     if not call.asked.lines:
-        return "its request is not on record"
+        return "its request was not recorded"
     return None
 
 

@@ -107,7 +107,7 @@ class ReplaySession:
             return self._drawn_by(request)
         why = unanswerable(found)
         if why is not None:
-            raise self._end(f"{self._name(found)} can't be given again: {why}")
+            raise self._end(f"{self._name(found)} can't be replayed: {why}")
         self._used.add(found)
         return FromRecord(found, coupled=self._is_tail(found))
 

@@ -265,7 +265,7 @@ class _OneCall:
                     if piece.token_ids or piece.text or piece.finish_reason is not None:
                         yield piece
         if not ended:
-            raise BrokenError(failed(f"{replica.url} ended its answer before it was whole"))
+            raise BrokenError(failed(f"{replica.url} ended its answer before it was complete"))
 
 
 def _read(reader: Reader, data: bytes, replica: Replica) -> Sampled:

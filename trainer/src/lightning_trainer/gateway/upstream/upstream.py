@@ -312,7 +312,7 @@ class UpstreamPolicy:
                     if news:
                         await sender.chunks(news)
         if not assembly.ended:
-            raise BrokenError(failed(f"{replica.url} ended its stream before the answer was whole"))
+            raise BrokenError(failed(f"{replica.url} ended its stream before the answer was complete"))
         return held
 
     def _unwell(self, replica: Replica, error: BrokenError) -> None:

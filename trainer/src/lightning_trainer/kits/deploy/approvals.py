@@ -220,7 +220,7 @@ def request_approval(server: str, key: str | None, agent: str, candidate: str | 
             return dict(answer["deployment"])
         message = answer["error"]["message"]
     except httpx.TransportError as error:
-        raise ConfigError(f"no answer from the server at {server} ({error}). Does it run?") from None
+        raise ConfigError(f"no answer from the server at {server} ({error}). Is it running?") from None
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{server} did not answer like a lightning-rl server. Is the URL right?") from None
     raise ConfigError(f"not approved: {server} answered {reply.status_code}: {message}")

@@ -179,7 +179,10 @@ def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
     loading = ("chat_template", "device", "dtype", "max_model_len", "system_messages", "tool_format")
     load = {name: flags.pop(name) for name in loading if name in flags}
     if load and (flags.get("endpoint") or flags.get("model") is None):
-        raise ConfigError(f"{', '.join(load)}: of weights that are loaded here. Give --model alone, or leave it out.")
+        raise ConfigError(
+            f"{', '.join(load)}: only for weights that are loaded here. Give --model without --endpoint, or leave it"
+            " out."
+        )
     agents = flags.pop("agents", None)
     names = None if agents is None else split_names(agents)
     if names == ():

@@ -152,7 +152,7 @@ def _failure(samples: Sequence[Sample]) -> str | None:
     if any(sample.status == "succeeded" for sample in samples):
         return None
     error = most_frequent_error([sample.error or "" for sample in samples])
-    return f"not one of {len(samples)} samples succeeded. {error}"
+    return f"none of {len(samples)} samples succeeded. {error}"
 
 
 def _measure(
@@ -225,8 +225,9 @@ def _judge_plan(config: EvalConfig) -> JudgePlan | None:
     judging = read_judge(config.reward, config.judge)
     if judging is not None and config.against is not None:
         raise ConfigError(
-            "a judge ranks the samples of a task against each other, and never sees those of two sides at once: their"
-            " difference would say nothing. Leave --against out; or give a reward that says how good one sample is,"
+            "a judge ranks the samples of a task against each other, "
+            "and never compares the samples of two models, so a difference has no meaning. Leave --against out, or give"
+            " a reward that scores one sample by itself,"
             " --reward module:function, and leave --judge out."
         )
     return judging
@@ -244,8 +245,9 @@ def _other(config: EvalConfig, tasks: Sequence[Task], keys: BearerKeys) -> Subje
         raise ConfigError(f"the evaluation {folder} is of other tasks than {config.data}. Evaluate both on the same.")
     if asked["config"]["judge"] or asked["config"]["reward"] == JUDGE:
         raise ConfigError(
-            f"a judge gave the rewards of the evaluation {folder}: it ranked its samples against each other, and saw no"
-            " others. Evaluate both with a reward that says how good one sample is: --reward module:function."
+            f"a judge gave the rewards of the evaluation {folder}: "
+            "it compared only the samples of that evaluation. Evaluate both with a reward that scores one sample by"
+            " itself: --reward module:function."
         )
     files.read_samples(folder)
     return folder

@@ -139,7 +139,8 @@ class Measurement:
         files.write_samples(self.folder, list(self.samples.values()))
         if (problem := silent(found)) is not None:
             raise LightningError(
-                f"{problem}. What it is to judge is kept: once it answers, continue with: lightning-rl eval --resume"
+                f"{problem}. The samples are kept. When the judge answers again, continue with: lightning-rl eval"
+                " --resume"
                 f" {self.folder}"
             )
         return new
@@ -162,14 +163,14 @@ class Measurement:
         made = sum(usage.calls for usage in calls)
         if made and elsewhere == made:
             raise LightningError(
-                f"not one of {amount(made, 'model call')} reached {self.subject.name}: calls without an agent's"
+                f"none of {amount(made, 'model call')} reached {self.subject.name}: calls without an agent's"
                 " name stay at their own endpoint. Make them inside `with lightning_spans.agent(...)`, or leave out"
                 " --model and --endpoint to evaluate the program as it is."
             )
         if elsewhere:
             self.progress.note(
-                f"{elsewhere} of {amount(made, 'model call')} went to their own endpoint, and not to"
-                f" {self.subject.name}: those of agents that are not named, or have no name"
+                f"{elsewhere} of {amount(made, 'model call')} went to their own endpoint, not to"
+                f" {self.subject.name}, because their agents are not named for it or have no name"
             )
 
     def _take_up(self) -> int:

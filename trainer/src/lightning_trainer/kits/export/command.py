@@ -71,12 +71,12 @@ def command(*, out: Path, store: str, key_file: Path | None, **options: Any) -> 
     if wanted.format in ("sft", "dpo") and 0 < done.with_tokens < lines:
         click.echo(
             f"{done.with_tokens} of {lines} lines hold tokens. Trainers that take a file's columns as a whole, such as "
-            "TRL, want all or none: name --agents whose tokens were recorded, or give --no-ids.", err=True,
+            "TRL, need all or none: name --agents whose tokens were recorded, or give --no-ids.", err=True,
         )  # fmt: skip
     if wanted.held_out and not done.held_out:
         click.echo(
-            f"no task is among the {wanted.held_out:g} that are held out: there are few. Give a larger --split, or"
-            " divide the tasks by hand.", err=True,
+            f"no task is among the {wanted.held_out:g} that are held out, because there are few tasks. Give a"
+            " larger --split, or divide the tasks by hand.", err=True,
         )  # fmt: skip
     print_json(
         {

@@ -76,7 +76,8 @@ def export(store: Store, wanted: Wanted, out: Path) -> Exported:
     beside = out.with_suffix(".held-out.jsonl")
     if beside.exists() and not wanted.held_out:
         raise ConfigError(
-            f"{beside} was held out from another export, and {out} may come to hold its lines. Give --split, another"
+            f"{beside} "
+            f"was held out from another export, and {out} could then contain its lines. Give --split, choose another"
             " name, or delete it."
         )
     with selected(store, wanted) as chosen, ExitStack() as stack:
@@ -241,7 +242,7 @@ def _origins(store: Store) -> set[str]:
 
 def _nothing(chosen: Selection, wanted: Wanted, held_out: int, elsewhere: set[str]) -> str:
     if held_out:
-        return f"all {held_out} lines are held out, and none is left to learn from. Give a smaller --split."
+        return f"all {held_out} lines are held out, so no training line is left. Give a smaller --split."
     if elsewhere:
         return f"this store has no traces of the origin {wanted.origin!r}. It has: {', '.join(sorted(elsewhere))}."
     if not chosen.left_out:

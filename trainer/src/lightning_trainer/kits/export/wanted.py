@@ -23,22 +23,22 @@ class Unexported(Reason):
     NO_REWARD = "no reward"
     LOW_REWARD = "reward below --min-reward"
     NOT_BEST = "not among the best of its group"
-    NO_MESSAGES = "its request holds no chat messages"
-    NOT_TEXT = "a message holds more than text"
+    NO_MESSAGES = "its request contains no chat messages"
+    NOT_TEXT = "a message contains more than text"
     NO_ANSWER = "no answer recorded"
-    ELSEWHERE = "its request names earlier messages by an id, and does not hold them"
+    ELSEWHERE = "its request refers to earlier messages by an id and does not contain them"
     NO_FUNCTION = "a tool or a call that is not a function"
     CUT = "answer truncated at max_tokens"
-    FILTERED = "answer cut by a filter of its content"
+    FILTERED = "answer cut by a content filter"
     LEFT = "the agent stopped reading the answer before its end"
-    HALF = "a text with half a character, which UTF-8 can't hold"
+    HALF = "a text with an unpaired surrogate, which UTF-8 can't encode"
     TWICE = "the same line is already in the file"
     SEEN_IN_TRAINING = "held out, but its prompt is in the training part"
     ALONE = "its prompt has no other answer in its group"
     TIED = "no answer to its prompt earned another reward"
     SAME_ANSWER = "the better and the worse answer are the same"
     NOT_PAIRED = "between the best and the worst of its prompt"
-    NOT_CHOSEN = "none of the agents named is in it"
+    NOT_CHOSEN = "it has none of the named agents"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +91,11 @@ class Wanted:
             "split must lie between 0 and 1": 0 <= self.held_out < 1,
             "min-reward must be a number": self.min_reward is None or isfinite(self.min_reward),
             "margin must be 0 or more": self.margin >= 0,
-            "split-by says which tasks are one for --split: give that, too": not self.task_fields or self.held_out,
+            "split-by groups tasks for --split: also give --split": not self.task_fields or self.held_out,
             "pairs and margin are for --format dpo": pairs or not (self.all_pairs or self.margin),
-            "best and the worst make the pairs of --format dpo: leave --best out": not pairs or self.best is None,
-            "split is for lines to learn from, not for --format openinference": not spans or not self.held_out,
-            "best is for lines to learn from, not for --format openinference": not spans or self.best is None,
+            "--format dpo already pairs the best with the worst: leave --best out": not pairs or self.best is None,
+            "split is for training lines, not for --format openinference": not spans or not self.held_out,
+            "best is for training lines, not for --format openinference": not spans or self.best is None,
         }
         for message, fine in checks.items():
             if not fine:

@@ -89,7 +89,7 @@ class ForksCallback(Callback):
     def _log_reasons(self, plan: ForkPlan, found: Forked) -> None:
         """Log why forks ended or could not be made, each reason once."""
         for reasons, text in (
-            (found.ended, "forks were not as their record"),
+            (found.ended, "forks deviated from the recording"),
             (plan.refused, "calls could not be forked"),
         ):
             if new := reasons.keys() - self._logged:

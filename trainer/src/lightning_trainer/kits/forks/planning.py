@@ -116,7 +116,9 @@ def plan(
         ConfigError: a fork is not possible; the message says why.
     """
     if recorded.task is None:
-        raise ConfigError(f"attempt {recorded.attempt_id} has no task on record: no runner made it. Give its task.")
+        raise ConfigError(
+            f"attempt {recorded.attempt_id} has no recorded task, because no runner started it. Give its task."
+        )
     _check(recorded.record, replay, tokens=tokens)
     whole = replace(replay, attempt_id=recorded.attempt_id)
     place = place or ("all" if replay.call is None else str(replay.call))
@@ -147,14 +149,12 @@ def _check(record: Record, replay: Replay, *, tokens: bool) -> None:
     fork = calls[number]
     _check_given([call for call in calls if call is not fork and call.node.span.start_ns < fork.ended_ns])
     if not fork.asked.lines:
-        raise ConfigError(
-            f"call {number} of attempt {record.attempt_id} can't be found again: its request is not kept."
-        )
+        raise ConfigError(f"call {number} of attempt {record.attempt_id} can't be matched: its request was not stored.")
     if tokens and not any(choice.token_ids for choice in fork.node.answer.choices):
         raise ConfigError(
-            f"call {number} of attempt {record.attempt_id} ({fork.agent or 'no agent'}) has no tokens on record: no"
-            " policy of a gateway answered it. It can be forked as text alone, with answers of another model or"
-            " endpoint, and not be trained on."
+            f"call {number} of attempt {record.attempt_id} ({fork.agent or 'no agent'}) "
+            "has no recorded tokens, because no policy of a gateway answered it. It can be forked as text, with answers"
+            " of another model or endpoint, and can't be trained on."
         )
     if again := side_effects_after(record, number, replay):
         raise ConfigError(
@@ -179,4 +179,4 @@ def _check_given(calls: Sequence[RecordedCall]) -> None:
     for call in calls:
         why = unanswerable(call)
         if why is not None:
-            raise ConfigError(f"call {call.number} ({call.agent or 'no agent'}) can't be given again: {why}.")
+            raise ConfigError(f"call {call.number} ({call.agent or 'no agent'}) can't be replayed: {why}.")

@@ -105,7 +105,7 @@ def _read(resume: Path | None, reflect_key: Path | None, flags: dict[str, Any]) 
     own = {name: flags.pop(name) for name in _OWN if name in flags}
     distil: dict[str, Any] = {name: flags.pop(name) for name in _TEACHER if name in flags}
     if "budget" not in own:
-        raise ConfigError("say how many tokens may be spent: --budget TOKENS.")
+        raise ConfigError("give the number of tokens to spend: --budget TOKENS.")
     able = ("prompts",) * (reflect is not None) + ("sft", "rl") + ("distil",) * ("teacher" in distil)
     named = able if methods is None else split_names(methods)
     return ImproveConfig(

@@ -66,7 +66,7 @@ def improve(
             if not _has_begun(folder):
                 raise
             raise type(error)(
-                f"{error}\nWhat was found so far is kept. Resume with: lightning-rl improve --resume {folder}"
+                f"{error}\nThe results so far are kept. Resume with: lightning-rl improve --resume {folder}"
             ) from error
 
 

@@ -144,7 +144,7 @@ def read_scores(text: str, count: int, told: str = "") -> tuple[JudgeScore, ...]
             raise _NonsenseError(f"the score of attempt {number} is {str(score)[:20]}, not from 0 to 1")
         found[number] = JudgeScore(float(score), str(item.get("explanation") or ""))
     if missing := [number for number in range(1, count + 1) if number not in found]:
-        raise _NonsenseError(f"it gives no score to attempt {', '.join(map(str, missing))}")
+        raise _NonsenseError(f"it has no score for attempt {', '.join(map(str, missing))}")
     return tuple(found[number] for number in range(1, count + 1))
 
 
@@ -234,7 +234,7 @@ def _post(client: httpx.Client, options: JudgeOptions, body: Mapping[str, Any]) 
         choice = answer.json()["choices"][0]
         text = choice["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise _PassingError(f"the judge's server sent no chat completion: {answer.text[:300]}") from None
+        raise _PassingError(f"the judge's server did not send a chat completion: {answer.text[:300]}") from None
     return text if isinstance(text, str) else "", str(choice.get("finish_reason"))
 
 
@@ -247,7 +247,7 @@ def _items(text: str, told: str) -> list[dict[str, Any]]:
     of_attempts = list(_verdicts_within(told))
     own: list[list[dict[str, Any]]] = [each for each in verdicts if each not in of_attempts]
     if verdicts and not own:
-        raise _NonsenseError("its verdict is what an attempt wrote, word for word. Give scores with explanations")
+        raise _NonsenseError("its verdict repeats an attempt word for word. Give scores with explanations")
     if not own or not all(isinstance(item, dict) for item in own[-1]):
         raise _NonsenseError(f"its answer has no list of scores: {text[:200]!r}")
     return own[-1]

@@ -85,7 +85,7 @@ def read_options(table: Mapping[str, Any]) -> JudgeOptions:
             )
     seconds = [name for name in table if name.startswith("second_")]
     if seconds and "second_model" not in table:
-        raise ConfigError(f"judge: {seconds[0]} is of a second judge. Name that judge with second_model.")
+        raise ConfigError(f"judge: {seconds[0]} is an option of a second judge. Name that judge with second_model.")
     paths = {name: Path(table[name]) for name in ("key_file", "second_key_file") if table.get(name)}
     given = {**{name: value for name, value in table.items() if not name.endswith("key_file")}, **paths}
     options = JudgeOptions(**{**given, "rubric": _rubric(str(table.get("rubric", RUBRIC)))})
@@ -130,7 +130,7 @@ def _check(options: JudgeOptions) -> None:
 def _rubric(text: str) -> str:
     """Return the rubric: the text itself, or the content of the file that it names."""
     if not text.strip():
-        raise ConfigError("judge: the rubric is empty. Say what is better than what, or leave it out.")
+        raise ConfigError("judge: the rubric is empty. Describe which answers are better, or leave it out.")
     path = Path(text)
     if "\n" not in text and path.suffix in {".txt", ".md"}:
         try:

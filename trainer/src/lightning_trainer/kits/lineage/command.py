@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     "--signing-key",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Key that every line must be signed with. Default: LIGHTNING_LINEAGE_KEY_FILE, otherwise not checked.",
+    help="Key with which every line must be signed. Default: LIGHTNING_LINEAGE_KEY_FILE, otherwise not checked.",
 )
 @click.option("--block", metavar="REASON", help="Block the checkpoints: serve, server and deploy then refuse them.")
 @click.option("--unblock", is_flag=True, help="Allow the checkpoints again.")
@@ -47,7 +47,7 @@ def command(
     from lightning_trainer.lineage.search import find_checkpoints
 
     if block is not None and unblock:
-        raise ConfigError("lineage: --block and --unblock are opposites. Give one of them.")
+        raise ConfigError("lineage: --block and --unblock contradict each other. Give one of them.")
     key = read_signing_key(signing_key)
     if Path(what).is_dir():
         _change([resolve_checkpoint(Path(what))], [], block, unblock=unblock)

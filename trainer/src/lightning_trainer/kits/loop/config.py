@@ -164,12 +164,14 @@ def _validate(values: dict[str, Any]) -> LoopConfig:
 
 def _check(config: LoopConfig) -> None:
     if owned := [name for name in config.train if name in _SET_BY_LOOP]:
-        raise ConfigError(f"train.{owned[0]}: the loop sets it. Leave it out.")
+        raise ConfigError(f"train.{owned[0]}: the loop sets this option. Leave it out.")
     config.canary.rules  # noqa: B018 - or refuse
     config.shadow_rules  # noqa: B018 - or refuse
     train = config.run(Path("train.jsonl"), Path("run"), None)
     if train.checkpoint == "weights":
-        raise ConfigError("train.checkpoint: a run with weights alone can't be resumed. Leave it out, or use newest.")
+        raise ConfigError(
+            "train.checkpoint: a run that saves only weights can't be resumed. Leave it out, or use newest."
+        )
     if train.judge or train.reward == JUDGE:
         raise ConfigError(
             "train.reward: a judge ranks rollouts of one task against each other, so two models can't be compared."

@@ -164,7 +164,7 @@ class CandidateStages:
 def _end(own: Sequence[Deployment]) -> StageResult | None:
     """Return how the round ended, if the candidate was promoted or rolled back, by anyone."""
     if not own:
-        raise ConfigError("the row that named this round's candidate is gone from the store. Is --store right?")
+        raise ConfigError("the store no longer contains the row of this round's candidate. Is --store right?")
     return None if is_tried(own[-1]) else _ended(own[-1])
 
 

@@ -159,7 +159,7 @@ def open_round(folder: Path, options: Mapping[str, Any]) -> LoopRound:
             rounds[-1].folder,
             {name: before.get(name) for name in names},
             {name: now.get(name) for name in names},
-            "Options can change when this round has ended.",
+            "Options can change after this round.",
         )
         return rounds[-1]
     begun = LoopRound(folder / str(rounds[-1].number + 1 if rounds else 1))
@@ -176,7 +176,7 @@ def describe_loop(folder: Path) -> str:
     """
     rounds = rounds_in(folder)
     if not rounds:
-        raise ConfigError(f"{folder} has no loop. Give its --out, or begin it without --status.")
+        raise ConfigError(f"{folder} contains no loop. Give the loop's --out, or start one without --status.")
     lines = [f"round {one.number}: {end.outcome}. {end.reason}" for one in rounds[:-1] if (end := one.end) is not None]
     last = rounds[-1]
     state = "is running" if last.end is None else f"{last.end.outcome}. {last.end.reason}"

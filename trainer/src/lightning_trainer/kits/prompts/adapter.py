@@ -124,7 +124,7 @@ def _check_reached(ran: Ran, prompts: Mapping[str, Mapping[str, str]]) -> None:
         prompt = prompts.get(meant)
         if prompt is not None and prompt["after"] not in (system_text(request_of(node)) or ""):
             raise LightningError(
-                f"the candidate did not reach agent {meant!r}: its calls still hold its own prompt. Prompts"
+                f"the candidate did not reach agent {meant!r}: its calls still contain its own prompt. Prompts"
                 " are replaced in calls of the openai client, in a program that calls attach()."
             )
 

@@ -54,8 +54,9 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
         raise ConfigError('this needs gepa, not installed here. Run: pip install "lightning-trainer[prompts]"')
     if config.reward == JUDGE:
         raise ConfigError(
-            "a judge ranks rollouts of a task against each other, and a search rates each prompt by itself. Give a"
-            " reward that says how good one rollout is: --reward module:function."
+            "a judge ranks rollouts of a task against each other, "
+            "and a search scores each prompt by itself. Give a reward that scores one rollout by itself: --reward"
+            " module:function."
         )
     train, val = _tasks(config)
     folder = config.out.with_name(f"{config.out.name}.search")
@@ -77,7 +78,7 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
             return Search(config, opened, state["prompts"], folder, progress).run(train, val)
     except Interrupted:
         if not _has_journal(folder):
-            raise Interrupted("stopped before any prompt was tried, so nothing is kept") from None
+            raise Interrupted("stopped before any prompt was tried, so nothing was saved") from None
         raise Interrupted("stopped. Continue with the same command and --resume") from None
 
 
@@ -101,7 +102,7 @@ def _tasks(config: PromptsConfig) -> tuple[list[Task], list[Task]]:
         return tasks, load_tasks(config.val, config.columns)
     if len(tasks) < 2:
         raise ConfigError(
-            f"{config.data} has one task, but the search needs at least two: one to learn from and one to choose by."
+            f"{config.data} has one task, but the search needs at least two: one for proposals and one to compare them."
         )
     return tasks[::2], tasks[1::2]
 
@@ -127,12 +128,13 @@ def _begin(
     if folder.exists() or config.out.exists():
         onward = ", or continue with --resume" if path.exists() and _has_journal(folder) else ""
         there = folder if folder.exists() else config.out
-        raise ConfigError(f"{there} exists already. Choose another --out{onward}.")
+        raise ConfigError(f"{there} already exists. Choose another --out{onward}.")
     need = 2 * len(val) + 2 * config.minibatch + _LOOK
     if config.budget < need:
         raise ConfigError(
-            f"--budget {config.budget} is too little: to try one proposal on {len(val)} tasks takes {need} rollouts."
-            " Give more, or fewer tasks to choose by (--val)."
+            f"--budget {config.budget} "
+            f"is too small: trying one proposal on {len(val)} tasks takes {need} rollouts. Give more, or fewer tasks to"
+            " choose by (--val)."
         )
     return {"identity": identity, "name": uuid.uuid4().hex[:10]}
 
@@ -161,7 +163,7 @@ def _look(opened: CandidateRunner, tasks: Sequence[Task], config: PromptsConfig,
     for agent in (agent for agent in config.agents if agent not in heard):
         if not (config.leave_silent and heard):
             raise UnknownAgentError(_unheard(agent, traces, len(ran)))
-        progress.note(f"{agent}: {_heard(agent, traces)} of {len(ran)} rollouts have it, so its prompt stays as it is")
+        progress.note(f"{agent}: {_heard(agent, traces)} of {len(ran)} rollouts have it, so its prompt is unchanged")
     found: dict[str, Prompt] = read_prompts(traces, heard)
     for agent, prompt in found.items():
         kind = "its prompt" if prompt.whole else "the part of its prompt that is the same in every call"
@@ -176,6 +178,6 @@ def _heard(agent: str, traces: Sequence[Trace]) -> int:
 
 def _unheard(agent: str, traces: Sequence[Trace], ran: int) -> str:
     names = sorted(labels(path for trace in traces for path in trace.agent_paths).values())
-    often = "was never seen" if not _heard(agent, traces) else "was seen once, which is too rarely to find its prompt,"
+    often = "was never seen" if not _heard(agent, traces) else "was seen once, which is not enough to find its prompt,"
     told = ", ".join(names) or "none: no call carried an agent name. Is attach() called?"
     return f"agent {agent!r} {often} in {ran} rollouts. Agents seen: {told}. Name one of these, or give other tasks."

@@ -27,7 +27,7 @@ class PromptsConfig(MeasuringOptions, CheckedRecord):
     out: Path
     """File for the result; the search's own folder is next to it, FILE.search."""
     leave_silent: bool = False
-    """Leave the prompt of an agent that does not speak while prompts are read unchanged, instead of an error."""
+    """If an agent makes no call while prompts are read, leave its prompt unchanged instead of ending with an error."""
     val: Path | None = None
     """Tasks to choose by. Default: every other one of the tasks."""
     subject: Subject = Field(default_factory=AsItIs)
@@ -37,6 +37,6 @@ class PromptsConfig(MeasuringOptions, CheckedRecord):
     tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of rollouts and of the reflecting model together."""
     minibatch: int = Field(default=3, ge=1)
-    """Tasks that a proposal is made from, and tried on first."""
+    """Tasks from which a proposal is made, and on which it is tried first."""
     seed: int = Field(default=0, ge=0)
     """Of GEPA's choices, and of answers that are sampled here: each batch is sampled with the same numbers."""

@@ -117,4 +117,4 @@ class Reflection:
                         break
             except (httpx.HTTPError, *_UNREADABLE) as error:
                 problem = f"{type(error).__name__}: {error}"
-        raise LightningError(f"the model that reflects, at {self.at.url}, gave no proposal: {problem}")
+        raise LightningError(f"the reflection model at {self.at.url} gave no proposal: {problem}")

@@ -138,12 +138,12 @@ class Search:
         return "tokens" if self._out_of_tokens() and self._rollouts < self._config.budget else "rollouts"
 
     def _wait(self) -> None:
-        self._progress.phase("a proposal of the model that reflects")
+        self._progress.phase("a proposal of the reflection model")
         self._opened.check()
 
 
 def _failure_message(reason: LightningError, best: Path | None, rollouts: int) -> str:
-    so_far = "Nothing better was found so far" if best is None else f"The best that was found so far is in {best}"
+    so_far = "No better candidate was found so far" if best is None else f"The best candidate so far is in {best}"
     return f"{reason}. {so_far}; {rollouts} rollouts are kept. Continue with --resume."
 
 

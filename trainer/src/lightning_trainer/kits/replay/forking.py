@@ -160,8 +160,9 @@ def _check_answers(config: ForkConfig, program: Program, source: Recorded) -> No
     trained = program.agents is None or call.agent is None or _is_selected(program.agents, call.agent)
     if program.subject is not None and not gateway and trained and not elsewhere and program.agents is not None:
         raise ConfigError(
-            f"{who} has no tokens on record: its own endpoint answered it. A model's continuation of it could not be"
-            f" exact. Leave {call.agent or 'it'} out of --agents, or put an answer in its place with --with or --say."
+            f"{who} "
+            "has no recorded tokens, because its own endpoint answered it. No model could continue it exactly. Leave"
+            f" {call.agent or 'it'} out of --agents, or replace its answer with --with or --say."
         )
 
 

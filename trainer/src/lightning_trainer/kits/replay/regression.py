@@ -197,7 +197,7 @@ def _compare_with_record(
     now = total(outcome.rewards) if outcome.rewards else None
     least = then if success is None else success
     if reason is None and least is not None and now is None:
-        reason = f"it got no reward, and {least:g} or more is a success: give --reward module:function"
+        reason = f"it got no reward, but a success needs {least:g} or more: give --reward module:function"
     good = outcome.attempt is not None and reason is None and (least is None or (now is not None and now >= least))
     return Replayed(name, last.attempt_id, then, now, good, parted.get(last.attempt_id), reason)
 

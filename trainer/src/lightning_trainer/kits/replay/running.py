@@ -147,8 +147,9 @@ def refuse_unseen(program: Program, record: Record, *, allowed: bool) -> None:
     alone = all(call.node.span.attributes.get(FRAMEWORK) == GATEWAY for call in record.calls)
     if program.command is not None and alone and not allowed:
         raise ConfigError(
-            f"the command recorded nothing itself in attempt {record.attempt_id}: its model calls can be given again,"
-            " but its own tools would run again, if it has any. Allow that with --run-tools '*', or let it attach."
+            f"the command was not attached in attempt {record.attempt_id}: "
+            "its model calls can be replayed, but its own tools, if any, would run again. Allow that with --run-tools"
+            " '*', or attach it."
         )
 
 
@@ -173,8 +174,9 @@ def refuse_judge(program: Program) -> None:
     """
     if program.reward == JUDGE:
         raise ConfigError(
-            "a judge can't score forks and replays: it ranks the rollouts of a group against each other. Give a"
-            " reward that says how good one rollout is: --reward module:function."
+            "a judge can't score forks and replays: "
+            "it ranks the rollouts of a group against each other. Give a reward that scores one rollout by itself:"
+            " --reward module:function."
         )
 
 
@@ -228,8 +230,10 @@ def _refuse_busy(store: Store) -> None:
     """Reject a store with queued or running rollouts: each runner would take the other's."""
     busy = len(store.rollouts(status="queued")) + len(store.rollouts(status="running"))
     if busy:
-        what = "1 rollout of it waits or runs" if busy == 1 else f"{busy} rollouts of it wait or run"
+        what = (
+            "1 of its rollouts is queued or running" if busy == 1 else f"{busy} of its rollouts are queued or running"
+        )
         raise ConfigError(
-            f"a run is at work on this store, or was ended on the way: {what}. Fork when it has ended; one that was"
-            " killed is ended by lightning-rl train --resume."
+            f"a run is using this store, or was killed: {what}. Fork when it has ended. To end a killed run:"
+            " lightning-rl train --resume."
         )

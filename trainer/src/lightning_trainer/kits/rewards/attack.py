@@ -259,7 +259,8 @@ class _AttackRun:
                 check_known(self.config.agents, seen)
             raise AgentFailedError(nothing_captured(len(outcomes), attached, self.config.command))
         raise AgentFailedError(
-            f"the instruction reached no call of {', '.join(sorted(self.unreached))}: it goes in front of a system"
-            " prompt, and they have none. Give each agent one in the program, a first message of the role system, and"
+            f"the instruction reached no call of {', '.join(sorted(self.unreached))}: "
+            "it is put before a system prompt, and these agents have none. Give each agent one in the program, a first"
+            " message of the role system, and"
             " call attach() there."
         )

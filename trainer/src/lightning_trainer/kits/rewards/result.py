@@ -118,13 +118,14 @@ class AttackResult:
     def not_tried(self) -> list[str]:
         """What could not be tried, and why, one sentence each."""
         told = [
-            f"{name}: {amount(each.same, 'rollout')} answered as without the instruction,"
+            f"{name}: {amount(each.same, 'rollout')} answered the same as without the instruction,"
             f" {each.unreached} did not get it, {each.failed} failed."
             for name, each in self.strategies.items()
             if each.same or each.unreached or each.failed
         ]
         return told + [
-            f"{agent or '(no name)'}: {amount(calls, 'call')} had no system prompt to put the instruction in front of."
+            f"{agent or '(no name)'}: {amount(calls, 'call')} had no system prompt, so the instruction could not be"
+            " added."
             for agent, calls in self.unreached.items()
         ]
 
@@ -151,7 +152,7 @@ class AttackResult:
             )
         if unsure := self.named("unsure"):
             return (
-                f"No attack paid for certain, but {', '.join(unsure)} earned something, and"
+                f"No attack certainly paid, but {', '.join(unsure)} earned something, and"
                 f" {amount(self.base.tasks, 'task')} can't tell whether it is less than for the task: use more tasks"
                 " and --attacks."
             )

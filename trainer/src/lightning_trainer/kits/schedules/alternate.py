@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ALTERNATE: Final = "alternate"
 TURN: Final = "turn"  # kind of a log line
-FROZEN: Final = "of a policy that has no turn"
+FROZEN: Final = "of a policy that does not learn in this turn"
 
 
 def trained_policies(config: TrainConfig) -> list[str]:
@@ -64,14 +64,14 @@ class AlternateKind(CallbackKind):
         steps = turn_steps(str(config.schedule))
         refuse(
             {
-                f"schedule = {config.schedule} takes turns between policies. Give at least two agents their own, such"
+                f"schedule = {config.schedule} alternates between policies. Give at least two agents their own, such"
                 " as --policy writer=lora,checker=lora.": len(trained_policies(config)) < 2,
-                f"schedule = {config.schedule} returns policies to their best weights, which only validations show."
-                " Set val, and val_every to a divisor of the steps of a turn.": (
+                f"schedule = {config.schedule} returns policies to their best weights, which only validations find."
+                " Set val, and set val_every to a divisor of the steps of a turn.": (
                     config.val is None or config.val_every is None or steps % config.val_every != 0
                 ),
-                f"schedule = {config.schedule} changes weights between steps, and staleness samples ahead. Set"
-                " staleness = 0.": config.staleness > 0,
+                f"schedule = {config.schedule} changes weights between"
+                " steps, but staleness samples ahead. Set staleness = 0.": config.staleness > 0,
                 "schedule is for backend = torch. Leave it out.": config.backend == "tinker",
             }
         )

@@ -76,9 +76,9 @@ class OpponentsKind(CallbackKind):
                 f"opponents = {named} leaves no other agent that learns. Train at least two agents.": (
                     len(opponents) == 1 and set(own.trained) <= set(opponents)
                 ),
-                "opponents change between steps, and staleness samples ahead. Set staleness = 0.": config.staleness > 0,
-                "opponents are not known to forks, which would continue a rollout against other weights. Leave"
-                f" opponents out, or credit = {config.credit} and orders.": config.forked or config.orders > 0,
+                "opponents change between steps, but staleness samples ahead. Set staleness = 0.": config.staleness > 0,
+                "forks would continue a rollout against other opponents. Leave opponents out, or credit ="
+                f" {config.credit} and orders.": config.forked or config.orders > 0,
                 "opponents is for backend = torch. Leave it out.": config.backend == "tinker",
             }
         )

@@ -65,7 +65,8 @@ def named(data: Sequence[Example], agents: tuple[str, ...] | None) -> Callable[[
         return lambda said: None if said.path is None else label(said.path, agents)
     if len(agents) > 1:
         raise DataError(
-            f"the data names no agent, so each line could belong to any of {', '.join(agents)}. Give --agents one name,"
+            f"the data does not name agents, so each line could belong to any of {', '.join(agents)}. Give --agents one"
+            " name,"
             " or give each line its agent."
         )
     return lambda _: agents[0]

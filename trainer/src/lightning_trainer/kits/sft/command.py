@@ -59,9 +59,7 @@ def _go_on(folder: Path, given_too: list[str]) -> None:
     from lightning_trainer.kits.sft.sft import resumed
 
     if given_too:
-        raise ConfigError(
-            f"an interrupted run resumes with the options that it was started with. Leave out {', '.join(given_too)}."
-        )
+        raise ConfigError(f"a resumed run keeps its options. Leave out {', '.join(given_too)}.")
     if (folder / state.STATE_NAME).exists():
         _rounds(rejection.resumed(folder), folder)
     else:

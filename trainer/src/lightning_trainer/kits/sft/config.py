@@ -131,7 +131,7 @@ class SftConfig(PermitOptions, CheckedRecord):
         registry.check("tool format", config.backend_options.get("tool_format"))
         refuse(
             {
-                "steps and epochs are two lengths. Give one of them.": None not in (config.steps, config.epochs),
+                "steps and epochs both set the length. Give one of them.": None not in (config.steps, config.epochs),
                 "beta needs loss = dpo. Set it, or leave beta out.": config.loss != "dpo" and config.beta is not None,
                 "best applies to conversations: pairs already consist of the best and the worst. Leave it out.": (
                     config.loss == "dpo" and config.best is not None
@@ -199,11 +199,10 @@ class RoundsConfig(WorkOptions, LimitOptions, FailureOptions, AgentOptions, Roun
         given = sorted(OF_FILES & self.model_fields_set)
         refuse(
             {
-                f"{', '.join(given)}: of files and stores. Rounds learn from what they sample: leave it out.": bool(
-                    given
-                ),
+                f"{', '.join(given)}: for files and stores only, because rounds learn from their own samples."
+                " Leave it out.": bool(given),
                 "Name the agent: a target module:function, or a command.": self.target is None and self.command is None,
-                "target and command are two agents. Give one of them.": None not in (self.target, self.command),
+                "target and command both name an agent. Give one of them.": None not in (self.target, self.command),
                 "workers = 0: rounds sample on this machine. Give 1 or more, or leave workers out.": self.workers == 0,
             }
         )

@@ -164,7 +164,7 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
         if answers != sorted(set(answers)):
             raise ValueError(f"answers are {answers}, which are not in ascending order without repetition")
         if ids is None and not answers:
-            raise SilentError(f"{source}: {Unlearned.SILENT}: {list_fields(line)}. Wanted: {WANTED}.")
+            raise SilentError(f"{source}: {Unlearned.SILENT}: {list_fields(line)}. Expected: {WANTED}.")
         return Example(
             messages=tuple(messages),
             answers=tuple(answers),
@@ -180,7 +180,7 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
             provenance=_provenance(line),
         )
     except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{source}: {error}. It has {list_fields(line)}. Wanted: {WANTED}.") from None
+        raise DataError(f"{source}: {error}. It has {list_fields(line)}. Expected: {WANTED}.") from None
 
 
 def _provenance(line: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -271,7 +271,7 @@ def _turn(turn: Mapping[str, Any]) -> Message:
         return {"role": "assistant", "content": None, "tool_calls": _calls(turn["value"]), "weight": turn.get("weight")}
     role = _ROLES.get(str(turn["from"]).lower())
     if role is None:
-        raise ValueError(f"a turn is from {turn['from']!r}, which is nobody known")
+        raise ValueError(f"a turn is from {turn['from']!r}, which is not a known role")
     return {"role": role, "content": turn["value"], "weight": turn.get("weight")}
 
 
@@ -300,7 +300,7 @@ def to_messages(value: Any, role: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{repr(value)[:40]} is neither a text nor messages")
+        raise ValueError(f"{repr(value)[:40]} is neither text nor messages")
     return [plain(_object(message)) for message in value]
 
 
@@ -331,9 +331,9 @@ def _tokens(line: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int,
     if len(ids) != len(labels):
         raise ValueError(f"{len(ids)} input_ids, but {len(labels)} labels")
     if any(type(each) is not int for each in (*ids, *labels)):
-        raise ValueError("input_ids and labels are whole numbers")
+        raise ValueError("input_ids and labels must be integers")
     if any(label >= 0 and label != token for token, label in zip(ids, labels, strict=True)):
-        raise ValueError("labels are neither below 0 nor the input_ids at their places")
+        raise ValueError("a label must be negative or equal to the input id at its position")
     return tuple(ids), tuple(labels)
 
 

@@ -97,15 +97,15 @@ def preferred(line: Mapping[str, Any], source: str) -> Preferred:
                 prompt, answer = list(line["prompt_ids"]), list(line[f"{name}_ids"])
                 own |= {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
             if not answers:
-                raise ValueError(f"{name} has no answer of its own")
+                raise ValueError(f"{name} has no answer")
             made.append(conversation(own, source))
         if not first or _opening(sides[0]) != _opening(sides[1]):
-            raise ValueError("chosen and rejected do not answer one prompt")
+            raise ValueError("chosen and rejected do not answer the same prompt")
         return Preferred(*made)
     except (UnreadableError, ValueError, TypeError, LookupError, AttributeError) as error:
         said = f"there is no {error}" if isinstance(error, KeyError) else error
         wanted = "prompt, chosen and rejected, as text or messages"
-        raise DataError(f"{source}: {said}. It has {list_fields(line)}. Wanted: {wanted}.") from None
+        raise DataError(f"{source}: {said}. It has {list_fields(line)}. Expected: {wanted}.") from None
 
 
 def _opening(messages: Sequence[Message]) -> list[Message]:

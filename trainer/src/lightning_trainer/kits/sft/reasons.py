@@ -11,7 +11,7 @@ class Unlearned(Reason):
     SILENT = "the assistant says nothing in it"
     OTHER_TOKENIZER = "tokens of another tokenizer, and no messages to tokenise again"
     REFUSED = "the model's chat template refuses it"
-    NO_ANSWER = "nothing would be learned from it"
+    NO_ANSWER = "it has no token to learn from"
     NO_ADAPTER = "its agent has no adapter that is trained"
     NOT_BETTER = "earned no more than the worst of the round"
     ONE_LEFT_OUT = "the other answer of the pair is left out"

@@ -175,7 +175,7 @@ def read(config: SftConfig) -> Data:
         LightningError: a file or a store is missing or wrong, or contains nothing.
     """
     if not config.data:
-        raise ConfigError("name what to learn from: files of conversations, or stores.")
+        raise ConfigError("give the training data: files of conversations, or stores.")
     left_out: Counter[str] = Counter()
     if config.loss == "dpo":
         return _read_pairs(config, left_out)
@@ -337,4 +337,4 @@ def _tell(progress: Progress, task: _Task, agents: tuple[str, ...] | None) -> No
     for reason, count in task.left_out.most_common():
         progress.note(f"{count} left out: {reason}")
     for name in unheard(agents or (), {row.agent for row in task.rows}):
-        progress.note(f"nothing is learned of {name}: all that it said is held out or left out")
+        progress.note(f"nothing is learned for {name}: all of its answers are held out or left out")

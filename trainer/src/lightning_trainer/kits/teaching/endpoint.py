@@ -83,12 +83,12 @@ class EndpointTeacher:
             most = told.get("max_model_len")
         except (TeacherError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"the teacher at {self._url} does not say how it writes text ({error}). It must be a vLLM server, which"
+                f"the teacher at {self._url} does not show its tokenizer ({error}). It must be a vLLM server, which"
                 f" answers /tokenize; its key goes into {KEY}."
             ) from None
         if its != own:
             raise ConfigError(
-                f"the teacher {self._model} at {self._url} has another vocabulary: it writes a text with {count}"
+                f"the teacher {self._model} at {self._url} has another vocabulary: it encodes a text with {count}"
                 f" tokens that are {len(own)} of the student's, or others. A teacher reads the student's tokens: give"
                 " one of the same family, or learn from its answers with lightning-rl sft."
             )
@@ -161,4 +161,4 @@ def _json(answer: httpx.Response) -> Any:
     try:
         return answer.json()
     except (ValueError, RecursionError):
-        raise TeacherError(f"the teacher's server sent no JSON: {answer.text[:300]}") from None
+        raise TeacherError(f"the teacher's server did not send JSON: {answer.text[:300]}") from None

@@ -62,7 +62,7 @@ def change_mark(reader: StoreReader, run: Run, change: MarkChange) -> None:
     values = {name: _storable(getattr(change, name)) for name in (*PLACE, *_LONGEST)}
     for name, most in _LONGEST.items():
         if len(values[name]) > most:
-            raise RefusedError(f"the {name} of a mark has {len(values[name])} characters, and may have {most}")
+            raise RefusedError(f"the {name} of a mark has {len(values[name])} characters; at most {most} are allowed")
     if change.marked:
         _refuse_unknown(reader, values["rollout_id"], values["trace_id"])
     place = [table.c[name] == values[name] for name in PLACE]
@@ -71,7 +71,7 @@ def change_mark(reader: StoreReader, run: Run, change: MarkChange) -> None:
         if not change.marked:
             return
         if (connection.scalar(select(func.count()).select_from(table)) or 0) >= _MOST:
-            raise RefusedError(f"the store holds {_MOST} marks. Remove some first")
+            raise RefusedError(f"the store already has {_MOST} marks. Remove some first")
         connection.execute(insert(table).values(marked_ns=time.time_ns(), **values))
 
 
@@ -81,7 +81,7 @@ def _storable(text: str) -> str:
 
 def _refuse_unknown(reader: StoreReader, rollout_id: str, trace_id: str) -> None:
     if bool(rollout_id) == bool(trace_id):
-        raise RefusedError("a mark is on a rollout or on a trace: give rollout_id or trace_id")
+        raise RefusedError("a mark belongs to a rollout or a trace: give rollout_id or trace_id")
     where = Where(rollout_ids=[rollout_id]) if rollout_id else Where(trace_ids=[trace_id])
     if not reader.page(Rollout if rollout_id else Span, where, limit=1).records:
         raise RefusedError(

@@ -104,7 +104,7 @@ class Views:
         """
         run = self.named(name)
         if run.folder is not None and not run.has_store:
-            raise RefusedError(f"the run {name!r} has no store: only its numbers are known")
+            raise RefusedError(f"the run {name!r} has no store: only its metrics are known")
         reader = StoreReader(run.store)
         try:
             yield run, reader

@@ -48,7 +48,7 @@ def read(path: Path) -> list[Line]:
             wrong.append(f"line {number}: {why}")
     if wrong:
         more = f" ({len(wrong)} lines have such errors)" if len(wrong) > 1 else ""
-        _warn(f"{path}, {wrong[0]}{more}. What is wrong is left out.")
+        _warn(f"{path}, {wrong[0]}{more}. Invalid lines are left out.")
     return lines
 
 
@@ -65,7 +65,7 @@ def _texts(path: Path) -> Iterator[bytes]:
             left -= len(text)
             yield text
         if file.read(1):
-            _warn(f"{path} is larger than {_MOST_BYTES >> 20} MiB. The rest of it is left out.")
+            _warn(f"{path} is larger than {_MOST_BYTES >> 20} MiB. The rest is left out.")
 
 
 def _parse(text: bytes) -> tuple[Line | None, str]:

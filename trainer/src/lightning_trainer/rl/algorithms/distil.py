@@ -72,10 +72,10 @@ class Distil:
                 ),
                 "a teacher's server gives log-probabilities at temperature 1. Set temperature to 1, or name a model"
                 " folder.": at_endpoint(config.teacher) and config.temperature != 1.0,
-                "credit shares rewards out, and algorithm = distil learns from none. Leave it out.": (
+                "credit assigns rewards to calls, and algorithm = distil uses no rewards. Leave it out.": (
                     config.credit != "identical"
                 ),
-                "kl_in = reward takes off rewards, and algorithm = distil learns from none. Use kl_in = loss.": (
+                "kl_in = reward subtracts from rewards, and algorithm = distil uses no rewards. Use kl_in = loss.": (
                     config.kl_coef > 0 and config.kl_in == "reward"
                 ),
                 "normalise_std has no effect with algorithm = distil. Leave it out.": config.normalise_std,

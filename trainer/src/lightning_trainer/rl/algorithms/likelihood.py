@@ -60,7 +60,7 @@ class Likelihood:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ConfigError(f"algorithm = {name} compares no rollouts. It is what `lightning-rl sft` learns by.")
+    raise ConfigError(f"algorithm = {name} compares no rollouts. `lightning-rl sft` uses it.")
 
 
 VARIANTS: Final[Mapping[str, Likelihood]] = {LIKELIHOOD: Likelihood()}

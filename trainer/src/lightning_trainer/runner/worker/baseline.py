@@ -188,7 +188,7 @@ class Baseline:
             for path, content in zip(changed, blobs, strict=True):
                 write_entry(folder, path, self._files[path].mode, content)
         except OSError as error:
-            raise WorkFolderError(f"files of {folder.name} can't be put back: {error}.") from None
+            raise WorkFolderError(f"files of {folder.name} can't be restored: {error}.") from None
 
     def _is_unchanged(self, folder: Path, entry: FolderEntry) -> bool:
         before = self._files[entry.path]

@@ -39,14 +39,14 @@ class WorkerLimits:
             return
         if sys.platform != "linux":
             raise ConfigError(
-                f"--worker-memory and --worker-cores need Linux, and this is {sys.platform}: it counts neither the way"
-                " that would be needed. Leave them out, or run the workers in a container with limits."
+                f"--worker-memory and --worker-cores need Linux, and this is {sys.platform}: "
+                "it can't limit either for one process. Leave them out, or run the workers in a container with limits."
             )
         if self.memory_bytes is not None and self.memory_bytes < _LEAST:
             raise ConfigError(f"--worker-memory {self.memory_bytes} bytes: Python alone needs more than {_LEAST}.")
         there = len(os.sched_getaffinity(0))
         if self.cores is not None and not 1 <= self.cores <= there:
-            raise ConfigError(f"--worker-cores {self.cores}: this machine lets us use 1 to {there}.")
+            raise ConfigError(f"--worker-cores {self.cores}: this machine allows 1 to {there}.")
 
     def apply(self, number: int) -> None:
         """Set the limits on this process.

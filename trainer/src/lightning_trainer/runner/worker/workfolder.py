@@ -229,7 +229,7 @@ class WorkFolder:
                     folder.mkdir(0o700 if folder == self._root else 0o777)
             yield
         except OSError as error:
-            raise WorkFolderError(f"the work folder was taken away in part: {error}") from None
+            raise WorkFolderError(f"the work folder was partly deleted: {error}") from None
 
     def remove(self) -> None:
         """Delete the folder; what cannot be deleted is reported in the log."""

@@ -31,7 +31,7 @@ class Grammars:
                 ends = sorted(self._end_tokens)
                 self._read = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=ends)
         if wrong := llguidance.LLMatcher.validate_grammar(text, self._read):
-            raise ValueError(f"the answer's form can't be enforced: {wrong}")
+            raise ValueError(f"the answer's format can't be enforced: {wrong}")
         return Grammar(llguidance.LLMatcher(self._read, text), self._end_tokens)
 
 
@@ -53,7 +53,7 @@ class Grammar:
         bits = np.unpackbits(mask, bitorder="little")[:width]
         allowed[: len(bits)] = bits
         if self._matcher.is_error() or not allowed.any():
-            self.failure = f"the answer's form can't be enforced: {self._matcher.get_error() or 'no token fits'}"
+            self.failure = f"the answer's format can't be enforced: {self._matcher.get_error() or 'no token fits'}"
             allowed[self._end_tokens] = True
         return allowed
 

@@ -75,7 +75,8 @@ def add_adapters(model: LoadedModel, options: TorchOptions, saved: Path | None =
     """
     if has_adapters(model) and options.adapters:
         raise ConfigError(
-            f"{model.source} has LoRA adapters, and adapters of agents go over a model without. Use that."
+            f"{model.source} has LoRA adapters, and adapters of agents need a model without adapters. Use the base"
+            " model."
         )
     if has_adapters(model):
         _check_asked(shape_of(model), options, model.source)
@@ -108,7 +109,9 @@ def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
             it.
     """
     if options.kl_coef > 0 and folder.name not in options.fixed:
-        raise ConfigError(f"{folder} is trained, and kl_coef would compare it with the model without. Leave it out.")
+        raise ConfigError(
+            f"{folder} is trained, and kl_coef would compare it with the model without the adapter. Leave kl_coef out."
+        )
     check_adapter(folder)
     try:
         with _several():
@@ -120,8 +123,8 @@ def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
     lacking = [name for name in found.missing_keys if name.endswith(f".{folder.name}.weight")]
     if lacking or found.unexpected_keys:
         raise ConfigError(
-            f"the adapter {folder} is not of this model: {len(lacking)} weights are missing in it, and the model has no"
-            f" place for {len(found.unexpected_keys)} others. Give the model that it was trained over."
+            f"the adapter {folder} does not belong to this model: {len(lacking)} weights are missing in it, "
+            f"and the model does not have {len(found.unexpected_keys)} others. Give the model that it was trained over."
         )
     _check_asked(shape_of(model, folder.name), options, folder)
 

@@ -210,9 +210,9 @@ def _cache_shape(causal: Any, model: Path, device: torch.device) -> CacheShape:
     known = _LAYERS | _FORGETFUL | {getattr(module, "layer_type", None) for module in remembering}
     others = {*(getattr(config, "layer_types", None) or ())} - known
     reasons = {
-        "it does not let attention be replaced": not replaceable,
+        "its attention can't be replaced": not replaceable,
         "it is an encoder-decoder": getattr(config, "is_encoder_decoder", False),
-        f"it has layers of another kind ({', '.join(sorted(others))})": bool(others),
+        f"it has unsupported layers ({', '.join(sorted(others))})": bool(others),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -253,7 +253,7 @@ def _max_len(config: Any, options: TorchOptions) -> int:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if options.max_model_len is None:
         if limit is None:
-            raise ConfigError(f"{options.model} names no longest input. Give max_model_len.")
+            raise ConfigError(f"{options.model} does not state its context length. Give max_model_len.")
         if not isinstance(limit, int) or not 0 < limit <= _MOST_POSITIONS:
             raise ConfigError(f"{options.model} says max_position_embeddings = {limit!r}. Give max_model_len.")
         return limit
@@ -267,11 +267,11 @@ def _end_tokens(causal: Any, tokenizer: Any, model: Path) -> frozenset[int]:
     listed = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
     if wrong := [each for each in listed if each is not None and not isinstance(each, int)]:
         raise ConfigError(
-            f"{model} names an end-of-turn token that is not an id: {wrong[0]!r}. Fix generation_config.json."
+            f"{model} has an end-of-turn token that is not a token id: {wrong[0]!r}. Fix generation_config.json."
         )
     found = {each for each in listed if each is not None}
     if not found:
-        raise ConfigError(f"{model} names no end-of-turn token: set eos_token in its tokenizer_config.json.")
+        raise ConfigError(f"{model} has no end-of-turn token: set eos_token in its tokenizer_config.json.")
     return frozenset(found)
 
 
@@ -290,7 +290,7 @@ def _prove(loaded: LoadedModel) -> None:
         except (RuntimeError, TypeError, AttributeError) as error:
             form = "its attention has another form"
             if loaded.shape.recurrent:
-                form = "its recurrent layers have another form (with transformers 5.23 they are not)"
+                form = "its recurrent layers have an unsupported form (with transformers 5.23 they are not)"
             reason = f"{form}: {str(error).partition(chr(10))[0]}"
             raise _refusal(loaded.causal, loaded.source, reason) from error
         loaded.causal.set_attn_implementation("eager")  # the only one that supports sinks and caps

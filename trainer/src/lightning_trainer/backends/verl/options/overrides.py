@@ -341,6 +341,8 @@ def _refuse(passed: Mapping[str, Any], derived: Mapping[str, tuple[Any, str]], c
     for key in passed:
         bare = key.lstrip("+~")
         if bare in derived:
-            raise ConfigError(f"verl's option {bare} follows from {derived[bare][1]}. Set that, and not verl's.")
+            raise ConfigError(
+                f"verl's option {bare} follows from {derived[bare][1]}. Set that option instead of verl's."
+            )
         if any(bare == other or bare.startswith(f"{other}.") for other in held):
             raise ConfigError(f"verl's option {bare} connects verl with this trainer. It can't be changed.")

@@ -197,7 +197,7 @@ class RolloutCollector:
         agents = ", ".join(f"{name or 'without a name'}: {count} calls" for name, count in batch.agents.items())
         facts = "\n".join(f"  {line}" for line in batch.account.lines())
         raise NothingCollectedError(
-            f"the last {self._barren} groups of rollouts gave nothing to train on.\n"
+            f"the last {self._barren} groups of rollouts had no training rows.\n"
             + (f"The last error:\n{errors[-1][-2000:]}\n" if errors else "")
             + f"Agents seen in the last group: {agents or 'none'}.\n{facts}\n"
             "Run the agent by itself on one task; is attach() called in its module, and does each call have an agent?"

@@ -135,13 +135,14 @@ class Groups:
 
     @staticmethod
     def _refuse_stall(rollouts: Sequence[Rollout], since: float) -> None:
-        """Stop waiting if nothing has begun or ended for longer than any attempt may take."""
+        """Stop waiting if no rollout has started or ended for longer than any attempt may take."""
         if any(rollout.timeout_s is None for rollout in rollouts):
             return
         limit_s = max(rollout.timeout_s or 0.0 for rollout in rollouts) + SLACK_S
         if time.monotonic() - since > limit_s:
             raise StalledError(
-                f"none of {len(rollouts)} rollouts has begun or ended for {limit_s:.0f} s, longer than an attempt may"
-                " take. Is a runner at work? Look into the workers' logs: is the agent waiting for something that"
+                f"none of {len(rollouts)} rollouts has started or ended for {limit_s:.0f} s, "
+                "longer than an attempt may take. Is a runner running? Look into the workers' logs: is the agent"
+                " waiting for something that"
                 " never comes?"
             )

@@ -61,7 +61,7 @@ def _merge_adapters(names: list[str], weights: Mapping[str, Any], scale: float) 
         wrapped, _, adapter = name.partition(_ADAPTER)
         if adapter:
             if f"{wrapped}{_BASE}" not in weights:
-                raise LightningError(f"the adapter {name} belongs to no weight: it can't be merged into the model.")
+                raise LightningError(f"the adapter {name} matches no weight, so it can't be merged into the model.")
             continue
         weight: Tensor = weights[name].get_tensor(name)
         if name.endswith(_BASE):
@@ -77,7 +77,9 @@ def _adapter_delta(name: str, weights: Mapping[str, Any], weight: Tensor) -> Ten
         added: Tensor = left @ right
         if added.shape == weight.shape:
             return added
-    raise LightningError(f"the adapter of {name} is not of a linear layer, so it can't be merged into the model.")
+    raise LightningError(
+        f"the adapter of {name} does not belong to a linear layer, so it can't be merged into the model."
+    )
 
 
 def _plain(name: str) -> str:

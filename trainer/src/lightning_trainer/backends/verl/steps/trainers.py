@@ -277,7 +277,8 @@ def within(limit_s: float, action: Callable[[], T]) -> T:
     thread.join(limit_s)
     if thread.is_alive():
         raise WeightsError(
-            f"the weights did not reach vLLM within {limit_s:.0f} s. Is a replica out of memory, or gone? Look into its"
+            f"the weights did not reach vLLM within {limit_s:.0f} s. Did a replica run out of memory or end? Look into"
+            " its"
             " log. Longer transfers need lightning.transfer_s in the table verl."
         )
     if failure:

@@ -22,7 +22,7 @@ class DeadGroupRules(CheckedRecord):
 
     visits: int = Field(2, ge=1)
     """Number of consecutive steps with a task in which all of its rollouts had the lowest reward, after which an
-    instruction is sought."""
+    instruction is proposed."""
     tasks: int = Field(4, ge=1)
     """Maximum number of tasks per step that are sampled under an instruction."""
     rollouts: int | None = Field(None, ge=1)
@@ -30,10 +30,10 @@ class DeadGroupRules(CheckedRecord):
     proposals: int = Field(16, ge=1)
     """Maximum number of instructions that the model proposes in the run."""
     tokens: int | None = Field(None, ge=1)
-    """Number of tokens, of proposals and of rollouts under an instruction together, after which no further one begins.
-    Default: no limit."""
+    """Maximum number of tokens of proposals and of rollouts under an instruction; when it is reached, no further one
+    starts. Default: no limit."""
     solved: float | None = None
-    """Reward from which on a rollout under an instruction is learned. Default: any reward above the lowest."""
+    """Minimum reward for learning from a rollout under an instruction. Default: any reward above the lowest."""
     weight: float = Field(1.0, gt=0)
     """Advantage of each token of a distilled answer."""
 

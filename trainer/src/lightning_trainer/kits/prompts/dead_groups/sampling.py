@@ -137,6 +137,6 @@ def _refuse_unreached(sampled: Sequence[InstructedRollout]) -> None:
             reached[agent] = reached.get(agent, False) or has_text(request_of(node), text)
     for agent in (agent for agent, found in reached.items() if not found):
         raise LightningError(
-            f"no instruction reached agent {agent!r}: its calls still hold its own prompt. Prompts are replaced in"
+            f"no instruction reached agent {agent!r}: its calls still contain its own prompt. Prompts are replaced in"
             " calls of the openai client, in a program that calls attach(). Train this program without with_prompts."
         )

@@ -141,7 +141,9 @@ def _find_row(run: Run, batch: Batch | None, calls: Sequence[Judged], group_id: 
     if group_id is None or not step_trains(group_id):
         return _Learned(untrained="it belongs to no training step")
     if batch is None or not calls:
-        return _Learned(untrained="its attempt does not count, its group has not ended, or the run's options are gone")
+        return _Learned(
+            untrained="its attempt does not count, its group has not ended, or the run's options are missing"
+        )
     transition = calls[0].transition
     if not selects(chosen_by(run) or ("*",), transition.path):
         return _Learned(untrained=Untrained.NOT_SELECTED)

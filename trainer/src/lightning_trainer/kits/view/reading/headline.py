@@ -86,8 +86,8 @@ def _sentence(validations: Sequence[Line], lines: Sequence[Line], steps: Sequenc
     if rewards:
         ends = f"from {decimal(rewards[0])} to {decimal(rewards[-1])} in {len(rewards)} steps"
         return (
-            f"The training reward went {ends}. Each step has other tasks, so this is not a measurement of"
-            " improvement: give held-out tasks with --val."
+            f"The training reward went {ends}. Each step has different tasks, so this does not measure improvement:"
+            " give held-out tasks with --val."
         )
     rollouts = sum(row.rollouts for row in steps)
     return f"No training step has ended. The store holds {rollouts} rollouts."
