@@ -70,7 +70,7 @@ class DeleteFilter:
             RefusedError: it is one of these two.
         """
         if self == DeleteFilter():
-            raise RefusedError("delete: say what: rollout_ids, trace_ids, call_ids, an origin or a time")
+            raise RefusedError("delete: give rollout_ids, trace_ids, call_ids, an origin or a time")
         if self.rollout_ids is not None and not (self.trace_ids is None and self.call_ids is None):
             raise RefusedError("delete: give rollout_ids, or trace_ids and call_ids, which belong to no rollout")
 
