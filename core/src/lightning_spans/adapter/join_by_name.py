@@ -22,7 +22,7 @@ from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE_ID, Json
 UNNAMED: Final = (
     "no name: its request had no traceparent, no span has its response id, and no header or key names its agent"
 )
-AMBIGUOUS: Final = "several spans: its agent made more than one call like it, so the call can't be matched to one of them"
+AMBIGUOUS: Final = "several spans: its agent made more than one call like it, so it can't be matched to one of them"
 
 Asked: TypeAlias = tuple[str, bytes]  # the agent, and its messages to the model
 
