@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.terms import TENANT
 from lightning_trainer.gateway.auth.register import Issued, Register, register_of, write_private
 
 if TYPE_CHECKING:
@@ -73,6 +74,14 @@ class Grant:
     def is_live(self) -> bool:
         """Whether it is the key of a program in production."""
         return self.scope in {"live", "caller"}
+
+    @property
+    def conversations(self) -> str | None:
+        """Whose conversations it may continue: its attempt's, its tenant's, or those of all keys with neither."""
+        if self.attempt_id is not None:
+            return self.attempt_id
+        tenant = dict(self.terms).get(TENANT)
+        return None if tenant is None else f"{TENANT}:{tenant}"
 
 
 class Keys:

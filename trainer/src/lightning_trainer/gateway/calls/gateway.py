@@ -161,7 +161,7 @@ class Gateway:
         try:
             grant = await self._access.admit(scope, "attempt", "caller", "admin")
             body = await self._intake.model_call(scope, receive, grant)
-            exchange = surface.begin({"max_tokens": 1, **body}, grant.attempt_id)
+            exchange = surface.begin({"max_tokens": 1, **body}, grant.conversations)
             pending = begin(body, grant, headers(scope), str(body.get("model", "")))
             number = await self._models.route(pending, self._routing()).count(exchange.asked)
         except Refusal as refusal:

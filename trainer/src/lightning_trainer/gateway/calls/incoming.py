@@ -77,7 +77,7 @@ class IncomingCall:
             Refusal: the surface does not accept it.
         """
         pending = self.pending
-        exchange = self.surface.begin(body, pending.requested.grant.attempt_id)
+        exchange = self.surface.begin(body, pending.requested.grant.conversations)
         pending.requested = replace(
             pending.requested,
             request=exchange.asked,

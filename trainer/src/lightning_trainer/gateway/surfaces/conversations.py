@@ -13,7 +13,7 @@ _MOST_BYTES: Final = 64_000_000
 
 
 class Conversations:
-    """Messages by response id. One attempt's messages are never given to another."""
+    """Messages by response id. Those of one attempt or tenant are never given to another."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -26,10 +26,10 @@ class Conversations:
 
         Args:
             response_id: None: nothing came before.
-            owner: the requesting attempt.
+            owner: the requesting attempt or tenant; see `Grant.conversations`.
 
         Raises:
-            Refusal: it is unknown: another attempt's, too old, from before a restart, or made with ``store: false``.
+            Refusal: it is unknown: another owner's, too old, from before a restart, or made with ``store: false``.
         """
         if response_id is None:
             return []
