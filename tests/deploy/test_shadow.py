@@ -237,6 +237,7 @@ def test_the_command_begins_a_shadow_and_status_shows_what_was_found(tmp_path: P
     path = tmp_path / "lightning.db"
     open_store(str(path)).close()
     where = ("--agent", "writer", "--store", path)
+    assert "No agent has a deployment in" in call("deploy", "status", "--store", path).stdout
     told(call("deploy", "shadow", *where), "no candidate")
     assert call("deploy", "candidate", "--model", "new", "--stable", "old", *where).exit_code == 0
     told(call("deploy", "shadow", "--rule", "rude", *where), "no guardrail 'rude'")

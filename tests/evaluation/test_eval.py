@@ -357,9 +357,9 @@ def test_a_model_that_no_call_reaches_is_not_what_was_measured(folder, monkeypat
         args = ["app:nameless", "--data", "tasks.jsonl", "--workers", "1", "--endpoint", server.url]
         result = rl(*args, "--out", "e")
         assert result.exit_code == 2
-        assert "not one of 3 model calls reached" in result.output
+        assert "none of 3 model calls reached" in result.output
         result = rl(*args, "--agents", "writer", "--out", "e2")
-    assert "not one of 3 model calls reached" in result.output
+    assert "none of 3 model calls reached" in result.output
 
 
 @pytest.mark.torch

@@ -80,7 +80,7 @@ def test_starting_changes_no_logging_of_the_program():
 
 
 def test_two_policies_of_one_name_are_refused(tmp_path):
-    with served(tmp_path) as server, pytest.raises(ConfigError, match="one name: policy, policy"):
+    with served(tmp_path) as server, pytest.raises(ConfigError, match="same name: policy, policy"):
         create_app(server.store, keys=Keys.fresh(), engine=FakeEngine(), upstreams=[Upstream("policy", "http://x/v1")])
 
 

@@ -57,7 +57,7 @@ def test_the_report_says_what_was_given_and_what_became_of_it() -> None:
     assert report.unclaimed == {"ghost": 1}
     assert report.left_out == {"agent not selected": 1}
     text = "\n".join(report.lines())
-    assert "1 rewards for ghost reached nobody" in text
+    assert "1 rewards for ghost reached no agent" in text
     assert "+1.500 for worker" in text
 
 
@@ -192,9 +192,9 @@ def test_the_table_shows_agents_and_the_account(run: Path) -> None:
     [
         (["nowhere"], "Give the folder of a run"),
         (["RUN", "--credit", "magic"], "unknown credit 'magic'"),
-        (["RUN", "--step", "7"], "no rollout of that kind"),
-        (["RUN", "--val"], "no rollout of that kind"),
-        (["RUN", "--rollout", "x"], "no call of x counts"),
+        (["RUN", "--step", "7"], "no training rollout of step 7 has ended"),
+        (["RUN", "--val"], "no held-out rollout has ended"),
+        (["RUN", "--rollout", "x"], "no call of x counts in this run. For a held-out rollout, add --val"),
         (["RUN", "--gamma", "0.5"], "has no option 'gamma'"),
     ],
 )

@@ -68,8 +68,10 @@ def command(
     report = credit_report(batch, outcomes, config.credit)
     calls = [call for call in batch.calls if call.transition.rollout_id in rollouts]
     if rollouts and not calls:
+        other = "" if held_out else " For a held-out rollout, add --val."
         raise ConfigError(
-            f"no call of {', '.join(rollouts)} counts in this run. See lightning-rl traces --rollout {rollouts[0]}."
+            f"no call of {', '.join(rollouts)} counts in this run.{other} See lightning-rl traces --rollout"
+            f" {rollouts[0]}."
         )
     turns = turns_of(batch.calls, config.agents)
     if as_json:
@@ -129,7 +131,8 @@ def _choose_rollouts(
     ended = [each for each in rollouts if each.group_id in groups and each.status in ("succeeded", "failed")]
     if not ended:
         where = f": their ids start with {prefix_of(run)}, as its folder is called" if shared else ""
-        raise ConfigError(f"no rollout of that kind has ended in this run{where}. Look with lightning-rl traces.")
+        what = f"{'held-out' if held_out else 'training'} rollout{''.join(f' of step {step}' for step in steps)}"
+        raise ConfigError(f"no {what} has ended in this run{where}. `lightning-rl traces` lists its rollouts.")
     return ended
 
 

@@ -231,7 +231,7 @@ def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord], *,
         tree = Tree(_title(trace, attempts.get(trace.attempt_id or ""), whole=whole))
         _grow(tree, trace, _by_node(trace), whole=whole)
         for reason, count in Counter(lost.reason for lost in trace.unjoined).items():
-            tree.add(f"[yellow]{count} calls: {reason}[/yellow]")
+            tree.add(f"[yellow]{amount(count, 'call')}: {reason}[/yellow]")
         screen().print(tree)
 
 

@@ -98,6 +98,7 @@ def _bounds(context: click.Context, option: click.Parameter, values: tuple[str, 
 def status(*, agent: str | None, store: str, key_file: Path | None, as_json: bool) -> None:
     """Show which policies answer each agent."""
     from lightning_spans.errors import ConfigError
+    from lightning_spans.store.urls import without_secrets
     from lightning_trainer.kits.deploy.display import read_findings, show, show_history, status_json
     from lightning_trainer.kits.deploy.table import read_histories
 
@@ -110,6 +111,11 @@ def status(*, agent: str | None, store: str, key_file: Path | None, as_json: boo
     chosen = {agent: histories[agent]} if agent is not None else histories
     if as_json:
         print_json(status_json(chosen, findings, with_history=agent is not None))
+        return
+    if not chosen:
+        click.echo(
+            f"No agent has a deployment in {without_secrets(store)}. Start: lightning-rl deploy candidate --help"
+        )
         return
     show(chosen, findings)
     if agent is not None:

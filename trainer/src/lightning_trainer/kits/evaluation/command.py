@@ -218,9 +218,9 @@ def _show(result: Evaluation) -> None:
     table = Table("", "reward", "95 %", "calls", "tokens in", "out", "tools", "errors")
     for column in table.columns[1:]:
         column.justify = "right"
-    summaries = [(result.name, result.summary)]
+    summaries = [(_short(result.name), result.summary)]
     if result.against is not None and result.against_name is not None:
-        summaries.append((result.against_name, result.against))
+        summaries.append((_short(result.against_name), result.against))
     for title, summary in summaries:
         rows = [(title, summary.reward, summary.usage)]
         rows += [(f"  {name or '(no name)'}", agent.reward, agent.usage) for name, agent in summary.by_agent.items()]
@@ -233,6 +233,8 @@ def _show(result: Evaluation) -> None:
         click.echo(printable(f"{title}: {_in_words(summary)}"))
         for name, (text, share) in summary.most_frequent.items():
             answers = summary.by_agent[name].usage.answers
+            if round(share * answers) == 1 < answers:
+                continue  # no answer occurred twice
             click.echo(
                 printable(f"  {name or '(no name)'}: {round(share * answers)} of {answers} answers are {text!r}")
             )
@@ -250,6 +252,12 @@ def _show(result: Evaluation) -> None:
             of = f" of {name}" if name else ""
             click.echo(printable(f"difference{of}, paired over {amount(tasks, 'task')}: {mean} ({interval})"))
     click.echo(f"{result.seconds:.1f} s; samples and traces: {result.folder}")
+
+
+def _short(name: str) -> str:
+    """Return a model's name; a path in the current folder without that folder."""
+    path = Path(name)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
 
 
 def _left_out(summary: Summary) -> str:
