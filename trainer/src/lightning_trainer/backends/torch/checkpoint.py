@@ -30,6 +30,7 @@ from lightning_trainer.backends.torch.learn.adapters import (
 from lightning_trainer.backends.torch.learn.policy import TrainedWeights
 from lightning_trainer.backends.torch.model.load import LoadedModel, load
 from lightning_trainer.backends.torch.model.quantised import write_dequantised
+from lightning_trainer.backends.torch.model.quiet import quiet_libraries
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.engines.contract import PolicyEngines
 from lightning_trainer.models.bases import NEEDED, AdapterBase, bits_in, read_base, write_bits
@@ -106,6 +107,7 @@ def save(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+@quiet_libraries()
 def write_adapter(model: LoadedModel, adapter: str | None, folder: Path) -> None:
     """Write one adapter as peft does, with the bits of the model that it needs; None: all that the model has."""
     select(model, adapter)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.model.load import LoadedModel
+from lightning_trainer.backends.torch.model.quiet import quiet_libraries
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.models import check_adapter
 
@@ -61,6 +62,7 @@ def check_same(saved: LoraShape, now: LoraShape, place: Path) -> None:
             )
 
 
+@quiet_libraries()
 def add_adapters(model: LoadedModel, options: TorchOptions, saved: Path | None = None) -> None:
     """Add the requested LoRA adapters, which start as no change; a folder that has adapters keeps its own.
 

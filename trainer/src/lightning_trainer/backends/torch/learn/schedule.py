@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_trainer.backends.torch.model.quiet import quiet_libraries
 from lightning_trainer.backends.torch.options import TorchOptions
 
 
@@ -15,7 +16,8 @@ def schedule(options: TorchOptions) -> Callable[[int], float]:
 
     A warm-up begins above 0 and a decay ends above its final value, so that no step is wasted.
     """
-    from transformers.optimization import get_scheduler
+    with quiet_libraries():
+        from transformers.optimization import get_scheduler
 
     name, more = _NAMES[options.lr_schedule]
     # On a separate optimiser: a scheduler counts the steps of its optimiser; ours are counted by the checkpoint.

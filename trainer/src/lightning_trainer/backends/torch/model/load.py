@@ -19,6 +19,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.model import attention, recurrent
 from lightning_trainer.backends.torch.model.cache import CacheShape, SlotCache
 from lightning_trainer.backends.torch.model.quantised import check_source, quantise
+from lightning_trainer.backends.torch.model.quiet import quiet_libraries
 from lightning_trainer.backends.torch.model.step import SHORT, Chunk, StepPlan
 from lightning_trainer.backends.torch.options import TorchOptions, no_cuda, unknown_device
 from lightning_trainer.models import check_folder
@@ -86,6 +87,7 @@ class _Capped(nn.Module):
         return torch.tanh(logits / self._cap) * self._cap
 
 
+@quiet_libraries()
 def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedModel:
     """Load a model folder, with its tokenizer or another folder's.
 
