@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_conformance.stores.samples import a_call, a_reward, a_rollout, a_span, an_id
-from lightning_spans.adapter.join import NO_SPAN, NOT_SEEN, SPARE
-from lightning_spans.adapter.join_by_name import AMBIGUOUS, UNNAMED
+from lightning_spans.adapter.nodes import MissingHalf
 from lightning_spans.adapter.trace import Node, Trace, count_joins
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.spans import (
@@ -474,21 +473,21 @@ def test_a_name_that_leaves_a_choice_joins_nothing_and_says_so() -> None:
     tried, calls = asked("a"), [named("r1"), named("r2")]
     trace = Trace.build([tried], calls)
     assert [node.call for node in trace.chats] == [None, *calls]
-    assert [half.reason for half in trace.unjoined] == [NOT_SEEN, AMBIGUOUS, AMBIGUOUS]
+    assert [half.reason.slug for half in trace.unjoined] == ["not_recorded_by_the_gateway", *["several_spans"] * 2]
     failed = named("x", error="500")
     trace = Trace.build([asked("a")], [failed, calls[0]])
     assert [node.call for node in trace.chats] == [calls[0]]
-    assert [(half.reason, half.call) for half in trace.unjoined] == [(SPARE, failed)]
+    assert [(half.reason, half.call) for half in trace.unjoined] == [(MissingHalf.SPARE, failed)]
 
 
 @pytest.mark.parametrize(
     ("spans", "lone", "why"),
     [
-        ([asked("a", request='{"messages": []}')], named("r1"), NO_SPAN),
-        ([asked("a", "editor")], named("r1"), NO_SPAN),
-        ([asked("a")], named("r1", None), UNNAMED),
-        ([asked("a")], named("r1", span_id="never delivered"), NO_SPAN),
-        ([chat("a", None, "r9", agent="writer", attributes={REQUEST: ASKED})], named("r1"), NO_SPAN),
+        ([asked("a", request='{"messages": []}')], named("r1"), MissingHalf.NO_SPAN),
+        ([asked("a", "editor")], named("r1"), MissingHalf.NO_SPAN),
+        ([asked("a")], named("r1", None), MissingHalf.UNNAMED),
+        ([asked("a")], named("r1", span_id="never delivered"), MissingHalf.NO_SPAN),
+        ([chat("a", None, "r9", agent="writer", attributes={REQUEST: ASKED})], named("r1"), MissingHalf.NO_SPAN),
     ],
 )
 def test_what_does_not_fit_is_not_joined_by_name(spans: list[Span], lone: Call, why: str) -> None:
@@ -524,7 +523,7 @@ def test_every_call_is_one_chat_node_or_a_try_of_one(data: st.DataObject) -> Non
     ]
     trace = Trace.build(spans, calls)
     at_nodes = [node.call.call_id for node in trace.chats if node.call is not None]
-    spare = [half.call.call_id for half in trace.unjoined if half.reason == SPARE and half.call is not None]
+    spare = [half.call.call_id for half in trace.unjoined if half.reason == MissingHalf.SPARE and half.call is not None]
     assert sorted(at_nodes + spare) == sorted(each.call_id for each in calls)
     counted = count_joins([trace])
     assert counted.calls == len(trace.chats)
@@ -546,4 +545,4 @@ def test_a_forged_traceparent_reaches_no_other_attempt(store: SqlStore) -> None:
                 assert node.call == own
                 assert node.span.attempt_id == attempt
     (lone,) = traces_of(store, attempt_ids=["a"])[0].unjoined
-    assert lone.reason == NO_SPAN
+    assert lone.reason == MissingHalf.NO_SPAN

@@ -14,8 +14,8 @@ import lightning_openai
 from lightning_openai import agent
 from lightning_spans import Attempt, use_attempt
 from lightning_spans.adapter.adapt import adapt
-from lightning_spans.adapter.join import GATEWAY, NO_SPAN, NOT_SEEN, SPARE
-from lightning_spans.adapter.join_by_name import UNNAMED
+from lightning_spans.adapter.join import GATEWAY
+from lightning_spans.adapter.nodes import MissingHalf
 from lightning_spans.adapter.trace import count_joins
 from lightning_spans.record.unrecorded import asked_by_training
 from lightning_spans.schema.spans import FRAMEWORK
@@ -124,7 +124,7 @@ def test_a_text_completion_is_a_transition_with_the_tokens_of_the_engine(server,
     assert made.tokens.response == (*b"19", 257)
     assert (made.request["prompt"], made.message["content"]) == (PROMPT, "19")
     assert (stayed.agent, stayed.tokens) == ("editor", None)
-    assert count_joins([trace]).unjoined == {NOT_SEEN: 1}
+    assert count_joins([trace]).unjoined == {MissingHalf.NOT_SEEN: 1}
 
 
 def test_a_text_completion_without_traceparent_or_answer_is_joined_by_its_agent_and_prompt(server, attempt):
@@ -152,8 +152,8 @@ def test_a_client_that_tries_again_is_one_span_with_two_calls(server, attempt, s
     failed, answered = server.calls(attempt.attempt_id)
     trace = trace_of(server, attempt)
     assert [node.call for node in trace.chats] == [answered]
-    assert [(half.reason, half.call) for half in trace.unjoined] == [(SPARE, failed)]
-    assert count_joins([trace]).unjoined == {SPARE: 1}
+    assert [(half.reason, half.call) for half in trace.unjoined] == [(MissingHalf.SPARE, failed)]
+    assert count_joins([trace]).unjoined == {MissingHalf.SPARE: 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -180,7 +180,7 @@ def test_a_program_that_is_not_attached_is_known_by_its_key_and_header(server, a
     named, nameless = trace_of(server, attempt).chats
     assert (named.span.agent, named.span.attempt_id) == ("shell", attempt.attempt_id)
     assert nameless.span.agent is None
-    assert [half.reason for half in trace_of(server, attempt).unjoined] == [NO_SPAN, UNNAMED]
+    assert [half.reason for half in trace_of(server, attempt).unjoined] == [MissingHalf.NO_SPAN, MissingHalf.UNNAMED]
 
 
 def test_calls_that_stay_where_they_were_are_told_as_such(server, attempt):
@@ -189,10 +189,10 @@ def test_calls_that_stay_where_they_were_are_told_as_such(server, attempt):
         with agent("editor"), pytest.raises(openai.APIConnectionError):
             client.chat.completions.create(model="m", messages=USER)
     counted = count_joins([trace_of(server, attempt)])
-    assert (counted.calls, counted.joined, counted.unjoined) == (1, 0, {NOT_SEEN: 1})
+    assert (counted.calls, counted.joined, counted.unjoined) == (1, 0, {MissingHalf.NOT_SEEN: 1})
     assert counted.lines() == [
         "0 of 1 model calls are joined with the gateway's records",
-        f"1 not joined: {NOT_SEEN}",
+        f"1 not joined: {MissingHalf.NOT_SEEN}",
     ]
 
 

@@ -18,7 +18,7 @@ from lightning_conformance import ScriptedServer
 from lightning_conformance.plugins.suite import MODEL
 from lightning_spans import open_store
 from lightning_spans.adapter.adapt import adapt
-from lightning_spans.adapter.join import SPARE
+from lightning_spans.adapter.nodes import MissingHalf
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store.traces import traces_of
@@ -243,5 +243,5 @@ def test_calls_streams_retries_and_equal_calls_at_once_of_other_clients_name_the
     assert len(answered) == len(QUESTIONS) + 4
     assert all(call.choices[0].token_ids for call in answered)
     assert len(requests) == len(answered) + 1  # the try that failed is a span of its own, or a spare call of one
-    assert {lost.reason for lost in trace.unjoined} <= {SPARE}
+    assert {lost.reason for lost in trace.unjoined} <= {MissingHalf.SPARE}
     assert len(calls) + len(trace.unjoined) == len(requests)

@@ -142,6 +142,15 @@ def test_a_backend_of_a_plugin_says_what_it_would_do(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize(
+    "wrong", [{"credit_options": {"nosuch": 1}}, {"rewards": {"nosuch": {}}}], ids=["credit", "rule"]
+)
+def test_what_names_refuse_is_refused_before_a_dry_run_tries_anything(folder: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="nosuch"):
+        describe(TrainConfig(**options(backend="scripted", **wrong)))
+
+
+@pytest.mark.usefixtures("plugin")
 @pytest.mark.torch
 def test_a_run_writes_tool_calls_as_the_run_did_that_its_model_is_of(folder: Path, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, folder / "warm/checkpoint")

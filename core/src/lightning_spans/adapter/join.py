@@ -13,7 +13,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Final
 
-from lightning_spans.adapter.nodes import Node, Unjoined
+from lightning_spans.adapter.nodes import MissingHalf, Node, Unjoined
 from lightning_spans.adapter.tree import Key, start_of
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.agents import name_of
@@ -21,13 +21,6 @@ from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import CHAT, FRAMEWORK, RESPONSE_ID, Span
 
 GATEWAY: Final = "gateway"  # the framework of spans made from calls
-
-NOT_SEEN: Final = "not recorded by the gateway: sent to another endpoint, or failed"
-SPARE: Final = "retried: another call of the same span has the answer that the agent got"
-NO_SPAN: Final = (
-    "no span: none has its traceparent, its response id, or its agent and request. The agent is not attached, or its"
-    " span was not delivered"
-)
 
 
 def response_id(node: Node) -> str | None:
@@ -55,7 +48,7 @@ def join_by_traceparent(nodes: Mapping[Key, Node], calls: Iterable[Call]) -> tup
     spare: list[Unjoined] = []
     for node, its in named.items():
         node.call = its[0] if len(its) == 1 else _answering_call(node, its)
-        spare += [Unjoined(SPARE, call=call) for call in its if call is not node.call]
+        spare += [Unjoined(MissingHalf.SPARE, call=call) for call in its if call is not node.call]
     return rest, spare
 
 
@@ -83,7 +76,7 @@ def merge_doubles(order: Sequence[Node]) -> tuple[dict[Node, Node], list[Unjoine
     def merge(outer: Node, inner: Node) -> None:
         into[inner] = outer
         if outer.call is not None and inner.call is not None:
-            spare.append(Unjoined(SPARE, call=inner.call))
+            spare.append(Unjoined(MissingHalf.SPARE, call=inner.call))
         _absorb(outer, inner)
 
     above = _chats_above(order)

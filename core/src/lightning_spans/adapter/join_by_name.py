@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
-from lightning_spans.adapter.join import NO_SPAN, SPARE, response_id
-from lightning_spans.adapter.nodes import Node, Unjoined
+from lightning_spans.adapter.join import response_id
+from lightning_spans.adapter.nodes import MissingHalf, Node, Unjoined
 from lightning_spans.chat.body import messages_of
 from lightning_spans.schema.agents import name_of
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.json import JsonText, dumps
 from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE_ID, Json
-
-UNNAMED: Final = (
-    "no name: its request had no traceparent, no span has its response id, and no header or key names its agent"
-)
-AMBIGUOUS: Final = "several spans: its agent made more than one call like it, so it can't be matched to one of them"
 
 Asked: TypeAlias = tuple[str, bytes]  # the agent, and its messages to the model
 
@@ -49,7 +44,7 @@ def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[Unj
         wanted = _asked_for(call.request)
         if call.agent is None or call.trace_id is not None or wanted is None:
             nameless = call.agent is None and call.trace_id is None
-            lone.append(Unjoined(UNNAMED if nameless else NO_SPAN, call=call))
+            lone.append(Unjoined(MissingHalf.UNNAMED if nameless else MissingHalf.NO_SPAN, call=call))
         else:
             matches[name_of(call.agent), wanted].calls.append(call)
     for node in chats if matches else ():
@@ -69,15 +64,15 @@ def _settle(match: _Match, lone: list[Unjoined], spare: list[Unjoined]) -> None:
     nodes, calls = match.nodes, match.calls
     answered = [call for call in calls if call.error is None]
     if not nodes:
-        lone += [Unjoined(NO_SPAN, call=call) for call in calls]
+        lone += [Unjoined(MissingHalf.NO_SPAN, call=call) for call in calls]
     elif len(nodes) == len(calls):
         for node, call in zip(nodes, calls, strict=True):
             node.call = call
     elif len(nodes) == 1 and len(answered) <= 1:
         nodes[0].call = answered[0] if answered else calls[-1]
-        spare += [Unjoined(SPARE, call=call) for call in calls if call is not nodes[0].call]
+        spare += [Unjoined(MissingHalf.SPARE, call=call) for call in calls if call is not nodes[0].call]
     else:
-        lone += [Unjoined(AMBIGUOUS, call=call) for call in calls]
+        lone += [Unjoined(MissingHalf.AMBIGUOUS, call=call) for call in calls]
 
 
 def _question_of(node: Node) -> Asked | None:

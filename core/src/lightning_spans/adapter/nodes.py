@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from lightning_spans.chat.response import NO_ANSWER, Answer, read_answer
 from lightning_spans.schema.agents import name_of, written
@@ -156,6 +157,26 @@ def _list(values: tuple[Json, ...] | None) -> list[Json] | None:
     return None if values is None else list(values)
 
 
+class MissingHalf(StrEnum):
+    """Why a model call has no span, or a span no call; a member is its text."""
+
+    NOT_SEEN = "not recorded by the gateway: sent to another endpoint, or failed"
+    SPARE = "retried: another call of the same span has the answer that the agent got"
+    NO_SPAN = (
+        "no span: none has its traceparent, its response id, or its agent and request. The agent is not attached, or"
+        " its span was not delivered"
+    )
+    UNNAMED = (
+        "no name: its request had no traceparent, no span has its response id, and no header or key names its agent"
+    )
+    AMBIGUOUS = "several spans: its agent made more than one call like it, so it can't be matched to one of them"
+
+    @property
+    def slug(self) -> str:
+        """Its name in metrics."""
+        return self.partition(":")[0].replace(" ", "_")
+
+
 @dataclass(frozen=True, slots=True)
 class Unjoined:
     """Half a model call: a call without a span, a span without a recorded call, or a spare call.
@@ -166,6 +187,6 @@ class Unjoined:
         call: the call; None for a span without one.
     """
 
-    reason: str
+    reason: MissingHalf
     node: Node | None = None
     call: Call | None = None

@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from lightning_spans.adapter.join import (
-    NOT_SEEN,
-    join_by_response_id,
-    join_by_traceparent,
-    merge_doubles,
-    node_of_call,
-)
+from lightning_spans.adapter.join import join_by_response_id, join_by_traceparent, merge_doubles, node_of_call
 from lightning_spans.adapter.join_by_name import Joins, join_by_name
-from lightning_spans.adapter.nodes import Node, Unjoined
+from lightning_spans.adapter.nodes import MissingHalf, Node, Unjoined
 from lightning_spans.adapter.tree import Key, complete, descend, link, make_nodes, start_of, tidy
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, Json, Span
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["Joins", "Node", "Trace", "Unjoined", "count_joins"]
+__all__ = ["Joins", "MissingHalf", "Node", "Trace", "Unjoined", "count_joins"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +112,7 @@ class Trace:
     @property
     def unjoined(self) -> tuple[Unjoined, ...]:
         """Model calls with a missing half, and calls without a node, each with the reason."""
-        unseen = (Unjoined(NOT_SEEN, node=node) for node in self.chats if node.call is None)
+        unseen = (Unjoined(MissingHalf.NOT_SEEN, node=node) for node in self.chats if node.call is None)
         return (*unseen, *self.lone_calls)
 
     def to_json_lines(self) -> list[dict[str, Json]]:

@@ -15,7 +15,7 @@ from lightning_trainer.backend_protocol import Backend, Described, OpenRun, Star
 from lightning_trainer.config.origin import with_format
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.judges import CACHE_NAME, open_judge, read_judge
+from lightning_trainer.judges import CACHE_NAME, JudgePlan, open_judge, read_judge
 from lightning_trainer.models import NEWEST
 from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.report import trackers
@@ -24,6 +24,7 @@ from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.algorithms.protocol import credit_of
 from lightning_trainer.rl.endings import LATE_LEFT_OUT
 from lightning_trainer.rl.rewards import read_rules
+from lightning_trainer.rl.rewards.judge import JudgeRule
 from lightning_trainer.run.data import Task, digest, load_tasks, shared
 from lightning_trainer.run.folders import run_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
@@ -54,7 +55,6 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
     began, progress = time.monotonic(), progress or Silent()
     bypass_for_loopback(os.environ)
     backend: Backend = registry.by_name("backend", config.backend)
-    trackers.check(config.trackers)
     config = with_format(config)
     _check_port(config.port)
     with _open_run(config, backend, progress) as run:
@@ -70,11 +70,9 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
 @contextmanager
 def _open_run(config: TrainConfig, backend: Backend, progress: Progress) -> Iterator[OpenRun]:
     """Read what a run needs, and reject what is wrong with it; then open its folder, workers, store, judge and log."""
+    rules, judging = _read_names(config)
     tasks = load_tasks(config.data, config.columns)
     val = load_tasks(config.val, config.columns) if config.val else []
-    credit_of(config)  # or refuse
-    rules = read_rules(config.rewards, credit=config.credit, gamma=config.gamma)
-    judging = read_judge(config.reward, config.judge)
     identity = identity_of(config, tasks)
     start = backend.start(config, identity)
     with ExitStack() as stack:
@@ -109,6 +107,16 @@ def _open_run(config: TrainConfig, backend: Backend, progress: Progress) -> Iter
         )
 
 
+def _read_names(config: TrainConfig) -> tuple[list[JudgeRule], JudgePlan | None]:
+    """Return the rules and the judge that a configuration names; reject unknown options of those and of its credit."""
+    trackers.check(config.trackers)
+    credit_of(config)
+    return (
+        read_rules(config.rewards, credit=config.credit, gamma=config.gamma),
+        read_judge(config.reward, config.judge),
+    )
+
+
 def _note_risks(run: OpenRun) -> None:
     """Note what the options and the tasks do to the result."""
     config = run.config
@@ -128,7 +136,9 @@ def describe(config: TrainConfig, progress: Progress | None = None) -> Described
         LightningError: an option or a file is wrong, or what was tried failed.
     """
     backend: Backend = registry.by_name("backend", config.backend)
-    return backend.describe(with_format(config), progress or Silent())
+    config = with_format(config)
+    _read_names(config)
+    return backend.describe(config, progress or Silent())
 
 
 def _check_port(port: int) -> None:

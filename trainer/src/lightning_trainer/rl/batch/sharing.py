@@ -66,7 +66,9 @@ def calls_of(
     by_attempt = transitions_by_attempt(read, agents)
     seen_agents = Counter(t.agent for ts, _ in by_attempt.values() for t in ts)
     patterns = ("*",) if agents is None else agents
-    missed = Counter(half.reason for trace in read for half in trace.unjoined if not _went_elsewhere(half, patterns))
+    missed: Counter[str] = Counter(
+        half.reason for trace in read for half in trace.unjoined if not _went_elsewhere(half, patterns)
+    )
     account = Account(joined=count_joins(read).joined, unjoined=dict(missed))
     if agents is not None and seen_agents:
         check_spelling(patterns, {*known_agents, *(name for name in seen_agents if name is not None)})
