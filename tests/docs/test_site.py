@@ -171,6 +171,12 @@ def test_a_page_is_summed_up_by_its_first_sentence():
     assert (llms.title(text), llms.summary(text)) == ("A title", ": Do this first")
 
 
+def test_the_short_instructions_of_llms_txt_use_only_the_options_of_the_page_for_coding_agents():
+    page = (ROOT / "docs" / "AGENTS.md").read_text()  # a test follows that page
+    assert set(re.findall(r"--[a-z-]+", llms.ABOUT)) <= set(re.findall(r"--[a-z-]+", page))
+    assert set(re.findall(r"lightning-rl ([a-z]+)", llms.ABOUT)) <= set(re.findall(r"lightning-rl ([a-z]+)", page))
+
+
 def test_signatures_in_the_repository_give_way_to_the_site():
     text = "# A\n\n<!-- generate: attributes x.Y -->\n\nend\n"
     written = f"{reference.WRITTEN}\n\n```python\ndef f() -> None\n```\n\n{reference.END}"
