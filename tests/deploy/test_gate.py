@@ -53,6 +53,9 @@ def test_worse_is_promoted_in_one_percent_at_most_and_better_in_ninety_at_least(
     looks = round(6 * Bounds().needed(share) / LOOK)
     worse = simulate(rate, -0.02, share, looks, seed=1)
     better = simulate(rate, 0.03, share, looks, seed=2)
+    print(
+        f"rate {rate:.0%}, share {share:.0%}: {np.mean(worse == 1):.2%} of worse, {np.mean(better == 1):.1%} of better"
+    )
     assert np.mean(worse == 1) <= 0.01
     assert np.mean(better == 1) >= 0.9
     assert np.mean(worse == 0) <= 0.01, "nearly all are decided"

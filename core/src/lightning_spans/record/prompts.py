@@ -67,11 +67,11 @@ def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt |
         attempt: its prompts have priority over those of `attach()`.
     """
     prompts: Prompts = attempt.prompts if attempt is not None and attempt.prompts else _attached
-    meant = max((name for name in prompts if selects((name,), agent)), key=len, default=None)
+    meant = name_of_prompt(prompts, agent)
     if meant is None:
         return None
     before, after = prompts[meant]["before"], prompts[meant]["after"]
-    changed = _replace_prompt(body, before, after)
+    changed = replace_prompt(body, before, after)
     if changed is None and meant not in _missing:
         _missing.add(meant)
         logger.warning(
@@ -81,6 +81,11 @@ def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt |
     return changed
 
 
+def name_of_prompt(prompts: Prompts, agent: str | None) -> str | None:
+    """Return the name under which an agent, given by its path, has a prompt; None if it has none."""
+    return max((name for name in prompts if selects((name,), agent)), key=len, default=None)
+
+
 def own_body(body: Mapping[str, Json], before: str, after: str) -> Mapping[str, Json] | None:
     """Return the body that a call had before `with_prompts` replaced `before` by `after`.
 
@@ -88,8 +93,8 @@ def own_body(body: Mapping[str, Json], before: str, after: str) -> Mapping[str, 
     """
     if sum(_count(text, after) for text in system_texts(body)) != 1:
         return None
-    own = _replace_prompt(body, after, before)
-    return own if own is not None and _replace_prompt(own, before, after) == body else None
+    own = replace_prompt(body, after, before)
+    return own if own is not None and replace_prompt(own, before, after) == body else None
 
 
 def _count(text: str, part: str) -> int:
@@ -111,7 +116,8 @@ def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _replace_prompt(body: Mapping[str, Json], before: str, after: str) -> dict[str, Json] | None:
+def replace_prompt(body: Mapping[str, Json], before: str, after: str) -> dict[str, Json] | None:
+    """Return the body with `before` replaced by `after` in its system prompt; None if `before` is not in it."""
     for field in ("instructions", "system"):  # of Responses, of Anthropic's messages
         instructions = _content(body.get(field), before, after)
         if instructions is not None:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import getpass
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lightning_trainer.flags.common import allow_blocked_option, given, print_json, reading
 from lightning_trainer.flags.files import json_option, key_file_option, store_option
-from lightning_trainer.flags.group import F, group_options
+from lightning_trainer.flags.group import group_options
+from lightning_trainer.kits.deploy.flags import GATE_OPTIONS, gate_options, outcomes_option, parse_bounds, share_option
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lightning_spans.store import Store
     from lightning_spans.store.deployments import Deployment
     from lightning_trainer.kits.deploy.transitions import Note
 
 _reason_option = click.option("--reason", default="", metavar="TEXT", help="Why, for the history.")
-_GATE: Final = ("wait_days", "worse", "better", "false_promotion", "power")  # options of the gate
-_SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
 
 @click.group(name="deploy")
@@ -46,48 +43,6 @@ _transition_options = group_options(
     json_option,
 )
 """The options that every transition has."""
-
-
-def _share(context: click.Context, option: click.Parameter, value: str) -> float:
-    """Parse a share such as ``5%`` or ``0.05``."""
-    found = _SHARE.fullmatch(value)
-    if found is None:
-        raise click.BadParameter(f"{value!r}: give a share such as 5% or 0.05", context, option)
-    return float(found[1]) / (100.0 if found[2] else 1.0)
-
-
-def _share_option(default: str) -> Callable[[F], F]:
-    return click.option(
-        "--share",
-        default=default,
-        show_default=True,
-        callback=_share,
-        metavar="SHARE",
-        help="Share of the conversations.",
-    )
-
-
-_outcomes_option = click.option(
-    "--outcome", "sources", multiple=True, metavar="SOURCE", help="Rewards that count. Default: all. May be repeated."
-)
-
-
-def _gate_options(function: F) -> F:
-    """Add the gate's options, with defaults and help from the record that the loop also uses."""
-    from lightning_trainer.kits.deploy.options import CanaryOptions
-
-    fields = {name: CanaryOptions.model_fields[name] for name in _GATE}
-    options = (
-        click.option(f"--{name.replace('_', '-')}", default=field.default, show_default=True, help=field.description)
-        for name, field in fields.items()
-    )
-    return group_options(*options)(function)
-
-
-def _bounds(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
-    """Parse bounds such as ``failed=2%``."""
-    pairs = [value.rpartition("=") if "=" in value else (value, "", "") for value in values]  # a source may contain "="
-    return {name: _share(context, option, share) for name, _, share in pairs}
 
 
 @command.command(name="status")
@@ -123,9 +78,9 @@ def status(*, agent: str | None, store: str, key_file: Path | None, as_json: boo
 
 
 @command.command(name="candidate")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="Run or checkpoint that holds the agent's adapter.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Run with the adapter, or file of `prompts`.")
 @click.option("--policy", metavar="NAME", help="Adapter in the checkpoint. Default: the agent's own, or the only one.")
-@click.option("--base", metavar="MODEL", help="--upstream of the server that loads the adapter.")
+@click.option("--base", metavar="MODEL", help="Model of the server that loads the adapter, or gets the prompt.")
 @allow_blocked_option
 @click.option("--model", metavar="MODEL", help="Model that the server has already, in place of --checkpoint.")
 @click.option("--stable", metavar="MODEL", help="Model that answers the agent today. Needed the first time.")
@@ -155,7 +110,7 @@ def candidate(
 ) -> None:
     """Name a candidate. Servers load it, and it answers nobody yet."""
     from lightning_trainer.kits.deploy import approvals
-    from lightning_trainer.kits.deploy.candidates import read_policy
+    from lightning_trainer.kits.deploy.policies.candidates import read_policy
     from lightning_trainer.kits.deploy.program_watch import PROGRAM
     from lightning_trainer.kits.deploy.transitions import name_candidate
     from lightning_trainer.kits.evaluation.folder import read_program
@@ -173,7 +128,7 @@ def candidate(
 
 
 @command.command(name="shadow")
-@_share_option("100%")
+@share_option("100%")
 @click.option(
     "--rule",
     "rules",
@@ -211,7 +166,7 @@ def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agen
 @click.option(
     "--server", required=True, metavar="URL", help="vLLM that has the candidate; its key: $LIGHTNING_UPSTREAM_KEY."
 )
-@_outcomes_option
+@outcomes_option
 @click.option("--calls", default=2000, show_default=True, help="Newest calls of the stable policy to read.")
 @store_option
 @key_file_option
@@ -243,14 +198,14 @@ def estimate(
 
 
 @command.command(name="canary")
-@_share_option("5%")
-@_outcomes_option
-@_gate_options
+@share_option("5%")
+@outcomes_option
+@gate_options
 @click.option(
     "--guard",
     "guards",
     multiple=True,
-    callback=_bounds,
+    callback=parse_bounds,
     metavar="NAME=SHARE",
     help="Guardrail: how much larger the candidate's share of such calls may be. NAME is failed, refused, cut,"
     " slower-than-SECONDS, longer-than-CHARACTERS or tool-failed; or outcome:SOURCE, by how much less reward the source"
@@ -273,7 +228,7 @@ def canary(
     from lightning_trainer.kits.deploy.options import CanaryOptions
     from lightning_trainer.kits.deploy.transitions import begin_canary
 
-    gate: dict[str, Any] = {name: options.pop(name) for name in _GATE}
+    gate: dict[str, Any] = {name: options.pop(name) for name in GATE_OPTIONS}
     rules = CanaryOptions.model_construct(outcomes=sources, guards=guards, **gate).rules  # the gate checks them
 
     def begin(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from prometheus_client import Counter
@@ -16,12 +15,11 @@ from prometheus_client import Counter
 from lightning_spans.errors import ConfigError, StoreError
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
-from lightning_trainer.gateway.calls.models import ServedModels
+from lightning_trainer.gateway.calls.models import ServedModel, ServedModels
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.http.metrics import Metrics
-from lightning_trainer.gateway.upstream.adapters import AdapterServers
-from lightning_trainer.gateway.upstream.upstream import UpstreamPolicy
 from lightning_trainer.kits.deploy.approvals import guard_promotions
+from lightning_trainer.kits.deploy.policies.kinds import kind_of
 from lightning_trainer.kits.deploy.routing import DeploymentRouter
 from lightning_trainer.kits.deploy.shadow.copies import ShadowCopies
 from lightning_trainer.kits.deploy.table import adapters_to_load, policies_of, read_histories
@@ -73,7 +71,7 @@ class DeploymentTableReader:
 
 
 class AdapterLoader:
-    """Loads the adapters of deployments into the servers of their base, and serves each under its own name.
+    """Serves the adapters and prompts of deployments, each under its own name.
 
     Args:
         models: the served models.
@@ -83,50 +81,34 @@ class AdapterLoader:
     def __init__(self, models: ServedModels, kept: int = KEPT) -> None:
         self._models = models
         self._kept = kept
-        self._loaded: dict[str, UpstreamPolicy] = {}
-        self._retiring: dict[str, UpstreamPolicy] = {}
-        self.problems: dict[str, str] = {}  # why an adapter is not loaded, by name
+        self._loaded: dict[str, ServedModel] = {}
+        self._retiring: dict[str, ServedModel] = {}
+        self.problems: dict[str, str] = {}  # why a policy is not served, by name
 
     def load(self, histories: Mapping[str, Sequence[Deployment]]) -> None:
-        """Load wanted adapters that are missing, and unload unwanted ones that have no call in progress."""
+        """Load wanted policies that are missing, and unload unwanted ones that have no call in progress."""
         wanted = adapters_to_load(histories, self._kept)
         for policy in wanted.values():
             self._load(policy)
         for name in self._loaded.keys() - wanted.keys():
             self._models.remove(name)
             self._retiring[name] = self._loaded.pop(name)
-        for name in [name for name, policy in self._retiring.items() if not policy.describe()["in_flight"]]:
-            self._unload(name, self._retiring.pop(name))
+        for name in [name for name, served in self._retiring.items() if kind_of(name).is_idle(served)]:
+            kind_of(name).unload(name, self._retiring.pop(name))
 
     def _load(self, policy: Policy) -> None:
+        kind = kind_of(policy.name)
         try:
-            base = self._base(policy)
-            with AdapterServers((base.upstream.url, *base.upstream.replicas), base.upstream.key) as servers:
-                servers.load(policy.name, Path(str(policy.checkpoint)))
+            kind.load(policy, self._models)
             if policy.name not in self._loaded:
-                serving = self._retiring.pop(policy.name, None) or base.under_name(policy.name)
+                serving = self._retiring.pop(policy.name, None) or kind.serve(policy, self._models)
                 self._models.add(policy.name, serving)
                 self._loaded[policy.name] = serving
             self.problems.pop(policy.name, None)
         except ConfigError as error:
             if self.problems.get(policy.name) != str(error):
-                logger.error("the adapter %s is not served: %s", policy.name, error)
+                logger.error("the policy %s is not served: %s", policy.name, error)
             self.problems[policy.name] = str(error)
-
-    def _base(self, policy: Policy) -> UpstreamPolicy:
-        base = self._models.by_name().get(str(policy.base))
-        if not isinstance(base, UpstreamPolicy):
-            raise ConfigError(
-                f"there is no upstream {policy.base!r} here. Give the server --upstream {policy.base}=URL."
-            )
-        return base
-
-    def _unload(self, name: str, policy: UpstreamPolicy) -> None:
-        try:
-            with AdapterServers((policy.upstream.url, *policy.upstream.replicas), policy.upstream.key) as servers:
-                servers.unload(name)
-        except ConfigError as error:
-            logger.warning("the adapter %s, which answers no more, was not unloaded: %s", name, error)
 
 
 @contextmanager

@@ -194,7 +194,7 @@ def _measure(
                 drawn.append(side.measure())
             except Interrupted:
                 raise Interrupted(f"stopped. Continue with: lightning-rl eval --resume {folder}") from None
-        return drawn, read_program(store, drawn[0])
+        return drawn, read_program(store, drawn[0], config.read_prompts())
 
 
 def resumed(folder: Path) -> EvalConfig:

@@ -12,8 +12,8 @@ from lightning_spans.schema.spans import SHADOW
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
 from lightning_trainer.kits.deploy.approvals import APPROVAL, NEEDS_APPROVAL
-from lightning_trainer.kits.deploy.candidates import read_policy
 from lightning_trainer.kits.deploy.outcomes import check_promotion, describe_gate, reject
+from lightning_trainer.kits.deploy.policies.candidates import read_policy
 from lightning_trainer.kits.deploy.program_watch import PROGRAM
 from lightning_trainer.kits.deploy.promotion import make_promotion
 from lightning_trainer.kits.deploy.shadow.summary import describe_shadow

@@ -20,6 +20,7 @@ from lightning_spans.store.protocol import each
 from lightning_trainer.gateway.engine import STEERED
 from lightning_trainer.kits.deploy.estimate.off_policy import OffPolicyEstimate, estimate
 from lightning_trainer.kits.deploy.outcomes import read_outcomes
+from lightning_trainer.kits.deploy.policies.prompted import is_prompt
 from lightning_trainer.kits.deploy.routing import talk_of
 from lightning_trainer.kits.deploy.transitions import is_tried
 from lightning_trainer.rl.rows import Row
@@ -53,13 +54,15 @@ def check_candidate(history: Sequence[Deployment], agent: str) -> Deployment:
     """Return the deployment whose candidate does not answer users yet.
 
     Raises:
-        ConfigError: there is none, or it is in a canary, whose own outcomes are more informative.
+        ConfigError: there is none, it is in a canary, whose own outcomes are more informative, or a policy is a prompt.
     """
     current = history[-1] if history else None
     if current is None or not is_tried(current):
         raise ConfigError(f"{agent} has no candidate. Name one: lightning-rl deploy candidate --agent {agent} ...")
     if current.stage == "canary":
         raise ConfigError(f"{current.candidate} is in a canary, whose outcomes say more: lightning-rl deploy status.")
+    if is_prompt(str(current.candidate)) or is_prompt(current.stable):
+        raise ConfigError("a prompt changes what the model reads, so recorded tokens say nothing. Begin a shadow.")
     return current
 
 

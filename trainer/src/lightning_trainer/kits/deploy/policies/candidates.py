@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.upstream.adapters import adapters_in
+from lightning_trainer.kits.deploy.policies.prompted import read_prompt_policy
 from lightning_trainer.kits.deploy.transitions import Policy
 
 
@@ -13,7 +14,7 @@ def read_policy(agent: str, checkpoint: Path | None, name: str | None, base: str
     """Return the policy that the options name.
 
     Raises:
-        ConfigError: they name none or two, or the checkpoint does not contain the adapter.
+        ConfigError: they name none or two, or the checkpoint does not contain the adapter or the prompt.
     """
     if (checkpoint is None) == (model is None):
         raise ConfigError("deploy candidate: give either --checkpoint with --base, or --model.")
@@ -22,7 +23,11 @@ def read_policy(agent: str, checkpoint: Path | None, name: str | None, base: str
             raise ConfigError("deploy candidate: --base and --policy belong to --checkpoint.")
         return Policy(str(model))
     if base is None:
-        raise ConfigError("deploy candidate: --checkpoint needs --base, the --upstream of the server that loads it.")
+        raise ConfigError("deploy candidate: --checkpoint needs --base, the model of the server that it belongs to.")
+    if checkpoint.is_file():
+        if name is not None:
+            raise ConfigError("deploy candidate: --policy names an adapter, and a file of prompts has none.")
+        return read_prompt_policy(agent, checkpoint, base)
     saved = {each.name: each for each in adapters_in(checkpoint)}
     wanted = name or (agent if agent in saved or len(saved) > 1 else next(iter(saved)))
     if wanted not in saved:

@@ -1,0 +1,57 @@
+"""Options of `deploy` that are parsed here: shares, bounds, and those of the gate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+import click
+
+from lightning_trainer.flags.group import F, group_options
+
+GATE_OPTIONS: Final = ("wait_days", "worse", "better", "false_promotion", "power")
+_SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
+
+
+def parse_share(context: click.Context, option: click.Parameter, value: str) -> float:
+    """Parse a share such as ``5%`` or ``0.05``."""
+    found = _SHARE.fullmatch(value)
+    if found is None:
+        raise click.BadParameter(f"{value!r}: give a share such as 5% or 0.05", context, option)
+    return float(found[1]) / (100.0 if found[2] else 1.0)
+
+
+def share_option(default: str) -> Callable[[F], F]:
+    """Return the option for a share of the conversations."""
+    return click.option(
+        "--share",
+        default=default,
+        show_default=True,
+        callback=parse_share,
+        metavar="SHARE",
+        help="Share of the conversations.",
+    )
+
+
+outcomes_option = click.option(
+    "--outcome", "sources", multiple=True, metavar="SOURCE", help="Rewards that count. Default: all. May be repeated."
+)
+
+
+def gate_options(function: F) -> F:
+    """Add the gate's options, with defaults and help from the record that the loop also uses."""
+    from lightning_trainer.kits.deploy.options import CanaryOptions
+
+    fields = {name: CanaryOptions.model_fields[name] for name in GATE_OPTIONS}
+    options = (
+        click.option(f"--{name.replace('_', '-')}", default=field.default, show_default=True, help=field.description)
+        for name, field in fields.items()
+    )
+    return group_options(*options)(function)
+
+
+def parse_bounds(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
+    """Parse bounds such as ``failed=2%``."""
+    pairs = [value.rpartition("=") if "=" in value else (value, "", "") for value in values]  # a source may contain "="
+    return {name: parse_share(context, option, share) for name, _, share in pairs}
