@@ -196,7 +196,7 @@ def lightning_agent_name(span: OpenSpan) -> str | None:
 
 @hookspec
 def lightning_span_ended(span: Span) -> None:
-    """It happened: a span ended and was handed to the sink. In the agent's process, in a separate thread.
+    """Notification: a span ended and was handed to the sink. In the agent's process, in a separate thread.
 
     Spans come one at a time, in the order in which they ended. A slow or hanging listener delays neither the agent nor
     the delivery of spans: up to 16,384 spans wait for it, and it misses any more. If one raises, the error is logged
@@ -211,7 +211,7 @@ def lightning_adapt(trace: Trace) -> list[Transition] | None:
 
 @hookspec
 def lightning_rewards(trace: Trace, transitions: Sequence[Transition]) -> list[Reward] | None:
-    """It happened: an attempt was adapted; give automatic intermediate rewards for it. All answers are added up."""
+    """Notification: an attempt was adapted; return automatic intermediate rewards for it. All answers are added up."""
 
 
 @hookspec
