@@ -1,7 +1,8 @@
 """Names every wait that is longer than its bound, so that nothing hangs silently.
 
-```python with waiting("store write", "512 spans") as wait:
-    ...            # wait.moved() whenever something arrives: the bound limits silence, not work
+```python
+with waiting("store write", "512 spans") as wait:
+    ...  # wait.moved() whenever something arrives: the bound limits silence, not work
 ```
 
 A thread watches the open waits and logs each that is too long, once, and once more when it has ended. `stalls` returns

@@ -23,17 +23,14 @@ class Deployment:
     Attributes:
         agent: its name.
         number: of the transition, 1 for the agent's first. Numbers are unique, so that of two simultaneous transitions
-            one is
-            rejected.
+            one is rejected.
         stage: the candidate's stage. ``stable``: it was promoted, and there is none. ``rolled_back``: it was rejected.
         stable: the policy that answers all calls, or in a canary all others: a model's name on the server, or of an
-            adapter
-            ``NAME@HASH``.
+            adapter ``NAME@HASH``.
         candidate: the policy that is tested or was rolled back; None if there is none.
         previous: the stable policy before the last promotion, to which a rollback returns; None: there was none.
         share: of the conversations that the candidate answers in a canary, or gets copies of in a shadow; 0 to 1, 0
-            outside
-            both.
+            outside both.
         checkpoint: folder of the candidate's adapter; None: the server has the candidate under its name.
         base: the model on whose servers that adapter is loaded; None likewise.
         reason: why it was made.

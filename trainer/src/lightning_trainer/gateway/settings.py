@@ -23,8 +23,7 @@ class Routing:
             with its rollout's. None: as requested, otherwise freely.
         temperature: used for every call, whatever it requests, and recorded in its sampling; None: as requested.
         plain: whether calls of attempts are sampled from the policy itself: without the top_p, top_k, min_p and
-            penalties
-            that they request, which are recorded with ``_asked`` after their names.
+            penalties that they request, which are recorded with ``_asked`` after their names.
         max_tokens: most tokens of an answer whose request names no limit; None: as many as the context allows.
         policies: policy by agent name or glob, for agents with their own policy: it answers whatever model their calls
             name.

@@ -75,8 +75,7 @@ class Account:
             the request made the engine sample them from another distribution than the policy's.
         begun: calls that begin a conversation: an agent's first one, or a sub-agent's with its own context.
         forked: calls that begin another row because the chat template leaves out earlier reasoning; the remaining parts
-            of
-            earlier answers have their own tokens.
+            of earlier answers have their own tokens.
         continued: calls whose prompt contains the tokens of the earlier call that they continue.
         not_continued: calls whose messages continue an earlier one, but whose tokens do not, by reason.
         joined: calls with both the agent's span and the gateway's record.

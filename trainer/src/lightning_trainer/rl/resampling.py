@@ -40,8 +40,7 @@ def with_contrast(
     Args:
         outcomes: of whole groups.
         rounds: how often groups may be replaced. Those of the last round that teach nothing are left out, unless no
-            group
-            teaches anything.
+            group teaches anything.
         judge: creates a batch of groups.
         roll: runs so many groups of other tasks, in the round of that number.
 

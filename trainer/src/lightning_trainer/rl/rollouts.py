@@ -39,8 +39,7 @@ class Outcome:
         attempts: all of its attempts in order.
         rewards: of `attempt`; empty without one.
         crash: its first attempt that failed because of the policy, see `endings`; None if none did. If failures count,
-            it
-            counts, and no retry replaces it: otherwise a policy that crashes would sample until it wins.
+            it counts, and no retry replaces it: otherwise a policy that crashes would sample until it wins.
         endings: how each of its attempts ended, by its id.
         unjudged: why the judge gave it no reward; None if it did, or there is no judge. It is left out then.
     """

@@ -26,8 +26,7 @@ class Score:
     Attributes:
         reward: mean over tasks of the mean of each task's rollouts; None if none of them counts.
         by_agent: the same of each agent's own rewards, if rewards were given by agent. A failure caused by the policy
-            counts
-            for every agent, because nothing says which of them caused it.
+            counts for every agent, because nothing says which of them caused it.
         rollouts: how many there were.
         failed: how many of them never succeeded, failed because of the policy before they did, or got no verdict.
         tasks: number of tasks of the rollouts that count; rollouts of one task are not independent samples.

@@ -75,8 +75,7 @@ class BatchSink:
         route: returns the destinations of a span: usually its attempt's training side, otherwise the process's store.
         spool: keeps on disk what could not be delivered.
         own: the process's own store as a destination. It waits for no other. What is spooled for another process's
-            store
-            is left to that process, and what is spooled without its key is sent only to this destination.
+            store is left to that process, and what is spooled without its key is sent only to this destination.
         queue_size: spans that may wait; further ones are dropped and counted.
         keeps: whether a span is recorded at all; the others are counted.
         prepare: masks what must not leave the process, before anything is sent or spooled. If it raises, its span is
@@ -202,8 +201,7 @@ class BatchSink:
 
         Args:
             timeout_s: what is not delivered by then is spooled, even if a destination may still take it: a span sent
-                twice is
-                stored once. By default `CLOSE_S`. Only the spool's own disk may take longer.
+                twice is stored once. By default `CLOSE_S`. Only the spool's own disk may take longer.
         """
         with self._lock:
             if self._closing:

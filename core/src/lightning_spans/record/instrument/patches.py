@@ -21,8 +21,7 @@ def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> 
         owner: a class or a module.
         name: the attribute; a static or class method stays one.
         wrap: takes the function and returns its replacement, or the function itself to leave it unchanged. The
-            replacement
-            must do nothing after the undo: another library that patched later may still call it.
+            replacement must do nothing after the undo: another library that patched later may still call it.
 
     Returns:
         The undo. It restores the original, unless another library patched later: that would undo its patch.

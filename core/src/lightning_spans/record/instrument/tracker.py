@@ -62,8 +62,7 @@ class Tracker:
             name: of the agent.
             context: where it begins; the current context by default.
             by_default: whether the name is the framework's default for unnamed agents. If `agent()` or another
-                framework
-                names the current agent, that name stays, and there is no span.
+                framework names the current agent, that name stays, and there is no span.
         """
         if by_default and self._is_named_around(context):
             return None

@@ -70,8 +70,7 @@ class Writer:
 
         Args:
             run_all: returns a result for each of the items that it gets, or the error to raise for it; like all writes,
-                it may
-                run twice.
+                it may run twice.
             item: this caller's.
 
         Raises:

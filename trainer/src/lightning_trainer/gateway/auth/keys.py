@@ -49,8 +49,7 @@ class Grant:
         agent: the agent that makes the calls, if no header names one.
         expires_s: Unix time in seconds.
         holder: the key's owner; part of the source of the rewards that an evaluator gives, and the owner of the
-            attempts
-            that a runner claims.
+            attempts that a runner claims.
         fence: fencing number of an attempt's key; an attempt that uses the id again has another.
         key_id: its id in the register; None for an attempt's key.
         failures: earlier attempts of its rollout that failed; 0 for other keys.

@@ -54,8 +54,7 @@ class PromptCounter:
             ids: the prompt.
             failures: earlier attempts of the rollout that failed.
             asked: the seed that the request names. With one, equal prompts of an attempt sample the same, as the
-                program
-                requests; without, each is a sample of its own.
+                program requests; without, each is a sample of its own.
         """
         again = (failures,) if failures else ()
         prompt = seed_of(run_seed, rollout_id.rpartition(":")[2], agent, *again, ids=ids)

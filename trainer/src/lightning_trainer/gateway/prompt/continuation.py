@@ -96,8 +96,7 @@ class Continuations:
     Args:
         chat: renders and tokenizes.
         remembered_bytes: most memory for answered calls; attempts unused for longest are dropped first. One attempt has
-            at
-            most a quarter.
+            at most a quarter.
     """
 
     def __init__(self, chat: ChatFormat, *, remembered_bytes: int = 256 * 2**20) -> None:

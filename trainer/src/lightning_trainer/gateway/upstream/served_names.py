@@ -66,8 +66,7 @@ class ServedNames:
             name: of the new weights, which the servers have loaded.
             version: their number.
             unused: called when the last call under the previous name has ended, which may be now. It runs in the thread
-                in
-                which that call ends, and must not block.
+                in which that call ends, and must not block.
         """
         with self._lock:
             before = self._names[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_spans.schema.rewards import Reward
 from lightning_trainer.rl.account import Account
@@ -12,9 +11,6 @@ from lightning_trainer.rl.advantages import FloatArray
 from lightning_trainer.rl.batch.calls import Calls, Judged
 from lightning_trainer.rl.batch.comparison import NoContrast
 from lightning_trainer.rl.rows import Row, make_rows
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

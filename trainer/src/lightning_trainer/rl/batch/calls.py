@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
 from lightning_trainer.rl.account import Account
-
-if TYPE_CHECKING:
-    pass
 
 FINAL: Final = ""  # the source of everything that no automatic rule gave
 

@@ -6,7 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,6 @@ from lightning_trainer.choices import Alone
 from lightning_trainer.rl.advantages import FloatArray
 from lightning_trainer.rl.batch.calls import FINAL, Calls
 from lightning_trainer.rl.rows import Row, make_rows
-
-if TYPE_CHECKING:
-    pass
 
 Parts: TypeAlias = "dict[str, FloatArray]"  # by source: (M,) its part of the advantages
 # rows -> for each of them (K,), what is subtracted from the reward at each of its trained tokens

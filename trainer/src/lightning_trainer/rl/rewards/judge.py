@@ -60,8 +60,7 @@ def read_rules(table: Mapping[str, Any], *, credit: str | None = None, gamma: fl
 
     Args:
         table: weights, or tables of weight, agents, potential and the rule's own options, by the name of a built-in
-            rule
-            or ``module:function`` for one of the user's.
+            rule or ``module:function`` for one of the user's.
         credit: the run's credit; None if nothing is learned and rewards are only shown.
         gamma: the run's discount; None: the credit's own.
 
