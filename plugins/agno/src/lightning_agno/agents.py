@@ -17,7 +17,6 @@ from agno.team import Team
 
 from lightning_agno import FRAMEWORK
 from lightning_agno.tools import DELEGATE
-from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.replay import tool_around
@@ -61,12 +60,8 @@ class AgnoAgents(Tracker):
             span = self._begin(agent)
             if span is None:
                 return original(agent, *args, **kwargs)
-            try:
-                with entered(span.context):
-                    output = original(agent, *args, **kwargs)
-            except BaseException as error:
-                self.end(span, error=error)
-                raise
+            with self.start_inside(span):
+                output = original(agent, *args, **kwargs)
             if isinstance(output, Generator):
                 return self.iterate(span, self._heard(agent, span, output))
             self.end(span, error=failure(output))

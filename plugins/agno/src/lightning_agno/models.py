@@ -5,21 +5,21 @@ Each call opens a scope. If a client creates a chat span within it, this module 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from agno.models.base import Model
 
 from lightning_agno import FRAMEWORK
+from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
-from lightning_spans.record.instrument.tracker import Tracker
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
     from lightning_spans.schema.spans import Json
 
-_BY_CLIENTS: Final = ("agno.models.openai", "agno.models.litellm", "agno.models.base")
+_PARAMETERS: Final = ("messages", "assistant_message", "response_format", "tools", "tool_choice")
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
@@ -32,13 +32,14 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield replace_in_subclasses(Model, "ainvoke_stream", models.wrap_stream_async)
 
 
-class AgnoModels(Tracker):
-    """Creates the chat spans of calls for which no client creates one."""
+class AgnoModels(ModelTracker):
+    """Reads requests and answers of Agno's models."""
 
-    def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, streamed: bool) -> OtherCall | None:
-        if not self.live:
-            return None
-        given = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
+    by_clients = ("agno.models.openai", "agno.models.litellm", "agno.models.base")
+
+    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
+        """Return the call that begins with these arguments."""
+        given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
 
         def ask() -> dict[str, Json]:
             return request_body(model, given.get("messages") or (), given.get("tools"))
@@ -46,81 +47,9 @@ class AgnoModels(Tracker):
         provider = str(model.provider or "").lower() or None
         return OtherCall(self.recorder, self.plugin, self.framework, ask, provider=provider, streamed=streamed)
 
-    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a synchronous call."""
-        if original.__module__.startswith(_BY_CLIENTS):
-            return original
-
-        def invoke(model: Any, *args: Any, **kwargs: Any) -> Any:
-            call = self._call(model, args, kwargs, streamed=False)
-            if call is None:
-                return original(model, *args, **kwargs)
-            return call.called(lambda: original(model, *args, **kwargs), lambda answer: response_body(model, [answer]))
-
-        return invoke
-
-    def wrap_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an asynchronous call."""
-        if original.__module__.startswith(_BY_CLIENTS):
-            return original
-
-        async def ainvoke(model: Any, *args: Any, **kwargs: Any) -> Any:
-            call = self._call(model, args, kwargs, streamed=False)
-            work = original(model, *args, **kwargs)
-            return await (work if call is None else call.asked(work, lambda answer: response_body(model, [answer])))
-
-        return ainvoke
-
-    def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a synchronous call with a streamed answer."""
-        if original.__module__.startswith(_BY_CLIENTS):
-            return original
-
-        def invoke(model: Any, *args: Any, **kwargs: Any) -> Any:
-            call = self._call(model, args, kwargs, streamed=True)
-            pieces = original(model, *args, **kwargs)
-            if call is None or not isinstance(pieces, Generator):
-                return pieces
-            seen: list[Any] = []
-            return call.iterate(_kept(pieces, seen), lambda _: response_body(model, seen))
-
-        return invoke
-
-    def wrap_stream_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an asynchronous call with a streamed answer."""
-        if original.__module__.startswith(_BY_CLIENTS):
-            return original
-
-        def ainvoke(model: Any, *args: Any, **kwargs: Any) -> Any:
-            call = self._call(model, args, kwargs, streamed=True)
-            pieces = original(model, *args, **kwargs)
-            if call is None or not isinstance(pieces, AsyncGenerator):
-                return pieces
-            seen: list[Any] = []
-            return call.steps(_akept(pieces, seen), lambda _: response_body(model, seen))
-
-        return ainvoke
-
-
-_PARAMETERS: Final = ("messages", "assistant_message", "response_format", "tools", "tool_choice")
-
-
-def _kept(pieces: Generator[Any, None, None], seen: list[Any]) -> Generator[Any, None, None]:
-    try:
-        for piece in pieces:
-            seen.append(piece)
-            yield piece
-    finally:
-        pieces.close()
-
-
-async def _akept(pieces: AsyncGenerator[Any, None], seen: list[Any]) -> AsyncGenerator[Any, None]:
-    try:
-        async for piece in pieces:
-            seen.append(piece)
-            yield piece
-    finally:
-        await pieces.aclose()
+    def answer(self, model: Any, items: Sequence[Any]) -> Mapping[str, Json]:
+        """Return what a model answered, whole or in parts, as a chat completion."""
+        return response_body(model, items)
 
 
 def request_body(model: Any, messages: Sequence[Any], tools: Any) -> dict[str, Json]:

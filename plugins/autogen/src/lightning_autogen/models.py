@@ -6,75 +6,50 @@ is then one of OpenAI's, or a cache around one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from autogen_core.models import ChatCompletionClient, CreateResult
 
 from lightning_autogen import FRAMEWORK
+from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import NOT_ASKED, OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import place_of_call
-from lightning_spans.record.instrument.tracker import Tracker
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
     from lightning_spans.schema.spans import Json
 
 _ROLES: Final = {"SystemMessage": "system", "UserMessage": "user", "AssistantMessage": "assistant"}
-_BY_OPENAI: Final = "autogen_ext.models.openai."  # its model clients always use the openai client
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     """Patch AutoGen to record every call of a model client; what is yielded removes each patch."""
     models = AutogenModels(recorder, FRAMEWORK)
     yield models.stop
-    yield replace_in_subclasses(ChatCompletionClient, "create", models.wrap_create)
-    yield replace_in_subclasses(ChatCompletionClient, "create_stream", models.wrap_create_stream)
+    yield replace_in_subclasses(ChatCompletionClient, "create", models.wrap_async)
+    yield replace_in_subclasses(ChatCompletionClient, "create_stream", models.wrap_stream_async)
 
 
-class AutogenModels(Tracker):
-    """Creates the chat spans of calls that do not use the openai client."""
+class AutogenModels(ModelTracker):
+    """Reads requests and answers of AutoGen's model clients."""
 
-    def wrap_create(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call."""
-        if original.__module__.startswith(_BY_OPENAI):
-            return original
+    by_clients = ("autogen_ext.models.openai.",)
+    kept = 1  # the last item of a stream is the whole answer
 
-        async def create(client: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
-            work = original(client, messages, *args, **kwargs)
-            if not self.live:
-                return await work
-            return await self._call(client, messages, kwargs).asked(work, _answer)
+    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
+        """Return the call that begins with these arguments."""
+        messages = args[0] if args else kwargs["messages"]
 
-        return create
-
-    def wrap_create_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call with a streamed answer."""
-        if original.__module__.startswith(_BY_OPENAI):
-            return original
-
-        def create_stream(client: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
-            items = original(client, messages, *args, **kwargs)
-            return self._steps(items, client, messages, kwargs) if self.live else items
-
-        return create_stream
-
-    async def _steps(
-        self, items: AsyncGenerator[Any, None], client: Any, messages: Any, options: Mapping[str, Any]
-    ) -> AsyncIterator[Any]:
-        steps = self._call(client, messages, options, streamed=True).steps(items, _answer)
-        try:
-            async for item in steps:
-                yield item
-        finally:
-            await steps.aclose()
-
-    def _call(self, client: Any, messages: Any, options: Mapping[str, Any], *, streamed: bool = False) -> OtherCall:
         def ask() -> dict[str, Json]:
-            return _request(client, messages, options)
+            return _request(model, messages, kwargs)
 
         return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed, place=place_of_call)
+
+    def answer(self, model: Any, items: Sequence[Any]) -> Mapping[str, Json] | None:  # noqa: ARG002 - not in a result
+        """Return what a model answered as a chat completion; None for a stream that was not read to its end."""
+        return _answer(items[-1])
 
 
 def _request(client: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Json]:

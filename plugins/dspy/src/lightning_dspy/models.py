@@ -5,19 +5,18 @@ Each call opens a scope. If a client creates a chat span within it, this module 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dspy
 from dspy.clients.cache import Cache
 
 from lightning_dspy import FRAMEWORK
 from lightning_openai.json_text import to_json
+from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import OtherCall
-from lightning_spans.record.context import current, current_agent, current_attempt, entered
+from lightning_spans.record.context import current, current_agent, current_attempt
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
-from lightning_spans.record.instrument.scope import scoped
-from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.recorder import standing
 
 if TYPE_CHECKING:
@@ -25,17 +24,15 @@ if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Attempt
     from lightning_spans.schema.spans import Json
 
-_BY_CLIENTS: Final = "dspy.clients"  # DSPy's own models use LiteLLM, or the transport that is patched
-
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     """Patch DSPy to record every model call; what is yielded removes each patch."""
     models = DspyModels(recorder, FRAMEWORK)
     yield models.stop
-    yield replace_in_subclasses(dspy.BaseLM, "forward", models.wrap_forward)
-    yield replace_in_subclasses(dspy.BaseLM, "aforward", models.wrap_aforward)
-    yield replace(Cache, "get", models.wrap_get)
-    yield replace(Cache, "put", models.wrap_put)
+    yield replace_in_subclasses(dspy.BaseLM, "forward", models.wrap)
+    yield replace_in_subclasses(dspy.BaseLM, "aforward", models.wrap_async)
+    yield replace(Cache, "get", models.wrap_cache)
+    yield replace(Cache, "put", models.wrap_cache)
 
 
 class _Caller(NamedTuple):
@@ -46,63 +43,33 @@ class _Caller(NamedTuple):
     attempt: Attempt | None
 
 
-class DspyModels(Tracker):
-    """Creates the chat spans of calls for which no client creates one."""
+class DspyModels(ModelTracker):
+    """Reads requests and answers of a program's own models, and keeps DSPy's cache out of training."""
 
-    def wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a synchronous call."""
-        if original.__module__.startswith(_BY_CLIENTS):
-            return original
+    by_clients = ("dspy.clients",)  # DSPy's own models use LiteLLM, or the transport that is patched
 
-        def forward(model: Any, prompt: Any = None, messages: Any = None, **kwargs: Any) -> Any:
-            if not self.live:
-                return original(model, prompt, messages, **kwargs)
-            call = self._call(model, prompt, messages, kwargs)
-            try:
-                with entered(scoped(call.scope)):
-                    answer = original(model, prompt, messages, **kwargs)
-            except BaseException as error:
-                call.end(error=error)
-                raise
-            call.end(lambda: response_body(answer))
-            return answer
+    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
+        """Return the call that begins with these arguments."""
+        given = {**dict(zip(("prompt", "messages"), args, strict=False)), **kwargs}
 
-        return forward
-
-    def wrap_aforward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an asynchronous call."""
-        if original.__module__.startswith(_BY_CLIENTS):
-            return original
-
-        async def aforward(model: Any, prompt: Any = None, messages: Any = None, **kwargs: Any) -> Any:
-            work = original(model, prompt, messages, **kwargs)
-            return await (self._call(model, prompt, messages, kwargs).asked(work, response_body) if self.live else work)
-
-        return aforward
-
-    def _call(self, model: Any, prompt: Any, messages: Any, options: dict[str, Any]) -> OtherCall:
         def ask() -> dict[str, Json]:
-            given = messages or [{"role": "user", "content": prompt}]
-            known = {key: value for key, value in options.items() if isinstance(value, str | int | float | list)}
-            return {**known, "model": model.model, "messages": list(given)}
+            prompt, messages = given.pop("prompt", None), given.pop("messages", None)
+            known = {key: value for key, value in given.items() if isinstance(value, str | int | float | list)}
+            return {**known, "model": model.model, "messages": list(messages or [{"role": "user", "content": prompt}])}
 
-        return OtherCall(self.recorder, self.plugin, self.framework, ask)
+        return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed)
 
-    def wrap_get(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a cache lookup. While an agent is trained, its policy answers every call anew."""
+    def answer(self, model: Any, items: Sequence[Any]) -> dict[str, Json] | None:  # noqa: ARG002 - the answer names it
+        """Return what a model answered as a chat completion."""
+        return response_body(items[0])
 
-        def get(cache: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrap_cache(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a lookup in the cache, or a write. While an agent is trained, its policy answers every call anew."""
+
+        def use(cache: Any, *args: Any, **kwargs: Any) -> Any:
             return None if self._trained() else original(cache, *args, **kwargs)
 
-        return get
-
-    def wrap_put(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a cache write. Answers of a policy in training are not cached."""
-
-        def put(cache: Any, *args: Any, **kwargs: Any) -> Any:
-            return None if self._trained() else original(cache, *args, **kwargs)
-
-        return put
+        return use
 
     def _trained(self) -> bool:
         if not self.live:

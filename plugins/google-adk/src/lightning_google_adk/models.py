@@ -5,22 +5,21 @@ Each call opens a scope. If a client, or a nested model, creates a chat span wit
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from google.adk.models import BaseLlm
 
 from lightning_google_adk import FRAMEWORK
 from lightning_openai.json_text import to_json
+from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
-from lightning_spans.record.instrument.tracker import Tracker
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
     from lightning_spans.schema.spans import Json
 
-_BY_LITELLM: Final = "google.adk.models.lite_llm"
 _SETTINGS: Final = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
 _FINISH: Final = {"STOP": "stop", "MAX_TOKENS": "length"}
 
@@ -29,29 +28,28 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     """Patch ADK to record every model call; what is yielded removes each patch."""
     models = AdkModels(recorder, FRAMEWORK)
     yield models.stop
-    yield replace_in_subclasses(BaseLlm, "generate_content_async", models.wrap_generate)
+    yield replace_in_subclasses(BaseLlm, "generate_content_async", models.wrap_stream_async)
 
 
-class AdkModels(Tracker):
-    """Creates the chat spans of calls for which no client creates one."""
+class AdkModels(ModelTracker):
+    """Reads requests and answers of ADK's models. The last item is the whole answer, streamed or not."""
 
-    def wrap_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a model call. The last item that it yields is the whole answer, streamed or not."""
-        if original.__module__ == _BY_LITELLM:
-            return original
+    by_clients = ("google.adk.models.lite_llm",)
+    kept = 1
 
-        def generate(model: Any, llm_request: Any, stream: bool = False) -> AsyncGenerator[Any, None]:
-            answers: AsyncGenerator[Any, None] = original(model, llm_request, stream)
-            if not self.live:
-                return answers
+    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
+        """Return the call that begins with these arguments."""
+        given = {**dict(zip(("llm_request", "stream"), args, strict=False)), **kwargs}
+        streamed = bool(given.get("stream"))
 
-            def ask() -> dict[str, Json]:
-                return request_body(model, llm_request)
+        def ask() -> dict[str, Json]:
+            return request_body(model, given["llm_request"])
 
-            call = OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=stream)
-            return call.steps(answers, response_body)
+        return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed)
 
-        return generate
+    def answer(self, model: Any, items: Sequence[Any]) -> dict[str, Json] | None:  # noqa: ARG002 - see `request_body`
+        """Return what a model answered as a chat completion."""
+        return response_body(items[-1])
 
 
 def request_body(model: Any, request: Any) -> dict[str, Json]:

@@ -15,9 +15,8 @@ from haystack.tools import flatten_tools_or_toolsets
 
 from lightning_haystack import FRAMEWORK
 from lightning_openai.other_clients import OtherCall
-from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.patches import Undo, replace
-from lightning_spans.record.instrument.scope import Scope, place_of_call, scoped
+from lightning_spans.record.instrument.scope import Scope, place_of_call
 from lightning_spans.record.instrument.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -87,14 +86,9 @@ class HaystackModels(Tracker):
             if not self.live:
                 return original(generator, *args, **kwargs)
             call = self._call(generator, signature, args, kwargs)
-            try:
-                with entered(scoped(call.scope)):
-                    answer = original(generator, *args, **kwargs)
-            except BaseException as error:
-                call.end(error=error)
-                raise
-            call.end(lambda: response_body(generator, answer))
-            return answer
+            return call.called(
+                lambda: original(generator, *args, **kwargs), lambda answer: response_body(generator, answer)
+            )
 
         return run
 

@@ -65,12 +65,8 @@ class LlamaIndexAgents(Tracker):
             span = self._begin_run(workflow)
             if span is None:
                 return original(workflow, *args, **kwargs)
-            try:
-                with entered(span.context):
-                    handler = original(workflow, *args, **kwargs)
-            except BaseException as error:
-                self.end(span, error=error)
-                raise
+            with self.start_inside(span):
+                handler = original(workflow, *args, **kwargs)
             with self.guard(span):  # before llama-index-workflows 2.13 the handler itself was the future
                 getattr(handler, "_result_task", handler).add_done_callback(functools.partial(self._end_run, span))
             return handler

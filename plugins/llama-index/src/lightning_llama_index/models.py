@@ -6,23 +6,20 @@ implements one kind of call by another counts as called once.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.base import BaseLLM
 
 from lightning_llama_index import FRAMEWORK
+from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import OtherCall
-from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.patches import replace_in_subclasses
-from lightning_spans.record.instrument.scope import scoped, scopes_around
-from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.instrument.scope import scopes_around
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
     from lightning_spans.schema.spans import Json
-
-_BY_OPENAI: Final = "llama_index.llms.openai"  # and `openai_like`: their models always use the openai client
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
@@ -36,85 +33,47 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
         yield replace_in_subclasses(BaseLLM, f"astream_{name}", models.wrap_stream_async)
 
 
-class LlamaIndexModels(Tracker):
-    """Creates the chat spans of calls that do not use the openai client."""
+class LlamaIndexModels(ModelTracker):
+    """Reads requests and answers of LlamaIndex's models."""
 
-    def _call(self, model: Any, asked: tuple[Any, ...], options: dict[str, Any], *, streamed: bool) -> OtherCall | None:
-        if not self.live or any(isinstance(scope.call, OtherCall) for scope in scopes_around()):
-            return None
+    by_clients = ("llama_index.llms.openai",)  # and `openai_like`
+    kept = 1  # each item of a streamed answer contains everything before it
+
+    def records(self) -> bool:
+        """Whether a call that begins now is recorded: it is not part of another."""
+        return self.live and not any(isinstance(scope.call, OtherCall) for scope in scopes_around())
+
+    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
+        """Return the call that begins with these arguments."""
 
         def ask() -> dict[str, Json]:
-            return request_body(model, asked, options)
+            return request_body(model, args, kwargs)
 
         provider = model.class_name().removesuffix("_llm")
         return OtherCall(self.recorder, self.plugin, self.framework, ask, provider=provider, streamed=streamed)
 
-    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a synchronous call."""
-        if original.__module__.startswith(_BY_OPENAI):
-            return original
-
-        def ask(model: Any, *args: Any, **kwargs: Any) -> Any:
-            call = self._call(model, args, kwargs, streamed=False)
-            if call is None:
-                return original(model, *args, **kwargs)
-            return call.called(lambda: original(model, *args, **kwargs), lambda answer: response_body(model, answer))
-
-        return ask
-
-    def wrap_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an asynchronous call."""
-        if original.__module__.startswith(_BY_OPENAI):
-            return original
-
-        async def ask(model: Any, *args: Any, **kwargs: Any) -> Any:
-            call = self._call(model, args, kwargs, streamed=False)
-            work = original(model, *args, **kwargs)
-            return await (work if call is None else call.asked(work, lambda answer: response_body(model, answer)))
-
-        return ask
-
-    def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a synchronous call with a streamed answer. Each item contains everything before it."""
-        if original.__module__.startswith(_BY_OPENAI):
-            return original
-
-        def ask(model: Any, *args: Any, **kwargs: Any) -> Any:
-            call = self._call(model, args, kwargs, streamed=True)
-            if call is None:
-                return original(model, *args, **kwargs)
-            try:
-                with entered(scoped(call.scope)):
-                    pieces = original(model, *args, **kwargs)
-            except BaseException as error:
-                call.end(error=error)
-                raise
-            return call.iterate(pieces, lambda answer: response_body(model, answer))
-
-        return ask
+    def answer(self, model: Any, items: Sequence[Any]) -> Mapping[str, Json]:
+        """Return what a model answered as a chat completion."""
+        return response_body(model, items[-1])
 
     def wrap_stream_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an asynchronous call with a streamed answer."""
-        if original.__module__.startswith(_BY_OPENAI):
+        """Wrap an asynchronous call with a streamed answer, which is awaited before it is read."""
+        if self.is_by_client(original):
             return original
 
         async def ask(model: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-            call = self._call(model, args, kwargs, streamed=True)
+            call = self.begin_call(model, args, kwargs, streamed=True)
             if call is None:
                 pieces: AsyncGenerator[Any, None] = await original(model, *args, **kwargs)
                 return pieces
-            try:
-                with entered(scoped(call.scope)):
-                    pieces = await original(model, *args, **kwargs)
-            except BaseException as error:
-                call.end(error=error)
-                raise
-            return call.steps(pieces, lambda answer: response_body(model, answer))
+            with call.start_inside():
+                pieces = await original(model, *args, **kwargs)
+            return call.steps(pieces, lambda seen: self.answer(model, seen))
 
         return ask
 
 
-def request_body(model: Any, asked: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Json]:
+def request_body(model: Any, asked: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Json]:
     """Return the request as the body of a chat completion."""
     given = asked[0] if asked else options.get("messages", options.get("prompt", ""))
     turns = [{"role": "user", "content": given}] if isinstance(given, str) else [_turn(message) for message in given]

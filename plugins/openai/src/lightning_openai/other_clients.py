@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lightning_openai.attributes import request_attributes, response_attributes
@@ -137,27 +139,37 @@ class OtherCall:
         """Whether a request to the gateway carries the span's id. Then the span must be ended in any case."""
         return self._span is not None
 
-    async def asked(self, work: Awaitable[T], body: Callable[[T], Mapping[str, Json] | None]) -> T:
-        """Await the answer. `body` returns it as a chat completion, None if it is none, or `NOT_ASKED`."""
+    @contextmanager
+    def start_inside(self) -> Iterator[None]:
+        """Enter the call's scope for a block that starts the call. If the block raises, the call has failed."""
         try:
             with entered(scoped(self.scope)):
-                answer = await work
+                yield
         except BaseException as error:
             self.end(error=error)
             raise
+
+    async def asked(self, work: Awaitable[T], body: Callable[[T], Mapping[str, Json] | None]) -> T:
+        """Await the answer. `body` returns it as a chat completion, None if it is none, or `NOT_ASKED`."""
+        with self.start_inside():
+            answer = await work
         self.end(lambda: body(answer))
         return answer
 
     async def steps(
-        self, items: AsyncGenerator[T, None], body: Callable[[T], Mapping[str, Json] | None]
+        self,
+        items: AsyncGenerator[T, None],
+        body: Callable[[Sequence[T]], Mapping[str, Json] | None],
+        *,
+        kept: int | None = 1,
     ) -> AsyncGenerator[T, None]:
-        """Return the items of a streamed answer. `body`, as in `asked`, gets the last."""
-        last: list[T] = []
+        """Return the items of a streamed answer. `body`, as in `asked`, gets the last `kept` of them, or all."""
+        seen = deque[T](maxlen=kept)
         failed: BaseException | None = None
         steps = entered_steps(scoped(self.scope, current()), items)
         try:
             async for item in steps:
-                last = [item]
+                seen.append(item)
                 yield item
         except GeneratorExit:
             raise
@@ -166,29 +178,29 @@ class OtherCall:
             raise
         finally:
             await steps.aclose()
-            self.end((lambda: body(last[0])) if last and failed is None else None, error=failed)
+            self.end((lambda: body(seen)) if seen and failed is None else None, error=failed)
 
     def called(self, work: Callable[[], T], body: Callable[[T], Mapping[str, Json] | None]) -> T:
         """Call synchronously; see `asked`."""
-        try:
-            with entered(scoped(self.scope)):
-                answer = work()
-        except BaseException as error:
-            self.end(error=error)
-            raise
+        with self.start_inside():
+            answer = work()
         self.end(lambda: body(answer))
         return answer
 
     def iterate(
-        self, items: Generator[T, None, None], body: Callable[[T], Mapping[str, Json] | None]
+        self,
+        items: Generator[T, None, None],
+        body: Callable[[Sequence[T]], Mapping[str, Json] | None],
+        *,
+        kept: int | None = 1,
     ) -> Generator[T, None, None]:
         """Return the items of a synchronous generator; see `steps`."""
-        last: list[T] = []
+        seen = deque[T](maxlen=kept)
         failed: BaseException | None = None
         steps = entered_iteration(scoped(self.scope, current()), items)
         try:
             for item in steps:
-                last = [item]
+                seen.append(item)
                 yield item
         except GeneratorExit:
             raise
@@ -197,7 +209,7 @@ class OtherCall:
             raise
         finally:
             steps.close()
-            self.end((lambda: body(last[0])) if last and failed is None else None, error=failed)
+            self.end((lambda: body(seen)) if seen and failed is None else None, error=failed)
 
     def end(
         self,

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic_ai.models import Model
 
 from lightning_openai.json_text import to_json
+from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import OtherCall
 from lightning_pydantic_ai import FRAMEWORK
 from lightning_spans.record.context import attach, current, overlaid
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import scoped
-from lightning_spans.record.instrument.tracker import Tracker
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
     from lightning_spans.schema.spans import Json
 
-_BY_OPENAI: Final = "pydantic_ai.models.openai"  # its models always use the openai client
 _FINISH: Final = {"tool_call": "tool_calls"}
 
 
@@ -33,41 +32,42 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     """Patch Pydantic AI to record every model call; what is yielded removes each patch."""
     models = PydanticModels(recorder, FRAMEWORK)
     yield models.stop
-    yield replace_in_subclasses(Model, "request", models.wrap_request)
+    yield replace_in_subclasses(Model, "request", models.wrap_async)
     yield replace_in_subclasses(Model, "request_stream", models.wrap_request_stream)
 
 
-class PydanticModels(Tracker):
-    """Creates the chat spans of calls that do not use the openai client."""
+class PydanticModels(ModelTracker):
+    """Reads requests and answers of Pydantic AI's models."""
 
-    def wrap_request(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call."""
-        if original.__module__.startswith(_BY_OPENAI):
-            return original
+    by_clients = ("pydantic_ai.models.openai",)
 
-        async def request(model: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
-            work = original(model, messages, *args, **kwargs)
-            return await (self._call(model, messages, args).asked(work, response_body) if self.live else work)
+    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
+        """Return the call that begins with these arguments."""
+        given = {**dict(zip(("messages", "model_settings", "model_request_parameters"), args, strict=False)), **kwargs}
 
-        return request
-
-    def wrap_request_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call with a streamed answer."""
-        if original.__module__.startswith(_BY_OPENAI):
-            return original
-
-        def request_stream(model: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
-            stream = original(model, messages, *args, **kwargs)
-            return _streaming(stream, self._call(model, messages, args, streamed=True)) if self.live else stream
-
-        return request_stream
-
-    def _call(self, model: Any, messages: Any, args: Sequence[Any], *, streamed: bool = False) -> OtherCall:
         def ask() -> dict[str, Json]:
-            return request_body(model, messages, *args[:2])
+            return request_body(
+                model, given["messages"], given.get("model_settings"), given.get("model_request_parameters")
+            )
 
         provider = getattr(model, "system", None)
         return OtherCall(self.recorder, self.plugin, self.framework, ask, provider=provider, streamed=streamed)
+
+    def answer(self, model: Any, items: Sequence[Any]) -> dict[str, Json]:  # noqa: ARG002 - the answer names it
+        """Return what a model answered as a chat completion."""
+        return response_body(items[0])
+
+    def wrap_request_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a call with a streamed answer, which is a block."""
+        if self.is_by_client(original):
+            return original
+
+        def request_stream(model: Any, *args: Any, **kwargs: Any) -> Any:
+            call = self.begin_call(model, args, kwargs, streamed=True)
+            stream = original(model, *args, **kwargs)
+            return stream if call is None else _streaming(stream, call)
+
+        return request_stream
 
 
 @asynccontextmanager

@@ -51,12 +51,8 @@ class KernelOrchestrations(Tracker):
 
         async def invoke(orchestration: Any, *args: Any, **kwargs: Any) -> Any:
             span = self.begin(names.INVOKE_WORKFLOW, _RANDOM.sub("", orchestration.name))
-            try:
-                with nullcontext() if span is None else entered(span.context):
-                    result = await original(orchestration, *args, **kwargs)
-            except BaseException as error:
-                self.end(span, error=error)
-                raise
+            with nullcontext() if span is None else self.start_inside(span):
+                result = await original(orchestration, *args, **kwargs)
             if span is not None:
                 self._runs[id(result)] = span
                 weakref.finalize(result, self._finish, id(result))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from smolagents.agents import MultiStepAgent
 
 from lightning_smolagents import FRAMEWORK
-from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 
@@ -38,12 +37,8 @@ class SmolAgents(Tracker):
             span = self.begin_agent(name_of(agent), by_default=not agent.name) if self.live else None
             if span is None:
                 return original(agent, *args, **kwargs)
-            try:
-                with entered(span.context):
-                    output = original(agent, *args, **kwargs)
-            except BaseException as error:
-                self.end(span, error=error)
-                raise
+            with self.start_inside(span):
+                output = original(agent, *args, **kwargs)
             if isinstance(output, Generator):
                 return self.iterate(span, output)
             self.end(span)

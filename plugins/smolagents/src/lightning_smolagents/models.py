@@ -6,15 +6,15 @@ client creates a chat span within it, this module creates none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from smolagents.models import Model, agglomerate_stream_deltas, get_tool_json_schema
+from smolagents.models import ChatMessage, Model, agglomerate_stream_deltas, get_tool_json_schema
 
+from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import OtherCall
 from lightning_smolagents import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace_in_subclasses
-from lightning_spans.record.instrument.tracker import Tracker
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
@@ -31,60 +31,26 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield replace_in_subclasses(Model, "generate_stream", models.wrap_stream)
 
 
-class SmolModels(Tracker):
-    """Creates the chat spans of calls for which no client creates one."""
+class SmolModels(ModelTracker):
+    """Reads requests and answers of smolagents' models."""
 
-    def _call(self, model: Any, messages: Any, tools: Any, *, streamed: bool) -> OtherCall | None:
-        if not self.live:
-            return None
+    def is_by_client(self, original: Callable[..., Any]) -> bool:
+        """Whether a model's method always uses a patched client."""
+        return original.__module__ == Model.__module__ and original.__qualname__.split(".")[0] in _BY_CLIENTS
+
+    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
+        """Return the call that begins with these arguments."""
+        messages = args[0] if args else kwargs["messages"]
 
         def ask() -> dict[str, Json]:
-            return request_body(model, messages, tools)
+            return request_body(model, messages, kwargs.get("tools_to_call_from"))
 
         return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed)
 
-    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call."""
-        if _is_by_client(original):
-            return original
-
-        def generate(model: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
-            call = self._call(model, messages, kwargs.get("tools_to_call_from"), streamed=False)
-            if call is None:
-                return original(model, messages, *args, **kwargs)
-            return call.called(
-                lambda: original(model, messages, *args, **kwargs), lambda answer: response_body(model, answer)
-            )
-
-        return generate
-
-    def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call with a streamed answer."""
-        if _is_by_client(original):
-            return original
-
-        def generate(model: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
-            call = self._call(model, messages, kwargs.get("tools_to_call_from"), streamed=True)
-            pieces = original(model, messages, *args, **kwargs)
-            if call is None or not isinstance(pieces, Generator):
-                return pieces
-            seen: list[Any] = []
-            return call.iterate(_kept(pieces, seen), lambda _: response_body(model, agglomerate_stream_deltas(seen)))
-
-        return generate
-
-
-def _is_by_client(original: Callable[..., Any]) -> bool:
-    return original.__module__ == Model.__module__ and original.__qualname__.split(".")[0] in _BY_CLIENTS
-
-
-def _kept(pieces: Generator[Any, None, None], seen: list[Any]) -> Generator[Any, None, None]:
-    try:
-        for piece in pieces:
-            seen.append(piece)
-            yield piece
-    finally:
-        pieces.close()
+    def answer(self, model: Any, items: Sequence[Any]) -> Mapping[str, Json]:
+        """Return what a model answered, whole or in parts, as a chat completion."""
+        whole = items[0] if isinstance(items[0], ChatMessage) else agglomerate_stream_deltas(list(items))
+        return response_body(model, whole)
 
 
 def request_body(model: Any, messages: Sequence[Any], tools: Any) -> dict[str, Json]:

@@ -6,22 +6,22 @@ Each call opens a scope. If a client, or a nested model, creates a chat span wit
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from strands.models.model import Model
 
 from lightning_openai.json_text import to_json
+from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
-from lightning_spans.record.instrument.tracker import Tracker
 from lightning_strands import FRAMEWORK
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
     from lightning_spans.schema.spans import Json
 
-_BY_CLIENTS: Final = ("strands.models.openai", "strands.models._openai", "strands.models.litellm")
+_PARAMETERS: Final = ("messages", "tool_specs", "system_prompt")
 _FINISH: Final = {"end_turn": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
 
 
@@ -29,40 +29,27 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     """Patch Strands to record every model call; what is yielded removes each patch."""
     models = StrandsModels(recorder, FRAMEWORK)
     yield models.stop
-    yield replace_in_subclasses(Model, "stream", models.wrap_stream)
+    yield replace_in_subclasses(Model, "stream", models.wrap_stream_async)
 
 
-class StrandsModels(Tracker):
-    """Creates the chat spans of calls for which no client creates one."""
+class StrandsModels(ModelTracker):
+    """Reads requests and answers of Strands' models. Every model streams its answer."""
 
-    def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call. Every model streams its answer."""
-        if original.__module__.startswith(_BY_CLIENTS):
-            return original
+    by_clients = ("strands.models.openai", "strands.models._openai", "strands.models.litellm")
 
-        def stream(model: Any, messages: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-            events: AsyncGenerator[Any, None] = original(model, messages, *args, **kwargs)
-            if not self.live:
-                return events
-            given = dict(zip(("tool_specs", "system_prompt"), args, strict=False)) | kwargs
+    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
+        """Return the call that begins with these arguments."""
+        given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
 
-            def ask() -> dict[str, Json]:
-                return request_body(model, messages, given.get("tool_specs"), given.get("system_prompt"))
+        def ask() -> dict[str, Json]:
+            messages = given.get("messages") or ()
+            return request_body(model, messages, given.get("tool_specs"), given.get("system_prompt"))
 
-            call = OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=True)
-            seen: list[Any] = []
-            return call.steps(_kept(events, seen), lambda _: response_body(model, seen))
+        return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed)
 
-        return stream
-
-
-async def _kept(events: AsyncGenerator[Any, None], seen: list[Any]) -> AsyncGenerator[Any, None]:
-    try:
-        async for event in events:
-            seen.append(event)
-            yield event
-    finally:
-        await events.aclose()
+    def answer(self, model: Any, items: Sequence[Any]) -> Mapping[str, Json]:
+        """Return what a model answered, in events, as a chat completion."""
+        return response_body(model, items)
 
 
 def request_body(model: Any, messages: Sequence[Any], tools: Any, system: Any) -> dict[str, Json]:

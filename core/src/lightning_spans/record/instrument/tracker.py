@@ -165,6 +165,16 @@ class Tracker:
         with self.working(span), nullcontext() if span is None else entered(span.context):
             yield
 
+    @contextmanager
+    def start_inside(self, span: OpenSpan) -> Iterator[None]:
+        """Enter the span for a block that starts the work. If the block raises, the span ends with that error."""
+        try:
+            with entered(span.context):
+                yield
+        except BaseException as error:
+            self.end(span, error=error)
+            raise
+
     async def steps(self, span: OpenSpan | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         """Return the items of a generator that works under the span; its reader's code in between does not."""
         with self.working(span):
