@@ -1,8 +1,11 @@
-"""The entry that a kit or a plugin registers for each of its commands of `lightning-rl`."""
+"""The entry that a kit or a plugin registers for each of its commands of `lightning-rl`, and the hook of kits."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lightning_spans.hooks import hookimpl
 
 
 class Listed(NamedTuple):
@@ -17,3 +20,14 @@ class Listed(NamedTuple):
     module: str
     help: str
     after: str = ""
+
+
+def command_hook(**commands: Listed) -> Callable[..., None]:
+    """Return a kit's `lightning_register_commands`, which registers these commands by name."""
+
+    @hookimpl
+    def register_commands(register: Callable[[str, Any], None]) -> None:
+        for name, listed in commands.items():
+            register(name, listed)
+
+    return register_commands

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from lightning_trainer.commands import Listed, command_hook
 
-from lightning_spans.hooks import hookimpl
-from lightning_trainer.commands import Listed
-
-
-@hookimpl
-def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
-    """Register the command."""
-    register(
-        "deploy",
-        Listed(
-            "lightning_trainer.kits.deploy.command",
-            "Bring a candidate policy to users, agent by agent: candidate, shadow, canary, promote, rollback.",
-            after="server",
-        ),
-    )
+lightning_register_commands = command_hook(
+    deploy=Listed(
+        "lightning_trainer.kits.deploy.command",
+        "Bring a candidate policy to users, agent by agent: candidate, shadow, canary, promote, rollback.",
+        after="server",
+    ),
+)

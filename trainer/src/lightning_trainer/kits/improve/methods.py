@@ -35,15 +35,15 @@ _KEPT_EPOCHS: Final = 2  # epochs of rejection sampling on its best rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Method(ABC):
-    """A method for one agent.
+class AgentTask:
+    """What improves one agent works on.
 
     Attributes:
-        config: options of the search. `train` names all agents.
+        config: options of the whole search; `train` names all agents.
         agent: the agent to improve.
         names: adapter of each agent.
-        folder: folder of its run.
-        tasks: the task files; it learns from the training tasks.
+        folder: where the work is kept.
+        tasks: the task files; a method learns from the training tasks.
         rollout_tokens: tokens of a rollout of the unchanged program.
         progress: callback for progress events.
     """
@@ -55,6 +55,12 @@ class Method(ABC):
     tasks: TaskFiles
     rollout_tokens: float
     progress: Progress
+
+
+class Method(AgentTask, ABC):
+    """A method for one agent. Its folder is that of its run."""
+
+    __slots__ = ()
 
     @abstractmethod
     def spend(self, limit: int, rung: int) -> Spending:

@@ -3,48 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from lightning_trainer.kits.evaluation.summary import Summary
-from lightning_trainer.kits.improve.config import ImproveConfig
 from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve
 from lightning_trainer.kits.improve.measuring import HeldOutMeasurement
-from lightning_trainer.kits.improve.methods import KINDS, Method
+from lightning_trainer.kits.improve.methods import KINDS, AgentTask, Method
 from lightning_trainer.kits.improve.snapshots import PROMPTS_NAME, Change, Snapshot
-from lightning_trainer.kits.improve.tasks import TaskFiles
 from lightning_trainer.models import NEWEST
 from lightning_trainer.report.metrics import write_atomically
-from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.terminal import decimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSearch:
+class AgentSearch(AgentTask):
     """Finds the best method for one agent, with the others unchanged.
 
     Attributes:
-        config: options of the whole search; `train` names all agents.
-        agent: the agent to improve.
-        names: adapter of each agent.
-        folder: folder of this agent.
-        tasks: tasks of the search.
         held_out: measures on the tasks for choosing; the base is already measured.
         base: summary of the base on these tasks.
-        rollout_tokens: tokens of a rollout of the unchanged program.
-        progress: callback for progress events.
     """
 
-    config: ImproveConfig
-    agent: str
-    names: Mapping[str, str]
-    folder: Path
-    tasks: TaskFiles
     held_out: HeldOutMeasurement
     base: Summary
-    rollout_tokens: float
-    progress: Progress
 
     def run(self, budget: int) -> dict[str, MethodResult]:
         """Spend this agent's share of the budget."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_spans.hooks import hookimpl
-from lightning_trainer.commands import Listed
+from lightning_trainer.commands import Listed, command_hook
 
 
 @hookimpl
@@ -17,14 +17,10 @@ def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
     register("lineage", LineageKind())
 
 
-@hookimpl
-def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
-    """Register the command."""
-    register(
-        "lineage",
-        Listed(
-            "lightning_trainer.kits.lineage.command",
-            "What a checkpoint learned from, or which checkpoints learned from a call or trace.",
-            after="traces",
-        ),
-    )
+lightning_register_commands = command_hook(
+    lineage=Listed(
+        "lightning_trainer.kits.lineage.command",
+        "What a checkpoint learned from, or which checkpoints learned from a call or trace.",
+        after="traces",
+    ),
+)

@@ -6,20 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_spans.hooks import hookimpl
-from lightning_trainer.commands import Listed
+from lightning_trainer.commands import Listed, command_hook
 
-
-@hookimpl
-def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
-    """Register the command."""
-    register(
-        "prompts",
-        Listed(
-            "lightning_trainer.kits.prompts.command",
-            "Optimise the system prompts of the agents you name.",
-            after="eval",
-        ),
-    )
+lightning_register_commands = command_hook(
+    prompts=Listed(
+        "lightning_trainer.kits.prompts.command",
+        "Optimise the system prompts of the agents you name.",
+        after="eval",
+    ),
+)
 
 
 @hookimpl

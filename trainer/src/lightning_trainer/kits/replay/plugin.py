@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from lightning_trainer.commands import Listed, command_hook
 
-from lightning_spans.hooks import hookimpl
-from lightning_trainer.commands import Listed
-
-
-@hookimpl
-def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
-    """Register the commands."""
-    register(
-        "fork",
-        Listed(
-            "lightning_trainer.kits.replay.fork_command",
-            "Replay a recorded rollout with one model call changed.",
-            after="traces",
-        ),
-    )
-    register(
-        "replay",
-        Listed(
-            "lightning_trainer.kits.replay.replay_command",
-            "Replay recorded rollouts against new code or another model, and report which still succeed.",
-            after="fork",
-        ),
-    )
+lightning_register_commands = command_hook(
+    fork=Listed(
+        "lightning_trainer.kits.replay.fork_command",
+        "Replay a recorded rollout with one model call changed.",
+        after="traces",
+    ),
+    replay=Listed(
+        "lightning_trainer.kits.replay.replay_command",
+        "Replay recorded rollouts against new code or another model, and report which still succeed.",
+        after="fork",
+    ),
+)
