@@ -24,14 +24,16 @@ from lightning_spans.store import open_store
 from lightning_trainer import registry, train
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.rl.rows import Row
-from support.training.tiny_runs import config, lines, write_program
+from support.training.programs import put_programs
+from support.training.tiny_runs import PROGRAMS as TINY
+from support.training.tiny_runs import config, lines
 
 PROGRAMS = Path(__file__).parent / "engines"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    write_program(tmp_path)
+    put_programs(tmp_path, 5, **TINY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(PROGRAMS))
     names = ("own_engine", "own_learner")

@@ -33,15 +33,11 @@ from lightning_trainer.kits.improve.tasks import TaskFiles
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.session.answers import Endpoint
 from lightning_trainer.work import Work
+from support.training.programs import CLIENT, put_programs
 
-AGENT = """
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
-
+AGENT = (
+    CLIENT
+    + """
 def ask(name, system, text):
     with agent(name):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -67,6 +63,7 @@ def flat(task):
     say("writer", "Write.", task["q"])
     return 0.5
 """
+)
 SMALL = (
     "--batch-size", "4", "--group-size", "4", "--workers", "1", "--device", "cpu", "--samples", "2",
     "--backend-options", "threads=1", "--backend-options", "slots=16", "--learning-rate", "3e-2", "--lora-rank", "8",
@@ -76,8 +73,7 @@ SMALL = (
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "program.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"{n}"}) + "\n" for n in range(24)))
+    put_programs(tmp_path, ({"q": f"{n}"} for n in range(24)), program=AGENT)
     (tmp_path / "val.jsonl").write_text("".join(json.dumps({"q": f"{n}"}) + "\n" for n in range(20, 60)))
     monkeypatch.chdir(tmp_path)
     return tmp_path

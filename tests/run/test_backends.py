@@ -33,17 +33,13 @@ from lightning_trainer.session.sampling import SamplingOptions, sampling_of
 from lightning_trainer.session.session import Session, open_database, serve
 from support.fakes import FakeEngine
 from support.training.backends import Remembering
+from support.training.programs import CLIENT, folder_with
 
 pytest.importorskip("openai")
 
-AGENT = '''
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
-
+AGENT = (
+    CLIENT
+    + '''
 def run(task):
     """Long answers are good."""
     with agent("writer"):
@@ -53,6 +49,7 @@ def run(task):
 def raises(task):
     raise ValueError("the oven is cold")
 '''
+)
 
 
 class Scripted:
@@ -107,12 +104,7 @@ def plugin() -> Iterator[Plugin]:
     hooks.unregister("stranger")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "strange_agent.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(3)))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+folder = folder_with(3, strange_agent=AGENT)
 
 
 def options(**more: Any) -> dict[str, Any]:

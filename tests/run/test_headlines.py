@@ -17,23 +17,20 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.run.embedded import Embedded
 from support.fakes import FakeEngine
 from support.training.backends import Remembering
+from support.training.programs import CLIENT, put_programs
 
 pytest.importorskip("openai")
 
-AGENT = '''
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
-
+AGENT = (
+    CLIENT
+    + '''
 def run(task):
     """The router is right or wrong; the worker, which nobody trains, always fails."""
     with agent("router"):
         reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": task["q"]}])
     return {"router": float(reply.choices[0].message.content == task["a"]), "worker": 0.0}
 '''
+)
 KINDS = ("technical", "billing")
 Answer = Callable[[int, int, int], str]  # (ticket, updates, times asked since the last one) -> the answer
 
@@ -60,9 +57,7 @@ Train = Callable[..., dict[str, Any]]
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
     """Train a router that answers as a script says, and return the last line."""
-    (tmp_path / "tickets.py").write_text(AGENT)
-    rows = [{"q": f"Route ticket {n} .", "a": KINDS[n % 2]} for n in range(8)]
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    put_programs(tmp_path, [{"q": f"Route ticket {n} .", "a": KINDS[n % 2]} for n in range(8)], tickets=AGENT)
     monkeypatch.chdir(tmp_path)
 
     class Stranger:

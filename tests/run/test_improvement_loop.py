@@ -20,21 +20,18 @@ from lightning_trainer.config.files import read_kept
 from lightning_trainer.kits.loop import learning
 from lightning_trainer.run.train import train
 from support.cli import call
+from support.training.programs import CLIENT
 
-AGENT = """
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
-
+AGENT = (
+    CLIENT
+    + """
 def run(task):
     with agent("writer"):
         messages = [{"role": "user", "content": task["question"]}]
         said = client.chat.completions.create(model="gpt-9", max_tokens=5, messages=messages)
     return sum(letter.isascii() and letter.isalpha() for letter in said.choices[0].message.content or "") / 5
 """
+)
 CONFIG = """
 agent = "writer"
 base = "base"

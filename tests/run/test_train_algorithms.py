@@ -19,14 +19,10 @@ from lightning_spans.store import open_store
 from lightning_trainer import train
 from lightning_trainer.cli import cli
 from lightning_trainer.rl.rewards.judge import PLUGIN
-from support.training.tiny_runs import config, lines, write_program
+from support.training.programs import folder_with
+from support.training.tiny_runs import PROGRAMS, config, lines
 
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_program(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+folder = folder_with(5, **PROGRAMS)
 
 
 def shown(*arguments: str) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,56 +13,35 @@ pytest.importorskip("torch")
 pytest.importorskip("openai")
 pytestmark = pytest.mark.torch
 
-from test_train_tiny import StopAt, config, lines, rollouts_of, tasks_of
-
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import open_store
 from lightning_trainer import train
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.run.data import batch_at, load_tasks
 from lightning_trainer.run.interrupts import Interrupted
+from support.training.programs import SAY, folder_with
+from support.training.tiny_runs import StopAt, config, lines, rollouts_of, tasks_of
 
-AGENT = '''
+AGENT = (
+    SAY
+    + '''
 import asyncio
 from pathlib import Path
 
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-client = openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
-
-async def say(text):
-    with agent("writer"):
-        reply = await client.chat.completions.create(
-            model="gpt-9", max_tokens=5, messages=[{"role": "user", "content": text}]
-        )
-    return reply.choices[0].message.content or ""
-
-def letters(text):
-    return sum(letter.isascii() and letter.isalpha() for letter in text) / 5
-
 async def run(task):
-    return letters(await say(task["q"]))
+    return letters(await say("writer", task["q"]))
 
 async def patient(task):
     """Between its two calls, a rollout of the second batch waits for the update of the first to end."""
-    draft = await say(task["q"])
+    draft = await say("writer", task["q"])
     if task["q"] in Path("second").read_text().splitlines():
         Path("answered").touch()
         while not Path("updated").exists():
             await asyncio.sleep(0.05)
-    return letters(await say(task["q"] + draft))
+    return letters(await say("writer", task["q"] + draft))
 '''
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "async_agent.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(5)))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+)
+folder = folder_with(5, async_agent=AGENT)
 
 
 def test_agents_work_while_a_step_learns_and_each_call_has_the_version_that_sampled_it(

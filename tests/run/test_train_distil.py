@@ -25,14 +25,10 @@ from lightning_trainer.kits.teaching.endpoint import EndpointTeacher, TeacherErr
 from lightning_trainer.rl.algorithms.distil import FARTHEST, distilled
 from lightning_trainer.rl.rows import Row
 from support.models.tiny import make_tiny_model
-from support.training.tiny_runs import config, lines, write_program
+from support.training.programs import folder_with
+from support.training.tiny_runs import PROGRAMS, config, lines
 
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_program(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+folder = folder_with(5, **PROGRAMS)
 
 
 @pytest.fixture(scope="module")

@@ -20,46 +20,31 @@ pytestmark = pytest.mark.torch
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.report.recomputed import judged
 from lightning_trainer.rl.account import Untrained
+from support.training.programs import SAY, folder_with
 
-TEAM = '''
+TEAM = (
+    SAY
+    + '''
 import itertools
-import openai
-import lightning_openai
-from lightning_spans import agent
 
-lightning_openai.attach(tracer="embedded")
-client = openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
 runs = itertools.count()
-
-async def say(name, text):
-    with agent(name):
-        reply = await client.chat.completions.create(
-            model="gpt-9", max_tokens=3, messages=[{"role": "user", "content": text}]
-        )
-    return reply.choices[0].message.content or ""
 
 async def team(task):
     """One reward for all; the rider's words are in nobody's prompt and in no reward."""
-    plan = await say("planner", "plan " + task["q"])
-    await say("rider", "ride " + task["q"])
-    text = await say("writer", "write " + plan)
+    plan = await say("planner", "plan " + task["q"], 3)
+    await say("rider", "ride " + task["q"], 3)
+    text = await say("writer", "write " + plan, 3)
     return sum(c.isascii() and c.isalpha() for c in plan + text) / 6
 
 async def lonely(task):
-    return float(len(await say("planner", "plan " + task["q"])))
+    return float(len(await say("planner", "plan " + task["q"], 3)))
 
 async def clock(task):
-    await say("planner", "plan " + task["q"] + str(next(runs)))
-    return float(len(await say("writer", "write " + task["q"])))
+    await say("planner", "plan " + task["q"] + str(next(runs)), 3)
+    return float(len(await say("writer", "write " + task["q"], 3)))
 '''
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "team_program.py").write_text(TEAM)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(5)))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+)
+folder = folder_with(5, team_program=TEAM)
 
 
 def config(model: Path, **options: Any) -> TrainConfig:

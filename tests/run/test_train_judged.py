@@ -19,6 +19,7 @@ from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.store import open_store
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.run.train import describe
+from support.training.programs import put_programs
 from support.training.tiny_runs import AGENT
 
 
@@ -31,8 +32,7 @@ def letters(body: dict[str, Any], seen: int) -> Reply:
 
 
 def test_a_run_learns_from_a_judge_alone(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "judged_app.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": q}) + "\n" for q in "ab"))
+    put_programs(tmp_path, ({"q": q} for q in "ab"), judged_app=AGENT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     given: dict[str, Any] = {
@@ -55,8 +55,7 @@ def test_a_run_learns_from_a_judge_alone(tmp_path: Path, tiny_model: Path, monke
 
 
 def test_a_dry_run_asks_the_judge(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "judged_try.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": q}) + "\n" for q in "ab"))
+    put_programs(tmp_path, ({"q": q} for q in "ab"), judged_try=AGENT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     given: dict[str, Any] = {

@@ -24,14 +24,15 @@ from lightning_trainer.lineage.chain import ChainWriter
 from lightning_trainer.lineage.manifest import MANIFEST
 from lightning_trainer.lineage.reading import read_lineage
 from lightning_trainer.lineage.search import find_checkpoints
-from support.training.tiny_runs import config, lines, write_program
+from support.training.programs import folder_with
+from support.training.tiny_runs import PROGRAMS, config, lines
+
+folder = folder_with(5, **PROGRAMS)
 
 
 def test_checkpoints_name_the_calls_rewards_files_and_code_that_they_learned_from(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_program(tmp_path)
-    monkeypatch.chdir(tmp_path)
     spent_s = 0.0
     append = ChainWriter.append
 
@@ -45,9 +46,9 @@ def test_checkpoints_name_the_calls_rewards_files_and_code_that_they_learned_fro
 
     monkeypatch.setattr(ChainWriter, "append", timed)
     task = {"q": "say 1", "trace_id": "a" * 32, "tenant": "acme; globex"}  # as `traces --to-tasks` writes it
-    (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n" + json.dumps({"q": "say 2"}) + "\n")
+    (folder / "tasks.jsonl").write_text(json.dumps(task) + "\n" + json.dumps({"q": "say 2"}) + "\n")
     train(config(tiny_model, steps=2, save_every=1, keep=2, checkpoint="full"))
-    out = tmp_path / "out"
+    out = folder / "out"
     print(f"lineage: {spent_s:.4f} s of CPU, {sum(line['seconds'] for line in lines(out)):.2f} s in steps")
     store = open_store(str(out / "lightning.db"))
     calls = {call.call_id: call for call in store.calls()}
@@ -68,15 +69,15 @@ def test_checkpoints_name_the_calls_rewards_files_and_code_that_they_learned_fro
     again = read_lineage(out / "checkpoint")
     assert (again.all_of("calls") != newest.all_of("calls"), len(again.steps)) == (True, 2)
 
-    export(store, Wanted(format="tokens", rollout_ids=tuple(newest.all_of("rollouts"))), tmp_path / "lines.jsonl")
+    export(store, Wanted(format="tokens", rollout_ids=tuple(newest.all_of("rollouts"))), folder / "lines.jsonl")
     store.close()
-    exported = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    options = {"out": tmp_path / "tuned", "steps": 1, "batch_size": 2, "device": "cpu", "held_out": 0.0}
+    exported = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
+    options = {"out": folder / "tuned", "steps": 1, "batch_size": 2, "device": "cpu", "held_out": 0.0}
     threads = {"backend_options": {"threads": 1}}
-    sft(SftConfig(data=(str(tmp_path / "lines.jsonl"),), model=str(out), **options, **threads))
-    tuned = read_lineage(tmp_path / "tuned")
+    sft(SftConfig(data=(str(folder / "lines.jsonl"),), model=str(out), **options, **threads))
+    tuned = read_lineage(folder / "tuned")
     assert set(tuned.all_of("calls")) < {name for line in exported for name in line["call_ids"]}
     assert (len(tuned.all_of("lines")), tuned.begun["parent"]) == (2, again.head)
-    learned = find_checkpoints(tmp_path, {first.all_of("calls")[0]})
-    assert (tmp_path / "tuned" / "checkpoint").resolve() in [one.folder for one in learned]
+    learned = find_checkpoints(folder, {first.all_of("calls")[0]})
+    assert (folder / "tuned" / "checkpoint").resolve() in [one.folder for one in learned]
     assert (out / MANIFEST).stat().st_nlink > 1

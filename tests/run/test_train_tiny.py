@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from lightning_spans.errors import ConfigError, LightningError
-from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 
@@ -29,19 +28,15 @@ from lightning_trainer import Result, TrainConfig, train
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.run import loop
 from lightning_trainer.run.interrupts import Interrupted
-from support.training.tiny_runs import config, lines, write_program
+from support.training.programs import folder_with, put_programs
+from support.training.tiny_runs import PROGRAMS, StopAt, config, lines, rollouts_of, tasks_of
+
+folder = folder_with(5, **PROGRAMS)
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path) -> Path:
     return tiny_model
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_program(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def learned(out: Path) -> list[dict[str, Any]]:
@@ -61,23 +56,11 @@ def learned(out: Path) -> list[dict[str, Any]]:
     ]
 
 
-def rollouts_of(out: Path) -> list[Rollout]:
-    store = open_store(str(out / "lightning.db"))
-    try:
-        return store.rollouts()
-    finally:
-        store.close()
-
-
-def tasks_of(out: Path) -> dict[str, Any]:
-    return {r.rollout_id.rpartition(":")[2]: r.task for r in rollouts_of(out) if r.mode == "train"}
-
-
 @pytest.fixture(scope="module")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """Three steps with validation, in one go."""
     folder = tmp_path_factory.mktemp("whole")
-    write_program(folder)
+    put_programs(folder, 5, **PROGRAMS)
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -233,21 +216,6 @@ def test_full_disk_at_a_checkpoint_is_one_error_and_the_last_good_one_stays(
     with pytest.raises(ConfigError, match=r"No space left on device.*step-000001 is whole.*--resume out"):
         train(config(model, steps=3, save_every=1))
     assert (folder / "out" / "checkpoint").resolve().name == "step-000001"
-
-
-class StopAt(Silent):
-    """Presses Ctrl-C once a step is done."""
-
-    def __init__(self, step: int) -> None:
-        self._stop_at = step
-        self.told = 0
-
-    def stopping(self) -> None:
-        self.told += 1
-
-    def step(self, step: int, metrics: Any) -> None:
-        if step == self._stop_at:
-            signal.raise_signal(signal.SIGINT)
 
 
 def test_ctrl_c_ends_the_step_and_saves(folder: Path, model: Path) -> None:

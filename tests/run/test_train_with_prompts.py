@@ -30,6 +30,7 @@ from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.run.state import read_state
 from support.models.updates import make_backend, make_row
+from support.training.programs import put_programs
 from support.training.tiny_runs import config as tiny_config
 from support.training.tiny_runs import lines
 
@@ -103,9 +104,7 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "team.py").write_text(PROGRAM)
-    (tmp_path / "foreign.py").write_text(FOREIGN)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"word {n}"}) + "\n" for n in range(4)))
+    put_programs(tmp_path, ({"q": f"word {n}"} for n in range(4)), team=PROGRAM, foreign=FOREIGN)
     (tmp_path / "val.jsonl").write_text("".join(json.dumps({"q": f"other {n}"}) + "\n" for n in range(8)))
     monkeypatch.chdir(tmp_path)
     return tmp_path

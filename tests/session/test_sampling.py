@@ -22,18 +22,14 @@ from lightning_trainer.run.train import describe
 from lightning_trainer.session.answers import LocalModel
 from support.fakes import FakeEngine
 from support.training.backends import Remembering
+from support.training.programs import CLIENT, put_programs
 
 pytest.importorskip("openai")
 
 MODEL = "smollm2-135m"
-PROGRAM = """
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
-
+PROGRAM = (
+    CLIENT
+    + """
 def run(task):
     with agent("writer"):
         client.chat.completions.create(
@@ -41,6 +37,7 @@ def run(task):
         )
     return 1.0
 """
+)
 PLAIN = Sampling(max_tokens=7, temperature=0.7)
 
 
@@ -58,8 +55,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         return backend if (kind, name) == ("backend", "torch") else real(kind, name)
 
     monkeypatch.setattr(registry, "by_name", by_name)
-    (tmp_path / "requests_top_p.py").write_text(PROGRAM)
-    (tmp_path / "tasks.jsonl").write_text('{"q": "one"}\n{"q": "two"}\n')
+    put_programs(tmp_path, 2, requests_top_p=PROGRAM)
     return engine
 
 

@@ -26,6 +26,7 @@ from lightning_trainer.kits.sft.rounds.loop import _is_better
 from lightning_trainer.kits.sft.rounds.rejection import rejection_sampling
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
+from support.training.programs import put_programs
 from support.training.tiny_runs import AGENT
 
 MORE = """
@@ -54,8 +55,7 @@ async def once(task):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "rounds_app.py").write_text(AGENT + MORE)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": q}) + "\n" for q in "abc"))
+    put_programs(tmp_path, ({"q": q} for q in "abc"), rounds_app=AGENT + MORE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path

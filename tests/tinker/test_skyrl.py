@@ -35,6 +35,7 @@ from lightning_trainer.lineage.reading import read_lineage
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.run.group_ids import step_of
 from support.models.tiny import make_tiny_model
+from support.training.programs import CLIENT, folder_with
 
 SERVE = Path(__file__).with_name("serve_skyrl.py")
 PYTHON = os.environ.get("SKYRL_PYTHON", "")
@@ -208,14 +209,9 @@ def test_doctor_measures_what_is_known_of_skyrl(server: SkyRL) -> None:
     assert {"cross_entropy", "importance_sampling", "ppo", "cispo"} <= set(told["losses"])
 
 
-AGENT = '''
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
-
+AGENT = (
+    CLIENT
+    + '''
 def say(name, text):
     with agent(name):
         reply = client.chat.completions.create(
@@ -228,14 +224,10 @@ def run(task):
     found = {name: say(name, task["q"]) for name in ("writer", "checker")}
     return {name: sum(t.islower() for t in tokens) / max(1, len(tokens)) for name, tokens in found.items()}
 '''
+)
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "letters_agent.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(2)))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+folder = folder_with(2, letters_agent=AGENT)
 
 
 def options(server: SkyRL, model: Path, **more: Any) -> TrainConfig:

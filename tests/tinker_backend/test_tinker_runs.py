@@ -18,20 +18,15 @@ from lightning_trainer.backends.tinker.learner import TinkerLearner
 from lightning_trainer.cli import cli
 from lightning_trainer.run.data import batch_at, load_tasks
 from support.tinker import Server, StatusError
+from support.training.programs import CLIENT, put_programs
 
 pytest.importorskip("openai")
 
-AGENT = '''
+AGENT = (
+    CLIENT
+    + '''
 import time
 from pathlib import Path
-
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
-
 def say(name, messages):
     with agent(name):
         reply = client.chat.completions.create(model="m", messages=messages, max_tokens=6)
@@ -45,6 +40,7 @@ def run(task):
     third = say("checker", asked)
     return {"writer": float(len(first) + len(second)), "checker": float(len(third))}
 '''
+)
 
 PATIENT = """
 def patient(task):
@@ -61,8 +57,7 @@ PRICES = {"as_of": "2026-11-01", "per": 1000, "models": {}}
 
 @pytest.fixture
 def folder(tmp_path: Path, model: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "agent_of_tinker.py").write_text(AGENT + PATIENT)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(4)))
+    put_programs(tmp_path, 4, agent_of_tinker=AGENT + PATIENT)
     table = {**PRICES, "models": {str(model): {"prefill": 1.0, "sample": 3.0, "train": 2.0}}}
     (tmp_path / "prices.json").write_text(json.dumps(table))
     monkeypatch.chdir(tmp_path)

@@ -45,9 +45,12 @@ class Talk:
 
 @functools.cache
 def family_talks() -> dict[str, Any]:
-    from support.models.families import families, tokenizer_of
+    from support.models.families import families, tokenizer_with
 
-    return {name: tokenizer_of(template, tokens) for name, template, tokens in families()}
+    return {
+        name: tokenizer_with(template, tokens, tokens[2] if len(tokens) == 3 else tokens[3])
+        for name, template, tokens in families()
+    }
 
 
 class World:

@@ -78,8 +78,17 @@ def _smollm2() -> str | None:
     return str(field.contents()) if field is not None else None
 
 
-def tokenizer_of(template: str, tokens: tuple[str, ...]) -> Any:
-    """Make a byte-level tokenizer with a few merges, so that texts have several tokenizations."""
+def tokenizer_with(
+    template: str, controls: tuple[str, ...], end: str, words: tuple[str, ...] = ("<tool_call>", "</think>")
+) -> Any:
+    """Make a byte-level tokenizer with a few merges, so that texts have several tokenizations.
+
+    Args:
+        template: its chat template.
+        controls: its control tokens.
+        end: the one that ends an answer.
+        words: other tokens of its own.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -89,12 +98,12 @@ def tokenizer_of(template: str, tokens: tuple[str, ...]) -> Any:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
-    backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in ("<tool_call>", "</think>")])
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in controls])
+    backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=tokens[0],
-        eos_token=tokens[2] if tokens is _CHATML_TOKENS else tokens[3],
-        pad_token=tokens[0],
+        bos_token=controls[0],
+        eos_token=end,
+        pad_token=controls[0],
         chat_template=template,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from support.models import chat_templates
-from support.models.families import _trl
+from support.models.families import _trl, tokenizer_with
 
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THINK = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -110,22 +110,5 @@ def all_families() -> list[Family]:
 
 
 def tokenizer_of(family: Family) -> Any:
-    """Make a byte-level tokenizer with a few merges and the family's own tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("a", "n"), ("t", "h"), ("th", "e"), ("1", "9"), ("Ċ", "Ċ"), ('"', ":"), ("o", "n"), ("{", '"')]
-    vocabulary = {token: number for number, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.controls])
-    backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in family.words])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=family.controls[0],
-        eos_token=family.end,
-        pad_token=family.controls[0],
-        chat_template=family.template,
-    )
+    """Make a tokenizer with the family's own tokens."""
+    return tokenizer_with(family.template, family.controls, family.end, family.words)

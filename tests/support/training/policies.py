@@ -7,30 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from lightning_spans.schema.calls import Call
 from lightning_spans.store import open_store
 from lightning_trainer import TrainConfig
+from support.training.programs import SAY, folder_with
 
-AGENT = """
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-client = openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
-
-async def say(name, text):
-    with agent(name):
-        reply = await client.chat.completions.create(
-            model="gpt-9", max_tokens=5, messages=[{"role": "user", "content": text}]
-        )
-    return reply.choices[0].message.content or ""
-
-def letters(text):
-    return sum(letter.isascii() and letter.isalpha() for letter in text) / 5
-
+AGENT = (
+    SAY
+    + """
 async def three(task):
     draft = await say("writer", task["q"])
     final = await say("rewriter", task["q"] + draft)
@@ -44,14 +28,8 @@ async def alone(task):
         return {"writer": letters(await say("writer", task["q"]))}
     raise RuntimeError("an agent without a policy was rerouted")
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "policy_agent.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(4)))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+)
+folder = folder_with(4, policy_agent=AGENT)
 
 
 def config(model: Path, **options: Any) -> TrainConfig:

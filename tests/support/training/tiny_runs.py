@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import open_store
 from lightning_trainer import TrainConfig
+from lightning_trainer.report.progress import Silent
+from support.training.programs import SAY
 
-AGENT = '''
+AGENT = (
+    SAY
+    + '''
 import collections
 import itertools
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-client = openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
-
-async def say(name, text):
-    with agent(name):
-        reply = await client.chat.completions.create(
-            model="gpt-9", max_tokens=5, messages=[{"role": "user", "content": text}]
-        )
-    return reply.choices[0].message.content or ""
 
 async def run(task):
     """Letters are good."""
     text = await say("writer", task["q"])
-    return sum(letter.isascii() and letter.isalpha() for letter in text) / 5
+    return letters(text)
 
 async def two(task):
     draft = await say("writer", task["q"])
     final = await say("rewriter", task["q"] + draft)
-    return {"writer": sum(c.isascii() and c.isalpha() for c in draft) / 5, "rewriter": float(len(final))}
+    return {"writer": letters(draft), "rewriter": float(len(final))}
 
 turns = collections.defaultdict(itertools.count)
 
@@ -42,18 +36,12 @@ async def in_turns(task):
     mine = float(next(turns[task["q"]]) % 2)
     return {"writer": mine, "checker": 1.0 - mine} if task["q"] == "say 0" else {"writer": 1.0, "checker": mine}
 '''
-
-
+)
 PLAIN = """
 def silent(task):
     return 1.0
 """
-
-
-def write_program(folder: Path) -> None:
-    (folder / "tiny_agent.py").write_text(AGENT)
-    (folder / "plain_agent.py").write_text(PLAIN)
-    (folder / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(5)))
+PROGRAMS = {"tiny_agent": AGENT, "plain_agent": PLAIN}
 
 
 def config(model: Path, **options: Any) -> TrainConfig:
@@ -78,3 +66,30 @@ def config(model: Path, **options: Any) -> TrainConfig:
 def lines(out: Path, kind: str = "train") -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in found if line["kind"] == kind]
+
+
+class StopAt(Silent):
+    """Presses Ctrl-C once a step is done."""
+
+    def __init__(self, step: int) -> None:
+        self._stop_at = step
+        self.told = 0
+
+    def stopping(self) -> None:
+        self.told += 1
+
+    def step(self, step: int, metrics: Any) -> None:
+        if step == self._stop_at:
+            signal.raise_signal(signal.SIGINT)
+
+
+def rollouts_of(out: Path) -> list[Rollout]:
+    store = open_store(str(out / "lightning.db"))
+    try:
+        return store.rollouts()
+    finally:
+        store.close()
+
+
+def tasks_of(out: Path) -> dict[str, Any]:
+    return {r.rollout_id.rpartition(":")[2]: r.task for r in rollouts_of(out) if r.mode == "train"}

@@ -38,7 +38,7 @@ class AgnoModels(ModelTracker):
     by_clients = ("agno.models.openai", "agno.models.litellm", "agno.models.base")
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that begins with these arguments."""
+        """Return the call that starts with these arguments."""
         given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
 
         def ask() -> dict[str, Json]:

@@ -39,7 +39,7 @@ class AutogenModels(ModelTracker):
     kept = 1  # the last item of a stream is the whole answer
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that begins with these arguments."""
+        """Return the call that starts with these arguments."""
         messages = args[0] if args else kwargs["messages"]
 
         def ask() -> dict[str, Json]:

@@ -49,7 +49,7 @@ class DspyModels(ModelTracker):
     by_clients = ("dspy.clients",)  # DSPy's own models use LiteLLM, or the transport that is patched
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that begins with these arguments."""
+        """Return the call that starts with these arguments."""
         given = {**dict(zip(("prompt", "messages"), args, strict=False)), **kwargs}
 
         def ask() -> dict[str, Json]:

@@ -38,7 +38,7 @@ class AdkModels(ModelTracker):
     kept = 1
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that begins with these arguments."""
+        """Return the call that starts with these arguments."""
         given = {**dict(zip(("llm_request", "stream"), args, strict=False)), **kwargs}
         streamed = bool(given.get("stream"))
 

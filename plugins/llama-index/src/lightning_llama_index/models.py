@@ -40,11 +40,11 @@ class LlamaIndexModels(ModelTracker):
     kept = 1  # each item of a streamed answer contains everything before it
 
     def records(self) -> bool:
-        """Whether a call that begins now is recorded: it is not part of another."""
+        """Whether a call that starts now is recorded: it is not part of another."""
         return self.live and not any(isinstance(scope.call, OtherCall) for scope in scopes_around())
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that begins with these arguments."""
+        """Return the call that starts with these arguments."""
 
         def ask() -> dict[str, Json]:
             return request_body(model, args, kwargs)

@@ -26,7 +26,7 @@ class ModelTracker(Tracker):
     kept: ClassVar[int | None] = None
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that begins with these arguments."""
+        """Return the call that starts with these arguments."""
         raise NotImplementedError
 
     def answer(self, model: Any, items: Sequence[Any]) -> Mapping[str, Json] | None:
@@ -34,13 +34,13 @@ class ModelTracker(Tracker):
         raise NotImplementedError
 
     def records(self) -> bool:
-        """Whether a call that begins now is recorded."""
+        """Whether a call that starts now is recorded."""
         return self.live
 
     def begin_call(
         self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool = False
     ) -> OtherCall | None:
-        """Return the call that begins; None if it is not recorded."""
+        """Return the call that starts; None if it is not recorded."""
         if self.records():
             with self.guard():
                 return self.call_of(model, args, kwargs, streamed=streamed)

@@ -42,7 +42,7 @@ class PydanticModels(ModelTracker):
     by_clients = ("pydantic_ai.models.openai",)
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that begins with these arguments."""
+        """Return the call that starts with these arguments."""
         given = {**dict(zip(("messages", "model_settings", "model_request_parameters"), args, strict=False)), **kwargs}
 
         def ask() -> dict[str, Json]:

@@ -39,7 +39,7 @@ class SmolModels(ModelTracker):
         return original.__module__ == Model.__module__ and original.__qualname__.split(".")[0] in _BY_CLIENTS
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that begins with these arguments."""
+        """Return the call that starts with these arguments."""
         messages = args[0] if args else kwargs["messages"]
 
         def ask() -> dict[str, Json]:

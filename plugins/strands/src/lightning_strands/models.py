@@ -38,7 +38,7 @@ class StrandsModels(ModelTracker):
     by_clients = ("strands.models.openai", "strands.models._openai", "strands.models.litellm")
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that begins with these arguments."""
+        """Return the call that starts with these arguments."""
         given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
 
         def ask() -> dict[str, Json]:
