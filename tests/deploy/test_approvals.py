@@ -15,70 +15,18 @@ import pytest
 from lightning_spans.errors import RefusedError
 from lightning_spans.schema.json import to_json
 from lightning_spans.store import open_store
-from lightning_spans.store.deployments import Deployment
-from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.auth.register import Register, register_of
-from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.kits.deploy.approvals import APPROVAL, PATH
-from lightning_trainer.kits.deploy.serving import deploying
-from lightning_trainer.kits.deploy.table import keep, read_histories
 from lightning_trainer.kits.deploy.transitions import Note, approve, promote, roll_back
 from support.cli import call, told
-from support.fakes import FakeEngine
-
-NAMED = ("candidate", "--model", "new", "--stable", "old", "--needs-approval")
-
-
-class Site:
-    """A server with its key files, as `lightning-rl server` makes them, and a candidate in a canary."""
-
-    def __init__(self, folder: Path, url: str, keys: Keys) -> None:
-        self.folder, self.url, self.keys = folder, url, keys
-        self.file = folder / "server.db"
-
-    def key(self, scope: Any, **options: Any) -> Path:
-        path = self.folder / f"{scope}.key"
-        path.write_text(self.keys.issue(scope, holder="ada" if scope == "approver" else scope, **options))
-        return path
-
-    def deploy(self, *arguments: str, key: str = "lightning.key", store: str | None = None) -> Any:
-        return call(
-            "deploy", *arguments, "--agent", "writer", "--store", store or self.url, "--key-file", self.folder / key
-        )
-
-    def approve(self, key: Path, *more: str) -> Any:
-        return call("deploy", "approve", "writer", "--store", self.url, "--key-file", key, *more)
-
-    def promote(self, **options: Any) -> Any:
-        return self.deploy("promote", "--override", "--reason", "few outcomes", **options)
-
-    def history(self) -> list[Deployment]:
-        with closing(open_store(str(self.file))) as store:
-            return read_histories(store)["writer"]
-
-    def write(self, row: Deployment) -> None:
-        with closing(open_store(str(self.file))) as store:
-            keep(store, row)
+from support.gateway.deploy_site import Site, open_site
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    keys = Keys.from_file(tmp_path / "lightning.key.secret")
-    (tmp_path / "lightning.key").write_text(keys.issue("admin"))
-    store = open_store(str(tmp_path / "server.db"))
-    engines = [FakeEngine(lambda _: "old", model="old"), FakeEngine(lambda _: "new", model="new")]
-    app = create_app(store, keys=keys, engine=engines)
-    thread = ServerThread(app)
-    try:
-        with deploying(app):
-            site = Site(tmp_path, thread.start(), keys)
-            for arguments in (NAMED, ("canary", "--share", "20%")):
-                assert site.deploy(*arguments).exit_code == 0
-            yield site
-    finally:
-        thread.stop()
-        store.close()
+    with open_site(tmp_path) as found:
+        yield found
 
 
 @pytest.mark.parametrize("over", ["server", "file"])

@@ -80,14 +80,22 @@ def looking(browser: Any, path: Path, **more: Any) -> Iterator[Looking]:
     keys = Keys.fresh()
     views = more.pop("views", None) or Views(Runs(path))
     with ServerThread(create_view(views, keys)) as server:
-        context = browser.new_context(
-            viewport=more.pop("viewport", {"width": 1280, "height": 800}), reduced_motion="reduce", locale="en-GB",
-            timezone_id="UTC", **more,
-        )  # fmt: skip
-        context.set_default_timeout(20_000)
-        page = context.new_page()
         try:
-            yield Looking(page, server.url, keys.issue("viewer"))
+            with looking_at(browser, server.url, keys.issue("viewer"), **more) as look:
+                yield look
         finally:
-            context.close()
             views.stopping.set()
+
+
+@contextmanager
+def looking_at(browser: Any, url: str, key: str, **more: Any) -> Iterator[Looking]:
+    context = browser.new_context(
+        viewport=more.pop("viewport", {"width": 1280, "height": 800}), reduced_motion="reduce", locale="en-GB",
+        timezone_id="UTC", **more,
+    )  # fmt: skip
+    context.set_default_timeout(20_000)
+    page = context.new_page()
+    try:
+        yield Looking(page, url, key)
+    finally:
+        context.close()

@@ -16,7 +16,8 @@ from lightning_trainer.kits.loop.record import StageResult, rounds_in, write_sta
 from lightning_trainer.kits.view.routes import Views
 from lightning_trainer.kits.view.runs import Runs
 from support.deployments import make_deployments, make_loop, make_many, newest, note
-from support.looking import Looking, looking
+from support.gateway.deploy_site import open_site
+from support.looking import Looking, looking, looking_at
 from support.view import Asked
 
 LIST = "[aria-label=deployments] tbody tr"
@@ -28,8 +29,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def views(path: Path) -> Views:
-    return Views(Runs(store=str(path)), loops=make_loop(path.parent / "loops" / "writer").parent)
+def views(path: Path, monkeypatch: pytest.MonkeyPatch) -> Views:
+    monkeypatch.chdir(path.parent)
+    return Views(Runs(store=path.name), loops=make_loop(Path("loops") / "writer").parent)
 
 
 @pytest.fixture
@@ -105,6 +107,50 @@ def test_a_transition_and_a_stage_of_a_loop_wake_the_page(look: Looking, path: P
         keep(store, roll_back(read_histories(store)["writer"], "writer", note(10, "complaints")))
     look.page.wait_for_selector("text=writer@3f2a91c0 was rolled back")
     assert "complaints" in look.text("[aria-label=history] tbody tr")
+
+
+def test_a_person_acts_on_the_page_and_the_server_decides(browser: Any, tmp_path: Path, picture: Any) -> None:
+    with (
+        open_site(tmp_path) as site,
+        looking_at(browser, site.url, site.keys.issue("viewer")) as look,
+    ):
+        key = site.key("deployer").read_text()
+        look.open("run", "store", "deployments", "writer")
+        look.page.click("[aria-label=actions] >> text=Canary")
+        look.page.fill("input[name=share]", "30")
+        look.page.fill("input[name=reason]", "no alarm for a day")
+        look.page.fill("input[name=key]", key)
+        look.page.evaluate("scrollTo(0, document.querySelector('.act').offsetTop - 80)")
+        picture(look, "acting")
+        look.page.fill("input[name=key]", site.keys.issue("viewer"))
+        look.page.click(".act button[type=submit]")
+        look.page.wait_for_selector(".act .note.bad >> text=deployer")
+        look.page.fill("input[name=key]", key)
+        look.page.click(".act button[type=submit]")
+        look.page.wait_for_selector("text=answers 30 % of the conversations")
+        assert [(row.share, row.actor, row.reason) for row in site.history()[2:]] == [
+            (0.3, "ada", "no alarm for a day")
+        ]
+        look.page.wait_for_selector("[aria-label=history] >> text=in the viewer")
+        look.page.click("[aria-label=actions] >> text=Promote")
+        look.page.click(".act button[type=submit]")
+        look.page.wait_for_selector(".act >> text=not promoted: 0 outcomes of new")
+        look.page.click("[aria-label=actions] >> text=Promote")
+        assert site.deploy("rollback").exit_code == 0
+        look.page.wait_for_selector("text=has changed this deployment since you chose")
+        assert look.page.locator(".act button[type=submit]").count() == 0
+        kept = look.page.evaluate("JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie])")
+        assert key not in kept
+        assert all("403" in complaint or "400" in complaint for complaint in look.complaints)
+
+
+def test_a_page_without_a_server_names_the_commands(look: Looking) -> None:
+    look.open("run", "store", "deployments", "writer")
+    look.page.wait_for_selector(".commands")
+    assert look.page.locator(".act").count() == 0
+    commands = look.page.inner_text(".commands").splitlines()
+    assert [line.split()[2] for line in commands] == ["canary", "promote", "rollback"]  # it has an approval
+    assert all("--agent writer --store " in line for line in commands)
 
 
 def test_fifty_agents_with_two_thousand_transitions_are_paged(browser: Any, tmp_path: Path) -> None:

@@ -95,6 +95,21 @@ export async function post<T>(path: string, body: object): Promise<T> {
   return read<T>(await fetch(`../api/view/${path}`, { method: "POST", headers: { ...headers(), "Content-Type": "application/json" }, body: JSON.stringify(body) }));
 }
 
+export interface Action {
+  agent: string;
+  action: "shadow" | "canary" | "promote" | "rollback";
+  number: number; // of the newest transition that the person has seen
+  reason: string;
+  share?: number;
+  outcomes?: string[];
+  guards?: Record<string, number>;
+}
+
+/** Change a deployment, with a key of the person who does: it is sent with this request and stored nowhere. */
+export async function act(action: Action, key: string): Promise<void> {
+  await read(await fetch("../api/deployments/act", { method: "POST", headers: { Authorization: `Bearer ${key}`, "Content-Type": "application/json" }, body: JSON.stringify(action) }));
+}
+
 export interface Loaded<T> {
   data: T | null;
   error: Error | null;

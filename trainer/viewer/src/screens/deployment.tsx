@@ -3,6 +3,7 @@ import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { get, useGet, type DeploymentPage, type FindingsPage, type GateRow, type GuardrailRow, type ShadowRow, type TransitionRow } from "../api";
 import { Agent, Chip, count, go, href, number, Show, useKeys } from "../ui";
+import { Act } from "./act";
 import { Commands, quoted } from "./commands";
 import { percent, StageChip, when } from "./deployments";
 import { Figure, interval, rise, toneOf } from "./headline";
@@ -10,8 +11,9 @@ import { Figure, interval, rise, toneOf } from "./headline";
 const STAGES = ["candidate", "shadow", "canary", "stable"] as const;
 
 export function Deployment({ run, agent, tick }: { run: string; agent: string; tick: number }): JSX.Element {
-  const page = useGet<DeploymentPage>("deployment", { run, agent }, tick);
-  const findings = useGet<FindingsPage>("findings", { run, agent }, tick);
+  const [acted, setActed] = useState(0); // the server tells of the change, but a person who made one waits for it
+  const page = useGet<DeploymentPage>("deployment", { run, agent }, tick + acted);
+  const findings = useGet<FindingsPage>("findings", { run, agent }, tick + acted);
   useKeys({ u: () => go(href("run", run, "deployments")) });
   return (
     <>
@@ -29,6 +31,7 @@ export function Deployment({ run, agent, tick }: { run: string; agent: string; t
           <>
             <State page={data} gate={findings.data?.gate ?? null} />
             <Show of={findings}>{(found) => <Known page={data} found={found} />}</Show>
+            {data.acts && <Act page={data} done={() => setActed((before) => before + 1)} />}
             <Terminal page={data} found={findings.data} />
             <History run={run} page={data} />
           </>
@@ -318,20 +321,20 @@ function Shadow({ shadow }: { shadow: ShadowRow }): JSX.Element {
   );
 }
 
-/** What changes the deployment in a terminal. */
+/** What changes the deployment in a terminal; on a server only what its page cannot do. */
 function Terminal({ page, found }: { page: DeploymentPage; found: FindingsPage | null }): JSX.Element {
   const { agent, newest, tried, previous, needs_approval } = page.row;
-  const store = `--store ${quoted(page.store)}`;
-  const act = (what: string): string => `lightning-rl deploy ${what} --agent ${quoted(agent)} ${store}`;
+  const server = page.acts ? location.origin : "URL";
+  const act = (what: string): string => `lightning-rl deploy ${what} --agent ${quoted(agent)} --store ${quoted(page.store)}`;
   const lines: string[] = [];
-  if (newest.stage === "candidate") lines.push(act("shadow --share 20%"));
-  if (tried) lines.push(act("canary --share 5%"));
-  if (newest.stage === "canary" && needs_approval && !found?.approval) lines.push(`lightning-rl deploy approve ${quoted(agent)} --candidate ${quoted(newest.candidate ?? "")} --store URL --key-file approver.key`);
-  if (newest.stage === "canary") lines.push(act("promote"));
-  if (tried || previous !== null) lines.push(act("rollback --reason TEXT"));
+  if (!page.acts && newest.stage === "candidate") lines.push(act("shadow --share 20%"));
+  if (!page.acts && tried) lines.push(act("canary --share 5%"));
+  if (newest.stage === "canary" && needs_approval && found?.approval === null) lines.push(`lightning-rl deploy approve ${quoted(agent)} --candidate ${quoted(newest.candidate ?? "")} --store ${server} --key-file approver.key`);
+  if (!page.acts && newest.stage === "canary") lines.push(act("promote"));
+  if (!page.acts && (tried || previous !== null)) lines.push(act("rollback --reason TEXT"));
   return (
-    <Commands title="Change it in a terminal" lines={lines}>
-      These pages only read.
+    <Commands title={page.acts ? "Approve it in a terminal" : "Change it in a terminal"} lines={lines}>
+      {page.acts ? "An approval needs an approver's key." : "Only the pages of lightning-rl server change deployments. These pages only read."}
     </Commands>
   );
 }

@@ -21,7 +21,9 @@ from lightning_trainer.gateway.auth.register import Issued, Register, register_o
 if TYPE_CHECKING:
     from itsdangerous import URLSafeSerializer
 
-Scope: TypeAlias = Literal["attempt", "evaluator", "runner", "live", "caller", "viewer", "approver", "admin"]
+Scope: TypeAlias = Literal[
+    "attempt", "evaluator", "runner", "live", "caller", "viewer", "approver", "deployer", "admin"
+]
 _PREFIX: Final = "lk-"
 _SECRET_BYTES: Final = 32
 _SECRETS_KEPT: Final = 2  # the newest signs; the previous one stays valid until the next is created
@@ -43,7 +45,8 @@ class Grant:
         scope: ``attempt`` samples and sends its own spans; ``evaluator`` gives rewards; ``runner`` claims and finishes;
             ``live`` sends spans of production, and ``caller`` also calls models; ``viewer`` reads what the viewer
                 shows;
-            ``approver`` approves candidates of deployments; ``admin`` does everything except that.
+            ``approver`` approves candidates of deployments; ``deployer`` changes deployments in the viewer; ``admin``
+                does everything except these two.
         rollout_id: of an attempt's key; None otherwise.
         attempt_id: of an attempt's key; None otherwise.
         agent: the agent that makes the calls, if no header names one.

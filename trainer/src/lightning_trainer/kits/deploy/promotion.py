@@ -40,10 +40,26 @@ def make_promotion(
         ConfigError: a requirement is not met.
     """
     made = promote(history[-1], history[-1].agent, note)
-    if history[-1].checkpoint is not None:
-        refuse_blocked(Path(history[-1].checkpoint), allowed=allow_blocked)
     if needs_approval(history) and not is_url(url):  # a server checks it itself
         Approvals.beside(key_file).check(history, made.stable)
+    return weigh_promotion(store, history, made, override=override, allow_blocked=allow_blocked)
+
+
+def weigh_promotion(
+    store: Store,
+    history: Sequence[Deployment],
+    made: Deployment,
+    *,
+    override: bool = False,
+    allow_blocked: bool = False,
+) -> Deployment:
+    """Return a promotion with its evidence, if everything but a person's approval permits it; see `make_promotion`.
+
+    Raises:
+        ConfigError: a requirement is not met.
+    """
+    if history[-1].checkpoint is not None:
+        refuse_blocked(Path(history[-1].checkpoint), allowed=allow_blocked)
     return replace(made, details=check_promotion(store, history, override=override))
 
 

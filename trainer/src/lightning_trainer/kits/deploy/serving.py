@@ -18,6 +18,7 @@ from lightning_spans.store.deployments import Deployment
 from lightning_trainer.gateway.calls.models import ServedModel, ServedModels
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.http.metrics import Metrics
+from lightning_trainer.kits.deploy.acting import route
 from lightning_trainer.kits.deploy.approvals import guard_promotions
 from lightning_trainer.kits.deploy.policies.kinds import kind_of
 from lightning_trainer.kits.deploy.routing import DeploymentRouter
@@ -133,6 +134,7 @@ def deploying(app: Any) -> Iterator[None]:
     table, loader = DeploymentTableReader(app.state.store, router), AdapterLoader(app.state.models)
     app.state.gateway.register(router)
     guard_promotions(app)
+    app.include_router(route.router)
     signals = _Signals()
     _read(table)  # before the first call
     for follow, whose in ((_follow, (table, signals)), (_keep_loaded, (loader, table, signals))):

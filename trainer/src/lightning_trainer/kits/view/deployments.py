@@ -61,16 +61,21 @@ class DeploymentReader:
         return found
 
     def findings(self, run: Run, reader: StoreReader, history: Sequence[Deployment]) -> KnownFindings:
-        """Return the findings about an agent's candidate, at most a few seconds old. One agent is read at a time."""
+        """Return the findings about a candidate, which may be some seconds old. One agent is read at a time."""
         place = run.store, history[-1].agent
         known = self._known.get(place)
-        if known is not None and known.holds(history) and (not known.is_old or self._reading.locked()):
+        if known is not None and self._is_usable(known, history):
+            return known
+        if known is not None and known.holds(history) and self._reading.locked():
             return known
         with self._reading:
             known = self._known.get(place)
-            if known is None or not known.holds(history) or known.is_old:
+            if known is None or not self._is_usable(known, history):
                 known = self._known[place] = KnownFindings.read(reader, history)
             return known
+
+    def _is_usable(self, known: KnownFindings, history: Sequence[Deployment]) -> bool:
+        return known.holds(history) and not known.is_old(len(self._known))
 
 
 def agent_row(history: Sequence[Deployment]) -> DeploymentRow:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.store.deployments import Deployment
+from lightning_trainer.kits.deploy.acting.route import BY_KEY
 from lightning_trainer.kits.deploy.approvals import APPROVAL, Approvals
 from lightning_trainer.kits.deploy.display import Findings, read_findings
 from lightning_trainer.kits.deploy.outcomes import GateRules, rules_of
@@ -44,22 +45,24 @@ _COSTS: Final = (
 class KnownFindings:
     """Findings about one state of an agent.
 
-    To weigh a canary, all of its outcomes and calls are read. So findings stay in use for some seconds, and for twenty
-    times as long as reading them took.
+    To weigh a canary, all of its outcomes and calls are read. So findings stay in use for some seconds, and for so long
+    that reading those of all agents takes a twentieth of the time.
 
     Attributes:
         number: of the agent's newest transition.
         findings: see `read_findings`.
         problem: why they could not be read; None: they could.
         read_s: Unix time.
-        until_s: monotonic time until which they are not read again.
+        took_s: seconds that reading them took.
+        ended_s: monotonic time at which it ended.
     """
 
     number: int
     findings: Findings
     problem: str | None
     read_s: float
-    until_s: float
+    took_s: float
+    ended_s: float
 
     @classmethod
     def read(cls, reader: StoreReader, history: Sequence[Deployment]) -> KnownFindings:
@@ -70,12 +73,11 @@ class KnownFindings:
         except ConfigError as error:  # such as a reward that is not between 0 and 1
             findings, problem = _NONE, str(error)
         now_s = time.monotonic()
-        return cls(history[-1].number, findings, problem, time.time(), now_s + max(_FRESH_S, _REST * (now_s - began_s)))
+        return cls(history[-1].number, findings, problem, time.time(), now_s - began_s, now_s)
 
-    @property
-    def is_old(self) -> bool:
-        """Whether they should be read again."""
-        return time.monotonic() >= self.until_s
+    def is_old(self, agents: int) -> bool:
+        """Whether they should be read again, if findings of so many agents are in use."""
+        return time.monotonic() >= self.ended_s + max(_FRESH_S, _REST * agents * self.took_s)
 
     def holds(self, history: Sequence[Deployment]) -> bool:
         """Whether they are about the agent's newest transition."""
@@ -124,17 +126,18 @@ def transition_row(one: Deployment) -> TransitionRow:
 
 
 def _note(one: Deployment) -> str:
-    if APPROVAL in one.details:
-        return "approval"
-    if one.details.get("override"):
-        return "without the gate"
-    if KEY in one.details:
-        return "named by the loop"
+    marks = (
+        (APPROVAL, APPROVAL),
+        ("override", "without the gate"),
+        (KEY, "named by the loop"),
+        (BY_KEY, "in the viewer"),
+    )
+    notes = [text for name, text in marks if one.details.get(name)]
     evidence = one.details.get("evidence")
     if one.stage == "stable" and isinstance(evidence, Mapping) and isinstance(evidence.get("difference"), float):
         difference = f"{evidence['difference']:+.3f} [{evidence['low']:+.3f}, {evidence['high']:+.3f}]"
-        return f"gate: {difference}, {evidence['n']} outcomes"
-    return ""
+        notes.append(f"gate: {difference}, {evidence['n']} outcomes")
+    return ", ".join(notes)
 
 
 def _find_unverified(history: Sequence[Deployment]) -> Deployment | None:

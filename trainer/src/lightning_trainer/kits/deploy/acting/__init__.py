@@ -1,0 +1,1 @@
+"""Transitions that a person makes on the viewer's page."""
