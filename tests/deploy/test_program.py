@@ -195,7 +195,7 @@ def test_a_langgraph_program_that_changes_in_its_canary_closes_the_gate_and_date
     assert found == {"conversations": WINDOW, "needed": WINDOW, "changes": []}
     assert shop.alarms() == 0
     told(shop.deploy("promote"), "not promoted: 0 outcomes of new and 0 of old", status=2)
-    assert "as it was evaluated, in 20 conversations" in shop.deploy("status").stdout
+    assert "unchanged since the evaluation, in 20 conversations" in shop.deploy("status").stdout
     shop.serve(*CHANGES)
     changes = shop.changes()
     assert len(changes) == len(CHANGES)

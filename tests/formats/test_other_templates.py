@@ -70,7 +70,7 @@ def test_empty_reasoning_before_a_call_hides_no_format(lead):
 )
 def test_a_template_that_shows_no_results_of_tools_is_refused_before_the_first_rollout(options, says):
     tokenizer = chat_of(**options)
-    with pytest.raises(ConfigError, match=f"never see what a tool returns: .*{says}"):
+    with pytest.raises(ConfigError, match=f"never see the results of tools: .*{says}"):
         check_calls(tokenizer, None)
     check_calls(tokenizer, "none")  # agents without tools
     with pytest.raises(Refusal, match=says):

@@ -160,8 +160,8 @@ def test_a_refusal_of_the_request_is_no_reason_to_ask_another(tmp_path):
 def test_a_failure_without_a_word_is_a_failure_all_the_same(tmp_path):
     behind = Behind(lambda body: JSONResponse({"error": {"message": "", "type": "InternalServerError"}}, 500))
     with gateway(tmp_path, behind) as front:
-        assert "without a word" in front.post({"messages": USER}).json()["error"]["message"]
-        assert "without a word" in front.calls("a")[0].error
+        assert "without a message" in front.post({"messages": USER}).json()["error"]["message"]
+        assert "without a message" in front.calls("a")[0].error
 
 
 def test_redirects_are_not_followed(tmp_path):
@@ -277,7 +277,7 @@ def test_a_server_without_a_list_of_models_serves_and_is_asked_for_one_again(
     with gateway(tmp_path, behind) as front, caplog.at_level(logging.WARNING):
         assert [front.post({"messages": USER}).status_code for _ in range(4)] == [200] * 4
         assert tokens(front) == ([None] * 4 if again_s else [None, None, (5, 6), (5, 6)])
-    assert caplog.text.count(f"/v1/models answered {status}, so this server is treated as one that sends no") == 1
+    assert caplog.text.count(f"/v1/models answered {status}, so this server counts as one that sends no") == 1
 
 
 def test_a_key_that_opens_nothing_is_told_in_the_servers_words(tmp_path):

@@ -567,7 +567,7 @@ def test_a_prompt_that_does_not_fit_is_told_once_and_changes_nothing(caplog):
     body = {"messages": [{"role": "system", "content": "You sing."}]}
     assert with_prompts(body, "teller", attempt) is None
     assert with_prompts(body, "teller", attempt) is None
-    assert caplog.text.count("is not the one that its other prompt is for") == 1
+    assert caplog.text.count("is not the one that the optimised prompt replaces") == 1
 
 
 def test_an_attempts_prompts_go_through_its_environment():

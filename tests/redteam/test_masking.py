@@ -119,7 +119,7 @@ def test_the_password_of_an_upstreams_address_is_in_no_warning_about_it(tmp_path
     finally:
         behind.stop()
     told = [record.getMessage() for record in caplog.records]
-    assert any("***@" in text and "is sent messages although" in text for text in told)
+    assert any("***@" in text and "gets messages although" in text for text in told)
     assert any("***@" in text and "log-probabilities at temperature 1" in text for text in told)
     assert len(waits) == 2
     assert not any("hush" in text for text in [*told, *waits])

@@ -173,7 +173,7 @@ class Recorder(Protocol):
 
 @hookspec(firstresult=True)
 def lightning_attach(framework: str, recorder: Recorder) -> Callable[[], None] | None:
-    """Whose: bind a framework's events to the recorder, once per live `attach()`, in the agent's process.
+    """First answer: bind a framework's events to the recorder, once per live `attach()`, in the agent's process.
 
     Args:
         framework: the name given to `attach()`; return None unless it is yours.
@@ -186,7 +186,7 @@ def lightning_attach(framework: str, recorder: Recorder) -> Callable[[], None] |
 
 @hookspec(firstresult=True)
 def lightning_agent_name(span: OpenSpan) -> str | None:
-    """Whose: name the agent of a span that has ended, in the agent's process; the name is stored on the span.
+    """First answer: name the agent of a span that has ended, in the agent's process; the name is stored on the span.
 
     Called only for spans without an agent, before they are delivered, in a separate thread: what was current when the
     span began is in `span.context`. An answer that takes longer than 5 s is not awaited; until it comes, spans go
@@ -206,7 +206,7 @@ def lightning_span_ended(span: Span) -> None:
 
 @hookspec(firstresult=True)
 def lightning_adapt(trace: Trace) -> list[Transition] | None:
-    """Whose: turn one finished attempt into transitions, on the training side. The core's own answer comes last."""
+    """First answer: turn one finished attempt into transitions, on the training side. The core's answer comes last."""
 
 
 @hookspec
@@ -216,52 +216,52 @@ def lightning_rewards(trace: Trace, transitions: Sequence[Transition]) -> list[R
 
 @hookspec
 def lightning_register_credit(register: Callable[[str, Any], None]) -> None:
-    """Register by name: credit assigners, callables as in `lightning_trainer.rl.credit.assigners`."""
+    """Registration: credit assigners, callables as in `lightning_trainer.rl.credit.assigners`."""
 
 
 @hookspec
 def lightning_register_algorithms(register: Callable[[str, Any], None]) -> None:
-    """Register by name: algorithms of `lightning_trainer`."""
+    """Registration: algorithms of `lightning_trainer`."""
 
 
 @hookspec
 def lightning_register_backends(register: Callable[[str, Any], None]) -> None:
-    """Register by name: backends of `lightning_trainer`."""
+    """Registration: backends of `lightning_trainer`."""
 
 
 @hookspec
 def lightning_register_formats(register: Callable[[str, Any], None]) -> None:
-    """Register by name: formats of tool calls, each a `lightning_trainer.gateway.formats.table.Format`."""
+    """Registration: formats of tool calls, each a `lightning_trainer.gateway.formats.table.Format`."""
 
 
 @hookspec
 def lightning_register_environments(register: Callable[[str, Any], None]) -> None:
-    """Register by name: kinds of environments, modules as `lightning_trainer.environments.EnvironmentKind`."""
+    """Registration: kinds of environments, modules as `lightning_trainer.environments.EnvironmentKind`."""
 
 
 @hookspec
 def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
-    """Register by name: commands of ``lightning-rl``, each a `click.Command` or `lightning_trainer.commands.Listed`."""
+    """Registration: commands of ``lightning-rl``, each a `click.Command` or `lightning_trainer.commands.Listed`."""
 
 
 @hookspec
 def lightning_register_engines(register: Callable[[str, Any], None]) -> None:
-    """Register by name: engines that sample for a backend, as in `lightning_trainer.engines.contract`."""
+    """Registration: engines that sample for a backend, as in `lightning_trainer.engines.contract`."""
 
 
 @hookspec
 def lightning_register_alarms(register: Callable[[str, Any], None]) -> None:
-    """Register by name: alarms of a run, callables as in `lightning_trainer.report.alarms`."""
+    """Registration: alarms of a run, callables as in `lightning_trainer.report.alarms`."""
 
 
 @hookspec
 def lightning_register_judges(register: Callable[[str, Any], None]) -> None:
-    """Register by name: judges that compare the rollouts of a group, each a `lightning_trainer.judges.JudgeKind`."""
+    """Registration: judges that compare the rollouts of a group, each a `lightning_trainer.judges.JudgeKind`."""
 
 
 @hookspec
 def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
-    """Register by name: callbacks for the steps of a run, as in `lightning_trainer.callbacks.CallbackKind`."""
+    """Registration: callbacks for the steps of a run, as in `lightning_trainer.callbacks.CallbackKind`."""
 
 
 class _CoreAdapter:

@@ -48,7 +48,7 @@ class Untaught(Reason):
     """Why a call that is used for training is not taught by the self-teacher."""
 
     NOTHING_TOLD = "no result for the teacher to read"
-    NO_PLACE = "its prompt does not end as the chat template begins an answer"
+    NO_PLACE = "its prompt does not end with the chat template's start of an answer"
     HINT_TOO_LONG = "longer than max_model_len with the text for the teacher"
 
 

@@ -102,7 +102,7 @@ class Result:
     def scores(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what the rewards before and after are: of what, of how many, and their uncertainty."""
         if self._held_out:
-            came = "nothing: these held-out tasks, or --val-samples, were added after training had started"
+            came = "nothing, because these held-out tasks, or --val-samples, were added after training had started"
             said = "held-out tasks, before training" if self.before else came, "held-out tasks, after training"
         else:
             last = f"rollouts of step {self.steps}, on its training tasks, sampled before that step was learned from"

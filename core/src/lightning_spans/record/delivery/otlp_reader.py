@@ -193,7 +193,7 @@ def _json_span(span: Mapping[str, Json]) -> Span:
 def _json_text(holder: Mapping[str, Json], name: str) -> str:
     value = holder.get(name)
     if not isinstance(value, str | None):
-        raise ValueError(f"a span's {name} must be a text, not {value!r:.100}")
+        raise ValueError(f"a span's {name} must be a string, not {value!r:.100}")
     return value or ""
 
 

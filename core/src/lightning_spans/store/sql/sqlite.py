@@ -157,8 +157,8 @@ def _check(path: Path, opened: tuple[int, int] | None) -> None:
     """Check that a write goes to the existing file: SQLite would keep writing to a deleted one."""
     if _identity(path) != opened:
         raise StoreGoneError(
-            f"store {path}: the file was deleted or replaced while it was in use, and what it held is gone. "
-            "Nothing more is written to it; open the store again to begin a new one."
+            f"store {path}: the file was deleted or replaced while it was in use, "
+            "and its contents are lost. Nothing more is written to it; open the store again to create a new one."
         )
 
 

@@ -86,10 +86,12 @@ class Quotas:
 def _quota_refusal(grant: Grant, what: str, most: int, left_s: float) -> Refusal:
     if grant.is_live:
         wait_s = max(1, round(left_s))
-        message = f"this {grant.scope} key may send {most} {what} in an hour, and has: send more in {wait_s} s"
+        message = (
+            f"this {grant.scope} key has sent {most} {what} in an hour, the most that it may: send more in {wait_s} s"
+        )
         return Refusal(429, message, "rate_limit_error", QUOTA_EXCEEDED, {"retry-after": str(wait_s)})
     message = (
-        f"this attempt may send {most} {what} in all, and has. Where that is too few, start the server with a higher"
+        f"this attempt has sent {most} {what}, the most that it may. If that is too few, start the server with a higher"
         f" --limit attempt_{what.rpartition(' ')[2]}=N."
     )
     return Refusal(429, message, "rate_limit_error", QUOTA_EXCEEDED, {"x-should-retry": "false"})

@@ -74,7 +74,7 @@ class Responder:
             return request
         try:
             if (frame := self.chat.frame) is None:
-                raise ValueError("the chat template does not show how it is written")
+                raise ValueError("the chat template does not show how to write it")
             return replace(request, others={**request.others, "grammar": constraint.lark(frame)})
         except ValueError as error:
             raise bad_request(

@@ -217,7 +217,7 @@ def _as_pairs(write: _Writer, begin: str, rest: str) -> _Arguments:
         close = close_of_text = joint[: joint.find(">") + 1]
         joint = joint.removeprefix(close)
     if not quoted and "<" not in close_of_text:
-        raise ValueError("nothing ends a text")
+        raise ValueError("nothing ends a string")
     if not end.startswith(close):
         raise ValueError("the last argument ends otherwise")
     end = end.removeprefix(close)

@@ -63,7 +63,7 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         keys = [_literal(key) for key in node.keys if key is not None]
         if len(keys) != len(node.values) or not all(isinstance(key, str) for key in keys):
-            raise ValueError("an object whose keys are no texts")
+            raise ValueError("an object whose keys are not strings")
         return {key: _literal(value) for key, value in zip(keys, node.values, strict=True)}
     value = ast.literal_eval(node)
     if not isinstance(value, str | int | float | bool | None):

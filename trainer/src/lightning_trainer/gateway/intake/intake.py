@@ -182,7 +182,7 @@ async def _soon(receive: Receive, size: int) -> Message:
 def _check_encoding(name: bytes) -> bytes:
     name = name.strip().lower()
     if name not in {b"identity", b"", b"gzip"}:
-        raise Refusal(415, f"content-encoding {name.decode('latin-1')!r} is not taken; send gzip or none")
+        raise Refusal(415, f"content-encoding {name.decode('latin-1')!r} is not supported; send gzip or none")
     return name
 
 

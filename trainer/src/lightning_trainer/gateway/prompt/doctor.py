@@ -56,7 +56,7 @@ class TemplateReport:
         for kind, how in self.continuation.items():
             cost = f", {self.rows[kind]} rows for 4 calls" if self.rows[kind] > 1 else ""
             found.append(f"next call after {kind}: {how}{cost}")
-        own = ", and the template has one of its own where there is none" if self.default_system else ""
+        own = "; without one, the template adds its own" if self.default_system else ""
         found.append(f"system prompt: {self.system}{own}")
         found.append(f"several system or user messages: {self.several_system}")
         found.append(f"control tokens in messages: {self.injection}")

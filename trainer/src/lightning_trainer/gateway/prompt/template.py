@@ -144,8 +144,8 @@ class ChatFormat:
         if why is None:
             return None
         return (
-            f"the model would never see what a tool returns: {why}. Start with --chat-template hermes, or with a"
-            f" template of your own, or with --tool-format {NONE} where no agent has tools."
+            f"the model would never see the results of tools: {why}. Start with --chat-template hermes, or with a"
+            f" template of your own, or with --tool-format {NONE} if no agent has tools."
         )
 
     @property
@@ -153,17 +153,18 @@ class ChatFormat:
         """Why no call of this model is parsed, and what to do."""
         if self._tool_format == NONE:
             return (
-                f"tool format {NONE!r} was chosen, so no call of a tool is read. Leave the tools out, or name a format."
+                f"tool format {NONE!r} was chosen, so tool calls are not parsed. Leave the tools out, or name a format."
             )
         how = (
             "writes tool calls in an unsupported form"
             if self.writes_calls
-            else "does not write down the tool calls of earlier answers, so their form can't be found out"
+            else "does not write the tool calls of earlier answers, so their format can't be detected"
         )
         return (
-            f"the model's chat template {how}: no tool would ever be called. Start with --tool-format NAME where you"
-            f" know what the model writes ({', '.join(names()[:-1])}), with --chat-template hermes to teach it that"
-            f" form, or with --tool-format {NONE} where no agent has tools."
+            f"the model's chat template {how}: "
+            "no tool would ever be called. Start with --tool-format NAME if you know the model's format"
+            f" ({', '.join(names()[:-1])}), with --chat-template hermes to teach it that"
+            f" form, or with --tool-format {NONE} if no agent has tools."
         )
 
     def render(

@@ -182,10 +182,10 @@ class ReplayGate:
         grant = await self._access.admit(scope, "attempt")
         body = await self._intake.object(scope, receive, grant)
         if not grant.replay or grant.attempt_id is None:
-            raise Refusal(409, "this attempt replays nothing: run the tool", "conflict_error")
+            raise Refusal(409, "this attempt is not a replay: run the tool", "conflict_error")
         name, arguments = body.get("name"), body.get("arguments")
         if not isinstance(name, str) or not isinstance(arguments, str | None):
-            raise bad_request("name and arguments must be texts")
+            raise bad_request("name and arguments must be strings")
         about = (body.get("agent"), body.get("call_id"))
         agent, call_id = (value if isinstance(value, str) else None for value in about)
         session = await self._sessions.of(grant.attempt_id)

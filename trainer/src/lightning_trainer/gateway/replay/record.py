@@ -150,7 +150,7 @@ def unanswerable(call: RecordedCall) -> str | None:
     node = call.node
     framework = str(node.span.attributes.get(FRAMEWORK))
     if node.call is None and framework not in _REPLAYABLE:
-        return f"it was made with {framework}, whose calls do not pass the gateway"
+        return f"it was made with {framework}, whose calls do not go through the gateway"
     if node.error is None and node.call is None and call.body is None:
         return "its answer was not recorded"
     if not call.asked.lines:

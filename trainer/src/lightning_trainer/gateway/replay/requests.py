@@ -138,12 +138,12 @@ def difference(recorded: Asked, now: Asked) -> str:
     if before != after:
         more = now.shown[before] if after > before else recorded.shown[after]
         said = f"the {'new' if after > before else 'missing'} one is {more[0]}: {_cut(more[1])}"
-        return f"it has {after} messages and had {before}; {said}"
+        return f"it has {after} messages, but had {before}; {said}"
     if recorded.tools != now.tools:
         return f"its tools differ: {_names_differ(recorded.tools, now.tools)}"
     if recorded.parameters != now.parameters:
         return f"its parameters differ: {_names_differ(recorded.parameters, now.parameters)}"
-    return "it is the same once more"
+    return "it is a repetition"
 
 
 def _names_differ(before: Mapping[str, str], after: Mapping[str, str]) -> str:

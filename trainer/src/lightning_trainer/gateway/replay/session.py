@@ -205,7 +205,7 @@ class ReplaySession:
             self._used.add(best)
             return self._given_whole(best, refused=self._is_named(name, side_effects=side_effects))
         if self._refuses(name, side_effects=side_effects):
-            raise self._end(f"{self._unlike_tool(agent, name, arguments)}. It is not to be run again")
+            raise self._end(f"{self._unlike_tool(agent, name, arguments)}. It must not run again")
         goes_on = self.replay.call is None and self.replay.beyond == "sample"
         if goes_on and self.parted is None:
             self.parted = self._unlike_tool(agent, name, arguments)
@@ -224,7 +224,7 @@ class ReplaySession:
         if inside and (goes_on or self._fork in inside):
             if refused:
                 raise self._end(
-                    f"a call made inside of the tool `{tool.name}` is to be sampled again, and it is not to be run"
+                    f"a call made inside of the tool `{tool.name}` would be sampled again, but it must not run"
                 )
             return None
         self._used.update(inside, (self.record.tools[number] for number in tool.tools))

@@ -196,7 +196,7 @@ def _switches(value: Any) -> Mapping[str, Any]:
 def _word(body: Mapping[str, Any], name: str) -> str | None:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
-        raise wrong(name, value, "a text, such as low, medium or high")
+        raise wrong(name, value, "a string, such as low, medium or high")
     return value
 
 
@@ -244,9 +244,9 @@ def _top_p(body: Mapping[str, Any]) -> float:
 def _stop(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise wrong("stop", value, "a text or a list of texts, none of them empty")
+        raise wrong("stop", value, "a string or a list of strings, none of them empty")
     if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in texts):
-        most = f"at most {MAX_STOPS} texts of at most {MAX_STOP_CHARACTERS} characters"
+        most = f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} characters"
         raise wrong("stop", f"{len(texts)} texts of {sum(map(len, texts))} characters", most)
     return tuple(texts)
 
@@ -290,7 +290,7 @@ def _check_message(message: Any, where: str) -> None:
         for part in content:
             _check_part(part, f"{where}.content")
     elif not isinstance(content, str) and not (content is None and role == "assistant"):
-        raise wrong(f"{where}.content", content, "a text or a list of text parts")
+        raise wrong(f"{where}.content", content, "a string or a list of text parts")
     for call in _calls(message, where):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -302,7 +302,9 @@ def _calls(message: Mapping[str, Any], where: str) -> Sequence[Any]:
     if calls is not None and (not isinstance(calls, list) or message["role"] != "assistant"):
         raise wrong(f"{where}.tool_calls", calls, "a list, on an assistant's message")
     if message.get("function_call") is not None:
-        raise bad_request(f"{where}.function_call is the old form of tool_calls, which is not taken. Use tool_calls.")
+        raise bad_request(
+            f"{where}.function_call is the old form of tool_calls, which is not supported. Use tool_calls."
+        )
     return calls or ()
 
 
@@ -311,5 +313,5 @@ def _check_part(part: Any, where: str) -> None:
     text = part.get("text") if kind == "text" else part.get("refusal") if kind == "refusal" else None
     if not isinstance(text, str):
         raise bad_request(
-            f"{where}: part {shown(kind)} is not taken. This model reads text only.", "unsupported_content"
+            f"{where}: part {shown(kind)} is not supported. This model reads only text.", "unsupported_content"
         )

@@ -44,7 +44,7 @@ class Constraint:
         if self.schema is None:
             return f"start: calls\n{calls}"
         if frame.begin.startswith("{"):  # of two rules that begin alike, llguidance may follow only one
-            raise ValueError("a call and JSON begin alike in it")
+            raise ValueError("in this format, a call and JSON start with the same text")
         return f"start: json | calls\njson: {json_lark(self.schema)}\n{calls}"
 
     def tag(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _required_tools(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence
             raise wrong("tool_choice", choice, expected)
         found = [tool for tool in tools if tool["function"]["name"] == function.get("name")]
     if not found:
-        raise wrong("tool_choice", choice, "of tools that the request brings")
+        raise wrong("tool_choice", choice, "of tools in the request")
     return found
 
 

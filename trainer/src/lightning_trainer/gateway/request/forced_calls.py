@@ -70,7 +70,7 @@ def _quote_name(name: str, frame: CallFrame, *, in_json: bool = False) -> str:
     literal = frame.pairs is not None and frame.pairs.key_of_text is None
     fine = all(map(_is_identifier, name.split("."))) if literal else _NAME.fullmatch(name)
     if not fine and not in_json:
-        raise ValueError(f"the name {name!r} can't be written in it")
+        raise ValueError(f"the name {name!r} can't be written in this format")
     return json.dumps(name, ensure_ascii=False)[1:-1]
 
 
@@ -123,7 +123,7 @@ class _ArgumentsRule:
         (name,) = known = parameters_of([self.tool])
         schemas, needed = known[name], set(self.schema.get("required") or ())
         if missing := needed - schemas.keys():
-            raise ValueError(f"{name} requires {', '.join(sorted(missing))}, of which nothing is said")
+            raise ValueError(f"{name} requires {', '.join(sorted(missing))}, but describes none of them")
         count, words = len(schemas), self.words
         yield f"{self.rule}: {self.rule}_none_0"
         for at, (key, schema) in enumerate(schemas.items()):
@@ -140,12 +140,12 @@ class _ArgumentsRule:
         schema = schema if isinstance(schema, Mapping) else {}
         if pairs.key_of_text is not None and "string" in kinds:
             if kinds - {"string", "null"}:
-                raise ValueError(f"the parameter {key} may be a text or something else")
+                raise ValueError(f"the parameter {key} may be a string or another type")
             yield f"{rule}: {words.of(key + pairs.key_of_text)} {rule}_text"
             yield from self._text(f"{rule}_text", key, schema)
             return
         if not pairs.objects and not _is_flat(schema, kinds):
-            raise ValueError(f"the parameter {key} may have an object in it")
+            raise ValueError(f"the parameter {key} may contain an object")
         inner = {name: self.schema[name] for name in ("$defs", "definitions") if name in self.schema}
         yield f"{rule}: {words.of(key + pairs.key)} {rule}_json {words.of(pairs.close)}"
         yield f"{rule}_json: {json_lark({**schema, **inner})}"
@@ -156,7 +156,7 @@ class _ArgumentsRule:
         low, high, listed = _limits(key, schema)
         if listed is not None:
             if any(end in text for text in listed for end in ends) or any(text != text.strip("\n") for text in listed):
-                raise ValueError(f"a value of the parameter {key} can't be written in it")
+                raise ValueError(f"a value of the parameter {key} can't be written in this format")
             choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in listed)
             yield f"{rule}: ({choices}) {self.words.of(close)}"
             return
@@ -203,7 +203,7 @@ def _limits(key: str, schema: Mapping[str, Any]) -> tuple[int, int | None, list[
     members = [schema, *(one for one in choices if isinstance(one, Mapping) and one.get("type") != "null")]
     said = [one for one in members if one.keys() & {"enum", "const", "minLength", "maxLength"}]
     if len(said) > 1 or len(members) > 2 or any(name in one for one in members for name in _NOT_OF_A_TEXT):
-        raise ValueError(f"more is said of the text {key} than its length or its values")
+        raise ValueError(f"there are further rules for the text {key} than its length or its values")
     (limits,) = said or [{}]
     if "enum" in limits or "const" in limits:
         values = limits.get("enum", [limits.get("const")])

@@ -38,7 +38,7 @@ class Conversations:
         text = self._kept.get((owner, response_id))
         if text is None:
             raise bad_request(
-                f"previous response {response_id!r} is not known here (any more). Send the whole conversation.",
+                f"previous response {response_id!r} is not known here, or no longer. Send the whole conversation.",
                 "previous_response_not_found",
             )
         messages: list[dict[str, Any]] = loads(text)

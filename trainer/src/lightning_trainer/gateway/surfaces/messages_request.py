@@ -33,7 +33,7 @@ def chat_of_messages(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     chat = {name: value for name, value in body.items() if name not in _TRANSLATED}
     chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
     if body.get("max_tokens") is None:
-        raise wrong("max_tokens", None, "a whole number: this form demands it")
+        raise wrong("max_tokens", None, "a whole number, which this API requires")
     chat["max_tokens"] = body["max_tokens"]
     tools, hosted = _tools(body)
     chat |= {"tools": tools} if tools else {}
@@ -84,7 +84,9 @@ def _config(body: Mapping[str, Any]) -> Mapping[str, Any]:
         raise wrong("output_config", config, "an object")
     if others := config.keys() - {"format", "effort"}:
         listed_names = ", ".join(sorted(others))
-        raise bad_request(f"output_config: {listed_names}: only format and effort are taken.", "unsupported_parameter")
+        raise bad_request(
+            f"output_config: {listed_names}: only format and effort are supported.", "unsupported_parameter"
+        )
     return config
 
 

@@ -75,7 +75,7 @@ class ResponseTools:
             self.left_out.append(kind)
         else:
             raise bad_request(
-                f"tool {kind!r} is not known here. Give tools of type function, custom or namespace.",
+                f"tool {kind!r} is unknown. Give tools of type function, custom or namespace.",
                 "unsupported_tool",
             )
 

@@ -141,7 +141,7 @@ class Items:
             for at, item in enumerate(listed("input", value)):
                 self._take(item, f"input[{at}]")
         if not self.messages:
-            raise wrong("input", value, "a text or a list with at least one message")
+            raise wrong("input", value, "a string or a list with at least one message")
 
     def _take(self, item: Any, where: str) -> None:
         kind = item.get("type", "message") if isinstance(item, dict) else None

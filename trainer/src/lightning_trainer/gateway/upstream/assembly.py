@@ -107,7 +107,7 @@ class Assembly:
         self._messages[index].add(delta)
         if reason := choice.get("finish_reason"):
             if not isinstance(reason, str):
-                raise TypeError("a finish reason must be a text")
+                raise TypeError("a finish reason must be a string")
             drawn.finish_reason = reason
             self._ended.add(index)
             self.ended = len(self._ended) >= self._number
@@ -136,7 +136,7 @@ def _check_calls(calls: Any) -> None:
         function = call.get("function") or {}
         texts = (function.get("name") or "", function.get("arguments") or "")
         if type(call.get("index", 0)) is not int or not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"tool call {call.get('index')!r}: its name and arguments must be texts")
+            raise TypeError(f"tool call {call.get('index')!r}: its name and arguments must be strings")
 
 
 def _ids(value: Any) -> Sequence[int]:

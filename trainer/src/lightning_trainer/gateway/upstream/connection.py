@@ -32,7 +32,8 @@ _GIVES_NO_TOP: Final = frozenset({400, 404, 405})
 _AGAIN_S: Final = 60.0  # seconds after which a server without a list is asked for one again: it may have been starting
 
 _TOLD_UNLISTED: Final = (
-    "%s answered %d, so this server is treated as one that sends no tokens, and its calls are not trained on. If it is"
+    "%s answered %d, so this server counts as one that sends no tokens, and its calls are not used for training. If it"
+    " is"
     " vLLM, SGLang or a gateway of ours, let this path through to it, with a key that may read it. It is tried again"
     " every %g s."
 )
@@ -183,8 +184,9 @@ class Connection:
             replica.raw_logprobs = await self._leaves_temperature_out(replica, model)
             if replica.raw_logprobs:
                 logger.warning(
-                    "%s gives log-probabilities at temperature 1, whatever the temperature. Answers of another one are"
-                    " not trained on: start vLLM with --logprobs-mode processed_logprobs, or SGLang without"
+                    "%s "
+                    "returns log-probabilities at temperature 1 for every temperature. Answers at other temperatures"
+                    " are not used for training: start vLLM with --logprobs-mode processed_logprobs, or SGLang without"
                     " SGLANG_RETURN_ORIGINAL_LOGPROB; behind another gateway, too.",
                     replica.url,
                 )

@@ -129,7 +129,7 @@ class UpstreamControl:
                 with AdapterServers((upstream.url, *upstream.replicas), upstream.key) as servers:
                     await asyncio.to_thread(servers.unload, served)
             except ConfigError as error:
-                logger.warning("the adapter %s, which answers no more, was not unloaded: %s", served, error)
+                logger.warning("the adapter %s, which no longer answers, was not unloaded: %s", served, error)
 
     async def _body(self, scope: Scope, receive: Receive, *names: str) -> dict[str, Any]:
         grant = await self._access.admit(scope, "admin")

@@ -38,7 +38,7 @@ def refusal_of(status: int, body: bytes, retry_after: str | None = None) -> Refu
         message, kind, code = error["message"], error.get("type"), error.get("code")
     except (ValueError, AttributeError, KeyError, TypeError):
         message, kind, code = body[:500].decode(errors="replace"), None, None
-    message = message or f"the model's server answered {status} without a word"  # vLLM's format for its own failures
+    message = message or f"the model's server answered {status} without a message"  # vLLM's format for its own failures
     headers = {"retry-after": retry_after} if retry_after is not None and _RETRY_AFTER.fullmatch(retry_after) else {}
     return Refusal(status, str(message), str(kind or "upstream_error"), None if code is None else str(code), headers)
 

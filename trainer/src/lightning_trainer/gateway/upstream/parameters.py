@@ -47,7 +47,7 @@ def refuse_unknown(dialect: Dialect, request: Mapping[str, Any]) -> None:
     for name in sorted(_OWNERS & request.keys()):
         if request[name] not in (None, [], {}):
             raise bad_request(
-                f"parameter {name!r} is for whoever owns the model's server, and not for an attempt. Leave it out.",
+                f"parameter {name!r} is for the owner of the model's server, not for an attempt. Leave it out.",
                 "unsupported_parameter",
             )
     if dialect == "plain":  # it sends no tokens, so nothing of it is used for training

@@ -183,7 +183,9 @@ class TokenPath:
         if constraint is not None:
             form = await self.form(replica)
             if form == "none":
-                raise BrokenError(failed(f"{replica.url} is not as the others: {ContinuationReason.NO_FORM}"))
+                raise BrokenError(
+                    failed(f"{replica.url} differs from the other replicas: {ContinuationReason.NO_FORM}")
+                )
             told = constraint.structured_outputs(form, self._answers.chat.frame or HERMES)
             body["structured_outputs"] = told
             pending.note(structured_outputs=told)
@@ -255,7 +257,7 @@ class _OneCall:
         with self._route.replicas.answering(replica), self._route.names.call() as served:
             server = await self._path.server(replica)
             if isinstance(server, str):
-                raise BrokenError(failed(f"{replica.url} is not as the others: {server}"))
+                raise BrokenError(failed(f"{replica.url} differs from the other replicas: {server}"))
             drawn = self._path.stream(
                 replica, server, prompt, sampling, self._pending, served=served.name, constraint=self._constraint
             )
@@ -274,4 +276,4 @@ def _read(reader: Reader, data: bytes, replica: Replica) -> Sampled:
     except TokenProtocolError as error:
         raise failed(f"{replica.url} {error}") from None
     except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
-        raise failed(f"{replica.url} sent a reply of no known form: {type(error).__name__}: {error}") from None
+        raise failed(f"{replica.url} sent a reply of an unknown form: {type(error).__name__}: {error}") from None

@@ -70,7 +70,7 @@ async def form_of(http: Connection, replica: Replica, model: str) -> Form | Lite
 
 
 def _warn_once(replica: Replica, why: str) -> str:
-    logger.warning("%s is sent messages although its tokenizer is named. %s.", replica.url, why)
+    logger.warning("%s gets messages although its tokenizer is named. %s.", replica.url, why)
     return why
 
 

@@ -390,4 +390,4 @@ def taken(assembly: Assembly, data: bytes) -> dict[str, Any]:
     try:
         return assembly.add(object_of(data))
     except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
-        raise failed(f"sent a reply of no known form: {type(error).__name__}: {error}") from None
+        raise failed(f"sent a reply of an unknown form: {type(error).__name__}: {error}") from None

@@ -82,7 +82,7 @@ def status(*, agent: str | None, store: str, key_file: Path | None, as_json: boo
 @click.option("--policy", metavar="NAME", help="Adapter in the checkpoint. Default: the agent's own, or the only one.")
 @click.option("--base", metavar="MODEL", help="Model of the server that loads the adapter, or gets the prompt.")
 @allow_blocked_option
-@click.option("--model", metavar="MODEL", help="Model that the server has already, in place of --checkpoint.")
+@click.option("--model", metavar="MODEL", help="Model that the server already has, instead of --checkpoint.")
 @click.option("--stable", metavar="MODEL", help="Model that answers the agent today. Needed the first time.")
 @click.option(
     "--needs-approval/--no-approval",
@@ -240,7 +240,7 @@ def canary(
 
 @command.command(name="approve")
 @click.argument("agent")
-@click.option("--candidate", metavar="NAME", help="Refuse if the agent's candidate is another. Default: approve any.")
+@click.option("--candidate", metavar="NAME", help="Approve only this candidate. Default: approve any.")
 @_reason_option
 @store_option
 @key_file_option

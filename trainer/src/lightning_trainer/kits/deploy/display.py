@@ -116,8 +116,8 @@ def _judge_fact(judge: Mapping[str, Any]) -> str:
 def _program_fact(program: Mapping[str, Any]) -> str:
     if program["changes"]:
         return f"CHANGED since the evaluation, so the gate is closed: {'; '.join(program['changes'])}"
-    few = f"; it is compared from {program['needed']} on" if program["conversations"] < program["needed"] else ""
-    return f"as it was evaluated, in {program['conversations']} conversations{few}"
+    few = f"; it is compared after {program['needed']}" if program["conversations"] < program["needed"] else ""
+    return f"unchanged since the evaluation, in {program['conversations']} conversations{few}"
 
 
 def _number(value: float | None) -> str:

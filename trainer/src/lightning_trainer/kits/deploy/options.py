@@ -21,15 +21,15 @@ class CanaryOptions(OptionRecord):
     outcomes: tuple[str, ...] = ()
     """Rewards that count. Default: all."""
     wait_days: float = Field(default=0.0, ge=0.0)
-    """Age of a conversation from which its outcome counts."""
+    """Age after which the outcome of a conversation counts."""
     worse: float = _PROMISES.worse
-    """Outcome lost by a candidate that must not be promoted."""
+    """Loss of outcome at which a candidate must not be promoted."""
     better: float = _PROMISES.better
-    """Outcome gained by a candidate to be promoted."""
+    """Gain of outcome at which a candidate is promoted."""
     false_promotion: float = _PROMISES.false_promotion
-    """Largest probability that the worse one is promoted."""
+    """Maximum probability of promoting the worse policy."""
     power: float = _PROMISES.power
-    """Smallest probability that the better one is promoted."""
+    """Minimum probability of promoting the better policy."""
     guards: dict[str, float] = Field(default_factory=dict)
     """How much larger the candidate's share of such calls may be, by guardrail."""
 

@@ -188,7 +188,7 @@ def _gate_obstacle(current: Deployment, gate: Mapping[str, Any]) -> str | None:
     if gate["decision"] == "reject":
         return f"{counted}. The gate says reject: lightning-rl deploy rollback --agent {current.agent}"
     if gate["needed"] is None:
-        return f"{counted}. At a share of 100 % there is nothing to compare with: begin a canary with a smaller share"
+        return f"{counted}. At a share of 100 % there is nothing to compare with: start a canary with a smaller share"
     return f"{counted}. About {gate['needed']} are needed in all at this share"
 
 

@@ -172,7 +172,7 @@ def _read(table: DeploymentTableReader) -> bool:
     try:
         return table.read()
     except StoreError as error:
-        logger.error("the table of deployments can't be read, so the policies stay as they are: %s", error)
+        logger.error("the table of deployments can't be read, so the policies do not change: %s", error)
         return False
 
 

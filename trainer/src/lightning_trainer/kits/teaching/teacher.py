@@ -128,7 +128,8 @@ def check_vocabulary(teacher: str, student: Mapping[str, int], its: Mapping[str,
         first = min(other, key=student.__getitem__)
         now = its.get(first, "unknown")
         raise ConfigError(
-            f"the teacher {teacher} has another vocabulary: {len(other)} of the student's {len(student)} tokens are not"
-            f" its own by the same number, such as {first!r} ({student[first]}, there {now}). A teacher reads the"
+            f"the teacher {teacher} has another vocabulary: {len(other)} of the student's {len(student)} "
+            f"tokens have another id there or are missing, such as {first!r} ({student[first]}, there {now}). A teacher"
+            " reads the"
             " student's tokens: give one of the same family, or learn from its answers with lightning-rl sft."
         )

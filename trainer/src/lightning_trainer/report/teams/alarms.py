@@ -62,7 +62,8 @@ def inputs_drift(history: History) -> Found:
         if now < before < 0 and now <= -SMALL_FALL * abs(best):
             usual = statistics.median(new[:-1])
             text = (
-                f"{new[-1]:.0%} of the held-out prompts of {agent} are new since the validation before ({usual:.0%} is"
+                f"{new[-1]:.0%} of the held-out prompts of {agent} are new since the previous validation ({usual:.0%}"
+                " is"
                 f" usual), and its held-out reward has fallen twice, from {best:.2f} to {rewards[-1][1]:.2f}: what"
                 " other agents learn changes its inputs faster than it follows. Lower --learning-rate, or leave one of"
                 " them out of --agents for a while."

@@ -60,7 +60,9 @@ def check_candidate(history: Sequence[Deployment], agent: str) -> Deployment:
     if current is None or not is_tried(current):
         raise ConfigError(f"{agent} has no candidate. Name one: lightning-rl deploy candidate --agent {agent} ...")
     if current.stage == "canary":
-        raise ConfigError(f"{current.candidate} is in a canary, whose outcomes say more: lightning-rl deploy status.")
+        raise ConfigError(
+            f"{current.candidate} is in a canary, whose outcomes are better evidence: lightning-rl deploy status."
+        )
     if is_prompt(str(current.candidate)) or is_prompt(current.stable):
         raise ConfigError("a prompt changes what the model reads, so recorded tokens say nothing. Begin a shadow.")
     return current

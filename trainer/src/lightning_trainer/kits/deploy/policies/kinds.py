@@ -40,7 +40,7 @@ class PolicyKind(Protocol):
         ...
 
     def unload(self, name: str, served: ServedModel) -> None:
-        """Unload a policy that answers no more."""
+        """Unload a policy that no longer answers."""
         ...
 
 
@@ -68,7 +68,7 @@ class AdapterKind:
             with _servers(served) as servers:
                 servers.unload(name)
         except ConfigError as error:
-            logger.warning("the adapter %s, which answers no more, was not unloaded: %s", name, error)
+            logger.warning("the adapter %s, which no longer answers, was not unloaded: %s", name, error)
 
 
 class PromptKind:

@@ -52,7 +52,7 @@ class ShadowRules:
         try:
             return cls(rules=tuple(details["rules"]), judge=details["judge"])
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"the shadow's details can't be read: {error}. Begin it again.") from None
+            raise ConfigError(f"the shadow's details can't be read: {error}. Start it again.") from None
 
 
 def agreement(stable: Call, candidate: Call) -> tuple[Kind, bool]:

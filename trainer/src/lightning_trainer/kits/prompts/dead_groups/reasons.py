@@ -10,6 +10,6 @@ class Undistilled(Reason):
 
     UNSOLVED = "under an instruction, which did not solve the task"
     UNINSTRUCTED = "of a rollout in which another agent had an instruction"
-    NOT_REPRODUCED = "the tokens of its prompt can't be made again from its request"
+    NOT_REPRODUCED = "the tokens of its prompt can't be reproduced from its request"
     NO_OWN_PROMPT = "the agent's own prompt can't be read from its request"
     TOO_LONG = "longer than max_model_len with the agent's own prompt"
