@@ -75,8 +75,8 @@ def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt |
     if changed is None and meant not in _missing:
         _missing.add(meant)
         logger.warning(
-            "lightning: the prompt of %r is not the one that the optimised prompt replaces, and is unchanged: it does not"
-            " contain %r. Was the program changed? Optimise the prompts again", meant, before[:80],
+            "lightning: the prompt of %r is not the one that the optimised prompt replaces, so it stays: it lacks"
+            " %r. Was the program changed? Optimise the prompts again", meant, before[:80],
         )  # fmt: skip
     return changed
 
