@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -19,16 +18,14 @@ from ag2.tools.final import FunctionTool
 
 import lightning_ag2
 from lightning_conformance.plugins.program import user_environment
+from lightning_conformance.plugins.programs import AgentPrograms, add
 from lightning_conformance.plugins.replayed import run_twice
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
-    REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
-    noted,
 )
 from lightning_spans import open_store
 from lightning_spans.schema import spans as names
@@ -53,23 +50,7 @@ def ask(name, url, scenario, *tools, **options):
     return asyncio.run(answer(make(name, url, *tools, **options), PROMPTS[scenario]))
 
 
-async def ask_all(names, url, scenario):
-    return await asyncio.gather(*(answer(make(name, url), PROMPTS[scenario]) for name in names))
-
-
-def add(a: int, b: int) -> int:
-    return a + b
-
-
-def fail(reason: str) -> str:
-    raise ValueError(reason)
-
-
-def note(text: str) -> str:
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "ag2"
     unsupported = {  # noqa: RUF012
         "abandoned": "AG2 reads a model's stream to its end, whoever listens",
@@ -79,6 +60,19 @@ class TestConformance(PluginConformance):
     def patched(self):
         return [(Agent, "_turn_scope"), (executor, "_execute_call"), (FunctionTool, "__call__")]
 
+    def make(self, name, url, *tools, **client):
+        return make(name, url, *tools, **client)
+
+    async def answer(self, agent, prompt):
+        return await answer(agent, prompt)
+
+    def streaming(self, url):
+        return asyncio.run(pieces(make("writer", url, streaming=True), PROMPTS["streaming"]))
+
+    def cut(self, url):
+        writer = make("writer", url, streaming=True)
+        return self.error_of(lambda: asyncio.run(pieces(writer, PROMPTS["cut"])))
+
     def responses(self, url):
         return ask("writer", url, "responses", kind=OpenAIResponsesConfig)
 
@@ -87,12 +81,6 @@ class TestConformance(PluginConformance):
             pieces(make("writer", url, kind=OpenAIResponsesConfig, streaming=True), PROMPTS["responses_streaming"])
         )
 
-    def one_agent(self, url):
-        return ask("writer", url, "one_agent")
-
-    def several_agents(self, url):
-        return [ask(name, url, "several_agents") for name in ("writer", "rewriter", "writer_2")]
-
     def namesakes(self, url):
         output = []
         for team in ("red", "blue"):
@@ -100,65 +88,13 @@ class TestConformance(PluginConformance):
                 output.append(ask("writer", url, "namesakes"))
         return output
 
-    def streaming(self, url):
-        return asyncio.run(pieces(make("writer", url, streaming=True), PROMPTS["streaming"]))
-
     def choices(self, url):
         return ask("writer", url, "choices", n=2)
-
-    def tool_call(self, url):
-        return ask("caller", url, "tool_call", add)
-
-    def parallel_tools(self, url):
-        return ask("caller", url, "parallel_tools", add)
-
-    def tool_error(self, url):
-        return ask("caller", url, "tool_error", fail)
-
-    def unknown_tool(self, url):
-        return ask("caller", url, "unknown_tool", add)
 
     def unreadable_arguments(self, url):
         with pytest.raises(json.JSONDecodeError) as error:  # when AG2 sends the call back to the model
             ask("caller", url, "unreadable_arguments", add)
         return str(error.value)
-
-    def nested(self, url):
-        async def ask(question: str) -> str:
-            return await answer(make("writer", url), question)
-
-        return asyncio.run(answer(make("boss", url, ask), PROMPTS["nested"]))
-
-    def parallel(self, url):
-        return asyncio.run(ask_all(["left", "right"], url, "parallel"))
-
-    async def asynchronous(self, url):
-        return await ask_all(["writer", "rewriter"], url, "asynchronous")
-
-    async def awaited(self, url):
-        return await answer(make("writer", url), PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: asyncio.run(answer(make("writer", url), f"hello {number}")), range(2)))
-
-    def retried(self, url):
-        return ask("writer", url, "retried")
-
-    def failed(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
-            ask("writer", url, "failed", max_retries=0)
-        return str(error.value)
-
-    def slow(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
-            ask("writer", url, "slow", max_retries=0, timeout=TIMEOUT_S)
-        return str(error.value)
-
-    def cut(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
-            asyncio.run(pieces(make("writer", url, streaming=True), PROMPTS["cut"]))
-        return type(error.value).__name__
 
     def heard_by_middleware_and_subscribers(self, url):
         seen = []
@@ -185,18 +121,6 @@ class TestConformance(PluginConformance):
         for kind in (OpenAIConfig, OpenAIResponsesConfig):
             asyncio.run(work(kind))
         return seen
-
-    def effects(self, url):
-        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effects"]))
-
-    def effect_fails(self, url):
-        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effect_fails"]))
-
-    async def effects_awaited(self, url):
-        async def note(text: str) -> str:
-            return noted(text)
-
-        return await answer(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -15,15 +14,13 @@ from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
 
 import lightning_agent_framework
 from lightning_conformance.plugins.program import user_environment
+from lightning_conformance.plugins.programs import AgentPrograms, add
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
-    REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
-    noted,
 )
 from lightning_spans import open_store
 
@@ -48,23 +45,7 @@ def ask(name, url, scenario, *tools, **options):
     return asyncio.run(answer(make(name, url, *tools, **options), PROMPTS[scenario]))
 
 
-async def ask_all(names, url, scenario):
-    return await asyncio.gather(*(answer(make(name, url), PROMPTS[scenario]) for name in names))
-
-
-def add(a: int, b: int) -> int:
-    return a + b
-
-
-def fail(reason: str) -> str:
-    raise ValueError(reason)
-
-
-def note(text: str) -> str:
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "agent-framework"
 
     def patched(self):
@@ -76,14 +57,20 @@ class TestConformance(PluginConformance):
             (FunctionTool, "_invoke_function"),
         ]
 
+    def make(self, name, url, *tools, **client):
+        return make(name, url, *tools, **client)
+
+    async def answer(self, agent, prompt):
+        return await answer(agent, prompt)
+
+    async def pieces(self, agent, prompt):
+        return await pieces(agent, prompt)
+
     def responses(self, url):
         return ask("writer", url, "responses", kind=OpenAIChatClient)
 
     def responses_streaming(self, url):
         return asyncio.run(pieces(make("writer", url, kind=OpenAIChatClient), PROMPTS["responses_streaming"]))
-
-    def one_agent(self, url):
-        return ask("writer", url, "one_agent")
 
     def unnamed(self, url):
         async def work():
@@ -93,18 +80,12 @@ class TestConformance(PluginConformance):
 
         return asyncio.run(work())
 
-    def several_agents(self, url):
-        return [ask(name, url, "several_agents") for name in ("writer", "rewriter", "writer_2")]
-
     def namesakes(self, url):
         output = []
         for team in ("red", "blue"):
             with lightning_agent_framework.agent(team):
                 output.append(ask("writer", url, "namesakes"))
         return output
-
-    def streaming(self, url):
-        return asyncio.run(pieces(make("writer", url), PROMPTS["streaming"]))
 
     def abandoned(self, url):
         async def leave():
@@ -116,58 +97,6 @@ class TestConformance(PluginConformance):
 
     def choices(self, url):
         return asyncio.run(answer(make("writer", url), PROMPTS["choices"], options={"n": 2}))
-
-    def tool_call(self, url):
-        return ask("caller", url, "tool_call", add)
-
-    def parallel_tools(self, url):
-        return ask("caller", url, "parallel_tools", add)
-
-    def tool_error(self, url):
-        return ask("caller", url, "tool_error", fail)
-
-    def unknown_tool(self, url):
-        return ask("caller", url, "unknown_tool", add)
-
-    def unreadable_arguments(self, url):
-        return ask("caller", url, "unreadable_arguments", add)
-
-    def nested(self, url):
-        async def ask(question: str) -> str:
-            return await answer(make("writer", url), question)
-
-        return asyncio.run(answer(make("boss", url, ask), PROMPTS["nested"]))
-
-    def parallel(self, url):
-        return asyncio.run(ask_all(["left", "right"], url, "parallel"))
-
-    async def asynchronous(self, url):
-        return await ask_all(["writer", "rewriter"], url, "asynchronous")
-
-    async def awaited(self, url):
-        return await answer(make("writer", url), PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: asyncio.run(answer(make("writer", url), f"hello {number}")), range(2)))
-
-    def retried(self, url):
-        return ask("writer", url, "retried")
-
-    def failed(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
-            ask("writer", url, "failed", max_retries=0)
-        return str(error.value)
-
-    def slow(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
-            ask("writer", url, "slow", max_retries=0, timeout=TIMEOUT_S)
-        return str(error.value)
-
-    def cut(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
-            asyncio.run(pieces(make("writer", url), PROMPTS["cut"]))
-        return type(error.value).__name__
 
     def heard_by_middleware(self, url):
         seen = []
@@ -185,18 +114,6 @@ class TestConformance(PluginConformance):
             caller = make("caller", url, add, kind=kind)
             asyncio.run(answer(caller, PROMPTS["tool_call"], middleware=[hears(one) for one in kinds]))
         return seen
-
-    def effects(self, url):
-        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effects"]))
-
-    def effect_fails(self, url):
-        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effect_fails"]))
-
-    async def effects_awaited(self, url):
-        async def note(text: str) -> str:
-            return noted(text)
-
-        return await answer(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
 
 
 @pytest.fixture

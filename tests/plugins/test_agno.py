@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -24,13 +23,13 @@ from agno.tools.function import FunctionCall
 import lightning_agno
 from lightning_agno.agents import Workflow, ways
 from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.programs import AgentPrograms, add, fail
 from lightning_conformance.plugins.replayed import run_twice
 from lightning_conformance.plugins.script import agent_of
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
-    REPLAY_PROMPTS,
     TIMEOUT_S,
     PluginConformance,
     instructions,
@@ -59,10 +58,6 @@ async def aask(agent, prompt):
     return (await agent.arun(prompt)).content
 
 
-async def ask_all(who, url, scenario):
-    return await asyncio.gather(*(aask(make(name, url), PROMPTS[scenario]) for name in who))
-
-
 def text_of(event):
     return event.content if event.event in {"RunContent", "TeamRunContent"} else None
 
@@ -79,21 +74,6 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-def fail(reason: str) -> str:
-    """Fail."""
-    raise ValueError(reason)
-
-
-def note(text: str) -> str:
-    """Note a text."""
-    return noted(text)
-
-
 def outcome(work):
     """What a run comes to: versions raise an error of the model, or tell it."""
     try:
@@ -103,7 +83,7 @@ def outcome(work):
     return str(getattr(output, "status", output))
 
 
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "agno"
 
     def patched(self):
@@ -111,15 +91,21 @@ class TestConformance(PluginConformance):
         asking = [(Told, name) for name in ("invoke", "ainvoke", "invoke_stream", "ainvoke_stream")]
         return [*ways(), *tools, *asking, (Model, "create_function_call_result"), (Model, "get_function_calls_to_run")]
 
-    def one_agent(self, url):
-        return ask(make("writer", url), PROMPTS["one_agent"])
+    def make(self, name, url, *tools, **client):
+        return make(name, model(url, **client), *tools)
+
+    def ask(self, agent, prompt):
+        return ask(agent, prompt)
+
+    async def answer(self, agent, prompt):
+        return await aask(agent, prompt)
+
+    def stream(self, agent, prompt):
+        return stream(agent, prompt)
 
     def unnamed(self, url):
         with agent("writer"):
             return Agent(model=model(url), instructions=instructions("writer")).run(PROMPTS["unnamed"]).content
-
-    def several_agents(self, url):
-        return [ask(make(name, url), PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
 
     def namesakes(self, url):
         def work(name):
@@ -127,9 +113,6 @@ class TestConformance(PluginConformance):
             return ask(team, 'call delegate_task_to_member {"member_id": "writer", "task": "hello"}')
 
         return [work("red"), work("blue")]
-
-    def streaming(self, url):
-        return stream(make("writer", url), PROMPTS["streaming"])
 
     def abandoned(self, url):
         for event in make("writer", url).run(PROMPTS["abandoned"], stream=True):
@@ -146,33 +129,8 @@ class TestConformance(PluginConformance):
     def choices(self, url):
         return ask(make("writer", model(url, request_params={"n": 2})), PROMPTS["choices"])
 
-    def tool_call(self, url):
-        return ask(make("caller", url, add), PROMPTS["tool_call"])
-
     def parallel_tools(self, url):
         return run(aask(make("caller", url, add), PROMPTS["parallel_tools"]))
-
-    def tool_error(self, url):
-        return ask(make("caller", url, fail), PROMPTS["tool_error"])
-
-    def unknown_tool(self, url):
-        return ask(make("caller", url, add), PROMPTS["unknown_tool"])
-
-    def unreadable_arguments(self, url):
-        return ask(make("caller", url, add), PROMPTS["unreadable_arguments"])
-
-    def effects(self, url):
-        return ask(make("caller", url, note), REPLAY_PROMPTS["effects"])
-
-    def effect_fails(self, url):
-        return ask(make("caller", url, note), REPLAY_PROMPTS["effect_fails"])
-
-    async def effects_awaited(self, url):
-        async def note(text: str) -> str:
-            """Note a text."""
-            return noted(text)
-
-        return await aask(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
 
     def nested(self, url):
         @tool(name="ask")
@@ -181,22 +139,6 @@ class TestConformance(PluginConformance):
             return ask(make("writer", url), question)
 
         return ask(make("boss", url, ask_writer), PROMPTS["nested"])
-
-    def parallel(self, url):
-        return run(ask_all(["left", "right"], url, "parallel"))
-
-    async def asynchronous(self, url):
-        return await ask_all(["writer", "rewriter"], url, "asynchronous")
-
-    async def awaited(self, url):
-        return await aask(make("writer", url), PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: ask(make("writer", url), f"hello {number}"), range(2)))
-
-    def retried(self, url):
-        return ask(make("writer", url), PROMPTS["retried"])
 
     def failed(self, url):
         agent = make("writer", model(url, max_retries=0))

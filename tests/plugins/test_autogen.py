@@ -59,13 +59,12 @@ from pydantic import BaseModel
 import lightning_autogen
 from lightning_autogen.agents import AutogenAgents
 from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins.programs import AgentPrograms, note
 from lightning_conformance.plugins.replayed import NOTES, run_twice
 from lightning_conformance.plugins.script import Reply, agent_of, follow
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
-    REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
     noted,
@@ -106,16 +105,7 @@ async def add(a: int, b: int) -> int:
     return a + b
 
 
-def fail(reason: str) -> str:
-    raise ValueError(reason)
-
-
-def note(text: str) -> str:
-    """Note a text."""
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "autogen"
     tracers = TRACERS
     unsupported: ClassVar[dict[str, str]] = {
@@ -134,14 +124,12 @@ class TestConformance(PluginConformance):
             (MessageHandlerContext, "populate_context"),
         ]
 
-    def one_agent(self, url):
-        return run(ask("writer", url, PROMPTS["one_agent"]))
+    def make(self, name, url, *tools, **client):
+        options = {"tools": list(tools), "reflect_on_tool_use": True} if tools else {}
+        return make(name, model(url, **client), **options)
 
-    def several_agents(self, url):
-        async def work():
-            return [await ask(name, url, PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
-
-        return run(work())
+    async def answer(self, agent, prompt):
+        return (await agent.run(task=prompt)).messages[-1].content
 
     def namesakes(self, url):
         async def work(name):
@@ -171,57 +159,6 @@ class TestConformance(PluginConformance):
 
         return run(work())
 
-    def tool_call(self, url):
-        return run(ask("caller", url, PROMPTS["tool_call"], tools=[add], reflect_on_tool_use=True))
-
-    def parallel_tools(self, url):
-        return run(ask("caller", url, PROMPTS["parallel_tools"], tools=[add], reflect_on_tool_use=True))
-
-    def tool_error(self, url):
-        return run(ask("caller", url, PROMPTS["tool_error"], tools=[fail], reflect_on_tool_use=True))
-
-    def unknown_tool(self, url):
-        return run(ask("caller", url, PROMPTS["unknown_tool"], tools=[add], reflect_on_tool_use=True))
-
-    def unreadable_arguments(self, url):
-        return run(ask("caller", url, PROMPTS["unreadable_arguments"], tools=[add], reflect_on_tool_use=True))
-
-    def parallel(self, url):
-        async def work():
-            return await asyncio.gather(*(ask(name, url, PROMPTS["parallel"]) for name in ("left", "right")))
-
-        return run(work())
-
-    def nested(self, url):
-        async def ask_writer(question: str) -> str:
-            return await ask("writer", url, question)
-
-        tool = FunctionTool(ask_writer, "Ask the writer.", name="ask")
-        return run(ask("boss", url, PROMPTS["nested"], tools=[tool], reflect_on_tool_use=True))
-
-    async def asynchronous(self, url):
-        return await asyncio.gather(*(ask(name, url, PROMPTS["asynchronous"]) for name in ("writer", "rewriter")))
-
-    async def awaited(self, url):
-        return await ask("writer", url, PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: run(ask("writer", url, f"hello {number}")), range(2)))
-
-    def retried(self, url):
-        return run(ask("writer", url, PROMPTS["retried"]))
-
-    def failed(self, url):
-        with pytest.raises(openai.InternalServerError) as error:
-            run(ask("writer", model(url, max_retries=0), PROMPTS["failed"]))
-        return str(error.value)
-
-    def slow(self, url):
-        with pytest.raises(openai.APITimeoutError) as error:
-            run(ask("writer", model(url, max_retries=0, timeout=TIMEOUT_S), PROMPTS["slow"]))
-        return str(error.value)
-
     def cut(self, url):
         seen = []
 
@@ -233,19 +170,6 @@ class TestConformance(PluginConformance):
         with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
             run(work())
         return seen, type(error.value).__name__
-
-    def effects(self, url):
-        return run(ask("caller", url, REPLAY_PROMPTS["effects"], tools=[note], reflect_on_tool_use=True))
-
-    def effect_fails(self, url):
-        return run(ask("caller", url, REPLAY_PROMPTS["effect_fails"], tools=[note], reflect_on_tool_use=True))
-
-    async def effects_awaited(self, url):
-        async def note(text: str) -> str:
-            return noted(text)
-
-        tools = [FunctionTool(note, "Note a text.")]
-        return await ask("caller", url, REPLAY_PROMPTS["effects_awaited"], tools=tools, reflect_on_tool_use=True)
 
     def heard_by_the_reader_of_a_team(self, url):
         async def work(given):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -23,16 +22,15 @@ from google.genai import types
 
 import lightning_google_adk
 from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.programs import AgentPrograms, add, fail, note
 from lightning_conformance.plugins.script import Reply, ScriptedToolCall, agent_of
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
-    noted,
 )
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.schema import spans as names
@@ -65,10 +63,6 @@ async def ask(agent, prompt):
     return [text_of(event) async for event in events_of(agent, prompt)][-1]
 
 
-async def ask_all(who, url, scenario):
-    return await asyncio.gather(*(ask(make(name, url), PROMPTS[scenario]) for name in who))
-
-
 SSE = RunConfig(streaming_mode=StreamingMode.SSE)
 
 
@@ -80,22 +74,7 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-def fail(reason: str) -> str:
-    """Fail."""
-    raise ValueError(reason)
-
-
-def note(text: str) -> str:
-    """Note a text."""
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "google-adk"
     unsupported = (
         dict.fromkeys(["responses", "responses_streaming"], "LiteLlm speaks chat completions alone")
@@ -122,15 +101,14 @@ class TestConformance(PluginConformance):
             (Told, "generate_content_async"),
         ]
 
-    def one_agent(self, url):
-        return run(ask(make("writer", url), PROMPTS["one_agent"]))
+    def make(self, name, url, *tools, **client):
+        return make(name, model(url, **client), *tools)
 
-    def several_agents(self, url):
-        async def work():
-            who = ("writer", "rewriter", "writer_2")
-            return [await ask(make(name, url), PROMPTS["several_agents"]) for name in who]
+    async def answer(self, agent, prompt):
+        return await ask(agent, prompt)
 
-        return run(work())
+    async def pieces(self, agent, prompt):
+        return await stream(agent, prompt)
 
     def namesakes(self, url):
         async def both():
@@ -138,9 +116,6 @@ class TestConformance(PluginConformance):
             return await asyncio.gather(*(ask(team, PROMPTS["namesakes"]) for team in teams))
 
         return run(both())
-
-    def streaming(self, url):
-        return run(stream(make("writer", url), PROMPTS["streaming"]))
 
     def abandoned(self, url):
         async def work():
@@ -153,58 +128,10 @@ class TestConformance(PluginConformance):
     def choices(self, url):
         return run(ask(make("writer", model(url, n=2)), PROMPTS["choices"]))
 
-    def tool_call(self, url):
-        return run(ask(make("caller", url, add), PROMPTS["tool_call"]))
-
-    def parallel_tools(self, url):
-        return run(ask(make("caller", url, add), PROMPTS["parallel_tools"]))
-
     def tool_error(self, url):
         with pytest.raises(ValueError, match="out of order") as error:
             run(ask(make("caller", url, fail), PROMPTS["tool_error"]))
         return str(error.value)
-
-    def parallel(self, url):
-        return run(ask_all(["left", "right"], url, "parallel"))
-
-    def nested(self, url):
-        async def ask_writer(question: str) -> str:
-            """Ask the writer."""
-            return await ask(make("writer", url), question)
-
-        ask_writer.__name__ = "ask"
-        return run(ask(make("boss", url, ask_writer), PROMPTS["nested"]))
-
-    async def asynchronous(self, url):
-        return await ask_all(["writer", "rewriter"], url, "asynchronous")
-
-    async def awaited(self, url):
-        return await ask(make("writer", url), PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: run(ask(make("writer", url), f"hello {number}")), range(2)))
-
-    def retried(self, url):
-        return run(ask(make("writer", url), PROMPTS["retried"]))
-
-    def failed(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - LiteLLM's
-            run(ask(make("writer", model(url, max_retries=0)), PROMPTS["failed"]))
-        return type(error.value).__name__
-
-    def slow(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - LiteLLM's
-            run(ask(make("writer", model(url, max_retries=0, timeout=TIMEOUT_S)), PROMPTS["slow"]))
-        return type(error.value).__name__
-
-    def cut(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - LiteLLM's
-            run(stream(make("writer", url), PROMPTS["cut"]))
-        return type(error.value).__name__
-
-    def unknown_tool(self, url):
-        return run(ask(make("caller", url, add), PROMPTS["unknown_tool"]))
 
     def unreadable_arguments(self, url):
         try:
@@ -212,20 +139,10 @@ class TestConformance(PluginConformance):
         except json.JSONDecodeError as error:  # ADK 1.14
             return str(error)
 
-    def effects(self, url):
-        return run(ask(make("caller", url, note), REPLAY_PROMPTS["effects"]))
-
     def effect_fails(self, url):
         with pytest.raises(ValueError, match="out of order") as error:
             run(ask(make("caller", url, note), REPLAY_PROMPTS["effect_fails"]))
         return str(error.value)
-
-    async def effects_awaited(self, url):
-        async def note(text: str) -> str:
-            """Note a text."""
-            return noted(text)
-
-        return await ask(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
 
     def heard_by_callbacks(self, url):
         seen = []

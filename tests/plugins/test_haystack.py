@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -22,7 +21,9 @@ from haystack.tools import ComponentTool, Tool, create_tool_from_function
 from haystack.utils import Secret
 
 import lightning_haystack
+from lightning_conformance.plugins import programs
 from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.programs import AgentPrograms
 from lightning_conformance.plugins.replayed import run_twice
 from lightning_conformance.plugins.script import agent_of
 from lightning_conformance.plugins.server import ScriptedServer
@@ -30,7 +31,6 @@ from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
     noted,
@@ -97,25 +97,10 @@ def tool(function, name=None):
     return create_tool_from_function(function, name=name)
 
 
-@tool
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
+add = tool(programs.add)
 
 
-@tool
-def fail(reason: str) -> str:
-    """Fail."""
-    raise ValueError(reason)
-
-
-@tool
-def note(text: str) -> str:
-    """Note a text."""
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "haystack"
     unsupported = (
         {}
@@ -141,15 +126,21 @@ class TestConformance(PluginConformance):
             *((owner, name) for owner, name, _ in HaystackTools(None, "haystack").places()),
         ]
 
-    def one_agent(self, url):
-        return ask(make("writer", url), PROMPTS["one_agent"])
+    def make(self, name, url, *tools, **client):
+        return make(name, model(url, **client), *tools)
+
+    def ask(self, agent, prompt):
+        return ask(agent, prompt)
+
+    def stream(self, agent, prompt):
+        return stream(agent, prompt)
+
+    def tool(self, function):
+        return tool(function)
 
     def unnamed(self, url):
         with agent("writer"):
             return alone("writer", url).run([ChatMessage.from_user(PROMPTS["unnamed"])])["messages"][-1].text
-
-    def several_agents(self, url):
-        return [ask(make(name, url), PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
 
     def namesakes(self, url):
         def work(team):
@@ -160,9 +151,6 @@ class TestConformance(PluginConformance):
             return ask(make(team, url, tool(consult)), "call consult {}")
 
         return [work("red"), work("blue")]
-
-    def streaming(self, url):
-        return stream(make("writer", url), PROMPTS["streaming"])
 
     def abandoned(self, url):
         async def work():
@@ -185,26 +173,8 @@ class TestConformance(PluginConformance):
     def choices(self, url):
         return ask(make("writer", model(url, generation_kwargs={"n": 2})), PROMPTS["choices"])
 
-    def tool_call(self, url):
-        return ask(make("caller", url, add), PROMPTS["tool_call"])
-
-    def parallel_tools(self, url):
-        return ask(make("caller", url, add), PROMPTS["parallel_tools"])
-
-    def tool_error(self, url):
-        return ask(make("caller", url, fail), PROMPTS["tool_error"])
-
-    def unknown_tool(self, url):
-        return ask(make("caller", url, add), PROMPTS["unknown_tool"])
-
     def unreadable_arguments(self, url):  # Haystack 3 asks again until its steps are used up
         return ask(make("caller", url, add, max_agent_steps=1), PROMPTS["unreadable_arguments"])
-
-    def effects(self, url):
-        return ask(make("caller", url, note), REPLAY_PROMPTS["effects"])
-
-    def effect_fails(self, url):
-        return ask(make("caller", url, note), REPLAY_PROMPTS["effect_fails"])
 
     async def effects_awaited(self, url):
         async def note(text: str) -> str:
@@ -228,28 +198,6 @@ class TestConformance(PluginConformance):
 
     async def awaited(self, url):
         return await aask(make("writer", url, kind=Awaited), PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: ask(make("writer", url), f"hello {number}"), range(2)))
-
-    def retried(self, url):
-        return ask(make("writer", url), PROMPTS["retried"])
-
-    def failed(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
-            ask(make("writer", model(url, max_retries=0)), PROMPTS["failed"])
-        return type(error.value).__name__
-
-    def slow(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
-            ask(make("writer", model(url, max_retries=0, timeout=TIMEOUT_S)), PROMPTS["slow"])
-        return type(error.value).__name__
-
-    def cut(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
-            stream(make("writer", model(url, max_retries=0)), PROMPTS["cut"])
-        return type(error.value).__name__
 
     def heard_by_a_streaming_callback(self, url):
         return stream(make("writer", url), PROMPTS["one_agent"])

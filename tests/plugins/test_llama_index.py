@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,23 +15,21 @@ from llama_index.core.callbacks.base_handler import BaseCallbackHandler
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import ChatMessage, CustomLLM, LLMMetadata, MockLLM
-from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
 from llama_index.llms.openai import OpenAIResponses
 from llama_index.llms.openai_like import OpenAILike
 
 import lightning_llama_index
 from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.programs import AgentPrograms, add, note
 from lightning_conformance.plugins.script import Reply, ScriptedToolCall, agent_of
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
-    noted,
 )
 from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.schema import spans as names
@@ -54,10 +51,6 @@ async def ask(agent, prompt, **options):
     return str(await agent.run(prompt, **options))
 
 
-async def ask_all(who, url, scenario):
-    return await asyncio.gather(*(ask(make(name, url), PROMPTS[scenario]) for name in who))
-
-
 async def stream(agent, prompt):
     handler = agent.run(prompt)
     pieces = [event.delta async for event in handler.stream_events() if isinstance(event, AgentStream)]
@@ -68,22 +61,7 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-def fail(reason: str) -> str:
-    """Fail."""
-    raise ValueError(reason)
-
-
-def note(text: str) -> str:
-    """Note a text."""
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "llama-index"
     unsupported = {  # noqa: RUF012
         "abandoned": "an agent reads its model's stream to the end, whoever listens",
@@ -99,8 +77,11 @@ class TestConformance(PluginConformance):
             (MockLLM, "complete"),
         ]
 
-    def one_agent(self, url):
-        return run(ask(make("writer", url), PROMPTS["one_agent"]))
+    def make(self, name, url, *tools, **client):
+        return make(name, model(url, **client), *tools)
+
+    async def answer(self, agent, prompt):
+        return await ask(agent, prompt)
 
     def unnamed(self, url):
         with agent("writer"):
@@ -110,13 +91,6 @@ class TestConformance(PluginConformance):
                     PROMPTS["unnamed"],
                 )
             )
-
-    def several_agents(self, url):
-        async def work():
-            who = ("writer", "rewriter", "writer_2")
-            return [await ask(make(name, url), PROMPTS["several_agents"]) for name in who]
-
-        return run(work())
 
     def namesakes(self, url):
         async def work(team):
@@ -143,70 +117,14 @@ class TestConformance(PluginConformance):
     def choices(self, url):
         return run(ask(make("writer", model(url, additional_kwargs={"n": 2})), PROMPTS["choices"]))
 
-    def tool_call(self, url):
-        return run(ask(make("caller", url, add), PROMPTS["tool_call"]))
-
-    def parallel_tools(self, url):
-        return run(ask(make("caller", url, add), PROMPTS["parallel_tools"]))
-
-    def tool_error(self, url):
-        return run(ask(make("caller", url, fail), PROMPTS["tool_error"]))
-
-    def parallel(self, url):
-        return run(ask_all(["left", "right"], url, "parallel"))
-
-    def nested(self, url):
-        async def ask_writer(question: str) -> str:
-            """Ask the writer."""
-            return await ask(make("writer", url), question)
-
-        tool = FunctionTool.from_defaults(async_fn=ask_writer, name="ask")
-        return run(ask(make("boss", url, tool), PROMPTS["nested"]))
-
-    async def asynchronous(self, url):
-        return await ask_all(["writer", "rewriter"], url, "asynchronous")
-
-    async def awaited(self, url):
-        return await ask(make("writer", url), PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: run(ask(make("writer", url), f"hello {number}")), range(2)))
-
-    def retried(self, url):
-        return run(ask(make("writer", url), PROMPTS["retried"]))
-
-    def failed(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
-            run(ask(make("writer", model(url, max_retries=0)), PROMPTS["failed"]))
-        return type(error.value).__name__
-
-    def slow(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
-            run(ask(make("writer", model(url, max_retries=0, timeout=TIMEOUT_S)), PROMPTS["slow"]))
-        return type(error.value).__name__
-
     def cut(self, url):
         with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
             run(stream(make("writer", url, streaming=True), PROMPTS["cut"]))
         return type(error.value).__name__
 
-    def unknown_tool(self, url):
-        return run(ask(make("caller", url, add), PROMPTS["unknown_tool"]))
-
     def effects(self, url):
         said = run(ask(make("caller", url, note), REPLAY_PROMPTS["effects"]))
         return sorted(said.split())  # LlamaIndex tells the model what tools gave in the order in which they end
-
-    def effect_fails(self, url):
-        return run(ask(make("caller", url, note), REPLAY_PROMPTS["effect_fails"]))
-
-    async def effects_awaited(self, url):
-        async def note(text: str) -> str:
-            """Note a text."""
-            return noted(text)
-
-        return await ask(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
 
     def heard_by_the_reader_of_events(self, url):
         async def work():

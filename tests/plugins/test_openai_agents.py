@@ -41,13 +41,13 @@ from agents.tracing import traces as sdk_traces
 
 import lightning_openai_agents
 from lightning_conformance import ScriptedServer
+from lightning_conformance.plugins import programs
+from lightning_conformance.plugins.programs import AgentPrograms
 from lightning_conformance.plugins.replayed import NOTES, run_twice
 from lightning_conformance.plugins.script import agent_of, answer, follow, pieces
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
-    REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
     noted,
@@ -83,22 +83,10 @@ async def ask(name, url, prompt, **options):
     return (await Runner.run(make(name, url, **options), prompt)).final_output
 
 
-@function_tool
-def add(a: int, b: int) -> int:
-    return a + b
+add, fail, note = map(function_tool, (programs.add, programs.fail, programs.note))
 
 
-@function_tool
-def fail(reason: str) -> str:
-    raise ValueError(reason)
-
-
-@function_tool
-def note(text: str) -> str:
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "openai-agents"
     unsupported: ClassVar[dict[str, str]] = {"unnamed": "an agent must have a name"}
 
@@ -110,14 +98,18 @@ class TestConformance(PluginConformance):
             if name in vars(owner)
         ] + [(ToolContext, "from_agent_context")]
 
-    def one_agent(self, url):
-        return run(ask("writer", url, PROMPTS["one_agent"]))
+    def make(self, name, url, *tools, **client):
+        return make(name, model(url, **client), tools=list(tools))
 
-    def several_agents(self, url):
-        async def work():
-            return [await ask(name, url, PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
+    async def answer(self, agent, prompt):
+        return (await Runner.run(agent, prompt)).final_output
 
-        return run(work())
+    async def pieces(self, agent, prompt):
+        result = Runner.run_streamed(agent, prompt)
+        return [*[event.type async for event in result.stream_events()], result.final_output]
+
+    def tool(self, function):
+        return function_tool(function)
 
     def namesakes(self, url):
         async def work(team):
@@ -144,13 +136,6 @@ class TestConformance(PluginConformance):
         settings = ModelSettings(extra_body={"n": 2})
         return run(ask("writer", url, PROMPTS["choices"], model_settings=settings))
 
-    def streaming(self, url):
-        async def work():
-            result = Runner.run_streamed(make("writer", url), PROMPTS["streaming"])
-            return [event.type async for event in result.stream_events()], result.final_output
-
-        return run(work())
-
     def abandoned(self, url):
         async def work():
             result = Runner.run_streamed(make("writer", url), PROMPTS["abandoned"])
@@ -161,57 +146,9 @@ class TestConformance(PluginConformance):
 
         return run(work())
 
-    def tool_call(self, url):
-        return run(ask("caller", url, PROMPTS["tool_call"], tools=[add]))
-
-    def parallel_tools(self, url):
-        return run(ask("caller", url, PROMPTS["parallel_tools"], tools=[add]))
-
-    def tool_error(self, url):
-        return run(ask("caller", url, PROMPTS["tool_error"], tools=[fail]))
-
     def unknown_tool(self, url):
         with pytest.raises(ModelBehaviorError) as error:
             run(ask("caller", url, PROMPTS["unknown_tool"], tools=[add]))
-        return str(error.value)
-
-    def unreadable_arguments(self, url):
-        return run(ask("caller", url, PROMPTS["unreadable_arguments"], tools=[add]))
-
-    def parallel(self, url):
-        async def work():
-            return await asyncio.gather(*(ask(name, url, PROMPTS["parallel"]) for name in ("left", "right")))
-
-        return run(work())
-
-    def nested(self, url):
-        @function_tool(name_override="ask")
-        async def ask_writer(question: str) -> str:
-            return await ask("writer", url, question)
-
-        return run(ask("boss", url, PROMPTS["nested"], tools=[ask_writer]))
-
-    async def asynchronous(self, url):
-        return await asyncio.gather(*(ask(name, url, PROMPTS["asynchronous"]) for name in ("writer", "rewriter")))
-
-    async def awaited(self, url):
-        return await ask("writer", url, PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: run(ask("writer", url, f"hello {number}")), range(2)))
-
-    def retried(self, url):
-        return run(ask("writer", url, PROMPTS["retried"]))
-
-    def failed(self, url):
-        with pytest.raises(openai.InternalServerError) as error:
-            run(ask("writer", model(url, max_retries=0), PROMPTS["failed"]))
-        return str(error.value)
-
-    def slow(self, url):
-        with pytest.raises(openai.APITimeoutError) as error:
-            run(ask("writer", model(url, max_retries=0, timeout=TIMEOUT_S), PROMPTS["slow"]))
         return str(error.value)
 
     def cut(self, url):
@@ -234,19 +171,6 @@ class TestConformance(PluginConformance):
         finally:
             agents.set_trace_processors([])
         return answered, hooks.seen, processor.seen
-
-    def effects(self, url):
-        return run(ask("caller", url, REPLAY_PROMPTS["effects"], tools=[note]))
-
-    def effect_fails(self, url):
-        return run(ask("caller", url, REPLAY_PROMPTS["effect_fails"], tools=[note]))
-
-    async def effects_awaited(self, url):
-        @function_tool(name_override="note")
-        async def take_note(text: str) -> str:
-            return noted(text)
-
-        return await ask("caller", url, REPLAY_PROMPTS["effects_awaited"], tools=[take_note])
 
     async def _hooked(self, given, hooks):
         prompted = make("caller", given, tools=[add]), PROMPTS["tool_call"]

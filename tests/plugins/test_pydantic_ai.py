@@ -4,7 +4,6 @@ import asyncio
 import json
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -24,6 +23,7 @@ from pydantic_graph import End
 
 import lightning_pydantic_ai
 from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.programs import AgentPrograms, add, fail, note
 from lightning_conformance.plugins.replayed import NOTES, run_twice
 from lightning_conformance.plugins.script import Reply, ScriptedToolCall, agent_of
 from lightning_conformance.plugins.server import ScriptedServer
@@ -31,7 +31,6 @@ from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
     noted,
@@ -57,10 +56,6 @@ async def ask(name, url, prompt, *tools, **options):
     return (await make(name, url, *tools, **options).run(prompt)).output
 
 
-async def ask_all(who, url, scenario):
-    return await asyncio.gather(*(ask(name, url, PROMPTS[scenario]) for name in who))
-
-
 async def stream(name, url, prompt, **options):
     async with make(name, url, **options).run_stream(prompt) as result:
         return [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
@@ -70,27 +65,22 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-def fail(reason: str) -> str:
-    """Fail."""
-    raise ValueError(reason)
-
-
-def note(text: str) -> str:
-    """Note a text."""
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "pydantic-ai"
     unsupported = {} if NEW else {"abandoned": "Pydantic AI 1 reads a stream that was left to its end itself"}
 
     def patched(self):
         return [(Agent, "iter"), (ToolManager, TOOL_CALL), (WrapperModel, "request"), (FunctionModel, "request_stream")]
+
+    def make(self, name, url, *tools, **client):
+        return make(name, model(url, **client), *tools)
+
+    async def answer(self, agent, prompt):
+        return (await agent.run(prompt)).output
+
+    async def pieces(self, agent, prompt):
+        async with agent.run_stream(prompt) as result:
+            return [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
 
     def one_agent(self, url):
         return make("writer", url).run_sync(PROMPTS["one_agent"]).output
@@ -98,12 +88,6 @@ class TestConformance(PluginConformance):
     def unnamed(self, url):
         with agent("writer"):
             return Agent(model(url), instructions=instructions("writer")).run_sync(PROMPTS["unnamed"]).output
-
-    def several_agents(self, url):
-        async def work():
-            return [await ask(name, url, PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
-
-        return run(work())
 
     def namesakes(self, url):
         async def work(team):
@@ -116,9 +100,6 @@ class TestConformance(PluginConformance):
             return await asyncio.gather(work("red"), work("blue"))
 
         return run(both())
-
-    def streaming(self, url):
-        return run(stream("writer", url, PROMPTS["streaming"]))
 
     def abandoned(self, url):
         async def work():
@@ -138,74 +119,15 @@ class TestConformance(PluginConformance):
     def choices(self, url):
         return run(ask("writer", url, PROMPTS["choices"], model_settings={"extra_body": {"n": 2}}))
 
-    def tool_call(self, url):
-        return run(ask("caller", url, PROMPTS["tool_call"], add))
-
-    def parallel_tools(self, url):
-        return run(ask("caller", url, PROMPTS["parallel_tools"], add))
-
     def tool_error(self, url):
         with pytest.raises(ValueError, match="out of order") as error:
             run(ask("caller", url, PROMPTS["tool_error"], fail))
         return str(error.value)
 
-    def unknown_tool(self, url):
-        return run(ask("caller", url, PROMPTS["unknown_tool"], add))
-
-    def unreadable_arguments(self, url):
-        return run(ask("caller", url, PROMPTS["unreadable_arguments"], add))
-
-    def parallel(self, url):
-        return run(ask_all(["left", "right"], url, "parallel"))
-
-    def nested(self, url):
-        async def ask_writer(question: str) -> str:
-            return await ask("writer", url, question)
-
-        return run(ask("boss", url, PROMPTS["nested"], pydantic_ai.Tool(ask_writer, name="ask")))
-
-    async def asynchronous(self, url):
-        return await ask_all(["writer", "rewriter"], url, "asynchronous")
-
-    async def awaited(self, url):
-        return await ask("writer", url, PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: run(ask("writer", url, f"hello {number}")), range(2)))
-
-    def retried(self, url):
-        return run(ask("writer", url, PROMPTS["retried"]))
-
-    def failed(self, url):
-        with pytest.raises(pydantic_ai.exceptions.ModelHTTPError) as error:
-            run(ask("writer", model(url, max_retries=0), PROMPTS["failed"]))
-        return str(error.value)
-
-    def slow(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
-            run(ask("writer", model(url, max_retries=0, timeout=TIMEOUT_S), PROMPTS["slow"]))
-        return type(error.value).__name__
-
-    def cut(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
-            run(stream("writer", url, PROMPTS["cut"]))
-        return type(error.value).__name__
-
-    def effects(self, url):
-        return run(ask("caller", url, REPLAY_PROMPTS["effects"], note))
-
     def effect_fails(self, url):
         with pytest.raises(ValueError, match="out of order") as error:
             run(ask("caller", url, REPLAY_PROMPTS["effect_fails"], note))
         return str(error.value)
-
-    async def effects_awaited(self, url):
-        async def note(text: str) -> str:
-            """Note a text."""
-            return noted(text)
-
-        return await ask("caller", url, REPLAY_PROMPTS["effects_awaited"], note)
 
     def heard_by_an_event_stream_handler(self, url):
         seen = []

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -35,15 +34,13 @@ from semantic_kernel.functions import (
 
 import lightning_semantic_kernel
 from lightning_conformance.plugins.program import user_environment
+from lightning_conformance.plugins.programs import AgentPrograms, add
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
-    REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
-    noted,
 )
 from lightning_spans import open_store
 from lightning_spans.record.tracing.tracers import TRACERS
@@ -80,23 +77,7 @@ def ask(name, url, scenario, *tools, **options):
     return asyncio.run(answer(make(name, url, *tools, **options), PROMPTS[scenario]))
 
 
-async def ask_all(names, url, scenario):
-    return await asyncio.gather(*(answer(make(name, url), PROMPTS[scenario]) for name in names))
-
-
-def add(a: int, b: int) -> int:
-    return a + b
-
-
-def fail(reason: str) -> str:
-    raise ValueError(reason)
-
-
-def note(text: str) -> str:
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "semantic-kernel"
     unsupported = {"choices": "an agent asks for one choice"}  # noqa: RUF012
     tracers = TRACERS  # it uses OpenTelemetry itself
@@ -107,14 +88,20 @@ class TestConformance(PluginConformance):
         own = [(kind, "_invoke_internal") for kind in (KernelFunctionFromMethod, KernelFunctionFromPrompt)]
         return [*methods, *tools, *own, (OrchestrationBase, "invoke"), (OrchestrationResult, "get")]
 
+    def make(self, name, url, *tools, **client):
+        return make(name, url, *tools, **client)
+
+    async def answer(self, agent, prompt):
+        return await answer(agent, prompt)
+
+    async def pieces(self, agent, prompt):
+        return await pieces(agent, prompt)
+
     def responses(self, url):
         return asyncio.run(answer(responding(url), PROMPTS["responses"]))
 
     def responses_streaming(self, url):
         return asyncio.run(pieces(responding(url), PROMPTS["responses_streaming"]))
-
-    def one_agent(self, url):
-        return ask("writer", url, "one_agent")
 
     def unnamed(self, url):
         async def work():
@@ -125,18 +112,12 @@ class TestConformance(PluginConformance):
 
         return asyncio.run(work())
 
-    def several_agents(self, url):
-        return [ask(name, url, "several_agents") for name in ("writer", "rewriter", "writer_2")]
-
     def namesakes(self, url):
         output = []
         for team in ("red", "blue"):
             with lightning_semantic_kernel.agent(team):
                 output.append(ask("writer", url, "namesakes"))
         return output
-
-    def streaming(self, url):
-        return asyncio.run(pieces(make("writer", url), PROMPTS["streaming"]))
 
     def abandoned(self, url):
         async def leave():
@@ -145,58 +126,6 @@ class TestConformance(PluginConformance):
             return None
 
         return asyncio.run(leave())
-
-    def tool_call(self, url):
-        return ask("caller", url, "tool_call", add)
-
-    def parallel_tools(self, url):
-        return ask("caller", url, "parallel_tools", add)
-
-    def tool_error(self, url):
-        return ask("caller", url, "tool_error", fail)
-
-    def unknown_tool(self, url):
-        return ask("caller", url, "unknown_tool", add)
-
-    def unreadable_arguments(self, url):
-        return ask("caller", url, "unreadable_arguments", add)
-
-    def nested(self, url):
-        async def ask(question: str) -> str:
-            return await answer(make("writer", url), question)
-
-        return asyncio.run(answer(make("boss", url, ask), PROMPTS["nested"]))
-
-    def parallel(self, url):
-        return asyncio.run(ask_all(["left", "right"], url, "parallel"))
-
-    async def asynchronous(self, url):
-        return await ask_all(["writer", "rewriter"], url, "asynchronous")
-
-    async def awaited(self, url):
-        return await answer(make("writer", url), PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: asyncio.run(answer(make("writer", url), f"hello {number}")), range(2)))
-
-    def retried(self, url):
-        return ask("writer", url, "retried")
-
-    def failed(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
-            ask("writer", url, "failed", max_retries=0)
-        return str(error.value)
-
-    def slow(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
-            ask("writer", url, "slow", max_retries=0, timeout=TIMEOUT_S)
-        return str(error.value)
-
-    def cut(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
-            asyncio.run(pieces(make("writer", url), PROMPTS["cut"]))
-        return type(error.value).__name__
 
     def heard_by_filters_and_callbacks(self, url):
         seen = []
@@ -223,18 +152,6 @@ class TestConformance(PluginConformance):
 
         asyncio.run(work())
         return seen
-
-    def effects(self, url):
-        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effects"]))
-
-    def effect_fails(self, url):
-        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effect_fails"]))
-
-    async def effects_awaited(self, url):
-        async def note(text: str) -> str:
-            return noted(text)
-
-        return await answer(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import ast
 import asyncio
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -23,18 +22,17 @@ from smolagents.models import (
 )
 
 import lightning_smolagents
+from lightning_conformance.plugins import programs
 from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.programs import AgentPrograms
 from lightning_conformance.plugins.replayed import run_twice
 from lightning_conformance.plugins.script import Reply, agent_of, tool_results
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
-    REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
-    noted,
 )
 from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.schema import spans as names
@@ -114,10 +112,6 @@ async def aask(agent, prompt):
     return await asyncio.to_thread(ask, agent, prompt)
 
 
-async def ask_all(who, url, scenario):
-    return await asyncio.gather(*(aask(make(name, url), PROMPTS[scenario]) for name in who))
-
-
 def stream(agent, prompt):
     agent.stream_outputs = True
     return [event.content for event in agent.run(prompt, stream=True) if isinstance(event, ChatMessageStreamDelta)]
@@ -129,38 +123,10 @@ def fails(work):
     return [type(error.value).__name__, type(error.value.__cause__).__name__]
 
 
-@tool
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: one.
-        b: the other.
-    """
-    return a + b
+add, fail, note = tool(programs.add), tool(programs.fail), tool(programs.note)
 
 
-@tool
-def fail(reason: str) -> str:
-    """Fail.
-
-    Args:
-        reason: why.
-    """
-    raise ValueError(reason)
-
-
-@tool
-def note(text: str) -> str:
-    """Note a text.
-
-    Args:
-        text: what.
-    """
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "smolagents"
     unsupported = dict.fromkeys(["responses", "responses_streaming"], "it has no model for them") | {
         "effects_awaited": "it has no asynchronous side: `@tool` refuses a coroutine function, and nothing awaits one"
@@ -171,15 +137,27 @@ class TestConformance(PluginConformance):
         asking = [(Told, "generate"), (Told, "generate_stream"), (LocalPythonExecutor, "__call__")]
         return [(MultiStepAgent, "run"), (MultiStepAgent, "__call__"), *tools, *asking]
 
-    def one_agent(self, url):
-        return ask(make("writer", url), PROMPTS["one_agent"])
+    def make(self, name, url, *tools, **client):
+        return make(name, model(url, **client), *tools)
+
+    def ask(self, agent, prompt):
+        return ask(agent, prompt)
+
+    async def answer(self, agent, prompt):
+        return await aask(agent, prompt)
+
+    def stream(self, agent, prompt):
+        return stream(agent, prompt)
+
+    def tool(self, function):
+        return tool(function)
+
+    def error_of(self, work):
+        return fails(work)
 
     def unnamed(self, url):
         with agent("writer"):
             return ask(make("writer", url, named=False), PROMPTS["unnamed"])
-
-    def several_agents(self, url):
-        return [ask(make(name, url), PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
 
     def namesakes(self, url):
         def work(name):
@@ -187,9 +165,6 @@ class TestConformance(PluginConformance):
             return ask(boss, ASK_WRITER)
 
         return [work("red"), work("blue")]
-
-    def streaming(self, url):
-        return stream(make("writer", url), PROMPTS["streaming"])
 
     def abandoned(self, url):
         events = make("writer", url, stream_outputs=True).run(PROMPTS["abandoned"], stream=True)
@@ -200,27 +175,6 @@ class TestConformance(PluginConformance):
 
     def choices(self, url):
         return ask(make("writer", model(url, n=2)), PROMPTS["choices"])
-
-    def tool_call(self, url):
-        return ask(make("caller", url, add), PROMPTS["tool_call"])
-
-    def parallel_tools(self, url):
-        return ask(make("caller", url, add), PROMPTS["parallel_tools"])
-
-    def tool_error(self, url):
-        return ask(make("caller", url, fail), PROMPTS["tool_error"])
-
-    def unknown_tool(self, url):
-        return ask(make("caller", url, add), PROMPTS["unknown_tool"])
-
-    def unreadable_arguments(self, url):
-        return ask(make("caller", url, add), PROMPTS["unreadable_arguments"])
-
-    def effects(self, url):
-        return ask(make("caller", url, note), REPLAY_PROMPTS["effects"])
-
-    def effect_fails(self, url):
-        return ask(make("caller", url, note), REPLAY_PROMPTS["effect_fails"])
 
     def nested(self, url):
         @tool
@@ -233,31 +187,6 @@ class TestConformance(PluginConformance):
             return str(make("writer", url).run(question))
 
         return str(make("boss", url, ask).run(PROMPTS["nested"]))
-
-    def parallel(self, url):
-        return asyncio.run(ask_all(["left", "right"], url, "parallel"))
-
-    async def asynchronous(self, url):
-        return await ask_all(["writer", "rewriter"], url, "asynchronous")
-
-    async def awaited(self, url):
-        return await aask(make("writer", url), PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: ask(make("writer", url), f"hello {number}"), range(2)))
-
-    def retried(self, url):
-        return ask(make("writer", url), PROMPTS["retried"])
-
-    def failed(self, url):
-        return fails(lambda: ask(make("writer", model(url, max_retries=0)), PROMPTS["failed"]))
-
-    def slow(self, url):
-        return fails(lambda: ask(make("writer", model(url, max_retries=0, timeout=TIMEOUT_S)), PROMPTS["slow"]))
-
-    def cut(self, url):
-        return fails(lambda: stream(make("writer", model(url, max_retries=0)), PROMPTS["cut"]))
 
     def heard_by_step_callbacks(self, url):
         seen = []

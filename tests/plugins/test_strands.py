@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,17 +19,16 @@ from strands.multiagent.graph import Graph
 from strands.tools.executors._executor import ToolExecutor
 
 import lightning_strands
+from lightning_conformance.plugins import programs
 from lightning_conformance.plugins.program import span_of
+from lightning_conformance.plugins.programs import AgentPrograms
 from lightning_conformance.plugins.script import Reply, ScriptedToolCall, agent_of
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
-    REPLAY_PROMPTS,
-    TIMEOUT_S,
     PluginConformance,
     instructions,
-    noted,
 )
 from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.schema import spans as names
@@ -64,10 +62,6 @@ async def aask(agent, prompt):
     return str(await agent.invoke_async(prompt)).strip()
 
 
-async def ask_all(who, url, scenario):
-    return await asyncio.gather(*(aask(make(name, url), PROMPTS[scenario]) for name in who))
-
-
 async def stream(agent, prompt):
     return [event["data"] async for event in agent.stream_async(prompt) if "data" in event]
 
@@ -76,25 +70,10 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
-@strands.tool
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
+add = strands.tool(programs.add)
 
 
-@strands.tool
-def fail(reason: str) -> str:
-    """Fail."""
-    raise ValueError(reason)
-
-
-@strands.tool
-def note(text: str) -> str:
-    """Note a text."""
-    return noted(text)
-
-
-class TestConformance(PluginConformance):
+class TestConformance(AgentPrograms, PluginConformance):
     framework = "strands"
     unsupported = {"unreadable_arguments": "Strands puts an empty object in their place"} | (
         {}
@@ -112,17 +91,26 @@ class TestConformance(PluginConformance):
             (Told, "stream"),
         ]
 
-    def one_agent(self, url):
-        return ask(make("writer", url), PROMPTS["one_agent"])
+    def make(self, name, url, *tools, **client):
+        return make(name, model(url, **client), *tools)
+
+    def ask(self, agent, prompt):
+        return ask(agent, prompt)
+
+    async def answer(self, agent, prompt):
+        return await aask(agent, prompt)
+
+    async def pieces(self, agent, prompt):
+        return await stream(agent, prompt)
+
+    def tool(self, function):
+        return strands.tool(function)
 
     def unnamed(self, url):
         with agent("writer"):
             return ask(
                 Agent(model=model(url), system_prompt=instructions("writer"), callback_handler=None), PROMPTS["unnamed"]
             )
-
-    def several_agents(self, url):
-        return [ask(make(name, url), PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
 
     def namesakes(self, url):
         def work(team):
@@ -134,9 +122,6 @@ class TestConformance(PluginConformance):
             return ask(make(team, url, consult), "call consult {}")
 
         return [work("red"), work("blue")]
-
-    def streaming(self, url):
-        return run(stream(make("writer", url), PROMPTS["streaming"]))
 
     def abandoned(self, url):
         async def work():
@@ -156,71 +141,6 @@ class TestConformance(PluginConformance):
 
     def choices(self, url):
         return ask(make("writer", model(url, params={"n": 2})), PROMPTS["choices"])
-
-    def tool_call(self, url):
-        return ask(make("caller", url, add), PROMPTS["tool_call"])
-
-    def parallel_tools(self, url):
-        return ask(make("caller", url, add), PROMPTS["parallel_tools"])
-
-    def tool_error(self, url):
-        return ask(make("caller", url, fail), PROMPTS["tool_error"])
-
-    def unknown_tool(self, url):
-        return ask(make("caller", url, add), PROMPTS["unknown_tool"])
-
-    def effects(self, url):
-        return ask(make("caller", url, note), REPLAY_PROMPTS["effects"])
-
-    def effect_fails(self, url):
-        return ask(make("caller", url, note), REPLAY_PROMPTS["effect_fails"])
-
-    async def effects_awaited(self, url):
-        @strands.tool
-        async def note(text: str) -> str:
-            """Note a text."""
-            return noted(text)
-
-        return await aask(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
-
-    def parallel(self, url):
-        return run(ask_all(["left", "right"], url, "parallel"))
-
-    def nested(self, url):
-        @strands.tool(name="ask")
-        def ask_writer(question: str) -> str:
-            """Ask the writer."""
-            return ask(make("writer", url), question)
-
-        return ask(make("boss", url, ask_writer), PROMPTS["nested"])
-
-    async def asynchronous(self, url):
-        return await ask_all(["writer", "rewriter"], url, "asynchronous")
-
-    async def awaited(self, url):
-        return await aask(make("writer", url), PROMPTS["awaited"])
-
-    def threads(self, url):
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda number: ask(make("writer", url), f"hello {number}"), range(2)))
-
-    def retried(self, url):
-        return ask(make("writer", url), PROMPTS["retried"])
-
-    def failed(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
-            ask(make("writer", model(url, max_retries=0)), PROMPTS["failed"])
-        return type(error.value).__name__
-
-    def slow(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
-            ask(make("writer", model(url, max_retries=0, timeout=TIMEOUT_S)), PROMPTS["slow"])
-        return type(error.value).__name__
-
-    def cut(self, url):
-        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
-            run(stream(make("writer", model(url, max_retries=0)), PROMPTS["cut"]))
-        return type(error.value).__name__
 
     def heard_by_a_callback_handler(self, url):
         seen = []

@@ -9,19 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_conformance.plugins.programs import AgentPrograms
     from lightning_conformance.plugins.server import ScriptedServer
     from lightning_conformance.plugins.suite import PluginConformance
     from lightning_conformance.stores.memory import MemoryStore
     from lightning_conformance.stores.suite import StoreConformance
 
 _HOMES = {
+    "AgentPrograms": "plugins.programs",
     "MemoryStore": "stores.memory",
     "PluginConformance": "plugins.suite",
     "ScriptedServer": "plugins.server",
     "StoreConformance": "stores.suite",
 }
 
-__all__ = ["MemoryStore", "PluginConformance", "ScriptedServer", "StoreConformance"]
+__all__ = ["AgentPrograms", "MemoryStore", "PluginConformance", "ScriptedServer", "StoreConformance"]
 
 
 def __getattr__(name: str) -> Any:
