@@ -58,6 +58,11 @@ def make_deployments(path: Path) -> Path:
     return path
 
 
+def canary_history(agent: str) -> list[Deployment]:
+    """Return the transitions of an agent whose candidate is in a canary."""
+    return _history(agent, stage="canary")
+
+
 def _history(agent: str, *, stage: str) -> list[Deployment]:
     named = name_candidate(None, agent, Policy(f"{agent}@3f2a91c0"), note(0, "run 12"), stable="gpt")
     rows = [replace(named, details={NEEDS_APPROVAL: True} if agent == "writer" else {})]

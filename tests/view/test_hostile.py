@@ -13,8 +13,9 @@ LINKS = "all => [...new Set(all.map(each => each.getAttribute('href')))]"
 MARKUP = "main script, main img, main iframe, main svg[onload], main a[href^='javascript']"
 SETTINGS = {"step": ["view=table"], "call": ["view=messages", "view=request"]}  # that show more of the same page
 SCREENS = {
-    *("step", "group", "rollout", "call", "tries", "account", "credit", "rewards", "tools", "fleet", "search", "marks")
-}
+    "step", "group", "rollout", "call", "tries", "account", "credit", "rewards", "tools", "fleet", "deployments",
+    "search", "marks",
+}  # fmt: skip
 MOVE = """hash => new Promise(done => {
     addEventListener("hashchange", () => requestAnimationFrame(() => requestAnimationFrame(done)), { once: true });
     location.hash = hash;
@@ -68,6 +69,7 @@ FIELDS = {
         ("spans", "name"), ("spans", "agent"), ("spans", "status_message"), ("spans", "attributes"),
         ("choices", "message"), ("rewards", "agent"), ("rewards", "source"),
         ("rollouts", "task"), ("attempts", "worker"), ("attempts", "error"), ("viewer_marks", "author"),
+        *(("deployments", column) for column in ("agent", "stable", "candidate", "reason", "actor")),
     )),
 }  # fmt: skip
 """Fields that the pages show as text; all others are hostile, also where it is only in a title or an address."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spans.store import open_store
+from support.deployments import canary_history
 from support.training.example_runs import make_run
 from support.view import Asked
 
@@ -20,6 +21,7 @@ FREE = {
     "rewards": ("agent", "source"),
     "rollouts": ("task",),
     "attempts": ("worker", "error"),
+    "deployments": ("agent", "stable", "candidate", "reason", "actor"),
     "viewer_marks": ("comment", "author", "span_id"),
 }
 """Columns that anybody may write as they like; ids are in `_IDS`."""
@@ -38,6 +40,7 @@ def make_hostile_run(home: Path) -> Path:
     run = make_run(home / "<img src=x onerror=ran('folder')>", steps=2, groups=2, size=3)
     store = open_store(str(run / "lightning.db"))
     rollout = store.rollouts()[-1].rollout_id
+    store.add_deployments(canary_history("writer"))
     store.close()
     Asked(run).post("marks", rollout_id=rollout, comment="x", author="y")
     with closing(sqlite3.connect(run / "lightning.db")) as database, database:
