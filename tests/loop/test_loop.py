@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import closing
@@ -29,7 +30,12 @@ from lightning_trainer.kits.deploy.routing import MARK
 from lightning_trainer.kits.deploy.table import keep, read_histories
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 from lightning_trainer.kits.loop import deployment, learning, record, selection
+from lightning_trainer.kits.loop.methods import adapter, prompt, search
+from lightning_trainer.kits.loop.methods.names import METHODS
+from lightning_trainer.kits.prompts import journal
+from lightning_trainer.kits.prompts.result import write as write_prompts
 from lightning_trainer.report.metrics import write_atomically
+from lightning_trainer.session.answers import Endpoint
 from support.cli import call, told
 from support.fakes import FakeEngine
 
@@ -54,6 +60,24 @@ copies = 20
 share = 0.5
 """
 
+TRAIN = """[train]
+model = "./model"
+steps = 3
+"""
+TABLES = {
+    "train": TRAIN,
+    "improve": '[train]\nmodel = "smollm2-135m"\nmethod = "improve"\nbudget = 1000\nreflect = "http://r/v1"\n',
+    "prompts": '[train]\nmethod = "prompts"\nmodel = "old=http://m/v1"\nreflect = "http://r/v1"\nbudget = 100\n',
+    "model": '[train]\nmethod = "model"\nserved = "next"\nendpoint = "next=http://n/v1"\nreward = "program:score"\n'
+    '\n[evaluate]\nagainst = "old=http://m/v1"\n',
+}
+CANDIDATES = {
+    "train": re.compile("writer@[0-9a-f]+$"),
+    "improve": re.compile("writer@prompts-"),
+    "prompts": re.compile("writer@prompts-"),
+    "model": re.compile("next$"),
+}
+
 
 @dataclass
 class Site:
@@ -75,6 +99,10 @@ class Site:
     @property
     def out(self) -> Path:
         return self.folder / "loops" / "writer"
+
+    def use(self, method: str) -> None:
+        """Configure a learning method."""
+        (self.folder / "loop.toml").write_text(CONFIG.replace(TRAIN, TABLES[method]))
 
     def record_traces(self, count: int) -> None:
         with closing(open_store(str(self.path))) as store:
@@ -198,7 +226,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
                 (folder / "checkpoint").symlink_to(made.name)
         return SimpleNamespace(best=None, checkpoint=folder / "checkpoint", steps=3)
 
-    def evaluate(config: Any, _: Any, *, resume: Path | None = None) -> Any:
+    def evaluate(config: Any, _: Any, *, resume: Path | None = None, keys: Any) -> Any:
         folder = resume or config.out
         if resume is None:
             folder.mkdir()
@@ -218,10 +246,40 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
         site.step()
         keep(store, row)
 
-    monkeypatch.setattr(learning, "train", train)
+    def improve(_: Any, __: Any, *, out: Path | None = None, resume: Path | None = None) -> Any:
+        folder = resume or out
+        folder.mkdir(exist_ok=True)
+        (folder / "improve.json").touch()
+        prompts = folder / "prompts.json"
+        if not prompts.exists():
+            site.step()
+            site.effect(f"{folder.parent.name} improves")
+        write_prompts(prompts, {"writer": "Be brief."}, {"writer": "Be kind."}, {})
+        decision = SimpleNamespace(kept=("writer",) if site.quality > 0 else ())
+        agents = {"writer": SimpleNamespace(tokens=9)}
+        return SimpleNamespace(agents=agents, decision=decision, method_of=lambda _: "prompts", prompts=prompts)
+
+    def optimise(config: Any, _: Any, *, resume: bool = False) -> Any:
+        search = config.out.with_name(f"{config.out.name}.search")
+        assert resume == search.exists()
+        search.mkdir(exist_ok=True)
+        (search / journal.FILE).touch()
+        if not config.out.exists():
+            site.step()
+            site.effect(f"prompts for {config.subject.url}")
+        write_prompts(config.out, {"writer": "Be brief."}, {"writer": "Be kind."}, {})
+        return SimpleNamespace(rollouts=9, diff="+ kind" if site.quality > 0 else "", file=config.out)
+
+    monkeypatch.setattr(adapter, "train", train)
+    monkeypatch.setattr(adapter, "read_config", lambda folder: without_none(folder / "config.json"))
+    monkeypatch.setattr(search, "improve", improve)
+    monkeypatch.setattr(prompt, "optimise", optimise)
+    for module in (search, prompt):
+        monkeypatch.setattr(module, "read_reflection", lambda text, _: Endpoint(text))
+    again = SimpleNamespace(train=SimpleNamespace(model="smollm2-135m"))
+    monkeypatch.setattr(search.search, "read_options", lambda *_: again)
     monkeypatch.setattr(learning, "evaluate", evaluate)
     monkeypatch.setattr(learning, "resumed", lambda folder: None)
-    monkeypatch.setattr(learning, "read_config", lambda folder: without_none(folder / "config.json"))
     for module in (selection, record):
         monkeypatch.setattr(module, "write_atomically", write)
     monkeypatch.setattr(deployment, "keep", keep_row)
@@ -289,10 +347,14 @@ def test_the_loop_works_through_a_server_which_verifies_the_approval(site: Site)
     assert [row.stage for row in site.history()] == KINDS
 
 
-def test_a_loop_that_is_killed_anywhere_ends_like_one_that_is_not(site: Site) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loop_that_is_killed_anywhere_ends_like_one_that_is_not(site: Site, method: str) -> None:
+    site.use(method)
     site.finish()
     wanted, count = (rows_of(site), stages_of(site), site.effects()), site.events
-    assert count > 15
+    assert count > 11
+    assert rows_of(site)[-1][1:3] == ["stable", rows_of(site)[0][3]]
+    assert CANDIDATES[method].match(rows_of(site)[-1][2])
     for event in range(1, count + 1):
         site.reset()
         child = os.fork()
@@ -378,6 +440,25 @@ def test_options_of_a_round_that_goes_on_can_not_change(site: Site) -> None:
     assert site.call().exit_code == 0, "a new round may have other options"
 
 
+@pytest.mark.parametrize(
+    ("method", "cost"),
+    [
+        ("improve", {"tokens": 1000}),
+        ("prompts", {"rollouts": 100, "tokens": None}),
+        ("model", {"rollouts": 0, "tokens": None}),
+    ],
+)
+def test_every_method_states_its_cost_and_ends_the_round_if_it_finds_nothing(
+    site: Site, method: str, cost: dict[str, Any]
+) -> None:
+    site.use(method)
+    assert json.loads(site.call("--dry-run", "--json").stdout)["train"] == {"method": method, **cost}
+    site.quality = -0.1
+    site.finish()
+    assert site.history() == []
+    assert "round 1: rejected. " in (site.out / record.STATUS_NAME).read_text()
+
+
 def test_a_dry_run_states_what_each_stage_takes_and_begins_nothing(site: Site) -> None:
     found = json.loads(site.call("--dry-run", "--json").stdout)
     assert found["select"] == {"tasks": 10, "held_out": 2, "least": 10, "left_out": {}}
@@ -396,6 +477,12 @@ def test_a_dry_run_states_what_each_stage_takes_and_begins_nothing(site: Site) -
         ("steps = 3", 'steps = 3\ndata = "x"', "train.data: the loop sets this option"),
         ("steps = 3", 'steps = 3\ncheckpoint = "weights"', "can't be resumed"),
         ("steps = 3", "setps = 3", "unknown option 'setps'"),
+        ("steps = 3", 'method = "magic"', "train.method = 'magic': give one of train, improve, prompts, model"),
+        ("steps = 3", 'method = "improve"', "train.budget: give the tokens"),
+        ("steps = 3", 'method = "improve"\nbudget = 9\nval_every = 2', "train.val_every: improve sets this"),
+        (TRAIN, TABLES["prompts"].replace('reflect = "http://r/v1"', ""), "train.reflect is missing"),
+        (TRAIN, TABLES["prompts"].replace("budget = 100", "bugdet = 100"), "bugdet"),
+        (TRAIN, TABLES["model"].replace("against", "samples = 1 #"), "evaluate.against is missing"),
         ("share = 0.5", 'share = 0.5\nguards = { quick = 0.1 }', "quick"),
     ],
 )  # fmt: skip

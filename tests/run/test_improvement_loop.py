@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.store import open_store
 from lightning_trainer.config.files import read_kept
-from lightning_trainer.kits.loop import learning
+from lightning_trainer.kits.loop.methods import adapter
 from lightning_trainer.run.train import train
 from support.cli import call
 from support.training.programs import CLIENT
@@ -96,7 +96,7 @@ def test_a_round_trains_and_evaluates_and_the_next_continues_from_its_checkpoint
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(learning, "train", train_and_stop)
+        patch.setattr(adapter, "train", train_and_stop)
         assert call("loop", "program:run", "--config", "loop.toml", "--store", store, "--no-wait").exit_code == 130
     assert not (out / "1" / "train.json").exists()
     trained = (out / "1" / "run" / "metrics.jsonl").read_bytes()

@@ -61,8 +61,8 @@ def command(
     canary. Then it waits for a person's approval (`deploy approve`), and promotes. It ends early if the candidate is
     not good enough. Each stage is recorded in the folder, and the same command continues. See docs/how-to/loop.md.
     """
-    from lightning_trainer.kits.loop.config import read_loop
     from lightning_trainer.kits.loop.loop import LOOPS, LoopPace, loop
+    from lightning_trainer.kits.loop.reading import read_loop
     from lightning_trainer.kits.loop.record import describe_loop
     from lightning_trainer.report.progress import Shown
 

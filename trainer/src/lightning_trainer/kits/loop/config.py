@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from lightning_spans.errors import ConfigError
-from lightning_trainer.config.files import merge, naming_file, parse_toml
-from lightning_trainer.config.mistakes import refuse_unknown
 from lightning_trainer.config.passwords import without_passwords
-from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.deploy.options import CanaryOptions
 from lightning_trainer.kits.deploy.shadow.comparison import RULES, ShadowRules
 from lightning_trainer.options.permits import PermitOptions
 from lightning_trainer.options.record import OptionRecord
-from lightning_trainer.runner.target import JUDGE
 
-# Options of `train` that the loop sets itself.
-_SET_BY_LOOP: Final = ("target", "command", "env", "data", "val", "out", "resume", "store", "agents", "policies")
-_OF_COMMAND: Final = ("target", "store", "key_file")
 _Share: TypeAlias = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
@@ -82,11 +75,11 @@ class LoopConfig(OptionRecord):
         store: the store with the traces and the table of deployments.
         key_file: key of a store that is a server's URL.
         agent: the agent whose policy is improved.
-        base: the upstream of the server that loads the adapter.
+        base: the model of the server that loads the adapter or gets the prompt; None: the method needs none.
         stable: the model that answers the agent today; needed only before its first deployment.
         approval: whether a person must approve a promotion.
         select: options of the selection.
-        train: options of `train`.
+        train: ``method``, the learning method (default: ``train``), and its options.
         evaluate: options of the evaluation.
         shadow: options of the shadow.
         canary: options of the canary.
@@ -96,7 +89,7 @@ class LoopConfig(OptionRecord):
     store: str
     key_file: Path | None
     agent: str
-    base: str
+    base: str | None = None
     stable: str | None = None
     approval: bool = True
     select: SelectTable = SelectTable()
@@ -110,17 +103,19 @@ class LoopConfig(OptionRecord):
         """The rules by which the shadow's copies are compared."""
         return ShadowRules(rules=self.shadow.rules, judge=self.shadow.judge)
 
-    def run(self, data: Path, out: Path, model: str | None) -> TrainConfig:
-        """Return the training run of a round.
+    @property
+    def method(self) -> str:
+        """The name of the learning method."""
+        return str(self.train.get("method", "train"))
 
-        Args:
-            data: its tasks.
-            out: its folder.
-            model: the model that an earlier round promoted; None: the configured model.
-        """
-        own = {"target": self.target, "data": data, "out": out, "agents": (self.agent,)}
-        adapter = {"policies": {self.agent: "lora"}}
-        return merge(None, {**self.train, **own, **adapter, **({} if model is None else {"model": model})})
+    @property
+    def method_options(self) -> dict[str, Any]:
+        """The options of the learning method."""
+        return {name: value for name, value in self.train.items() if name != "method"}
+
+    def with_method_options(self, options: Mapping[str, Any]) -> LoopConfig:
+        """Return the same loop with other options of the learning method."""
+        return self.model_copy(update={"train": {**options, "method": self.method}})
 
     def options(self) -> dict[str, Any]:
         """Return each option under its name in the file, without passwords, for comparison in a later call."""
@@ -129,51 +124,3 @@ class LoopConfig(OptionRecord):
         values |= {f"train.{name}": value for name, value in self.train.items()}
         values |= {name: getattr(self, name) for name in ("target", "agent", "base", "stable", "approval", "store")}
         return dict(without_passwords(values))
-
-
-def read_loop(file: Path, target: str, store: str, key_file: Path | None) -> LoopConfig:
-    """Read the configuration, and reject invalid options before anything is started.
-
-    Raises:
-        ConfigError: an option is invalid; the message says where and why.
-    """
-    values = parse_toml(file)
-    with naming_file(file):
-        refuse_unknown(values, {name: None for name in LoopConfig.model_fields if name not in _OF_COMMAND})
-        config = _validate({**values, "target": target, "store": store, "key_file": key_file})
-        _check(config)
-    return config
-
-
-def _validate(values: dict[str, Any]) -> LoopConfig:
-    try:
-        return LoopConfig(**values)
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "missing":
-            table = name == "train"
-            raise ConfigError(
-                f"{name} is missing. Write {'the table [train]' if table else f'{name} = ...'}."
-            ) from None
-        if problem["type"] == "extra_forbidden":
-            raise ConfigError(f"unknown option {name!r}. See docs/how-to/loop.md.") from None
-        message = f"{problem['msg'][0].lower()}{problem['msg'][1:]}"
-        raise ConfigError(f"{name} = {problem['input']!r}: {message}.") from None
-
-
-def _check(config: LoopConfig) -> None:
-    if owned := [name for name in config.train if name in _SET_BY_LOOP]:
-        raise ConfigError(f"train.{owned[0]}: the loop sets this option. Leave it out.")
-    config.canary.rules  # noqa: B018 - or refuse
-    config.shadow_rules  # noqa: B018 - or refuse
-    train = config.run(Path("train.jsonl"), Path("run"), None)
-    if train.checkpoint == "weights":
-        raise ConfigError(
-            "train.checkpoint: a run that saves only weights can't be resumed. Leave it out, or use newest."
-        )
-    if train.judge or train.reward == JUDGE:
-        raise ConfigError(
-            "train.reward: a judge ranks rollouts of one task against each other, so two models can't be compared."
-            ' Give a reward that scores one rollout by itself: reward = "module:function".'
-        )

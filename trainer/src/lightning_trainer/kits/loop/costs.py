@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_trainer.flags.common import reading
 from lightning_trainer.kits.loop.config import LoopConfig
 from lightning_trainer.kits.loop.loop import since
+from lightning_trainer.kits.loop.methods.method import RoundInput
+from lightning_trainer.kits.loop.methods.names import method_named
 from lightning_trainer.kits.loop.record import rounds_in
 from lightning_trainer.kits.loop.selection import find_tasks
 
@@ -21,13 +23,10 @@ def forecast(config: LoopConfig, out: Path) -> dict[str, Any]:
     rounds = [one for one in rounds_in(out) if one.end is not None] if out.is_dir() else []
     with reading(config.store, config.key_file) as store:
         found = find_tasks(config, store, since(rounds))
-    run = config.run(Path("train.jsonl"), Path("run"), None)
-    steps = run.step_count(max(1, len(found.train)))
-    rollouts = {
-        "train": steps * run.batch_size * run.group_size,
-        "evaluate": 2 * config.evaluate.samples * len(found.held_out),
-    }
-    tokens = {stage: round(count * found.tokens) if found.tokens else None for stage, count in rollouts.items()}
+    given = RoundInput(data=Path("train.jsonl"), out=Path("run"))
+    evaluated = {"rollouts": 2 * config.evaluate.samples * len(found.held_out)}
+    costs = {"train": method_named(config.method).cost(config, given, len(found.train)), "evaluate": evaluated}
+    stages = {stage: _with_tokens(cost, found.tokens) for stage, cost in costs.items()}
     return {
         "select": {
             "tasks": len(found.train),
@@ -35,8 +34,8 @@ def forecast(config: LoopConfig, out: Path) -> dict[str, Any]:
             "least": config.select.least,
             "left_out": dict(found.left_out),
         },
-        "train": {"steps": steps, "rollouts": rollouts["train"], "tokens": tokens["train"]},
-        "evaluate": {"rollouts": rollouts["evaluate"], "tokens": tokens["evaluate"]},
+        "train": {"method": config.method, **stages["train"]},
+        "evaluate": stages["evaluate"],
         "shadow": {"copies": config.shadow.copies, "share": config.shadow.share},
         "canary": {
             "share": config.canary.share,
@@ -54,8 +53,8 @@ def cost_lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"select    {picked['tasks']} new tasks to learn from, {picked['held_out']} held out{waits}"
     for reason, count in picked["left_out"].items():
         yield f"          {count} left out: {reason}"
-    yield f"train     {train['steps']} steps, {train['rollouts']} rollouts{_tokens(train)}"
-    yield f"evaluate  {measured['rollouts']} rollouts{_tokens(measured)}"
+    yield f"train     {train['method']}: {_amounts(train)}"
+    yield f"evaluate  {_amounts(measured)}"
     shadow, canary = found["shadow"], found["canary"]
     yield f"shadow    {shadow['copies']} calls of the candidate, {100 * shadow['share']:g} % of the live conversations"
     yield (
@@ -65,5 +64,14 @@ def cost_lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"approval  {'a person approves' if found['approval']['needed'] else 'none: the gate alone decides'}"
 
 
-def _tokens(stage: dict[str, Any]) -> str:
-    return "" if stage["tokens"] is None else f", about {stage['tokens']} tokens"
+def _with_tokens(cost: Mapping[str, int], tokens: float) -> dict[str, int | None]:
+    """Add the tokens that a stage's rollouts take; None: unknown."""
+    if "tokens" in cost:
+        return dict(cost)
+    return {**cost, "tokens": round(cost["rollouts"] * tokens) if tokens else None}
+
+
+def _amounts(stage: Mapping[str, Any]) -> str:
+    names = ("steps", "rollouts", "tokens")
+    about = {"tokens": "about "} if "rollouts" in stage else {}
+    return ", ".join(f"{about.get(name, '')}{stage[name]} {name}" for name in names if stage.get(name) is not None)

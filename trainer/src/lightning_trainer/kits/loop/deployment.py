@@ -20,6 +20,7 @@ from lightning_trainer.kits.deploy.shadow.summary import describe_shadow
 from lightning_trainer.kits.deploy.table import keep, read_histories
 from lightning_trainer.kits.deploy.transitions import (
     Note,
+    Policy,
     begin_canary,
     begin_shadow,
     is_tried,
@@ -27,6 +28,7 @@ from lightning_trainer.kits.deploy.transitions import (
     roll_back,
 )
 from lightning_trainer.kits.loop.config import LoopConfig
+from lightning_trainer.kits.loop.methods.method import CHECKPOINT, PROMPTS, SERVED
 from lightning_trainer.kits.loop.record import LoopRound, StageResult, Waiting
 from lightning_trainer.lineage.blocks import refuse_blocked
 
@@ -50,20 +52,28 @@ class CandidateStages:
 
     def name(self) -> StageResult | Waiting:
         """Name the candidate, if this round has not named it yet."""
-        agent, checkpoint = self.config.agent, Path(self.current.facts("train")["checkpoint"])
-        policy = read_policy(agent, checkpoint, None, self.config.base, None)
+        agent, policy = self.config.agent, self._policy()
         history = self._history()
         if not self._own(history):
             last = history[-1] if history else None
             if last is not None and is_tried(last):
                 return Waiting(f"{agent} has the candidate {last.candidate} in the stage {last.stage}")
-            refuse_blocked(checkpoint, allowed=False)
+            if policy.checkpoint is not None:
+                refuse_blocked(Path(policy.checkpoint), allowed=False)
             stable = self.config.stable if last is None else None
             named = name_candidate(last, agent, policy, self._note("new candidate"), stable=stable)
             needed = {NEEDS_APPROVAL: True} if self.config.approval else {}
             program = {PROGRAM: self.current.facts("evaluate").get(PROGRAM)}  # missing in a round of an earlier version
             keep(self.store, replace(named, details={KEY: self.current.key, **program, **needed}))
         return StageResult({"policy": policy.name})
+
+    def _policy(self) -> Policy:
+        """Return the policy that the round made."""
+        learned = self.current.facts("train")
+        if SERVED in learned:
+            return read_policy(self.config.agent, None, None, None, learned[SERVED])
+        made = Path(learned.get(PROMPTS) or learned[CHECKPOINT])
+        return read_policy(self.config.agent, made, None, self.config.base, None)
 
     def shadow(self) -> StageResult | Waiting:
         """Let the candidate answer copies until there are enough of them."""

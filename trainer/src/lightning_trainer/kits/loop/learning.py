@@ -1,70 +1,48 @@
-"""Training and evaluation: the functions of `train` and `eval`, in sub-folders of the round."""
+"""The stages `train` and `evaluate`, in sub-folders of the round."""
 
 from __future__ import annotations
 
+import os
 import shutil
-from pathlib import Path
+from typing import Final
 
-from lightning_spans.errors import AgentFailedError, NothingToLearnError
-from lightning_trainer.config.train import TrainConfig
+from lightning_spans.errors import AgentFailedError
 from lightning_trainer.kits.evaluation import folder as files
-from lightning_trainer.kits.evaluation.config import EvalConfig
+from lightning_trainer.kits.evaluation.config import BearerKeys, EvalConfig
 from lightning_trainer.kits.evaluation.evaluate import evaluate, resumed
-from lightning_trainer.kits.evaluation.summary import Counting
 from lightning_trainer.kits.loop.config import LoopConfig
+from lightning_trainer.kits.loop.methods.method import CHECKPOINT, ENDPOINT, MODEL, PROMPTS, RoundInput
+from lightning_trainer.kits.loop.methods.names import method_named
 from lightning_trainer.kits.loop.record import LoopRound, StageResult
 from lightning_trainer.kits.loop.selection import HELD_OUT_NAME, TRAIN_NAME
-from lightning_trainer.models import NEWEST
 from lightning_trainer.report.progress import Progress
-from lightning_trainer.run.folders import read_config
-from lightning_trainer.run.train import train
 
-# Options of a run that its evaluation also uses.
-_SHARED = (
-    "target", "reward", "temperature", "max_tokens", "sampling", "seed", "timeout_s", "max_attempts", "workers",
-    "concurrency", "isolate", "name_by", "work", "agents",
-)  # fmt: skip
+_DIFFERENCES: Final = ("difference", "difference_low", "difference_high", "difference_tasks")
 
 
-def learn(config: LoopConfig, current: LoopRound, model: str | None, progress: Progress) -> StageResult:
-    """Train the agent on the tasks of a round, resuming where an interrupted process stopped.
+def input_of(current: LoopRound, model: str | None = None, stable: str | None = None) -> RoundInput:
+    """Return what a round learns from; see `RoundInput`."""
+    return RoundInput(data=current.folder / TRAIN_NAME, out=current.folder / "run", model=model, stable=stable)
 
-    Args:
-        config: configuration of the loop.
-        current: the round.
-        model: the model that an earlier round promoted; None: the configured model.
-        progress: callback for progress events.
-    """
-    out = current.folder / "run"
-    run = config.run(current.folder / TRAIN_NAME, out, model)
-    if (out / NEWEST).exists():
-        run = TrainConfig(**{**read_config(out), "resume": out})
-    else:
-        shutil.rmtree(out, ignore_errors=True)
-    try:
-        result = train(run, progress)
-    except NothingToLearnError as error:
-        return StageResult({}, "rejected", f"nothing to learn: {error}")
-    checkpoint = result.best or result.checkpoint
-    if checkpoint is None:
-        return StageResult({}, "rejected", "the run learned nothing")
-    return StageResult({"steps": result.steps, "model": str(run.model), "checkpoint": str(checkpoint.resolve())})
+
+def learn(config: LoopConfig, given: RoundInput, progress: Progress) -> StageResult:
+    """Make the candidate by the configured method."""
+    return method_named(config.method).learn(config, given, progress)
 
 
 def compare(config: LoopConfig, current: LoopRound, progress: Progress) -> StageResult:
     """Evaluate the candidate on the held-out tasks, compared with the model that it must not be worse than."""
-    out, learned = current.folder / "evaluation", current.facts("train")
+    out, key = current.folder / "evaluation", os.environ.get("LIGHTNING_UPSTREAM_KEY")
+    keys = BearerKeys(endpoint=key, against=key)
     if files.is_evaluation(out):
-        result = evaluate(resumed(out), progress, resume=out)
+        result = evaluate(resumed(out), progress, resume=out, keys=keys)
     else:
         shutil.rmtree(out, ignore_errors=True)
-        run = config.run(current.folder / TRAIN_NAME, current.folder / "run", learned["model"])
-        result = evaluate(_options(config, run, current.folder / HELD_OUT_NAME, learned["checkpoint"], out), progress)
+        result = evaluate(_options(config, current).with_values(out=out), progress, keys=keys)
     if result.failure is not None:
         raise AgentFailedError(result.failure)
     found = result.to_json()
-    kept = ("difference", "difference_low", "difference_high", "difference_tasks", files.PROGRAM)
-    facts = {name: found[name] for name in kept}
+    facts = {name: found[name] for name in (*_DIFFERENCES, files.PROGRAM)}
     difference, least = facts["difference"], config.evaluate.min_difference
     if difference is None or difference < least:
         shown = "unknown" if difference is None else f"{difference:+.3f}"
@@ -73,13 +51,13 @@ def compare(config: LoopConfig, current: LoopRound, progress: Progress) -> Stage
     return StageResult(facts)
 
 
-def _options(config: LoopConfig, run: TrainConfig, tasks: Path, checkpoint: str, out: Path) -> EvalConfig:
+def _options(config: LoopConfig, current: LoopRound) -> EvalConfig:
+    learned = current.facts("train")
     return EvalConfig(
-        data=tasks,
-        model=checkpoint,
-        against=config.evaluate.against or run.model,
+        **method_named(config.method).eval_options(config, input_of(current)),
+        data=current.folder / HELD_OUT_NAME,
+        model=learned.get(CHECKPOINT) or learned.get(ENDPOINT) or learned[MODEL],
+        prompts=learned.get(PROMPTS),
+        against=config.evaluate.against or learned[MODEL],
         samples=config.evaluate.samples,
-        counting=Counting(failed=run.failed, timeouts=run.timeouts, agents=run.agents, declared=run.declared),
-        out=out,
-        **{name: getattr(run, name) for name in _SHARED},
     )

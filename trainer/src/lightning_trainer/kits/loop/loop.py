@@ -12,7 +12,8 @@ from lightning_trainer.flags.common import reading
 from lightning_trainer.kits.deploy.table import read_histories
 from lightning_trainer.kits.loop.config import LoopConfig
 from lightning_trainer.kits.loop.deployment import CandidateStages
-from lightning_trainer.kits.loop.learning import compare, learn
+from lightning_trainer.kits.loop.learning import compare, input_of, learn
+from lightning_trainer.kits.loop.methods.method import CHECKPOINT, RoundInput
 from lightning_trainer.kits.loop.record import (
     STAGES,
     STATUS_NAME,
@@ -113,7 +114,7 @@ class _Stages:
 
     def _work(self, stage: str) -> StageResult | Waiting:
         if stage == "train":
-            return learn(self.config, self.current, self._promoted_model(), self.progress)
+            return learn(self.config, self._input(), self.progress)
         if stage == "evaluate":
             return compare(self.config, self.current, self.progress)
         with reading(self.config.store, self.config.key_file) as store:
@@ -132,13 +133,14 @@ class _Stages:
     def _earlier(self) -> list[LoopRound]:
         return [one for one in rounds_in(self.current.folder.parent) if one.number < self.current.number]
 
-    def _promoted_model(self) -> str | None:
-        """Return the checkpoint of the agent's stable policy, if an earlier round made it."""
+    def _input(self) -> RoundInput:
+        """Return what the round learns from. If an earlier round made the stable policy, that is where it starts."""
         with reading(self.config.store, self.config.key_file) as store:
             history = read_histories(store).get(self.config.agent, [])
         stable = history[-1].stable if history else None
-        made = (one for one in reversed(self._earlier) if one.facts("candidate").get("policy") == stable)
-        return next((str(one.facts("train")["checkpoint"]) for one in made), None)
+        made = (one.facts("train") for one in reversed(self._earlier) if one.facts("candidate").get("policy") == stable)
+        model = next((str(facts[CHECKPOINT]) for facts in made if CHECKPOINT in facts), None)
+        return input_of(self.current, model, stable)
 
 
 def since(rounds: Sequence[LoopRound]) -> int:

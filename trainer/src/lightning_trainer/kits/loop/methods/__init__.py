@@ -1,0 +1,1 @@
+"""What a round can do to make a candidate: train an adapter, search methods, optimise prompts, or try another model."""
