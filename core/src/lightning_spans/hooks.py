@@ -1,8 +1,7 @@
 """Every hook, in the order in which an attempt meets them.
 
-Three kinds, never mixed: *whose is it?* (``firstresult``; return None unless the thing is yours), *it happened* (all
-are called, each guarded separately), *register by name* (``register(name, thing)``; a second claim to a name is an
-error).
+Three kinds, never mixed: *first answer* (``firstresult``; return None unless the thing is yours), *notification* (all
+are called, each guarded separately), *registration* (``register(name, thing)``; registering a name twice is an error).
 """
 
 from __future__ import annotations

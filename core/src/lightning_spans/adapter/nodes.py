@@ -183,7 +183,7 @@ class Unjoined:
 
     Attributes:
         reason: why the other half is missing.
-        node: the chat node that stands for it; None for a call without a node.
+        node: its chat node; None for a call without a node.
         call: the call; None for a span without one.
     """
 

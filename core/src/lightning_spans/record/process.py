@@ -1,4 +1,4 @@
-"""What is repaired in a forked child, and what is done at the end of a process.
+"""Repairs in a forked child, and work at the end of a process.
 
 In a forked child only the thread that forked exists, and locks stay held. With gevent all threads exist.
 """

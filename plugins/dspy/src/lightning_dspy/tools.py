@@ -84,7 +84,7 @@ class DspyTools(Tracker):
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a program's execution of a given tool call.
 
-        Without functions, one of the program's variables is meant.
+        Without functions, it uses one of the program's variables.
         """
 
         def execute(call: Any, functions: Any = None) -> Any:

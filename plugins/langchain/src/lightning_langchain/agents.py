@@ -111,7 +111,7 @@ class ChainRuns(EventTracker[ChainRun]):
         return run
 
     def refuse(self, run: ChainRun, request: ToolRequest, why: str) -> None:
-        """Record a tool call that no tool runs."""
+        """Record a tool call for which no tool runs."""
         if request.call_id is not None:
             run.unknown.pop(request.call_id, None)
         if request in run.requests:

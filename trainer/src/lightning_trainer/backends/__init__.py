@@ -1,1 +1,1 @@
-"""Backends: what generates with a policy and updates it, chosen by name. `protocol` says what one is."""
+"""Backends generate with a policy and update it; they are chosen by name. `protocol` describes them."""

@@ -34,7 +34,7 @@ def admin_key_flag(text: str) -> Callable[[F], F]:
 
 
 def json_flag(text: str) -> Callable[[F], F]:
-    """Return the flag for JSON output; the text says what one line is."""
+    """Return the flag for JSON output; the text describes one line."""
     return click.option("--json", "as_json", is_flag=True, help=text)
 
 

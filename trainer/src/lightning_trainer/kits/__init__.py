@@ -1,1 +1,1 @@
-"""Features beside the frame, a folder each: the frame imports none of them, and a run without one is complete."""
+"""Optional features, one folder each: the frame imports none of them, and a run without one is complete."""

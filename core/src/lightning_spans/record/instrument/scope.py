@@ -1,7 +1,7 @@
 """Work that a framework reports by its start and its end, with a context that is entered in between.
 
-A scope is told of the chat spans that begin in it. This is how a plugin learns whether a model was called through the
-openai client. If the scope was not told by its end, the model was called in another way, and the plugin creates the
+A scope is notified of the chat spans that start in it. This is how a plugin learns whether a model was called through
+the openai client. If none was reported by its end, the model was called in another way, and the plugin creates the
 chat span itself. So each call has one span.
 """
 
@@ -90,7 +90,7 @@ class Scope(Entry):
         return None
 
     def call_began(self) -> None:
-        """Note that a chat span began here; surrounding scopes are told too."""
+        """Note that a chat span started here; surrounding scopes are notified too."""
         self.seen = True
         if self.outer is not None:
             self.outer.call_began()

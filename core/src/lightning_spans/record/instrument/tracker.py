@@ -232,7 +232,7 @@ class EventTracker(Tracker, Generic[S]):
         return scope
 
     def drop(self, span: OpenSpan | None) -> None:
-        """Drop a span that turned out to stand for nothing. It is never delivered."""
+        """Drop a span that turned out to represent nothing. It is never delivered."""
         if span is not None:
             self._open.pop(span.span_id, None)
 

@@ -56,7 +56,7 @@ def make_tracer(
         kind: ``otel`` or ``embedded``.
         sink: receives the spans.
         processors: get the SDK's spans, with the tracer ``otel``.
-        collector: gets them too, and is told when its time is over.
+        collector: gets them too, and is notified when its time is over.
         keeps: whether a span is recorded at all; processors do not get the others.
         prepare: masks what processors must not get.
 

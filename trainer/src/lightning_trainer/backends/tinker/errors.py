@@ -1,4 +1,4 @@
-"""Errors of a Tinker server, in words that say what to do."""
+"""Errors of a Tinker server, with advice."""
 
 from __future__ import annotations
 

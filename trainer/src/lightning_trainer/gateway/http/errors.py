@@ -24,7 +24,7 @@ _ANTHROPIC: Final = {
 
 @dataclass(eq=False)
 class Refusal(Exception):  # noqa: N818 - a refusal is an answer, not a failure of ours
-    """A rejected request, and what its sender is told.
+    """A rejected request, and the answer to its sender.
 
     Attributes:
         status: HTTP status.

@@ -114,7 +114,7 @@ class Metrics:
         self._ends.labels(status).inc()
 
     def leases_lost(self, count: int) -> None:
-        """Count leases that a runner was told it has lost."""
+        """Count leases whose loss was reported to a runner."""
         self._leases.inc(count)
 
     def late_result(self) -> None:

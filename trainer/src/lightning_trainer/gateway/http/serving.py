@@ -1,4 +1,4 @@
-"""Serves the app from a thread with its own event loop, beside the training loop."""
+"""Serves the app from a thread with its own event loop, next to the training loop."""
 
 from __future__ import annotations
 

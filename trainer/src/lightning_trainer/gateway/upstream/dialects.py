@@ -1,4 +1,4 @@
-"""How servers are asked for token ids and log-probabilities beyond OpenAI's API, and how they identify themselves."""
+"""Requests for token ids and log-probabilities beyond OpenAI's API, and how servers identify themselves."""
 
 from __future__ import annotations
 

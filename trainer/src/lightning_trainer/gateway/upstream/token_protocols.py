@@ -1,4 +1,4 @@
-"""Token ids in, token ids out: how servers are asked to answer them, and how they send the answer."""
+"""Token ids in, token ids out: the requests to servers, and the form of their answers."""
 
 from __future__ import annotations
 
