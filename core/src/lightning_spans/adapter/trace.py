@@ -14,7 +14,7 @@ from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, Json, Span
 
-__all__ = ["Joins", "MissingHalf", "Node", "Trace", "Unjoined", "count_joins"]
+__all__ = ["Joins", "Node", "Trace", "Unjoined", "count_joins"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
