@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from sqlalchemy import event
@@ -14,9 +16,10 @@ from sqlalchemy import event
 from lightning_conformance import MemoryStore
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import open_store
-from lightning_spans.store.deployments import Deployment
+from lightning_spans.store.deployments import Deployment, Stage
 from lightning_spans.store.protocol import each
 from lightning_spans.store.sql.store import SqlStore
+from lightning_trainer.kits.deploy import transitions
 from lightning_trainer.kits.deploy.table import adapters_to_load, keep, policies_of, read_histories
 from lightning_trainer.kits.deploy.transitions import (
     Note,
@@ -142,25 +145,63 @@ def _die_after(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SqlStore, "add_deployments", lambda *given: os._exit(9 if real(*given) else 8))
 
 
-@pytest.mark.parametrize("step", STEPS)
+MADE: Mapping[str, Callable[[Any, list[Deployment]], Deployment]] = {
+    "name_candidate": lambda make, past: make(
+        past[-1] if past else None, "writer", Policy(f"new{len(past)}"), NOTE, stable=None if past else "old"
+    ),
+    "begin_shadow": lambda make, past: make(past[-1] if past else None, "writer", 0.5, NOTE),
+    "begin_canary": lambda make, past: make(past[-1] if past else None, "writer", 0.5, NOTE),
+    "approve": lambda make, past: make(past[-1] if past else None, "writer", NOTE),
+    "promote": lambda make, past: make(past[-1] if past else None, "writer", NOTE),
+    "roll_back": lambda make, past: make(past, "writer", NOTE),
+}
+"""How a test makes each transition from a history."""
+
+
+def every_transition() -> dict[str, tuple[list[Deployment], Deployment]]:
+    """The transitions of the module that are possible, from every stage: the history before, and the new row."""
+    own = [one for one in vars(transitions).values() if inspect.isfunction(one) and one.__name__[0] != "_"]
+    own = [one for one in own if one.__module__ == transitions.__name__]
+    makes = [one for one in own if get_type_hints(one)["return"] is Deployment]
+    found: dict[str, tuple[list[Deployment], Deployment]] = {}
+    histories: list[list[Deployment]] = [[]]
+    for past in histories:  # grows
+        for make in makes:
+            try:
+                made = MADE[make.__name__](make, past)
+            except ConfigError:
+                continue
+            before = f"{past[-1].stage}, {'another' if past[-1].previous else 'no'} before" if past else "nothing"
+            if found.setdefault(f"{before}: {make.__name__}", (past, made)) == (past, made):
+                histories.append([*past, made])
+    return found
+
+
+EVERY = every_transition()
+
+
+def test_every_stage_has_transitions() -> None:
+    assert {made.stage for _, made in EVERY.values()} == set(get_args(Stage))
+    assert {name.rpartition(" ")[2] for name in EVERY} == set(MADE)
+
+
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(("die", "done"), [(_die_before, False), (_die_in_the_transaction, False), (_die_after, True)])
 def test_a_kill_at_any_transition_leaves_the_old_policy_or_the_new_one(
-    path: Path, monkeypatch: pytest.MonkeyPatch, step: str, die: Callable[..., None], done: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str, die: Callable[..., None], done: bool
 ) -> None:
-    names = list(STEPS)
-    for name in names[: names.index(step)]:
-        deploy(path, *STEPS[name])
+    before, made = EVERY[name]
     with closing(open_store(str(path))) as store:
-        before = read_histories(store).get("writer", [])
+        for row in before:
+            keep(store, row)
     child = os.fork()
     if not child:
         die(path, monkeypatch)
-        deploy(path, *STEPS[step])
+        with closing(open_store(str(path))) as store:
+            keep(store, made)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     with closing(open_store(str(path))) as store:
-        after = read_histories(store).get("writer", [])
-    assert after[: len(before)] == before
-    assert len(after) == len(before) + done
-    if not done:  # it can simply be done again
-        deploy(path, *STEPS[step])
+        assert read_histories(store).get("writer", []) == [*before, *([made] if done else [])]
+        keep(store, made)  # it can simply be made again
+        assert read_histories(store)["writer"] == [*before, made]
