@@ -213,7 +213,7 @@ def test_full_disk_at_a_checkpoint_is_one_error_and_the_last_good_one_stays(
         write(tensors, path)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(ConfigError, match=r"No space left on device.*step-000001 is whole.*--resume out"):
+    with pytest.raises(ConfigError, match=r"No space left on device.*step-000001 is complete.*--resume out"):
         train(config(model, steps=3, save_every=1))
     assert (folder / "out" / "checkpoint").resolve().name == "step-000001"
 

@@ -109,7 +109,7 @@ def test_a_round_of_equal_rewards_is_refused_and_leaves_no_folder(folder: Path, 
     with pytest.raises(NothingToLearnError, match="earned no more than the worst of the round"):
         rejection_sampling(RoundsConfig(**options))
     assert not (folder / "out").exists()
-    with pytest.raises(ConfigError, match="held_out: of files and stores"):
+    with pytest.raises(ConfigError, match="held_out: for files and stores"):
         RoundsConfig(**options, held_out=0.1)
 
 
