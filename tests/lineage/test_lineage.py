@@ -104,6 +104,15 @@ def test_a_call_leads_to_the_checkpoints_that_learned_from_it_and_to_those_that_
     assert [Path(folder).parent.parent.name for folder in ancestors] == ["third", "second", "first"]
 
 
+def test_checkpoints_of_a_loop_are_found_without_naming_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, other = make_run(tmp_path / "loops/writer/1/run", steps=1), make_run(tmp_path / "runs/first", steps=1)
+    found = invoke("lineage", "call-0", "--json")["checkpoints"]
+    assert found == [str((folder / "checkpoint").resolve()) for folder in (run, other)]
+
+
 def test_an_edited_or_rewritten_manifest_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = tmp_path / "lineage.key"
     key.write_bytes(b"0123456789abcdef")

@@ -78,6 +78,6 @@ def test_checkpoints_name_the_calls_rewards_files_and_code_that_they_learned_fro
     tuned = read_lineage(folder / "tuned")
     assert set(tuned.all_of("calls")) < {name for line in exported for name in line["call_ids"]}
     assert (len(tuned.all_of("lines")), tuned.begun["parent"]) == (2, again.head)
-    learned = find_checkpoints(folder, {first.all_of("calls")[0]})
+    learned = find_checkpoints([folder], {first.all_of("calls")[0]})
     assert (folder / "tuned" / "checkpoint").resolve() in [one.folder for one in learned]
     assert (out / MANIFEST).stat().st_nlink > 1

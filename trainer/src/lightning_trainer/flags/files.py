@@ -85,10 +85,11 @@ key_file_option = key_file_flag("File with the key of the server. Default: LIGHT
 json_option = json_flag("Print one JSON object.")
 runs_option = click.option(
     "--runs",
-    default="runs",
+    multiple=True,
+    default=("runs", "loops"),
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Folder of runs in which to look for checkpoints.",
+    help="Folder in which to look for checkpoints. May be repeated.",
 )
 loops_option = click.option(
     "--loops",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -31,12 +31,12 @@ def name_traces(store: Store, origin: str | None, wanted: Callable[[Trace], bool
     return DeleteFilter(trace_ids=sorted(traces), call_ids=sorted(calls), origin=origin)
 
 
-def find_deleted(store: Store, runs: Path, wanted: DeleteFilter) -> set[str]:
-    """Return the ids in the manifests of a folder of runs whose records a deletion deletes.
+def find_deleted(store: Store, runs: Sequence[Path], wanted: DeleteFilter) -> set[str]:
+    """Return the ids in the manifests of folders of runs whose records a deletion deletes.
 
     Args:
         store: with the records.
-        runs: the folder; manifests are found at any depth.
+        runs: the folders; manifests are found at any depth.
         wanted: the deletion. If it names ids, these are returned.
 
     Raises:

@@ -36,11 +36,11 @@ class _Known:
     parents: frozenset[str]
 
 
-def find_checkpoints(runs: Path, ids: Collection[str], key: bytes | None = None) -> list[AffectedCheckpoint]:
+def find_checkpoints(runs: Sequence[Path], ids: Collection[str], key: bytes | None = None) -> list[AffectedCheckpoint]:
     """Find the checkpoints that learned from any of these ids, and their descendants.
 
     Args:
-        runs: folder of runs; checkpoints are found at any depth.
+        runs: folders of runs; checkpoints are found at any depth.
         ids: of calls, rewards, rollouts, attempts or traces, and names of tenants.
         key: key that manifests must be signed with; None: signatures are not checked.
 
@@ -58,7 +58,7 @@ def find_checkpoints(runs: Path, ids: Collection[str], key: bytes | None = None)
     return sorted(found, key=lambda one: (not one.ids, str(one.folder)))
 
 
-def find_ancestors(runs: Path, lineage: CheckpointLineage) -> list[Path]:
+def find_ancestors(runs: Sequence[Path], lineage: CheckpointLineage) -> list[Path]:
     """Find the checkpoints that this one descends from, nearest first, if they are in a folder of runs.
 
     Raises:
@@ -86,7 +86,7 @@ def describe(found: Sequence[AffectedCheckpoint]) -> list[str]:
     return lines
 
 
-def each_step(runs: Path) -> Iterator[Line]:
+def each_step(runs: Sequence[Path]) -> Iterator[Line]:
     """Yield the steps in the manifests of all checkpoints, each once.
 
     Raises:
@@ -100,14 +100,14 @@ def each_step(runs: Path) -> Iterator[Line]:
                 yield line
 
 
-def _known_checkpoints(runs: Path, ids: frozenset[str], key: bytes | None) -> Iterator[_Known]:
+def _known_checkpoints(runs: Sequence[Path], ids: frozenset[str], key: bytes | None) -> Iterator[_Known]:
     for folder, chain, pointer in _each_checkpoint(runs, key):
         yield _look_through(folder, chain, pointer, ids)
 
 
-def _each_checkpoint(runs: Path, key: bytes | None) -> Iterator[tuple[Path, VerifiedChain, Pointer]]:
+def _each_checkpoint(runs: Sequence[Path], key: bytes | None) -> Iterator[tuple[Path, VerifiedChain, Pointer]]:
     chains: dict[tuple[int, int], VerifiedChain] = {}  # by file: the checkpoints of a run link to the same file
-    for path in sorted(runs.rglob(POINTER)) if runs.is_dir() else ():
+    for path in sorted({path for folder in runs if folder.is_dir() for path in folder.rglob(POINTER)}):
         manifest, pointer = path.with_name(MANIFEST), read_pointer(path.parent)
         if pointer is None or not manifest.is_file():
             continue

@@ -87,7 +87,7 @@ def command(
     calls: Sequence[str],
     tenant: str | None,
     expired: bool,
-    runs: Path,
+    runs: Sequence[Path],
     block_checkpoints: bool,
     compact: bool,
     yes: bool,

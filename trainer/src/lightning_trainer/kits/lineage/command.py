@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--unblock", is_flag=True, help="Allow the checkpoints again.")
 @json_option
 def command(
-    *, what: str, runs: Path, signing_key: Path | None, block: str | None, unblock: bool, as_json: bool
+    *, what: str, runs: Sequence[Path], signing_key: Path | None, block: str | None, unblock: bool, as_json: bool
 ) -> None:
     """Show what a checkpoint learned from, or which checkpoints learned from a call.
 
@@ -75,7 +75,7 @@ def _change(folders: Sequence[Path], ids: Sequence[str], block: str | None, *, u
             unblock_checkpoint(folder)
 
 
-def _checkpoint_json(lineage: CheckpointLineage, runs: Path) -> dict[str, Any]:
+def _checkpoint_json(lineage: CheckpointLineage, runs: Sequence[Path]) -> dict[str, Any]:
     from lightning_trainer.lineage.blocks import block_of
     from lightning_trainer.lineage.reading import IDS
     from lightning_trainer.lineage.search import find_ancestors
@@ -104,7 +104,7 @@ def _id_json(what: str, found: Sequence[AffectedCheckpoint]) -> dict[str, Any]:
     }
 
 
-def _show_checkpoint(lineage: CheckpointLineage, runs: Path) -> None:
+def _show_checkpoint(lineage: CheckpointLineage, runs: Sequence[Path]) -> None:
     facts = _checkpoint_json(lineage, runs)
     signature = {True: "signature checked", False: "not signed", None: "signed, not checked: give --signing-key"}
     given = ", ".join(facts["sources"]) or "no source"
@@ -122,10 +122,10 @@ def _show_checkpoint(lineage: CheckpointLineage, runs: Path) -> None:
     _print(lines)
 
 
-def _show_affected(what: str, runs: Path, found: Sequence[AffectedCheckpoint]) -> None:
+def _show_affected(what: str, runs: Sequence[Path], found: Sequence[AffectedCheckpoint]) -> None:
     from lightning_trainer.lineage.search import describe
 
-    _print(describe(found) or [f"No checkpoint in {runs} learned from {what}."])
+    _print(describe(found) or [f"No checkpoint in {', '.join(map(str, runs))} learned from {what}."])
 
 
 def _print(lines: Sequence[str]) -> None:
