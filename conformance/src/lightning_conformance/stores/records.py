@@ -347,7 +347,7 @@ class RecordPromises:
         """If it fails: refuse a deletion without any filter."""
         span = a_span()
         store.add_spans([span])
-        with pytest.raises(RefusedError, match="say what"):
+        with pytest.raises(RefusedError, match="delete: give"):
             store.delete()
         assert store.spans(trace_ids=[span.trace_id]) == [span]
 
