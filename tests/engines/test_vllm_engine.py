@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -25,6 +29,8 @@ from support.models.tiny import make_tiny_model
 from support.training.engines import answer_under_grammar
 from support.training.opponents import AGAINST, frozen_calls, largest_gap
 from support.training.policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
+
+TESTS = Path(__file__).parents[1]
 
 
 def most_loaded(events):
@@ -112,7 +118,7 @@ def small_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [4, 0])
-@pytest.mark.parametrize("fault", ["", "asleep"])
+@pytest.mark.parametrize("fault", ["", "asleep", "waking", "sending"])
 def test_vllm_sleeps_while_the_learner_learns_if_memory_is_short(
     folder,  # noqa: F811
     scripted,
@@ -130,7 +136,7 @@ def test_vllm_sleeps_while_the_learner_learns_if_memory_is_short(
     first = next(event["start"] for event in events if "start" in event)
     assert "--enable-sleep-mode" in first
     lives = len({event["pid"] for event in events})
-    assert lives == 1 + (fault == "asleep"), "one that crashed asleep is started again"
+    assert lives == 1 + bool(fault), "one that crashed asleep, or later in the update, is started again"
     slept = [kind for event in events for kind in event if kind in ("sleep", "wake")]
     expected = ["sleep", "wake"] * 3
     assert slept in (expected, expected[:1] + expected[2:]), "a server that was started again was awake"
@@ -138,6 +144,50 @@ def test_vllm_sleeps_while_the_learner_learns_if_memory_is_short(
     for line in metrics:
         assert line["failed"] == 0
         assert all(value < 1e-3 for name, value in line.items() if name.startswith("engine_gap/"))
+
+
+RUN = """
+import json, os, sys
+from lightning_trainer import train
+from support.training.policies import config
+os.environ["SCRIPTED_TRAINER"] = str(os.getpid())
+train(config(sys.argv[1], **json.loads(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_run_that_died_while_vllm_slept_resumes_and_trains_nothing_twice(
+    folder,  # noqa: F811
+    scripted,
+    monkeypatch,
+    small_gpu,
+    rank,
+):
+    options = {"engine": "vllm", "steps": 3, **small_gpu} | ({} if rank else {"policies": {}, "lora_rank": 0})
+    model = make_tiny_model(folder / "untied", tie_word_embeddings=False)
+    paths = f"{TESTS}:{folder}:{os.environ['PYTHONPATH']}"
+    env = {**os.environ, "PYTHONPATH": paths, "SCRIPTED_FAULT": "trainer"}
+    died = subprocess.run([sys.executable, "-c", RUN, str(model), json.dumps(options)], env=env, check=False)
+    assert died.returncode == -signal.SIGKILL
+    for server in {event["pid"] for event in scripted()}:
+        wait_until_ended(server)
+    before = len(scripted())
+    train(config(model, **options, resume=folder / "out"))
+    metrics = lines(folder / "out")
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert [line["calls_trained"] for line in metrics] == [metrics[0]["calls_trained"]] * 3
+    assert all(line["failed"] == 0 for line in metrics)
+    gaps = [value for line in metrics for name, value in line.items() if name.startswith("engine_gap/")]
+    assert max(gaps) < 1e-3
+    first = next(event for event in scripted()[before + 1 :] if event.keys() & {"load", "replace"})
+    assert first.get("load", "writer@1").startswith("writer@1"), "the adapters of the checkpoint"
+
+
+def wait_until_ended(pid):
+    with contextlib.suppress(ProcessLookupError):
+        handle = os.pidfd_open(pid)
+        select.select([handle], [], [])
+        os.close(handle)
 
 
 def test_vllm_does_not_sleep_while_other_rollouts_run(tiny_model, folder, scripted, small_gpu):  # noqa: F811

@@ -170,6 +170,10 @@ class OwnServer:
         """Check whether the server has ended."""
         self._process.suspect()
 
+    def ends(self) -> bool:
+        """Return whether the server ends: `Servers.ends`."""
+        return self._process.ends()
+
     def settled(self) -> None:
         """Forget earlier crashes."""
         self._process.crashes = 0
@@ -236,6 +240,10 @@ class Elsewhere:
 
     def suspect(self) -> None:
         """Do nothing: others look after them."""
+
+    def ends(self) -> bool:
+        """Return that they may come back: others look after them."""
+        return True
 
     def settled(self) -> None:
         """Do nothing: others look after them."""

@@ -329,8 +329,7 @@ class VllmPolicies:
                 send()
                 return
             except ConfigError as error:
-                self.servers.suspect()
-                if not left:
+                if not self.servers.ends() or not left:
                     raise EngineError(str(error)) from None
 
     def _unload(self, served: str) -> None:

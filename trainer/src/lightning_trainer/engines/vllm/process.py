@@ -158,14 +158,13 @@ class VllmProcess:
         if self._process is not None and self._process.poll() is not None:
             self._up.clear()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended, or has ended and is not up again."""
-        if self._process is None:
-            return True
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a connection may break before the process is gone
-            self._process.wait(_ENDING_S)
-        return self._process.poll() is not None
+    def ends(self) -> bool:
+        """Return whether the process has ended, or ends soon: it may break a connection, or answer, before it does."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_ENDING_S)
+        self.suspect()
+        return self._process is None or self._process.poll() is not None
 
     def hold(self) -> None:
         """Do not restart the server before `release`."""

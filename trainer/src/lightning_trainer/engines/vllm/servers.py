@@ -33,6 +33,10 @@ class Servers(Protocol):
         """Report that a request to the servers failed."""
         ...
 
+    def ends(self) -> bool:
+        """Return whether a request failed because a server of ours has ended, which is then started again."""
+        ...
+
     def settled(self) -> None:
         """Report that the servers took new weights, so that earlier crashes no longer count."""
         ...

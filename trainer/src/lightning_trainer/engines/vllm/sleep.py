@@ -41,11 +41,11 @@ def wake_up(process: VllmProcess) -> None:
 
 
 def _post(process: VllmProcess, path: str) -> None:
+    """Send a request, which fails only if the server goes on: one whose engine died answers once more, then ends."""
     headers = {"authorization": f"Bearer {process.key}"}
     try:
         httpx.post(f"{process.url}/../{path}", headers=headers, timeout=_SLEEP_S).raise_for_status()
-    except httpx.HTTPStatusError as error:
-        raise EngineError(f"vLLM does not answer to /{path}: {error.response.text[:300]}") from None
     except httpx.HTTPError as error:
-        if not process.ended:
-            raise EngineError(f"vLLM does not answer to /{path}: {type(error).__name__}: {error}") from None
+        said = error.response.text[:300] if isinstance(error, httpx.HTTPStatusError) else f"{error}"
+        if not process.ends():
+            raise EngineError(f"vLLM does not answer to /{path}: {type(error).__name__}: {said}") from None

@@ -2,7 +2,9 @@
 
 It notes what it is asked in the file SCRIPTED_LOG. SCRIPTED_FAULT makes it fail: `frozen` accepts adapters and does not
 use them after each one's first version, `crash` ends it once, while it answers, `start` ends it before it answers, and
-`asleep` ends it once, while it sleeps. Asleep, it answers /wake_up and /health only: vLLM's memory is gone then.
+`asleep` ends it once, while it sleeps, `waking` once, after it has answered /wake_up with an error, and `sending` once,
+when it gets new weights after an update. `trainer` kills the run, SCRIPTED_TRAINER, when it is to sleep for the second
+time. Asleep, it answers /wake_up and /health only: vLLM's memory is gone then.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -40,13 +43,14 @@ class Server:
         self.grammars = Grammars(self.tokenizer, len(self.tokenizer), [self.tokenizer.eos_token_id])
         self.model, self.adapters, self.answers = None, {}, 0
         self.lock = threading.Lock()
-        self.sleeping = False
+        self.sleeping, self.slept = False, 0
 
     def note(self, **event):
         with LOG.open("a") as file:
             file.write(json.dumps({"pid": os.getpid(), **event}) + "\n")
 
     async def load(self, request):
+        self.crash_once("sending", self.slept)
         body = await request.json()
         name, path = body["lora_name"], body["lora_path"]
         rank = json.loads(Path(path, "adapter_config.json").read_text())["r"]
@@ -67,6 +71,7 @@ class Server:
         return PlainTextResponse("Success")
 
     async def replace(self, request):
+        self.crash_once("sending", self.slept)
         asked = await request.json()
         assert asked["method"] == "reload_weights"
         with self.lock:
@@ -80,6 +85,10 @@ class Server:
         self.note(forget=True)
         return PlainTextResponse("")
 
+    def crash_once(self, fault, now=True):
+        if fault == FAULT and now and not LOG.with_suffix(".crashed").exists():
+            self.crash()
+
     def crash(self):
         LOG.with_suffix(".crashed").touch()
         print("RuntimeError: CUDA error: an illegal memory access", file=sys.stderr, flush=True)
@@ -87,11 +96,16 @@ class Server:
 
     async def sleep(self, request):
         self.sleeping = True
+        self.slept += 1
         self.note(sleep=request.query_params["level"])
-        crashes = FAULT == "asleep" and not LOG.with_suffix(".crashed").exists()
-        return PlainTextResponse("", background=BackgroundTask(self.crash) if crashes else None)
+        if FAULT == "trainer" and self.slept == 2:
+            os.kill(int(os.environ["SCRIPTED_TRAINER"]), signal.SIGKILL)
+        return PlainTextResponse("", background=BackgroundTask(self.crash_once, "asleep"))
 
     async def wake(self, request):
+        if FAULT == "waking" and not LOG.with_suffix(".crashed").exists():
+            said = {"error": {"message": "EngineCore encountered an issue."}}
+            return JSONResponse(said, 500, background=BackgroundTask(self.crash))
         self.sleeping = False
         self.note(wake=True)
         return PlainTextResponse("")
@@ -162,8 +176,7 @@ class Server:
             chosen = {"token_logprobs": [float(scores[token])], "tokens": [text]}
             choice = {"index": 0, "text": text, "token_ids": [token], "logprobs": chosen, "finish_reason": reason}
             yield f"data: {json.dumps({'choices': [choice]})}\n\n"
-            if FAULT == "crash" and self.answers > CRASH_AT and not LOG.with_suffix(".crashed").exists():
-                self.crash()
+            self.crash_once("crash", self.answers > CRASH_AT)
             if reason:
                 break
         yield "data: [DONE]\n\n"
