@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_trainer.report.forecast import Plan, Probe, Tried, forecast, lines, verdict
+from lightning_trainer.report.forecast import Plan, Probe, Tried, forecast, lines, sampling_seconds, verdict
 
 HALF = Tried(place=0, rewards=(1.0, 0.0), contrast=True)
 NEVER = Tried(place=1, rewards=(0.0, 0.0), contrast=False)
@@ -15,6 +15,7 @@ ALWAYS = Tried(place=2, rewards=(1.0, 1.0), contrast=False)
 
 def probe(tried: list[Tried], **numbers: object) -> Probe:
     known = {"rollouts": 64, "rollout_seconds": 8.0, "update_seconds": 2.0, "tokens_prompt": 18_000}
+    known |= {"update_tokens": 3375}  # of three groups of eight
     return Probe(tried=tried, **{**known, "tokens_generated": 1700, "tokens_in_rows": 9000, **numbers})  # type: ignore[arg-type]
 
 
@@ -54,6 +55,26 @@ def test_forecast_grows_with_the_step_and_the_model() -> None:
     assert hours == sorted(hours)
     assert [gpu["gpus"] for gpu in small["gpu"].values()] == [1, 2, 16]
     assert any("GPU-hours" in line for line in lines(small))
+
+
+def test_rollouts_that_ran_at_once_in_smaller_numbers_are_forecast_at_the_steps_own() -> None:
+    """A round of c rollouts at once takes 1 + c / 16 s."""
+    two = probe([HALF], rollouts=40, rollout_seconds=4.5, phases=((8, 1.5), (32, 3.0)))
+    assert sampling_seconds(two, 64, 64) == pytest.approx(5.0)
+    assert sampling_seconds(two, 96, 32) == pytest.approx(9.0)
+    judged = replace(two, rollout_seconds=4.5 + 40 * 0.1)
+    assert sampling_seconds(judged, 64, 64) == pytest.approx(5.0 + 6.4)
+    noisy = replace(two, phases=((8, 1.5), (32, 1.2)), rollout_seconds=2.7)
+    assert sampling_seconds(noisy, 64, 64) == pytest.approx(1.2)
+
+
+def test_a_forecast_says_what_it_rests_on() -> None:
+    one = replace(probe([HALF], rollouts=8, phases=((8, 8.0),)), update_tokens=1125)
+    said = "\n".join(lines(forecast(one, Plan(step_rollouts=64, steps=10, at_once=32))))
+    assert (
+        "measured: 8 rollouts, 8 at once (in a step 32, so a step may be faster), and an update on 1,125 tokens" in said
+    )
+    assert sampling_seconds(one, 64, 32) == pytest.approx(64.0)
 
 
 def test_each_agent_is_told_with_what_it_earned_where_it_was_given_its_own() -> None:

@@ -2,12 +2,16 @@
 
 Time, on this machine:
 
-    step = r (R / n) + u (T / t)
-    run  = load + steps step + validations r (V / n)
+    step = r(R) + u s T / t
+    run  = load + steps step + validations r(V)
+    r(n) = (n / c) (a + b c) + j n
 
-r are the seconds of n measured rollouts, R the rollouts of a step, V those of a validation; u the seconds of one
-measured update on t tokens of groups with a signal, T the tokens of a step's groups with a signal. Their share grows
-while a policy learns and falls when it has learned: the forecast uses the mean of the measured share and 1.
+r are the seconds of n rollouts, c of them at once; R are the rollouts of a step, V those of a validation, j the seconds
+of a judge for each. Rollouts are measured twice, first a single group and then as many as fit into the limit, which
+gives a and b if more ran at once the second time; otherwise a is 0, and the forecast is too long if more run at once in
+a step. u are the seconds of a measured update on t tokens, the second update, because the first one allocates the
+optimiser; T are the tokens of a step, and s is their share in groups with a signal. It grows while a policy learns and
+falls when it has learned: the forecast uses the mean of the measured share and 1.
 
 GPUs, for N weights, P prompt and G generated tokens of a step, B rollouts at once, on accelerators of F = 989 TFLOP/s
 in bfloat16 with 3.35 TB/s (H100 SXM), each a sum over all accelerators:
@@ -69,7 +73,9 @@ class Probe:
         tried: the tasks.
         rollouts: how many ran.
         rollout_seconds: that they took, including the judge if there is one.
-        update_seconds: of one update on the rows of groups with a signal; 0 if none has one.
+        phases: rollouts that were queued together, and the seconds until all had ended.
+        update_seconds: of the measured update; 0 if none was.
+        update_tokens: in the training rows of that update.
         tokens_prompt, tokens_generated: of all rollouts.
         tokens_in_rows: of the training rows, shared prefixes counted once.
         tokens_in_calls: of the same calls if each were a separate row.
@@ -94,6 +100,8 @@ class Probe:
     earned: Mapping[str, float] = field(default_factory=dict)
     trained: Sequence[str] = ()
     constant: Mapping[str, float] = field(default_factory=dict)
+    phases: Sequence[tuple[int, float]] = ()
+    update_tokens: int = 0
     load_seconds: float = 0.0
     memory: int = 0
     gpu_memory: int = 0
@@ -106,10 +114,21 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The planned run: rollouts of a step and of a validation, validations, steps; bytes of its checkpoints."""
+    """The planned run.
+
+    Attributes:
+        step_rollouts: rollouts of a step.
+        steps: number of steps.
+        at_once: rollouts that run at the same time.
+        val_rollouts: rollouts of a validation.
+        validations: number of validations.
+        checkpoint: bytes of one checkpoint; None: unknown.
+        disk: bytes of all checkpoints that are kept at once; None: unknown.
+    """
 
     step_rollouts: int
     steps: int
+    at_once: int = 1
     val_rollouts: int = 0
     validations: int = 0
     checkpoint: int | None = None
@@ -120,9 +139,9 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
     """Return the forecast as a JSON object; see the module for its formulas."""
     scale = plan.step_rollouts / max(probe.rollouts, 1)
     share = (probe.signal + 1) / 2
-    full = probe.update_seconds / probe.signal if probe.signal else 0.0
-    step = (probe.rollout_seconds + full * share) * scale
-    validation = probe.rollout_seconds * plan.val_rollouts / max(probe.rollouts, 1)
+    update = probe.update_seconds * share * probe.tokens_in_rows * scale / max(probe.update_tokens, 1)
+    rollouts, validation = (sampling_seconds(probe, n, plan.at_once) for n in (plan.step_rollouts, plan.val_rollouts))
+    step = rollouts + update
     means = [task.mean for task in probe.tried if task.mean is not None]
     best = [max(task.rewards) for task in probe.tried if task.rewards]
     return {
@@ -149,8 +168,11 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
         "tokens_prompt_step": round(probe.tokens_prompt * scale),
         "tokens_generated_step": round(probe.tokens_generated * scale),
         "seconds_step": round(step, 1),
-        "seconds_rollouts": round(probe.rollout_seconds * scale, 1),
-        "seconds_update": round(full * share * scale, 1),
+        "seconds_rollouts": round(rollouts, 1),
+        "seconds_update": round(update, 1),
+        "measured_at_once": min(max((count for count, _ in probe.phases), default=probe.rollouts), plan.at_once),
+        "step_at_once": min(plan.step_rollouts, plan.at_once),
+        "measured_update_tokens": probe.update_tokens,
         "seconds_run": round(probe.load_seconds + plan.steps * step + plan.validations * validation, 1),
         "steps": plan.steps,
         "memory_bytes": probe.memory,
@@ -159,6 +181,22 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
         "disk_bytes": plan.disk,
         "gpu": {name: _gpu(size, probe, plan, scale) for name, size in _SIZES.items()},
     }
+
+
+def sampling_seconds(probe: Probe, count: int, at_once: int) -> float:
+    """Return the seconds that so many rollouts take, `at_once` of them at the same time: r(n) of the module."""
+    if not count or not probe.rollouts:
+        return 0.0
+    phases = [phase for phase in probe.phases if phase[0]] or [(probe.rollouts, probe.rollout_seconds)]
+    judge = (probe.rollout_seconds - sum(seconds for _, seconds in phases)) / probe.rollouts
+    each, slots = phases[-1][1] / phases[-1][0], min(count, at_once)
+    few, many = (min(phases[place][0], at_once) for place in (0, -1))
+    if many > few:
+        (number, seconds), (more, longer) = phases[0], phases[-1]
+        short, long = seconds * few / number, longer * many / more  # in which every slot ends one rollout: a + b c
+        slope = min(max((long - short) / (many - few), 0.0), long / many)
+        each = (long + slope * (slots - many)) / slots
+    return count * (each + judge)
 
 
 def verdict(tried: Sequence[Tried]) -> str:
@@ -211,8 +249,14 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         found.append(f"{name}: {amount(agent['calls'], 'call')}, {earned}{trained}")
     times = f"{facts['seconds_rollouts']:.1f} s of rollouts, {facts['seconds_update']:.1f} s of learning"
     read, written = facts["tokens_prompt_step"], facts["tokens_generated_step"]
+    rests = f"{amount(facts['rollouts_tried'], 'rollout')}, {facts['measured_at_once']} at once"
+    if facts["measured_at_once"] < facts["step_at_once"]:
+        rests += f" (in a step {facts['step_at_once']}, so a step may be faster)"
+    if facts["measured_update_tokens"]:
+        rests += f", and an update on {facts['measured_update_tokens']:,} tokens"
     found += [
         f"time per step: {facts['seconds_step']:.1f} s ({times})",
+        f"  measured: {rests}",
         f"  {read:,} prompt tokens, {written:,} generated, {facts['rows_tokens_step']:,} in training rows",
         f"time of the run: {_duration(facts['seconds_run'])} on this machine, {amount(facts['steps'], 'step')}",
         f"memory: {facts['memory_bytes'] / 1e9:.1f} GB in this process (measured), plus the worker processes",

@@ -131,6 +131,7 @@ class Embedded:
         asked = Plan(
             step_rollouts=config.batch_size * config.group_size + config.fork_count,
             steps=steps,
+            at_once=config.concurrency * max(1, config.worker_count()),
             val_rollouts=len(val) * config.val_samples,
             validations=2 + between if val else 0,
             checkpoint=sizes[0] if sizes else None,

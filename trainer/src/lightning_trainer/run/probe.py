@@ -12,7 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightning_spans.errors import AgentFailedError
@@ -59,6 +59,7 @@ class _Ran:
     rows: Sequence[Row]
     tokens_in_calls: int
     seconds: float
+    phases: Sequence[tuple[int, float]]
     teaching: frozenset[str]
 
 
@@ -112,7 +113,7 @@ def probe(
         )
         loaded = time.monotonic() - began
         ran = _run(config, [tasks[place] for place in places], session, judge, progress, limit_s=limit_s)
-        learned = _learn(learner, ran.rows, progress) if update else {}
+        learned = _learn(learner, ran.rows, progress, limit_s) if update else {}
         return _make_probe(
             config, places[: len(ran.outcomes) // config.group_size], ran, load_seconds=loaded, learned=learned
         )
@@ -129,16 +130,19 @@ def more_tasks(done: int, left: int, seconds: float, limit_s: float) -> int:
 
 def _outcomes(
     rollouts: Sequence[Rollout], size: int, session: Session, progress: Progress, limit_s: float
-) -> list[Outcome]:
-    """Run groups until the limit, and return the outcomes of those that ran."""
-    began, outcomes = time.monotonic(), list[Outcome]()
+) -> tuple[list[Outcome], list[tuple[int, float]]]:
+    """Run groups until the limit; return the outcomes of those that ran, and how many ran together, with seconds."""
+    outcomes, phases = list[Outcome](), list[tuple[int, float]]()
     while True:
         done, whole = len(outcomes), len(rollouts)
-        count = size * more_tasks(done // size, (whole - done) // size, time.monotonic() - began, limit_s)
+        taken_s = sum(seconds for _, seconds in phases)
+        count = size * more_tasks(done // size, (whole - done) // size, taken_s, limit_s)
         if not count:
-            return outcomes
+            return outcomes, phases
         what = "rollouts" if count == whole else "more rollouts" if done else "rollouts of the first task"
+        began = time.monotonic()
         outcomes += session.run(rollouts[done : done + count], progress, what)
+        phases.append((count, time.monotonic() - began))
 
 
 def _run(
@@ -158,9 +162,9 @@ def _run(
         max_attempts=config.max_attempts,
         timeout_s=config.timeout_s,
     )
-    store, began = session.store, time.monotonic()
-    outcomes = _outcomes(rollouts, config.group_size, session, progress, limit_s)
-    seconds = time.monotonic() - began
+    store = session.store
+    outcomes, phases = _outcomes(rollouts, config.group_size, session, progress, limit_s)
+    seconds = sum(seconds for _, seconds in phases)
     traces = traces_of(store, rollout_ids=[outcome.rollout.rollout_id for outcome in outcomes])
     _refuse(outcomes, traces, config.agents)
     session.runner.check()
@@ -182,18 +186,37 @@ def _run(
         rows=batch.rows,
         tokens_in_calls=batch.account.tokens_in_calls,
         seconds=seconds,
+        phases=phases,
         teaching=frozenset(compared - groups.flat_groups),
     )
 
 
-def _learn(learner: Learner, rows: Sequence[Row], progress: Progress) -> dict[str, float]:
-    """Return the metrics of an update, with its `update_seconds`; empty if no row has a gradient."""
-    if not any(row.has_gradient for row in rows):
+def _learn(learner: Learner, rows: Sequence[Row], progress: Progress, limit_s: float) -> dict[str, float]:
+    """Return the metrics of an update, with its `update_seconds` and `update_tokens`; empty if there are no rows.
+
+    It is the second one, on as many groups as fit into the limit: the first one, on one group, allocates the optimiser.
+    Both are discarded, so rows of groups without a signal are learned from as well, to measure the time.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group_id, []).append(_with_gradient(row))
+    if not groups:
         return {}
-    progress.phase(f"measuring an update on {len(rows)} rows, which is then discarded")
+    first, *others = groups.values()
+    progress.phase(f"measuring an update on {len(first)} rows, which is then discarded")
     began = time.monotonic()
-    metrics = learner.update(rows)
-    return {**metrics, "update_seconds": time.monotonic() - began}
+    learner.update(first)
+    count = more_tasks(1, len(others), time.monotonic() - began, limit_s)
+    measured = [row for group in others[:count] for row in group] or first
+    progress.phase(f"measuring an update on {len(measured)} rows, which is then discarded")
+    began = time.monotonic()
+    metrics = learner.update(measured)
+    taken_s = time.monotonic() - began
+    return {**metrics, "update_seconds": taken_s, "update_tokens": sum(len(row.tokens) for row in measured)}
+
+
+def _with_gradient(row: Row) -> Row:
+    return row if row.has_gradient else replace(row, advantages=row.mask.astype(float))
 
 
 def _make_probe(
@@ -208,7 +231,9 @@ def _make_probe(
         tried=_tried_tasks(ran, places, config),
         rollouts=len(ran.outcomes),
         rollout_seconds=ran.seconds,
+        phases=ran.phases,
         update_seconds=learned.get("update_seconds", 0.0),
+        update_tokens=int(learned.get("update_tokens", 0)),
         tokens_prompt=sum(prompt for prompt, _ in used),
         tokens_generated=sum(answer for _, answer in used),
         tokens_in_rows=sum(len(row.tokens) for row in ran.rows),
