@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_trainer.report.forecast import Plan, Probe, Tried, forecast, lines, sampling_seconds, verdict
+from lightning_trainer.report.forecast import (
+    Plan,
+    Probe,
+    Tried,
+    forecast,
+    learning_seconds,
+    lines,
+    sampling_seconds,
+    verdict,
+)
 
 HALF = Tried(place=0, rewards=(1.0, 0.0), contrast=True)
 NEVER = Tried(place=1, rewards=(0.0, 0.0), contrast=False)
@@ -14,8 +23,7 @@ ALWAYS = Tried(place=2, rewards=(1.0, 1.0), contrast=False)
 
 
 def probe(tried: list[Tried], **numbers: object) -> Probe:
-    known = {"rollouts": 64, "rollout_seconds": 8.0, "update_seconds": 2.0, "tokens_prompt": 18_000}
-    known |= {"update_tokens": 3375}  # of three groups of eight
+    known = {"rollouts": 64, "rollout_seconds": 8.0, "updates": ((3375, 2.0),), "tokens_prompt": 18_000}
     return Probe(tried=tried, **{**known, "tokens_generated": 1700, "tokens_in_rows": 9000, **numbers})  # type: ignore[arg-type]
 
 
@@ -37,7 +45,7 @@ def test_verdict_is_plain(tried: list[Tried], says: str) -> None:
 def test_forecast_of_the_demo_is_within_a_quarter_of_what_was_measured() -> None:
     """Two steps of `nox -s demo` on one machine, in use: the first is what a dry run measures."""
     first = probe(
-        [*[HALF] * 3, *[NEVER] * 5], rollout_seconds=123.25, update_seconds=140.16,
+        [*[HALF] * 3, *[NEVER] * 5], rollout_seconds=123.25, updates=((3375, 140.16),),
         tokens_prompt=18241, tokens_generated=1612,
     )  # fmt: skip
     found = forecast(first, Plan(step_rollouts=64, steps=2, val_rollouts=64, validations=1))
@@ -69,12 +77,13 @@ def test_rollouts_that_ran_at_once_in_smaller_numbers_are_forecast_at_the_steps_
 
 
 def test_a_forecast_says_what_it_rests_on() -> None:
-    one = replace(probe([HALF], rollouts=8, phases=((8, 8.0),)), update_tokens=1125)
+    one = probe([HALF], rollouts=8, phases=((8, 8.0),), updates=((600, 2.0), (1125, 2.5)))
     said = "\n".join(lines(forecast(one, Plan(step_rollouts=64, steps=10, at_once=32))))
     assert (
         "measured: 8 rollouts, 8 at once (in a step 32, so a step may be faster), and an update on 1,125 tokens" in said
     )
     assert sampling_seconds(one, 64, 32) == pytest.approx(64.0)
+    assert learning_seconds(one, 2175) == pytest.approx(3.5), "the optimiser's step does not grow with the rows"
 
 
 def test_each_agent_is_told_with_what_it_earned_where_it_was_given_its_own() -> None:

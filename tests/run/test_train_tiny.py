@@ -362,7 +362,7 @@ def test_a_dry_run_of_a_run_that_goes_on_tries_what_it_has_learned_and_counts_th
     ) -> Probe:
         assert update
         tried.append((places, make(_config).loaded))
-        return Probe(tried=[], rollouts=1, rollout_seconds=1.0, update_seconds=0.0, **tokens)
+        return Probe(tried=[], rollouts=1, rollout_seconds=1.0, **tokens)
 
     tokens: dict[str, Any] = dict.fromkeys(("tokens_prompt", "tokens_generated", "tokens_in_rows"), 0)
     monkeypatch.setattr(embedded, "probe", probe)

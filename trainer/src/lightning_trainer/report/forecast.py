@@ -2,16 +2,19 @@
 
 Time, on this machine:
 
-    step = r(R) + u s T / t
+    step = r(R) + u(s T)
     run  = load + steps step + validations r(V)
     r(n) = (n / c) (a + b c) + j n
+    u(t) = d + e t
 
 r are the seconds of n rollouts, c of them at once; R are the rollouts of a step, V those of a validation, j the seconds
 of a judge for each. Rollouts are measured twice, first a single group and then as many as fit into the limit, which
 gives a and b if more ran at once the second time; otherwise a is 0, and the forecast is too long if more run at once in
-a step. u are the seconds of a measured update on t tokens, the second update, because the first one allocates the
-optimiser; T are the tokens of a step, and s is their share in groups with a signal. It grows while a policy learns and
-falls when it has learned: the forecast uses the mean of the measured share and 1.
+a step. u are the seconds of an update on t tokens of training rows. It is measured on one group and on as many as fit
+into the limit, after a first update, which allocates the optimiser. So d contains what does not grow with the rows: the
+optimiser's step and the prompts that all rows begin with. T are the tokens of a step, and s is their share in groups
+with a signal. It grows while a policy learns and falls when it has learned: the forecast uses the mean of the measured
+share and 1.
 
 GPUs, for N weights, P prompt and G generated tokens of a step, B rollouts at once, on accelerators of F = 989 TFLOP/s
 in bfloat16 with 3.35 TB/s (H100 SXM), each a sum over all accelerators:
@@ -74,8 +77,7 @@ class Probe:
         rollouts: how many ran.
         rollout_seconds: that they took, including the judge if there is one.
         phases: rollouts that were queued together, and the seconds until all had ended.
-        update_seconds: of the measured update; 0 if none was.
-        update_tokens: in the training rows of that update.
+        updates: tokens in the training rows of each measured update, and its seconds.
         tokens_prompt, tokens_generated: of all rollouts.
         tokens_in_rows: of the training rows, shared prefixes counted once.
         tokens_in_calls: of the same calls if each were a separate row.
@@ -91,7 +93,6 @@ class Probe:
     tried: Sequence[Tried]
     rollouts: int
     rollout_seconds: float
-    update_seconds: float
     tokens_prompt: int
     tokens_generated: int
     tokens_in_rows: int
@@ -101,7 +102,7 @@ class Probe:
     trained: Sequence[str] = ()
     constant: Mapping[str, float] = field(default_factory=dict)
     phases: Sequence[tuple[int, float]] = ()
-    update_tokens: int = 0
+    updates: Sequence[tuple[int, float]] = ()
     load_seconds: float = 0.0
     memory: int = 0
     gpu_memory: int = 0
@@ -139,7 +140,7 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
     """Return the forecast as a JSON object; see the module for its formulas."""
     scale = plan.step_rollouts / max(probe.rollouts, 1)
     share = (probe.signal + 1) / 2
-    update = probe.update_seconds * share * probe.tokens_in_rows * scale / max(probe.update_tokens, 1)
+    update = learning_seconds(probe, share * probe.tokens_in_rows * scale)
     rollouts, validation = (sampling_seconds(probe, n, plan.at_once) for n in (plan.step_rollouts, plan.val_rollouts))
     step = rollouts + update
     means = [task.mean for task in probe.tried if task.mean is not None]
@@ -172,7 +173,7 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
         "seconds_update": round(update, 1),
         "measured_at_once": min(max((count for count, _ in probe.phases), default=probe.rollouts), plan.at_once),
         "step_at_once": min(plan.step_rollouts, plan.at_once),
-        "measured_update_tokens": probe.update_tokens,
+        "measured_update_tokens": max((tokens for tokens, _ in probe.updates), default=0),
         "seconds_run": round(probe.load_seconds + plan.steps * step + plan.validations * validation, 1),
         "steps": plan.steps,
         "memory_bytes": probe.memory,
@@ -189,14 +190,25 @@ def sampling_seconds(probe: Probe, count: int, at_once: int) -> float:
         return 0.0
     phases = [phase for phase in probe.phases if phase[0]] or [(probe.rollouts, probe.rollout_seconds)]
     judge = (probe.rollout_seconds - sum(seconds for _, seconds in phases)) / probe.rollouts
-    each, slots = phases[-1][1] / phases[-1][0], min(count, at_once)
-    few, many = (min(phases[place][0], at_once) for place in (0, -1))
+    (first, seconds), most = phases[0], max(number for number, _ in phases)
+    largest = [phase for phase in phases if phase[0] == most]
+    each = sum(longer for _, longer in largest) / (most * len(largest))
+    few, many, slots = (min(number, at_once) for number in (first, most, count))
     if many > few:
-        (number, seconds), (more, longer) = phases[0], phases[-1]
-        short, long = seconds * few / number, longer * many / more  # in which every slot ends one rollout: a + b c
+        short, long = seconds * few / first, each * many  # in which every slot ends one rollout: a + b c
         slope = min(max((long - short) / (many - few), 0.0), long / many)
         each = (long + slope * (slots - many)) / slots
     return count * (each + judge)
+
+
+def learning_seconds(probe: Probe, tokens: float) -> float:
+    """Return the seconds of an update on so many tokens of training rows: u(t) of the module."""
+    if not probe.updates:
+        return 0.0
+    (few, short), (many, long) = probe.updates[0], probe.updates[-1]
+    each = long / max(many, 1)
+    slope = min(max((long - short) / (many - few), 0.0), each) if many > few else each
+    return long + slope * (tokens - many)
 
 
 def verdict(tried: Sequence[Tried]) -> str:

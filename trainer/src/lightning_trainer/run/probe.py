@@ -10,7 +10,7 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -113,7 +113,7 @@ def probe(
         )
         loaded = time.monotonic() - began
         ran = _run(config, [tasks[place] for place in places], session, judge, progress, limit_s=limit_s)
-        learned = _learn(learner, ran.rows, progress, limit_s) if update else {}
+        learned = _learn(learner, ran.rows, progress, limit_s) if update else ([], 0.0)
         return _make_probe(
             config, places[: len(ran.outcomes) // config.group_size], ran, load_seconds=loaded, learned=learned
         )
@@ -191,28 +191,34 @@ def _run(
     )
 
 
-def _learn(learner: Learner, rows: Sequence[Row], progress: Progress, limit_s: float) -> dict[str, float]:
-    """Return the metrics of an update, with its `update_seconds` and `update_tokens`; empty if there are no rows.
+def _learn(
+    learner: Learner, rows: Sequence[Row], progress: Progress, limit_s: float
+) -> tuple[list[tuple[int, float]], float]:
+    """Return tokens and seconds of two updates, and peak bytes on the GPU; no updates if there are no rows.
 
-    It is the second one, on as many groups as fit into the limit: the first one, on one group, allocates the optimiser.
-    Both are discarded, so rows of groups without a signal are learned from as well, to measure the time.
+    The first update, which allocates the optimiser, is not measured. All are discarded, so rows of groups without a
+    signal are learned from as well, to measure the time.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group_id, []).append(_with_gradient(row))
     if not groups:
-        return {}
-    first, *others = groups.values()
-    progress.phase(f"measuring an update on {len(first)} rows, which is then discarded")
-    began = time.monotonic()
-    learner.update(first)
-    count = more_tasks(1, len(others), time.monotonic() - began, limit_s)
-    measured = [row for group in others[:count] for row in group] or first
-    progress.phase(f"measuring an update on {len(measured)} rows, which is then discarded")
-    began = time.monotonic()
-    metrics = learner.update(measured)
-    taken_s = time.monotonic() - began
-    return {**metrics, "update_seconds": taken_s, "update_tokens": sum(len(row.tokens) for row in measured)}
+        return [], 0.0
+    few, *others = groups.values() if len(groups) > 1 else _halves(*groups.values())
+    progress.phase(f"measuring updates on {len(few)} rows and more, which are then discarded")
+    learner.update(few)
+    updates, memory = list[tuple[int, float]](), 0.0
+    for _ in range(2):
+        done = updates[-1][1] if updates else 0.0
+        many = others[: more_tasks(1, len(others), done, limit_s)] if updates else []
+        chosen, began = [*few, *(row for group in many for row in group)], time.monotonic()
+        memory = learner.update(chosen).get("gpu_memory_bytes", 0.0)
+        updates.append((sum(len(row.tokens) for row in chosen), time.monotonic() - began))
+    return updates, memory
+
+
+def _halves(rows: list[Row]) -> list[list[Row]]:
+    return [half for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]) if half]
 
 
 def _with_gradient(row: Row) -> Row:
@@ -220,7 +226,12 @@ def _with_gradient(row: Row) -> Row:
 
 
 def _make_probe(
-    config: TrainConfig, places: Sequence[int], ran: _Ran, *, load_seconds: float, learned: Mapping[str, float]
+    config: TrainConfig,
+    places: Sequence[int],
+    ran: _Ran,
+    *,
+    load_seconds: float,
+    learned: tuple[Sequence[tuple[int, float]], float],
 ) -> Probe:
     paths = [node.path for trace in ran.traces for node in trace.chats]
     calls = Counter("(no name)" if path is None else label(path, config.agents) for path in paths)
@@ -232,8 +243,7 @@ def _make_probe(
         rollouts=len(ran.outcomes),
         rollout_seconds=ran.seconds,
         phases=ran.phases,
-        update_seconds=learned.get("update_seconds", 0.0),
-        update_tokens=int(learned.get("update_tokens", 0)),
+        updates=learned[0],
         tokens_prompt=sum(prompt for prompt, _ in used),
         tokens_generated=sum(answer for _, answer in used),
         tokens_in_rows=sum(len(row.tokens) for row in ran.rows),
@@ -244,7 +254,7 @@ def _make_probe(
         constant=constant_rewards(ran.outcomes, trained),
         load_seconds=load_seconds,
         memory=process_peak(),
-        gpu_memory=int(learned.get("gpu_memory_bytes", 0)),
+        gpu_memory=int(learned[1]),
     )
 
 
