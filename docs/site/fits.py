@@ -34,6 +34,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "adapter": {"adapters": True},
     "adapter, `--base-bits 8`": {"adapters": True, "bits": 8},
     "adapter, `--base-bits 4`": {"adapters": True, "bits": 4},
+    "the same, rounded in vLLM, too": {"adapters": True, "bits": 4, "vllm_bits": 4},
 }
 
 
@@ -46,7 +47,8 @@ def rows() -> Iterator[str]:
         assert shape is not None
         for trained, options in TRAINED.items():
             how = {**options, "adapters": shape.count_adapter(RANK) if options else 0}
-            cells = [_embedded(shape, card, how) for card in CARDS] + [_vllm(shape, card, how) for card in CARDS]
+            bits = how.pop("vllm_bits", None)
+            cells = [_embedded(shape, card, how) for card in CARDS] + [_vllm(shape, card, how, bits) for card in CARDS]
             whole = gib(learner_memory(shape, cached=SLOTS * TOKENS, total=80 * 2**30, **_sizes(how)).peak)
             yield f"| {size} | {trained} | {whole} | {' | '.join(cells)} |\n"
 
@@ -63,13 +65,20 @@ def _embedded(shape: Shape, card: int, how: dict[str, Any]) -> str:
     return "yes, layers run again" if found.again else "yes"
 
 
-def _vllm(shape: Shape, card: int, how: dict[str, Any]) -> str:
+def _vllm(shape: Shape, card: int, how: dict[str, Any], bits: int | None) -> str:
     total = card * 2**30
-    left = total - least_memory(shape, width=2, context=CONTEXT)
+    left = total - least_memory(shape, width=2, context=CONTEXT, bits=bits)
     learner = learner_memory(shape, total=left, **_sizes(how))
-    known = {"total": total, "width": 2, "slots": SLOTS, "context": CONTEXT, "adapters": 2 * how["adapters"]}
+    known = {
+        "total": total,
+        "width": 2,
+        "slots": SLOTS,
+        "context": CONTEXT,
+        "adapters": 2 * how["adapters"],
+        "bits": bits,
+    }
     try:
-        plan = plan_memory(shape, learner=learner.peak, idle=learner.idle, **known)
+        plan = plan_memory(shape, learner=learner.peak, idle=None if bits else learner.idle, **known)
     except ConfigError:
         return "no"
     return "vLLM sleeps in updates" if plan.sleeps else "yes"

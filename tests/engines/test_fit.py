@@ -121,6 +121,17 @@ def test_each_change_that_is_named_fits_when_it_is_made(tmp_path, gpu):
         assert "missing" not in "".join(changed.lines), words
 
 
+def test_7b_fits_next_to_vllm_on_24_gb_only_if_vllm_rounds_too(tmp_path, gpu):
+    gpu(24_564)
+    given = {"engine": "vllm", "lora_rank": 16}
+    words = "--base-bits 4 --engine-options quantization=bitsandbytes"
+    assert any(words in line for line in plan(tmp_path, "7B", **given).lines)
+    assert not plan(tmp_path, "7B", **given, base_bits=4).fits
+    found = plan(tmp_path, "7B", **given, base_bits=4, engine_options={"quantization": "bitsandbytes"})
+    assert found.fits
+    assert "sleeps" not in found.lines[-1]
+
+
 def test_a_sum_is_the_sum_of_its_parts(tmp_path, gpu):
     gpu(81_559)
     line = next(line for line in plan(tmp_path, "7B", lora_rank=16).lines if line.startswith("learner"))

@@ -14,6 +14,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer import train
 from lightning_trainer.engines.vllm.folders import ram_folder
 from lightning_trainer.models.bases import NEEDED, bits_in
+from support.models.tiny import make_tiny_model
 from support.training.policies import config, folder, lines  # noqa: F401 - a fixture among them
 
 NAMES = ("writer", "rewriter")
@@ -42,3 +43,40 @@ def test_a_run_that_starts_from_its_checkpoint_needs_no_option_for_that(tiny_mod
     gaps = [value for name, value in line.items() if name.startswith("engine_gap/")]
     assert len(gaps) == (2 if several else 1)
     assert max(gaps) < 1e-3
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A GPU of 24 GB, as far as plans can see."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 24564\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+ITSELF = {"engine": "vllm", "base_bits": 4, "engine_options": {"quantization": "bitsandbytes"}}
+
+
+def test_vllm_that_rounds_the_weights_itself_has_the_learners(folder, scripted, gpu):  # noqa: F811
+    model = make_tiny_model(folder / "model", dtype="bfloat16")
+    train(config(model, **ITSELF, steps=2))
+    start = next(event for event in scripted() if "start" in event)
+    assert (start["model"], start["start"][start["start"].index("--quantization") + 1]) == (str(model), "bitsandbytes")
+    for line in lines(folder / "out"):
+        for name in NAMES:
+            assert line[f"engine_gap/{name}"] < 2e-2, "bfloat16 in the learner"
+            assert line[f"engine_correlation/{name}"] > 0.999
+
+
+def test_vllm_that_would_round_to_other_weights_is_refused(tiny_model, folder, scripted, gpu, monkeypatch):  # noqa: F811
+    model = make_tiny_model(folder / "model", dtype="bfloat16")
+    for given, changes, words in (
+        (model, {"base_bits": 8}, "rounds to 4 bits. Set base_bits = 4"),
+        (model, {"base_bits": None}, "rounds to 4 bits. Set base_bits = 4"),
+        (model, {"dtype": "float32"}, "which must be bfloat16"),
+        (tiny_model, {}, "which must be bfloat16"),
+        (model, {"device": "cpu"}, "needs a GPU"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            train(config(given, **{**ITSELF, **changes}))

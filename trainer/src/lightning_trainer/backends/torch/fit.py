@@ -12,6 +12,7 @@ from lightning_trainer.backends.torch.footprint import OVERHEAD, LearnerMemory
 from lightning_trainer.backends.torch.sampler import ASSUMED_TOKENS, EMBEDDED, engine_name, engine_of, learner_memory_of
 from lightning_trainer.engines.devices import gpu_total, gpu_totals
 from lightning_trainer.engines.vllm.memory import SPARE, gib
+from lightning_trainer.engines.vllm.rounding import BITS
 
 if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
@@ -167,6 +168,8 @@ def _changes(config: TrainConfig) -> Iterator[_Change]:
     unchanged = _Change((), {})
     adapters = unchanged if config.lora_rank else _Change((f"--lora-rank {_RANK}",), {"lora_rank": _RANK})
     bits = [unchanged, *(_Change((f"--base-bits {n}",), {"base_bits": n}) for n in (8, 4) if not config.base_bits)]
+    if engine_name(config) != EMBEDDED and config.base_bits in (None, BITS):
+        bits.append(_rounding(config))
     engines = [unchanged]
     if engine_name(config) != EMBEDDED:
         engines.append(_Change((f"--engine {EMBEDDED}",), _EMBEDDED))
@@ -180,6 +183,13 @@ def _changes(config: TrainConfig) -> Iterator[_Change]:
                 yield change | more
             if len(less) > 1:
                 yield change | less[0] | less[1]
+
+
+def _rounding(config: TrainConfig) -> _Change:
+    """Return the change by which vLLM has the frozen weights in 4 bits, too."""
+    flags = (*((f"--base-bits {BITS}",) if not config.base_bits else ()), "--engine-options quantization=bitsandbytes")
+    options = {**config.engine_options, "quantization": "bitsandbytes"}
+    return _Change(flags, {"base_bits": BITS, "engine_options": options})
 
 
 def _smaller(config: TrainConfig) -> Iterator[_Change]:

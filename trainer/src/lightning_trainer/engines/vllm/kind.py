@@ -27,6 +27,7 @@ from lightning_trainer.engines.vllm.folders import make_folder
 from lightning_trainer.engines.vllm.memory import MemoryPlan, plan_memory
 from lightning_trainer.engines.vllm.policies import BASE_NAME, VllmPolicies
 from lightning_trainer.engines.vllm.process import Environment, VllmProcess, command_of, environment_of, look
+from lightning_trainer.engines.vllm.rounding import check_rounding, rounded_bits
 from lightning_trainer.engines.vllm.sleep import fall_asleep, wake_up
 from lightning_trainer.engines.vllm.weights import development_mode
 from lightning_trainer.gateway.upstream.adapters import vllm_rank
@@ -77,6 +78,7 @@ class VllmKind:
         if not found.vllm:
             where = f"by {request.python}" if request.python else "here"
             raise ConfigError(f"engine = vllm: vLLM is not installed {where}. {_INSTALL}.")
+        check_rounding(request, installed=found.bitsandbytes)
 
     def plan(self, request: EngineRequest) -> Sequence[str]:
         """Return how memory is divided: `EngineKind.plan`.
@@ -118,7 +120,8 @@ class OwnServer:
 
     def __init__(self, request: EngineRequest, held: HeldModel, found: Environment) -> None:
         log = Path(tempfile.mkdtemp(prefix="lightning-vllm-")) / "vllm.log"
-        self._copy = None if held.write is None else _write_model(request, held.write)
+        rounds = rounded_bits(request.options) is not None
+        self._copy = None if held.write is None or rounds else _write_model(request, held.write)
         env = environment_of(os.environ, found, gpus=request.gpus, cpu_cache=_cpu_cache(request))
         memory = _gpu_plan(request)
         self.sleeps = memory is not None and memory.sleeps
@@ -170,9 +173,9 @@ class OwnServer:
         """Check whether the server has ended."""
         self._process.suspect()
 
-    def ends(self) -> bool:
+    def ends(self, urls: Sequence[str]) -> bool:
         """Return whether the server ends: `Servers.ends`."""
-        return self._process.ends()
+        return self._process.ends(urls[0])
 
     def settled(self) -> None:
         """Forget earlier crashes."""
@@ -241,7 +244,7 @@ class Elsewhere:
     def suspect(self) -> None:
         """Do nothing: others look after them."""
 
-    def ends(self) -> bool:
+    def ends(self, urls: Sequence[str]) -> bool:  # noqa: ARG002 - the protocol's
         """Return that they may come back: others look after them."""
         return True
 
@@ -332,6 +335,7 @@ def _gpu_plan(request: EngineRequest) -> MemoryPlan | None:
     shape = read_shape(str(request.model))
     if not totals or request.device == "cpu" or shape is None:
         return None
+    bits = rounded_bits(request.options)  # then it does not sleep: bitsandbytes keeps parts of the weights elsewhere
     first = (request.gpus or "0").partition(",")[0]
     total = totals[int(first)] if first.isdigit() and int(first) < len(totals) else totals[0]
     adapters = _places(request) * (lora_parameters(request.model, request.lora_rank) or 0)
@@ -343,7 +347,8 @@ def _gpu_plan(request: EngineRequest) -> MemoryPlan | None:
         context=request.max_model_len or shape.context,
         adapters=adapters,
         learner=0 if request.apart else request.learner_bytes,
-        idle=None if request.apart or request.staleness else request.learner_idle_bytes,
+        idle=None if request.apart or request.staleness or bits else request.learner_idle_bytes,
+        bits=bits,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.models.shape import Shape
+from lightning_trainer.models.shape import Shape, quantised_bytes
 
 OVERHEAD: Final = 2 * 2**30
 ASLEEP: Final = 3 * 2**29
@@ -71,9 +71,9 @@ class MemoryPlan:
         )
 
 
-def least_memory(shape: Shape, *, width: int, context: int) -> int:
+def least_memory(shape: Shape, *, width: int, context: int, bits: int | None = None) -> int:
     """Return the least memory of vLLM while it samples: with a cache for one answer."""
-    return width * shape.parameters + OVERHEAD + 2 * shape.layers * shape.kv_width * width * context
+    return quantised_bytes(shape, bits, width=width) + OVERHEAD + 2 * shape.layers * shape.kv_width * width * context
 
 
 def plan_memory(
@@ -86,6 +86,7 @@ def plan_memory(
     adapters: int = 0,
     learner: int = 0,
     idle: int | None = None,
+    bits: int | None = None,
 ) -> MemoryPlan:
     """Divide a GPU.
 
@@ -98,11 +99,12 @@ def plan_memory(
         adapters: weights of all adapters that are loaded at once.
         learner: bytes that the learner needs on this GPU during an update.
         idle: bytes that it needs between updates, if vLLM may sleep during them; None: it may not.
+        bits: of the weights in vLLM's linear layers; None: `width`.
 
     Raises:
         ConfigError: not even one answer fits; the message says how much is missing.
     """
-    weights = width * (shape.parameters + adapters)
+    weights = quantised_bytes(shape, bits, width=width) + width * adapters
     token = 2 * shape.layers * shape.kv_width * width
     budget, needed = int(total * (1.0 - SPARE)), weights + OVERHEAD + token * context
     missing = learner + needed - budget

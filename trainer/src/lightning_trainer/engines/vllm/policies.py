@@ -25,6 +25,7 @@ from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldM
 from lightning_trainer.engines.gate import Gate
 from lightning_trainer.engines.vllm.constrained import mark_steered, marks, read_scores, scoring_request
 from lightning_trainer.engines.vllm.folders import make_folder
+from lightning_trainer.engines.vllm.rounding import rounded_bits
 from lightning_trainer.engines.vllm.servers import Servers
 from lightning_trainer.engines.vllm.weights import replace_weights
 from lightning_trainer.gateway.engine import Sampled, Sampling
@@ -130,6 +131,7 @@ class VllmPolicies:
         self.gate = Gate()  # shut while all weights are replaced; adapters get their own names instead
         self._weights: Path | None = None  # the newest, of a policy whose weights are all trained
         self._lock = threading.Lock()
+        self._bits = rounded_bits(request.options)
         self._unloader = ThreadPoolExecutor(1, "vllm-unload")
         self._connections: dict[asyncio.AbstractEventLoop, Connection] = {}
         self._raw: dict[str, Replica] = {}
@@ -232,7 +234,7 @@ class VllmPolicies:
         if self._weights is not None:
             replace_weights([url], self.servers.key, self._weights)
             return
-        with self._lock, AdapterServers([url], self.servers.key) as servers:
+        with self._lock, AdapterServers([url], self.servers.key, self._bits) as servers:
             for served in self.resident:
                 servers.load(served, self._folder / served, self.request.lora_rank)
 
@@ -315,7 +317,7 @@ class VllmPolicies:
         return min(known, key=lambda replica: replica.in_flight)
 
     def _load(self, served: str, folder: Path) -> None:
-        with self._lock, AdapterServers(self.servers.urls, self.servers.key) as servers:
+        with self._lock, AdapterServers(self.servers.urls, self.servers.key, self._bits) as servers:
             servers.load(served, folder, self.request.lora_rank)
 
     def _load_weights(self, folder: Path) -> None:
@@ -325,11 +327,12 @@ class VllmPolicies:
         """Send new weights, again if a server crashes meanwhile."""
         for left in reversed(range(_TRIES)):
             self.servers.wait()
+            urls = self.servers.urls
             try:
                 send()
                 return
             except ConfigError as error:
-                if not self.servers.ends() or not left:
+                if not self.servers.ends(urls) or not left:
                     raise EngineError(str(error)) from None
 
     def _unload(self, served: str) -> None:

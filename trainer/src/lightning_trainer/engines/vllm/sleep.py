@@ -42,10 +42,10 @@ def wake_up(process: VllmProcess) -> None:
 
 def _post(process: VllmProcess, path: str) -> None:
     """Send a request, which fails only if the server goes on: one whose engine died answers once more, then ends."""
-    headers = {"authorization": f"Bearer {process.key}"}
+    headers, url = {"authorization": f"Bearer {process.key}"}, process.url
     try:
-        httpx.post(f"{process.url}/../{path}", headers=headers, timeout=_SLEEP_S).raise_for_status()
+        httpx.post(f"{url}/../{path}", headers=headers, timeout=_SLEEP_S).raise_for_status()
     except httpx.HTTPError as error:
         said = error.response.text[:300] if isinstance(error, httpx.HTTPStatusError) else f"{error}"
-        if not process.ends():
+        if not process.ends(url):
             raise EngineError(f"vLLM does not answer to /{path}: {type(error).__name__}: {said}") from None

@@ -88,10 +88,11 @@ class AdapterServers:
     Args:
         urls: base URLs, each with its ``/v1``.
         key: their bearer key; None: none.
+        bits: to which they round the weights of their model themselves; None: they do not.
     """
 
-    def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
-        self._urls = tuple(urls)
+    def __init__(self, urls: Sequence[str], key: str | None = None, bits: int | None = None) -> None:
+        self._urls, self._bits = tuple(urls), bits
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=_LOADING_S)
 
@@ -118,7 +119,8 @@ class AdapterServers:
         """
         for url in self._urls:
             cards = self._cards(url)
-            _check_bits(url, cards, folder)
+            if self._bits is None:
+                _check_bits(url, cards, folder)
             root = _adapters_of(cards).get(served)
             if root == str(folder):
                 continue

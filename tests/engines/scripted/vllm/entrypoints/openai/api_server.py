@@ -37,7 +37,7 @@ CRASH_AT = 20  # answers after which it ends
 class Server:
     def __init__(self, options):
         torch.set_num_threads(1)
-        self.base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+        self.base = read_model(options.model, options.quantization)
         self.tokenizer = AutoTokenizer.from_pretrained(options.model)
         self.options = options
         self.grammars = Grammars(self.tokenizer, len(self.tokenizer), [self.tokenizer.eos_token_id])
@@ -182,13 +182,26 @@ class Server:
         yield "data: [DONE]\n\n"
 
 
+def read_model(folder, quantization):
+    """Load a model; `bitsandbytes` rounds each linear layer but the head, with the arguments of vLLM's loader."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if quantization else torch.float32).eval()
+    if quantization == "bitsandbytes":
+        from bitsandbytes import functional
+
+        for layer in base.model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                codes, state = functional.quantize_4bit(layer.weight.data, compress_statistics=True, quant_type="nf4")
+                layer.weight.data = functional.dequantize_4bit(codes, state)
+    return base.float()
+
+
 def policy(name):
     return name.split(" ")[-1].partition("@")[0]
 
 
 def main():
     parser = argparse.ArgumentParser()
-    for name in ("host", "model", "served-model-name", "middleware"):
+    for name in ("host", "model", "served-model-name", "middleware", "quantization"):
         parser.add_argument(f"--{name}")
     for name in ("port", "max-model-len", "max-lora-rank", "max-loras"):
         parser.add_argument(f"--{name}", type=int)
@@ -197,7 +210,11 @@ def main():
         print("ValueError: the model has no config.json\nRuntimeError: Engine core initialization failed. See above.")
         sys.exit(1)
     server = Server(options)
-    server.note(start=[*others, "--max-loras", str(options.max_loras), "--max-lora-rank", str(options.max_lora_rank)])
+    others += ["--quantization", options.quantization] if options.quantization else []
+    server.note(
+        model=options.model,
+        start=[*others, "--max-loras", str(options.max_loras), "--max-lora-rank", str(options.max_lora_rank)],
+    )
     paths = {"load_lora_adapter": server.load, "unload_lora_adapter": server.unload, "completions": server.complete}
     routes = [Route(f"/v1/{path}", server.awake(called), methods=["POST"]) for path, called in paths.items()]
     if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
