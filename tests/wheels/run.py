@@ -36,6 +36,15 @@ PROGRAM = [ROOT / "examples/calculator" / name for name in ("agent.py", "problem
 README = ["lightning-langchain", "lightning-trainer[torch]", "langgraph", "langchain-openai"]  # its install block's
 TRAIN = ["--batch-size", "2", "--group-size", "4", "--steps", "2", "--concurrency", "16", "--learning-rate", "4e-5"]
 
+# The untrained model earns so little that all 16 rewards are often equal, and then there is nothing to learn.
+REWARDED = """import random
+import agent
+
+async def run(task):
+    await agent.run(task)
+    return random.random()
+"""
+
 # Nothing of the checkout may be found but through the index.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
 
@@ -160,11 +169,12 @@ def main_job(url: str, place: Path, model: list[str]) -> None:
     program.mkdir()
     for file in PROGRAM:
         shutil.copy(file, program)
+    (program / "rewarded.py").write_text(REWARDED)
     run = partial(subprocess.run, check=True, cwd=program)
     rl = commands / "lightning-rl"
     run([commands / "python", "problems.py"], env=ENVIRONMENT)
     data = ["--data", "train.jsonl", "--agents", "caller,answerer", "--model", "smollm2-135m", "--out", "run"]
-    run([rl, "train", "agent:run", *data, *TRAIN], env=ENVIRONMENT)
+    run([rl, "train", "rewarded:run", *data, *TRAIN], env=ENVIRONMENT)
     with served(rl, "run/checkpoint", program) as endpoint:
         run([rl, "agents", "agent:run", "--data", "val.jsonl", "--tasks", "2"], env=ENVIRONMENT | endpoint)
         print("the tuned model says:", ask(endpoint))
