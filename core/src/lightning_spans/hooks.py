@@ -368,7 +368,7 @@ def notify(hook: str, **arguments: Any) -> list[Any]:
         given = {name: arguments[name] for name in implementation.argnames}
         try:
             answer = implementation.function(**given)
-        except Exception:
+        except (Exception, SystemExit):
             logger.exception("lightning: %s of plugin %s failed", hook, implementation.plugin_name)
         else:
             if answer is not None:
