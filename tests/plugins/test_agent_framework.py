@@ -153,18 +153,26 @@ def test_agents_of_a_workflow_are_one_trace(spans_of):
     assert sorted(span.agent for span in found if span.operation == "chat") == ["checker", "writer"]
     assert len({span.trace_id for span in found}) == 1
     [run] = [span for span in found if span.parent_id is None]
-    assert (run.operation, run.name) == ("invoke_workflow", "WorkflowBuilder")
+    assert run.operation == "invoke_workflow"
+
+
+def test_the_name_of_an_unnamed_workflow_is_the_same_in_every_run(spans_of):
+    async def work(url):
+        await framework.WorkflowBuilder(start_executor=make("writer", url)).build().run("hello")
+
+    assert [span.name for span in spans_of(work) if span.operation == "invoke_workflow"] == ["WorkflowBuilder"]
 
 
 def test_an_approved_tool_call_is_one_span(spans_of):
     async def work(url):
         client = OpenAIChatCompletionClient(model=MODEL, async_client=openai.AsyncOpenAI(base_url=url))
         caller = Agent(client, instructions("caller"), name="caller", tools=[tool(add, approval_mode="always_require")])
-        waiting = await caller.run(PROMPTS["tool_call"])
-        [asked] = [one for message in waiting.messages for one in message.contents if "approval" in one.type]
-        said = framework.Message("user", [PROMPTS["tool_call"]]), *waiting.messages
         for approved in (True, False):
-            await caller.run([*said, framework.Message("user", [asked.to_function_approval_response(approved)])])
+            session = caller.create_session()  # newer versions run a tool only if the session holds the request
+            waiting = await caller.run(PROMPTS["tool_call"], session=session)
+            [request] = [one for message in waiting.messages for one in message.contents if "approval" in one.type]
+            decision = framework.Message("user", [request.to_function_approval_response(approved)])
+            await caller.run(decision, session=session)
 
     [ran] = [span for span in spans_of(work) if span.operation == "execute_tool"]
     assert (ran.agent, ran.status) == ("caller", "ok")
@@ -173,6 +181,8 @@ def test_an_approved_tool_call_is_one_span(spans_of):
 def test_agents_that_hand_over_are_one_trace(spans_of):
     async def work(url):
         boss, writer = make("boss", url), make("writer", url)
+        for agent in (boss, writer):
+            agent.require_per_service_call_history_persistence = True  # newer versions of HandoffBuilder require this
         team = orchestrations.HandoffBuilder(participants=[boss, writer]).with_start_agent(boss)
         async for _ in team.add_handoff(boss, [writer]).build().run("call handoff_to_writer {}", stream=True):
             pass
