@@ -289,19 +289,20 @@ def test_the_name_on_the_span_goes_before_its_ancestors_and_its_calls() -> None:
 def test_json_lines_have_the_keys_of_the_interface() -> None:
     root = span("root", operation=INVOKE_AGENT, rollout_id="r", attempt_id="a", agent="writer")
     tool = span("tool", "root", EXECUTE_TOOL, status="error", status_message="no such city", attributes={"a": [1]})
-    lines = Trace.build([root, tool, chat("x", "root", "r1"), chat("y", "root")], [call("r1", "x")]).to_json_lines()
+    calls = [call("r1", "x", call_id="c1")]
+    lines = Trace.build([root, tool, chat("x", "root", "r1"), chat("y", "root")], calls).to_json_lines()
     keys = {
         "operation", "name", "agent", "trace_id", "span_id", "parent_id", "rollout_id", "attempt_id", "start_ns",
         "end_ns", "status", "attributes",
     }  # fmt: skip
-    tokens = {"response_id", "prompt_token_ids", "response_token_ids", "logprobs", "policy_version"}
+    tokens = {"call_id", "response_id", "prompt_token_ids", "response_token_ids", "logprobs", "policy_version"}
     assert [set(line) for line in lines] == [keys, keys | {"status_message"}, keys | tokens, keys | tokens]
     assert lines[0]["parent_id"] is None
     assert lines[1]["attributes"] == {"a": [1]}
     joined, unseen = ({name: line[name] for name in tokens} for line in lines[2:])
     assert joined == {
-        "response_id": "r1", "prompt_token_ids": [1, 2], "response_token_ids": [3, 4], "logprobs": [-0.1, -0.2],
-        "policy_version": 3,
+        "call_id": "c1", "response_id": "r1", "prompt_token_ids": [1, 2], "response_token_ids": [3, 4],
+        "logprobs": [-0.1, -0.2], "policy_version": 3,
     }  # fmt: skip
     assert unseen == dict.fromkeys(tokens)
     assert json.loads(json.dumps(lines)) == lines

@@ -31,7 +31,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def act(site: Site, action: str, *, scope: Any = "deployer", headers: Any = None, **body: Any) -> httpx.Response:
     own = {"rollout_id": "r", "attempt_id": "a", "fence": 1} if scope == "attempt" else {}
-    key = site.key(scope, **own).read_text()
+    key = site.issue(scope, **own)  # in no file, which two threads would write at once
     body = {"agent": "writer", "action": action, "number": site.history()[-1].number, **body}
     return httpx.post(f"{site.url}{PATH}", json=body, headers={"authorization": f"Bearer {key}", **(headers or {})})
 
@@ -131,6 +131,19 @@ def test_a_promotion_needs_the_gate_and_a_persons_approval(site: Site) -> None:
     assert (newest.stage, newest.stable, newest.actor) == ("stable", "new", "ada")
     assert newest.details["evidence"]["decision"] == "promote"
     assert act(site, "rollback").status_code == 200
+
+
+def test_the_page_says_that_the_server_does_not_have_the_candidate(site: Site) -> None:
+    key = {"authorization": f"Bearer {site.issue('viewer')}"}
+
+    def missing() -> list[str]:
+        where = {"run": "store", "agent": "writer"}
+        return list(httpx.get(f"{site.url}/api/view/findings", params=where, headers=key).json()["missing"])
+
+    assert not any("a server that has" in line for line in missing())
+    assert act(site, "rollback").status_code == 200
+    assert site.deploy("candidate", "--model", "mistyped").exit_code == 0
+    assert missing()[0].startswith("a server that has mistyped: this one has not")
 
 
 def test_a_blocked_or_unseen_checkpoint_is_not_promoted(site: Site, tmp_path: Path) -> None:

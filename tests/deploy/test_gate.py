@@ -121,6 +121,12 @@ def gate(path: Path) -> dict:
     return found["agents"]["writer"]["gate"]
 
 
+def test_the_status_says_that_a_candidate_has_no_outcome_although_its_share_has_some(path: Path) -> None:
+    fill(path, 0.5, candidate=0, stable=100)
+    status = call("deploy", "status", "--store", path).stdout
+    assert "no outcome yet, although about 25 were expected" in " ".join(status.split())
+
+
 def test_promote_waits_for_the_gate_or_for_a_person_who_says_why(path: Path) -> None:
     def promote(*more: str):
         return call("deploy", "promote", "--agent", "writer", "--store", path, *more)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,20 @@ import pytest
 pytest.importorskip("langgraph")
 pytest.importorskip("langchain_openai")
 
-from lightning_conformance import ScriptedServer
+from lightning_conformance import MemoryStore, ScriptedServer
 from lightning_conformance.plugins.script import Reply
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.spans import CHAT, INVOKE_AGENT, Span
 from lightning_spans.store import open_store
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.kits.deploy import program_watch
-from lightning_trainer.kits.deploy.program_watch import WINDOW
+from lightning_trainer.kits.deploy.program_changes import describe_program
+from lightning_trainer.kits.deploy.program_watch import PROGRAM, WINDOW
+from lightning_trainer.kits.deploy.routing import MARK
 from lightning_trainer.kits.deploy.serving import deploying
+from lightning_trainer.kits.deploy.transitions import Note, Policy, begin_canary, name_candidate
 from lightning_trainer.session.fingerprint import AgentCalls, AgentFingerprint, ProgramFingerprint
 from support.cli import call, told
 from support.fakes import FakeEngine
@@ -206,6 +212,24 @@ def test_a_langgraph_program_that_changes_in_its_canary_closes_the_gate_and_date
     for name in ("prompt", "tool"):
         assert f"the program has changed since the candidate of writer was evaluated: {CHANGES[name]}" in caplog.text
     assert shop.deploy("promote", "--override", "--reason", "we know").exit_code == 0
+
+
+def test_a_trace_of_one_agent_says_nothing_about_agents_next_to_it() -> None:
+    always = frozenset({"sorter", "writer", "writer/helper"})
+    request = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]}
+    program = ProgramFingerprint(agents={"writer": agent_of(["Be kind."])}, always=always)
+    named = name_candidate(None, "writer", Policy("new"), Note("", "ada", 1), stable="old")
+    named = replace(named, details={PROGRAM: program.to_json()})
+    store = MemoryStore()
+    for number in range(WINDOW):
+        ids = {"trace_id": f"{number:032x}", "start_ns": 10, "end_ns": 20, "agent": "writer"}
+        root = Span(span_id="root", operation=INVOKE_AGENT, name="writer", **ids)
+        store.add_spans([root, Span(span_id="chat", parent_id="root", operation=CHAT, name="old", **ids)])
+        more = {"call_id": str(number), "response_id": str(number), "policy": "old", "policy_version": 0}
+        store.add_calls([Call(**ids, **more, request=request, sampling={MARK: 2})])
+    found = describe_program(store, [named, begin_canary(named, "writer", 0.5, Note("", "ada", 2))])
+    assert found is not None
+    assert [change.split(" worked")[0] for change in found["changes"]] == ["agent writer/helper"]
 
 
 def agent_of(prompts: list[str], *, tools: tuple[str, ...] = ()) -> AgentFingerprint:

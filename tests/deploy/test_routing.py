@@ -148,8 +148,10 @@ def test_a_policy_that_is_not_served_leaves_the_one_before_it_answering(here: De
     assert "no upstream" in here.loader.problems["writer@0"]
     here.change(promote)
     assert here.say("c") == here.say("d") == "old"
-    keep(here.server.store, name_candidate(None, "reader", Policy("new"), NOTE, stable="gone"))
+    keep(here.server.store, name_candidate(None, "reader", Policy("mistyped"), NOTE, stable="gone"))
     here.follow()
+    assert here.loader.problems.keys() >= {"gone", "mistyped"}
+    assert "--upstream mistyped=URL" in here.loader.problems["mistyped"]
     with pytest.raises(openai.InternalServerError, match="'gone' of reader is not served here"):
         here.say("c", agent="reader")
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.calls import Call
+from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import SHADOW
 from lightning_spans.store import open_store
 from lightning_spans.store.deployments import copy_id
@@ -99,9 +100,25 @@ def test_a_call_leads_to_the_checkpoints_that_learned_from_it_and_to_those_that_
     found = invoke("lineage", "call-1", "--runs", str(runs), "--json")
     assert found["checkpoints"] == [str(first / "checkpoints" / "step-000002")]
     assert found["tainted"] == [str(run / "checkpoints" / "step-000001") for run in (second, third)]
-    assert invoke("lineage", "nothing", "--runs", str(runs), "--json")["checkpoints"] == []
     ancestors = invoke("lineage", str(third), "--runs", str(runs), "--json")["checkpoints"]
     assert [Path(folder).parent.parent.name for folder in ancestors] == ["third", "second", "first"]
+
+
+@pytest.mark.parametrize("known", ["c", "a" * 32, "reward", "acme"])
+def test_an_id_is_unknown_unless_a_store_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "first", steps=1)
+    lost = CliRunner().invoke(cli, ["lineage", known])
+    assert (lost.exit_code, "there is no store lightning.db" in lost.output) == (2, True)
+    store = open_store("runs/first/lightning.db")
+    store.add_calls([live_call("c", 1, "a" * 32, tenant="acme")])
+    store.add_rewards([Reward(reward_id="reward", rollout_id="r", attempt_id="r", value=1.0, source="judge")])
+    store.close()
+    assert f"No checkpoint in runs, loops learned from {known}." in invoke("lineage", known)
+    unknown = CliRunner().invoke(cli, ["lineage", "xx"])
+    assert unknown.exit_code == 2
+    assert "'xx' is unknown" in unknown.output
+    assert "not in runs/first/lightning.db" in unknown.output
 
 
 def test_checkpoints_of_a_loop_are_found_without_naming_its_folder(

@@ -32,8 +32,11 @@ class Site:
 
     def key(self, scope: Any, **options: Any) -> Path:
         path = self.folder / f"{scope}.key"
-        path.write_text(self.keys.issue(scope, holder="ada" if scope in ("approver", "deployer") else scope, **options))
+        path.write_text(self.issue(scope, **options))
         return path
+
+    def issue(self, scope: Any, **options: Any) -> str:
+        return self.keys.issue(scope, holder="ada" if scope in ("approver", "deployer") else scope, **options)
 
     def deploy(self, *arguments: str, key: str = "lightning.key", store: str | None = None) -> Any:
         return call(

@@ -132,6 +132,7 @@ class Node:
         answer = self.answer
         first = answer.choices[0] if answer.choices else None
         line: dict[str, Json] = {
+            "call_id": self.call.call_id if self.call is not None else None,
             "response_id": answer.response_id,
             "prompt_token_ids": _list(answer.prompt_token_ids),
             "response_token_ids": _list(first.token_ids) if first else None,

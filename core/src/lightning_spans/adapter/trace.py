@@ -120,8 +120,8 @@ class Trace:
 
         Keys: operation, name, agent, trace_id, span_id, parent_id (None for a root; for an orphan the id of the parent
         that is missing), rollout_id, attempt_id, start_ns, end_ns, status, attributes; status_message if there is one.
-        On chat spans also response_id, prompt_token_ids, response_token_ids, logprobs, policy_version, None if not
-        recorded; if the call has several choices, these are the first one's, and ``choices`` contains all.
+        On chat spans also call_id, response_id, prompt_token_ids, response_token_ids, logprobs, policy_version, None if
+        not recorded; if the call has several choices, these are the first one's, and ``choices`` contains all.
         """
         return [node.to_json() for node in self.nodes]
 

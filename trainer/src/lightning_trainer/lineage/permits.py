@@ -68,7 +68,7 @@ class Permits:
         if len(tenants) > 1 and not self.mix_tenants:
             raise ConfigError(
                 f"these are live traces of {len(tenants)} tenants: {', '.join(sorted(tenants))}. Choose one with"
-                " --tenant NAME, or add --mix-tenants."
+                " --tenant NAME, or add --mix-tenants. In a loop, set tenant or mix_tenants in [select]."
             )
 
 

@@ -83,9 +83,9 @@ def command(
     """Show traces: agents, model calls with their tokens, tools, rewards.
 
     With --json each line is a span with operation, agent, trace_id, span_id, parent_id, rollout_id, attempt_id,
-    start_ns, end_ns, status, attributes, and for model calls response_id, prompt_token_ids, response_token_ids,
-    logprobs, policy_version. The line of a span includes the rewards of that span. The first line of a trace also has
-    the rewards of the whole attempt. Each reward has source, agent and value.
+    start_ns, end_ns, status, attributes, and for model calls call_id, response_id, prompt_token_ids,
+    response_token_ids, logprobs, policy_version. The line of a span includes the rewards of that span. The first line
+    of a trace also has the rewards of the whole attempt. Each reward has source, agent and value.
     """
     from lightning_spans.store.traces import each_trace, newest_traces
     from lightning_trainer.rl.rewards.judge import read_rules

@@ -54,7 +54,10 @@ def _new(scope: Scope, text: str) -> None:
         from lightning_trainer.gateway.auth.keys import Keys
 
         if name is not None and "/" in name:
-            raise ConfigError(f"--name {name!r}: leave out the slash, which divides a runner's name from its worker's.")
+            raise ConfigError(
+                f"--name {name!r}: leave out the slash. The server adds one itself, before a runner's worker or an"
+                " evaluator's source, as in evaluator:shop/feedback."
+            )
         holder = name or f"{scope}-{secrets.token_hex(3)}"
         click.echo(
             Keys.from_file(_secret(key_file)).issue(

@@ -90,7 +90,7 @@ class Approvals:
         if current.candidate == promoted and self.find(history) is not None:
             return
         raise ConfigError(
-            f"not promoted: {promoted} needs a person's approval. Its holder of an approver's key runs: lightning-rl"
+            f"not promoted: {promoted} needs a person's approval. A person with an approver's key runs: lightning-rl"
             f" deploy approve {current.agent} --store URL --key-file FILE."
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from rich.markup import escape
 from rich.table import Table
@@ -17,6 +17,8 @@ from lightning_trainer.kits.deploy.estimate.recorded import RecordedEstimate
 from lightning_trainer.kits.deploy.outcomes import describe_gate, describe_guardrails
 from lightning_trainer.kits.deploy.program_changes import describe_program
 from lightning_trainer.kits.deploy.shadow.summary import describe_shadow
+
+_SILENT: Final = 10  # expected outcomes; that a candidate that answers has none has a probability of e^-10
 
 Histories: TypeAlias = Mapping[str, Sequence[Deployment]]  # by agent, oldest first
 Findings: TypeAlias = Mapping[
@@ -62,6 +64,8 @@ def show(histories: Histories, findings: Mapping[str, Findings]) -> None:
         table.add_row(*(escape(cell) for cell in (*names, *_gate_cells(findings[agent]["gate"]))))
     screen().print(table)
     for agent in sorted(histories):
+        for fact in _silence(histories[agent][-1], findings[agent]["gate"]):
+            screen().print(escape(f"{agent}, candidate: {fact}"))
         for name, guard in (findings[agent]["guardrails"] or {}).items():
             screen().print(escape(f"{agent}, guardrail {name}: {_guard_fact(guard)}"))
         if (found := findings[agent]["shadow"]) is not None:
@@ -76,6 +80,16 @@ def _gate_cells(gate: dict[str, Any] | None) -> tuple[str, str, str]:
     found = "" if gate["difference"] is None else f"{gate['difference']:+.3f} [{gate['low']:+.3f}, {gate['high']:+.3f}]"
     of = "" if gate["needed"] is None else f" of about {gate['needed']}"
     return f"{gate['n']}{of}", found, gate["decision"]
+
+
+def _silence(newest: Deployment, gate: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield a line if the candidate has no outcome although some were expected, as if the server did not have it."""
+    expected = 0 if gate is None or gate["candidate"] else round(newest.share * gate["n"])
+    if expected >= _SILENT:
+        yield (
+            f"no outcome yet, although about {expected} were expected. If the server does not have"
+            f" {newest.candidate}, its log says why"
+        )
 
 
 def _guard_fact(guard: Mapping[str, Any]) -> str:

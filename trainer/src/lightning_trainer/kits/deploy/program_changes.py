@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning_spans.schema.agents import name_of, selects
 from lightning_spans.schema.calls import Call
-from lightning_spans.schema.spans import CHAT, SHADOW, Span
+from lightning_spans.schema.spans import CHAT, INVOKE_AGENT, SHADOW, Span
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
 from lightning_spans.store.protocol import PAGE, Where, each
@@ -85,16 +86,28 @@ def _missing_agents(store: Store, evaluated: ProgramFingerprint, traces: Sequenc
 
     Only the spans of an attached program show all agents; traces without spans are ignored.
     """
-    wanted = {name_of(path): path for path in evaluated.always}
-    heard: dict[str, set[str]] = {}
+    heard: defaultdict[str, set[str]] = defaultdict(set)
+    roots: defaultdict[str, list[Span]] = defaultdict(list)
     for first in range(0, len(traces), _AT_ONCE):
         for span in each(store, Span, Where(trace_ids=traces[first : first + _AT_ONCE])):
             if span.operation == CHAT and span.agent is not None:
-                heard.setdefault(span.trace_id, set()).add(name_of(span.agent))
-    seen = [heard[trace] for trace in traces if trace in heard]
-    windows = [set().union(*seen[at : at + WINDOW]) for at in range(0, len(seen) - WINDOW + 1, WINDOW)]
-    return [
-        f"agent {path} worked in every evaluated rollout, and not in {WINDOW} live traces in a row"
-        for name, path in sorted(wanted.items())
-        if any(name not in window for window in windows)
-    ]
+                heard[span.trace_id].add(name_of(span.agent))
+            if span.parent_id is None:
+                roots[span.trace_id].append(span)
+    missing = []
+    for path in sorted(evaluated.always, key=name_of):
+        seen = [heard[trace] for trace in traces if trace in heard and _shows(roots[trace], path)]
+        windows = [set().union(*seen[at : at + WINDOW]) for at in range(0, len(seen) - WINDOW + 1, WINDOW)]
+        if any(name_of(path) not in window for window in windows):
+            missing.append(f"agent {path} worked in every evaluated rollout, and not in {WINDOW} live traces in a row")
+    return missing
+
+
+def _shows(roots: Sequence[Span], path: str) -> bool:
+    """Whether a trace with these roots would contain an agent's calls.
+
+    In plain code each agent may begin a trace of its own, which contains nothing of the agents before and after it.
+    """
+    if len(roots) != 1 or roots[0].operation != INVOKE_AGENT or roots[0].agent is None:
+        return True
+    return selects((f"{roots[0].agent}/**",), path)

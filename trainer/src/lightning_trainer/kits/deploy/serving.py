@@ -24,7 +24,7 @@ from lightning_trainer.kits.deploy.policies.kinds import kind_of
 from lightning_trainer.kits.deploy.routing import DeploymentRouter
 from lightning_trainer.kits.deploy.shadow.copies import ShadowCopies
 from lightning_trainer.kits.deploy.table import adapters_to_load, policies_of, read_histories
-from lightning_trainer.kits.deploy.transitions import Policy
+from lightning_trainer.kits.deploy.transitions import Policy, is_tried
 
 logger = masking_logger(__name__)
 EVERY_S: Final = 0.5  # seconds between reads of the table; a rollback takes effect after at most this and one read
@@ -91,6 +91,7 @@ class AdapterLoader:
         wanted = adapters_to_load(histories, self._kept)
         for policy in wanted.values():
             self._load(policy)
+        self._check_models(histories, wanted)
         for name in self._loaded.keys() - wanted.keys():
             self._models.remove(name)
             self._retiring[name] = self._loaded.pop(name)
@@ -107,9 +108,22 @@ class AdapterLoader:
                 self._loaded[policy.name] = serving
             self.problems.pop(policy.name, None)
         except ConfigError as error:
-            if self.problems.get(policy.name) != str(error):
-                logger.error("the policy %s is not served: %s", policy.name, error)
-            self.problems[policy.name] = str(error)
+            self._report(policy.name, str(error))
+
+    def _check_models(self, histories: Mapping[str, Sequence[Deployment]], wanted: Mapping[str, Policy]) -> None:
+        """Report stable policies and candidates that should be models of this server and are not."""
+        for current in (history[-1] for history in histories.values()):
+            tried = {str(current.candidate)} if is_tried(current) else set()
+            for name in sorted({current.stable, *tried} - wanted.keys()):
+                if name in self._models.by_name():
+                    self.problems.pop(name, None)
+                else:
+                    self._report(name, f"there is no model {name!r} here. Give the server --upstream {name}=URL.")
+
+    def _report(self, name: str, problem: str) -> None:
+        if self.problems.get(name) != problem:
+            logger.error("the policy %s is not served: %s", name, problem)
+        self.problems[name] = problem
 
 
 @contextmanager

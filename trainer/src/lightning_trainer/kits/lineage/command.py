@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_trainer.flags.common import print_json, screen
-from lightning_trainer.flags.files import json_option, runs_option
+from lightning_trainer.flags.files import json_option, key_file_option, runs_option, store_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,14 +28,25 @@ if TYPE_CHECKING:
 )
 @click.option("--block", metavar="REASON", help="Block the checkpoints: serve, server and deploy then refuse them.")
 @click.option("--unblock", is_flag=True, help="Allow the checkpoints again.")
+@store_option
+@key_file_option
 @json_option
 def command(
-    *, what: str, runs: Sequence[Path], signing_key: Path | None, block: str | None, unblock: bool, as_json: bool
+    *,
+    what: str,
+    runs: Sequence[Path],
+    signing_key: Path | None,
+    block: str | None,
+    unblock: bool,
+    store: str,
+    key_file: Path | None,
+    as_json: bool,
 ) -> None:
     """Show what a checkpoint learned from, or which checkpoints learned from a call.
 
     CHECKPOINT is a run's folder or a checkpoint. ID is that of a call, reward, rollout, attempt, trace or tenant. The
-    lineage is verified: a line that was changed is an error.
+    lineage is verified: a line that was changed is an error. If no checkpoint learned from an ID, it is looked up in
+    --store and in the stores of the runs, so that a mistyped one is an error.
 
     JSON has the keys calls, rewards, sources, checkpoints and tainted. For a checkpoint, checkpoints are itself and
     those that it started from, and tainted those among them that are blocked. For an ID, checkpoints learned from it,
@@ -58,6 +69,8 @@ def command(
             _show_checkpoint(lineage, runs)
         return
     found = find_checkpoints(runs, {what}, key)
+    if not found:
+        _refuse_unknown(what, runs, store, key_file)
     _change([one.folder for one in found], [what], block, unblock=unblock)
     if as_json:
         print_json(_id_json(what, found))
@@ -73,6 +86,38 @@ def _change(folders: Sequence[Path], ids: Sequence[str], block: str | None, *, u
             block_checkpoint(folder, block, ids)
         elif unblock:
             unblock_checkpoint(folder)
+
+
+def _refuse_unknown(what: str, runs: Sequence[Path], store: str, key_file: Path | None) -> None:
+    """Reject an ID that no store has.
+
+    Raises:
+        ConfigError: names the stores that were searched.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.flags.common import reading
+    from lightning_trainer.lineage.records import has_record
+
+    stores = _stores_to_search(store, runs)
+    for url in stores:
+        with reading(url, key_file if url == store else None) as opened:
+            if has_record(opened, what):
+                return
+    searched = f"and not in {', '.join(stores)}" if stores else f"and there is no store {store}"
+    raise ConfigError(
+        f"{what!r} is unknown: it is not a folder, not in a checkpoint's lineage in {', '.join(map(str, runs))},"
+        f" {searched}. Check the id, or give --runs or --store. Deleted records are no longer in a store."
+    )
+
+
+def _stores_to_search(store: str, runs: Sequence[Path]) -> list[str]:
+    """Return the named store, unless it is a missing file, and the stores in the folders of runs."""
+    from lightning_trainer.session.session import STORE_NAME
+
+    path = Path(store.removeprefix("sqlite:///"))
+    named = [store] if "://" in store.removeprefix("sqlite:///") or path.is_file() else []
+    found = {str(one) for folder in runs if folder.is_dir() for one in folder.rglob(STORE_NAME)}
+    return [*named, *sorted(found - {store})]
 
 
 def _checkpoint_json(lineage: CheckpointLineage, runs: Sequence[Path]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -84,13 +84,19 @@ class KnownFindings:
         return self.number == history[-1].number
 
 
-def findings_page(history: Sequence[Deployment], known: KnownFindings, approvals: Approvals | None) -> FindingsPage:
+def findings_page(
+    history: Sequence[Deployment],
+    known: KnownFindings,
+    approvals: Approvals | None,
+    served: Collection[str] | None = None,
+) -> FindingsPage:
     """Return what is known about an agent's candidate.
 
     Args:
         history: its transitions, oldest first.
         known: result of `DeploymentReader.findings`.
         approvals: verifies approvals; None: this is not the server, so they are shown unverified.
+        served: the models of the server; None: this is not the server.
     """
     newest, found = history[-1], known.findings
     approved = _find_unverified(history) if approvals is None else approvals.find(history)
@@ -101,13 +107,23 @@ def findings_page(history: Sequence[Deployment], known: KnownFindings, approvals
         guardrails=[GuardrailRow(name=name, **guard) for name, guard in (found["guardrails"] or {}).items()],
         shadow=_shadow(found["shadow"]),
         program=None if found["program"] is None else ProgramRow(**found["program"]),
-        missing=[] if known.problem else missing_requirements(history, found, approved),
+        missing=[] if known.problem else _missing(history, found, approved, served),
         approval=None if approved is None else transition_row(approved),
         verified=approved is not None and approvals is not None,
         blocked=None if newest.checkpoint is None else block_of(Path(newest.checkpoint)),
         problem=known.problem,
         read_s=known.read_s,
     )
+
+
+def _missing(
+    history: Sequence[Deployment], found: Findings, approved: Deployment | None, served: Collection[str] | None
+) -> list[str]:
+    """Return what a promotion still needs, first of all a server that has the candidate."""
+    newest, missing = history[-1], missing_requirements(history, found, approved)
+    if served is None or not is_tried(newest) or newest.candidate in served:
+        return missing
+    return [f"a server that has {newest.candidate}: this one has not, so it answers nothing. See the log", *missing]
 
 
 def transition_row(one: Deployment) -> TransitionRow:

@@ -310,7 +310,9 @@ def findings(request: Request, views: _Views, name: _Run, agent: str) -> Finding
     with views.opened(name) as (run, reader):
         history = views.deployments.history(run, reader, agent)
         known = views.deployments.findings(run, reader, history)
-        return findings_page(history, known, _approvals(request))
+        approvals = _approvals(request)
+        served = None if approvals is None else request.app.state.models.by_name()
+        return findings_page(history, known, approvals, served)
 
 
 def _approvals(request: Request) -> Approvals | None:
