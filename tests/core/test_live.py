@@ -474,7 +474,7 @@ def test_key_is_made_beside_the_servers(tmp_path: Path, monkeypatch: pytest.Monk
     from lightning_trainer.gateway.auth.keys import Keys
 
     monkeypatch.chdir(tmp_path)
-    told(call("key", "live"), "lightning.key.secret is not there")
+    told(call("key", "live"), "lightning.key.secret does not exist")
     keys = Keys.from_file(tmp_path / "lightning.key.secret")
     assert keys.check(call("key", "live", "--days", "2").stdout.strip()).scope == "live"
 

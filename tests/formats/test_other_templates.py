@@ -32,7 +32,7 @@ def chat_of(call=HERMES, *, text="m.content or ''", before="", end="", skipped="
         "{{ " + text + " }}{% for c in m.tool_calls or [] %}" + call + "{% endfor %}" + end + "{{ '<|im_end|>\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    return families.tokenizer_of(template, families._CHATML_TOKENS)
+    return families.tokenizer_with(template, families._CHATML_TOKENS, "<|im_end|>")
 
 
 @pytest.mark.parametrize(

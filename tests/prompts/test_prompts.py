@@ -371,7 +371,7 @@ def test_mistakes_are_told_and_nothing_is_left(folder, monkeypatch):
         monkeypatch.setenv("TEST_MODEL_URL", server.url)
         args = ["--reflect", teacher.url, "--out", "best.json"]
         for more, said in (
-            (["--agents", "writer", "--budget", "5"], "is too little"),
+            (["--agents", "writer", "--budget", "5"], "is too small"),
             (["--agents", "write*", "--budget", "50"], "exact names"),
             (["--agents", "writr", "--budget", "50"], "was never seen"),
             (["--agents", "writer", "--budget", "50", "--resume"], "no search to resume"),
@@ -393,7 +393,7 @@ def test_resume_is_suggested_only_for_a_search_that_can_be_resumed(folder, kept)
     with ScriptedServer(reflector) as teacher:
         result = rl("--agents", "writer", "--reflect", teacher.url, "--budget", "50", "--out", "best.json")
     assert result.exit_code == 2, result.output
-    assert "exists already" in result.output
+    assert "already exists" in result.output
     assert ("--resume" in result.output) == (len(kept) == 2)
 
 

@@ -39,9 +39,9 @@ def thief(server):
 
 def test_a_runner_can_not_end_or_reward_what_another_claimed(server, claimed, thief):
     """Though it knows the fence: those are small numbers."""
-    with pytest.raises(RefusedError, match="another key"):
+    with pytest.raises(RefusedError, match="a different key"):
         thief.finish(claimed.attempt_id, claimed.fence, status="failed")
-    with pytest.raises(RefusedError, match="another key"):
+    with pytest.raises(RefusedError, match="a different key"):
         thief._end_one(_end(claimed))
     assert thief.heartbeat([(claimed.attempt_id, claimed.fence)]) == [claimed.attempt_id]
     assert server.store.attempts(attempt_ids=[claimed.attempt_id])[0].status == "running"

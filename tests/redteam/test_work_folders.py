@@ -259,7 +259,7 @@ def test_a_folder_whose_place_is_taken_away_is_made_again_and_nothing_is_written
 def test_without_what_it_is_compared_with_a_folder_fails_in_words(folder):
     shutil.rmtree(folder._beside)
     for look in (folder.diff, lambda: folder.restore(["tests/**"])):
-        with pytest.raises(WorkFolderError, match=r"work folder|put back"):
+        with pytest.raises(WorkFolderError, match=r"work folder|can.t be restored"):
             look()
 
 

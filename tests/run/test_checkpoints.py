@@ -189,7 +189,7 @@ def test_a_folder_in_which_another_process_trains_is_refused_and_left_alone(tmp_
     with run_folder(tmp_path / "out") as folder:
         (folder / "config.json").write_text("{}")  # begun, and no step taken yet: nothing to resume, all to lose
         (folder / "metrics.jsonl").write_text("")
-        with pytest.raises(ConfigError, match=rf"in use: process {os.getpid()} on .* works there"), run_folder(folder):
+        with pytest.raises(ConfigError, match=rf"in use: process {os.getpid()} on .* uses it"), run_folder(folder):
             pass
         with pytest.raises(ConfigError, match="in use"), held(folder):
             pass

@@ -148,7 +148,7 @@ def test_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("heading", ["train", "lightning", "tool.lightning"])
 def test_options_in_a_table_are_told_to_stand_at_the_top(tmp_path: Path, heading: str) -> None:
     (tmp_path / "train.toml").write_text(f"[{heading}]\nsteps = 3\n")
-    with pytest.raises(ConfigError, match=r"train\.toml: options are at the top .* Take \[\w+\] out"):
+    with pytest.raises(ConfigError, match=r"train\.toml: options are at the top .* Remove \[\w+\]"):
         merge(tmp_path / "train.toml", NEEDED)
 
 

@@ -241,7 +241,7 @@ def test_the_failed_call_alone_is_taught_by_itself_under_the_hinted_prompt(
     assert not any(row.advantages.any() for row in seen.learned)
     line = vars(numbers(folder))
     assert (line["calls_trained"], line["calls_taught"], line["taught_tokens"]) == (8, 2, told)
-    assert line["calls_untaught/nothing_to_tell_the_teacher_of_it"] == 6
+    assert line[f"calls_untaught/{Untaught.NOTHING_TOLD.slug}"] == 6
     assert line["teacher_kl"] > 0
     assert line["teacher_seconds"] > 0
 

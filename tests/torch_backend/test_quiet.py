@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -29,7 +30,7 @@ assert is_progress_bar_enabled(), "the program's own models still show it"
 
 
 def test_loading_a_model_and_its_adapters_writes_nothing(tiny_model, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tiny_model), str(tmp_path)], check=False, capture_output=True, text=True
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    command = [sys.executable, "-c", PROGRAM, str(tiny_model), str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert (done.stderr, done.stdout, done.returncode) == ("", "", 0)

@@ -542,7 +542,9 @@ def test_a_mark_that_can_not_be_kept_is_refused(tmp_path: Path, monkeypatch: pyt
     [first, second] = rollouts_of(ask)
     assert "no rollout 'none'" in ask.post("marks", 400, rollout_id="none")["error"]["message"]
     assert "rollout_id or trace_id" in ask.post("marks", 400)["error"]["message"]
-    assert "may have 4000" in ask.post("marks", 400, rollout_id=first, comment="x" * 4001)["error"]["message"]
+    assert (
+        "at most 4000 are allowed" in ask.post("marks", 400, rollout_id=first, comment="x" * 4001)["error"]["message"]
+    )
     monkeypatch.setattr(view_marks, "_MOST", 1)
     ask.post("marks", rollout_id=first)
     ask.post("marks", rollout_id=first, comment="again")
