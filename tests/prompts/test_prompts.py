@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -124,6 +125,32 @@ def test_prompts_are_found_written_resumed_and_applied(folder, monkeypatch):
         monkeypatch.setenv("PROMPTS", "best.json")
         result = CliRunner().invoke(cli, ["eval", "team:run", "--data", "tasks.jsonl", "--json", "--out", "e"])
         assert json.loads(result.stdout.splitlines()[-1])["mean"] == 1.0
+
+
+def test_a_deletion_finds_and_blocks_a_prompt(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    live = [{"q": f"word{n}", "trace_id": f"{n:032x}", "tenant": "acme"} for n in range(8)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in live))
+    with ScriptedServer(model) as server, ScriptedServer(reflector) as teacher:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["--agents", "writer", "--reflect", teacher.url, "--out", "runs/best.json", "--minibatch", "2"]
+        for more in (["--budget", "16"], ["--budget", "20", "--resume"]):
+            assert rl(*args, *more).exit_code == 0
+
+    def call(*words: str) -> Result:
+        return CliRunner().invoke(cli, list(words))
+
+    lineage = json.loads(call("lineage", "runs/best.json", "--json").stdout)
+    assert lineage["checkpoints"] == [str(folder / "runs/best.json.search")]
+    assert (lineage["steps"], lineage["tenants"], len(lineage["tasks"])) == (1, ["acme"], 8)
+    with closing(open_store("live.db")) as store:
+        ids = {"trace_id": live[3]["trace_id"], "span_id": "s", "start_ns": 1, "end_ns": 2}
+        store.add_spans([Span(operation=CHAT, name="m", agent="writer", **ids)])
+    pruned = call("prune", "--trace", live[3]["trace_id"], "--store", "live.db", "--block-checkpoints", "--yes")
+    assert "best.json.search: learned from 1 of it in step 0. BLOCKED" in pruned.output
+    named = ["--agent", "writer", "--stable", "gpt", "--base", "gpt", "--checkpoint", "runs/best.json"]
+    refused = call("deploy", "candidate", *named, "--store", "live.db")
+    assert (refused.exit_code, "runs/best.json is blocked: it learned from traces" in refused.output) == (2, True)
 
 
 def sessions_asked(monkeypatch):

@@ -14,6 +14,11 @@ BLOCKED: Final = "blocked.json"  # in a checkpoint's folder; copied with it
 ALLOW: Final = "--allow-blocked"
 
 
+def search_folder(prompts: Path) -> Path:
+    """Return the folder of the search that wrote a file of prompts, which has its lineage and its block."""
+    return prompts.with_name(f"{prompts.name}.search")
+
+
 def block_checkpoint(checkpoint: Path, reason: str, ids: Sequence[str] = ()) -> None:
     """Block a checkpoint from being served. If it is already blocked, its reason is kept.
 
@@ -63,4 +68,5 @@ def refuse_blocked(checkpoint: Path, *, allowed: bool) -> None:
 
 def _folder_of_block(checkpoint: Path) -> Path | None:
     folder = checkpoint.resolve()
-    return next((each for each in (folder, folder.parent) if (each / BLOCKED).is_file()), None)
+    places = (search_folder(folder), folder, folder.parent)
+    return next((each for each in places if (each / BLOCKED).is_file()), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_trainer.lineage.facts import read_facts
@@ -47,17 +48,24 @@ def sources_of(batch: Batch, traces: Iterable[Trace], tasks: Mapping[str, Task])
     for call in batch.calls:
         prompts[call.transition.agent or ""].add(digest(system_prompt(call.transition.request)))
     rollouts = sorted_once(row.rollout_id for row in batch.rows)
-    live = [task for one in rollouts if _text(task := tasks.get(one, {}), "trace_id")]
-    return StepSources(
+    return replace(
+        sources_of_tasks(tasks.get(one, {}) for one in rollouts),
         calls=sorted_once(node.call.call_id for node in learned if node.call is not None),
         rewards=sorted_once(reward.reward_id for reward in rewards),
         rollouts=rollouts,
         attempts=sorted_once(attempts),
         traces=sorted_once(node.span.trace_id for node in learned),
-        tasks=sorted_once(_text(task, "trace_id") for task in live),
-        tenants=sorted_once(name for task in live for name in split_tenants(_text(task, "tenant"))),
         sources=sorted_once(reward.source for reward in rewards),
         prompts={agent: sorted(digests) for agent, digests in sorted(prompts.items())},
+    )
+
+
+def sources_of_tasks(tasks: Iterable[Task]) -> StepSources:
+    """Return the live traces that tasks were made of, and their tenants."""
+    live = [task for task in tasks if _text(task, "trace_id")]
+    return StepSources(
+        tasks=sorted_once(_text(task, "trace_id") for task in live),
+        tenants=sorted_once(name for task in live for name in split_tenants(_text(task, "tenant"))),
     )
 
 

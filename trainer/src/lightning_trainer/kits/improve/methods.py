@@ -23,6 +23,7 @@ from lightning_trainer.kits.improve.halving import Spending
 from lightning_trainer.kits.improve.rounds import rounds_options
 from lightning_trainer.kits.improve.snapshots import Change, without_empty
 from lightning_trainer.kits.improve.tasks import TaskFiles
+from lightning_trainer.lineage.blocks import search_folder
 from lightning_trainer.models import NEWEST
 from lightning_trainer.policies import BASE
 from lightning_trainer.report.log.lines import read
@@ -266,7 +267,7 @@ class PromptsMethod(Method):
         """Propose and try prompts up to the limit."""
         from lightning_trainer.kits.prompts.optimise import optimise
 
-        search = self._file.with_name(f"{self._file.name}.search")
+        search = search_folder(self._file)
         self.folder.mkdir(parents=True, exist_ok=True)
         resume = (search / "prompts.json").exists()
         if not resume:

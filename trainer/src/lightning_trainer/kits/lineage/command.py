@@ -44,15 +44,16 @@ def command(
 ) -> None:
     """Show what a checkpoint learned from, or which checkpoints learned from a call.
 
-    CHECKPOINT is a run's folder or a checkpoint. ID is that of a call, reward, rollout, attempt, trace or tenant. The
-    lineage is verified: a line that was changed is an error. If no checkpoint learned from an ID, it is looked up in
-    --store and in the stores of the runs, so that a mistyped one is an error.
+    CHECKPOINT is a run's folder, a checkpoint or a file of `prompts`. ID is that of a call, reward, rollout, attempt,
+    trace or tenant. The lineage is verified: a line that was changed is an error. If no checkpoint learned from an ID,
+    it is looked up in --store and in the stores of the runs, so that a mistyped one is an error.
 
     JSON has the keys calls, rewards, sources, checkpoints and tainted. For a checkpoint, checkpoints are itself and
     those that it started from, and tainted those among them that are blocked. For an ID, checkpoints learned from it,
     and tainted started from one of these.
     """
     from lightning_spans.errors import ConfigError
+    from lightning_trainer.lineage.blocks import search_folder
     from lightning_trainer.lineage.chain import read_signing_key
     from lightning_trainer.lineage.reading import read_lineage, resolve_checkpoint
     from lightning_trainer.lineage.search import find_checkpoints
@@ -60,9 +61,10 @@ def command(
     if block is not None and unblock:
         raise ConfigError("lineage: --block and --unblock contradict each other. Give one of them.")
     key = read_signing_key(signing_key)
-    if Path(what).is_dir():
-        _change([resolve_checkpoint(Path(what))], [], block, unblock=unblock)
-        lineage = read_lineage(Path(what), key)
+    place = search_folder(Path(what)) if Path(what).is_file() else Path(what)
+    if place.is_dir():
+        _change([resolve_checkpoint(place)], [], block, unblock=unblock)
+        lineage = read_lineage(place, key)
         if as_json:
             print_json(_checkpoint_json(lineage, runs))
         else:

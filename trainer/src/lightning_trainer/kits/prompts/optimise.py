@@ -19,10 +19,15 @@ from lightning_trainer.kits.prompts.options import PromptsConfig
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.search import Optimised, Search
 from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
+from lightning_trainer.lineage.blocks import search_folder
+from lightning_trainer.lineage.facts import read_facts
+from lightning_trainer.lineage.manifest import Manifest, mark_checkpoint
+from lightning_trainer.lineage.reading import read_pointer
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.run.learned_from import sources_of_tasks
 from lightning_trainer.runner.target import JUDGE, Job
 from lightning_trainer.session.answers import LocalModel, open_answers
 from lightning_trainer.session.folder import check_unchanged, open_folder
@@ -36,6 +41,7 @@ _LOOK: Final = 4  # number of tasks that are run at once to read the agents' pro
 _TWICE: Final = 2  # minimum rollouts with calls of an agent
 _MOST_LOOKS: Final = 4  # divisor of the budget: after this part of it, silent agents are no longer waited for
 _STATE: Final = "prompts.json"
+_LINEAGE: Final = "lineage"  # folder of the manifest, in that of the search
 
 
 def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume: bool = False) -> Optimised:
@@ -59,7 +65,7 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
             " module:function."
         )
     train, val = _tasks(config)
-    folder = config.out.with_name(f"{config.out.name}.search")
+    folder = search_folder(config.out)
     state = _begin(folder, train, val, config, resume=resume)
     try:
         with (
@@ -68,6 +74,8 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
             _session(config, folder, progress) as session,
         ):
             _keep(folder, state)
+            if read_pointer(folder) is None:
+                _record_lineage(folder, config, (*train, *val))
             opened = CandidateRunner(session, progress, check, config.timeout_s, config.max_attempts, state["name"])
             if "prompts" in state:
                 opened.skip(state["looked"], state["again"])
@@ -144,6 +152,18 @@ def _keep(folder: Path, state: Mapping[str, Any]) -> None:
         write_atomically(folder / _STATE, json.dumps(state).encode())
     except OSError as error:
         raise ConfigError(f"{folder} can't be written: {error}. Choose another --out.") from None
+
+
+def _record_lineage(folder: Path, config: PromptsConfig, tasks: Sequence[Task]) -> None:
+    """Write what a search learns from, before it begins: all of its tasks."""
+    run = folder / _LINEAGE
+    run.mkdir(exist_ok=True)
+    manifest = Manifest(run)
+    options = config.model_dump(mode="json", exclude={"reflect", "subject"})
+    program = config.target or config.command
+    manifest.begin(read_facts(options, model=config.reflect.name, data=[config.data, config.val], program=program), 0)
+    manifest.add_step(0, sources_of_tasks(tasks))
+    mark_checkpoint(run, folder, 1)
 
 
 def _has_journal(folder: Path) -> bool:

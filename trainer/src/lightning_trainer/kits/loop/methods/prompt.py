@@ -15,6 +15,7 @@ from lightning_trainer.kits.prompts import journal
 from lightning_trainer.kits.prompts.optimise import optimise
 from lightning_trainer.kits.prompts.options import PromptsConfig
 from lightning_trainer.kits.prompts.reflection import read_reflection
+from lightning_trainer.lineage.blocks import search_folder
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.session.answers import Endpoint, Subject, read_subject
 
@@ -49,7 +50,7 @@ class PromptMethod:
         options = config.method_options
         subject = read_subject(options["model"], key=os.environ.get("LIGHTNING_UPSTREAM_KEY"))
         chosen = self._config(config, given, read_reflection(options["reflect"], None), subject)
-        search = chosen.out.with_name(f"{chosen.out.name}.search")
+        search = search_folder(chosen.out)
         begun = (search / journal.FILE).exists()
         if not begun:
             shutil.rmtree(search, ignore_errors=True)
