@@ -107,7 +107,10 @@ export interface Action {
 
 /** Change a deployment, with a key of the person who does: it is sent with this request and stored nowhere. */
 export async function act(action: Action, key: string): Promise<void> {
-  await read(await fetch("../api/deployments/act", { method: "POST", headers: { Authorization: `Bearer ${key}`, "Content-Type": "application/json" }, body: JSON.stringify(action) }));
+  const lost = (): never => {
+    throw new Error("The server did not answer, so the change may have been made or not. Look at the history before you try again.");
+  };
+  await read(await fetch("../api/deployments/act", { method: "POST", headers: { Authorization: `Bearer ${key}`, "Content-Type": "application/json" }, body: JSON.stringify(action) }).catch(lost));
 }
 
 export interface Loaded<T> {

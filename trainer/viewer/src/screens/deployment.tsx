@@ -225,16 +225,17 @@ function Guardrails({ rows }: { rows: GuardrailRow[] }): JSX.Element {
           <thead>
             <tr>
               <th>counts</th>
-              <th class="num">difference, 95 %</th>
+              <th>state</th>
+              <th class="num">worse by, 95 %</th>
               <th class="num">at most</th>
               <th class="num">conversations</th>
-              <th>state</th>
             </tr>
           </thead>
           <tbody>
             {rows.map((row) => (
               <tr key={row.name}>
-                <th scope="row">{row.name}</th>
+                <th scope="row" class="breaks">{row.name}</th>
+                <td>{row.alarm ? <Chip kind="bad">alarm</Chip> : row.difference === null ? <Chip kind="quiet">too few</Chip> : row.difference > row.bound ? <Chip kind="busy">above its bound so far</Chip> : <Chip>within</Chip>}</td>
                 <td class="num">
                   <b>{rise(row.difference)}</b> <small>{interval(row.low, row.high)}</small>
                 </td>
@@ -242,7 +243,6 @@ function Guardrails({ rows }: { rows: GuardrailRow[] }): JSX.Element {
                 <td class="num">
                   {number(row.candidate)} and {number(row.stable)}
                 </td>
-                <td>{row.alarm ? <Chip kind="bad">alarm</Chip> : row.difference === null ? <Chip kind="quiet">too few</Chip> : row.difference > row.bound ? <Chip kind="busy">above its bound so far</Chip> : <Chip>within</Chip>}</td>
               </tr>
             ))}
           </tbody>
