@@ -71,6 +71,8 @@ def arguments(
     more(parser)
     args = parser.parse_args()
     args.results = args.results.resolve()
+    if args.draw and not args.results.is_file():
+        parser.error(f"--draw: {args.results} does not exist.")
     return args
 
 
@@ -201,7 +203,8 @@ def draw_held_out(runs: Sequence[Run], teams: Sequence[str], path: Path) -> None
         axes.set_xlabel("steps taken")
         axes.grid(visible=True, alpha=0.3)
         axes.set_ylim(-0.02, 1.02)
-        axes.legend(title="setup (seeds)", fontsize="x-small")
+        if own:
+            axes.legend(title="setup (seeds)", fontsize="x-small")
     FigureCanvasAgg(figure).print_figure(path, dpi=110)
 
 
