@@ -217,7 +217,7 @@ class _Parts:
         self.conversations = Conversations()
 
     def gateway(self, routing: Callable[[], Routing]) -> Gateway:
-        """Return what answers model calls, under the settings that this returns at each call."""
+        """Return the gateway of the model calls. It asks `routing` for the settings of each call."""
         return Gateway(
             self.models,
             access=self.access,

@@ -53,13 +53,13 @@ def find_deleted(store: Store, runs: Sequence[Path], wanted: DeleteFilter) -> se
             traces.update(step.get("traces", ()))
             calls.update(step.get("calls", ()))
     return {
-        *_ended_rollouts(store, rollouts, wanted),
+        *_find_ended_rollouts(store, rollouts, wanted),
         *_old_records(store, [Where(trace_ids=ids, origin=wanted.origin) for ids in _parts(traces)], wanted),
         *_old_records(store, [Where(call_ids=ids, origin=wanted.origin) for ids in _parts(calls)], wanted),
     }
 
 
-def _ended_rollouts(store: Store, known: set[str], wanted: DeleteFilter) -> Iterator[str]:
+def _find_ended_rollouts(store: Store, known: set[str], wanted: DeleteFilter) -> Iterator[str]:
     for ids in _parts(known):
         where = Where(rollout_ids=ids, origin=wanted.origin)
         ended = {one.rollout_id for one in each(store, Rollout, where) if one.status in _ENDED}

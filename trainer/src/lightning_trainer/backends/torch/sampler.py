@@ -14,7 +14,7 @@ from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldMo
 from lightning_trainer.engines.devices import gpu_total
 from lightning_trainer.engines.vllm.kind import is_installed
 from lightning_trainer.engines.vllm.memory import least_memory
-from lightning_trainer.engines.vllm.rounding import rounded_bits
+from lightning_trainer.engines.vllm.rounding import read_vllm_bits
 from lightning_trainer.models.bases import read_base
 from lightning_trainer.policies import parse
 
@@ -125,7 +125,7 @@ def learner_memory_of(config: TrainConfig, total: int | None = None) -> LearnerM
     slots = int(options.get("slots", 64)) if embedded else 0
     context = config.max_model_len or weights.shape.context
     if total is not None and not (embedded or config.engine_gpus or config.engine_url):
-        bits = rounded_bits(config.engine_options)
+        bits = read_vllm_bits(config.engine_options)
         total -= least_memory(weights.shape, width=weights.width, context=context, bits=bits)
     return learner_memory(
         weights.shape,

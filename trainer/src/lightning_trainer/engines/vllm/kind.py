@@ -27,7 +27,7 @@ from lightning_trainer.engines.vllm.folders import make_folder
 from lightning_trainer.engines.vllm.memory import MemoryPlan, plan_memory
 from lightning_trainer.engines.vllm.policies import BASE_NAME, VllmPolicies
 from lightning_trainer.engines.vllm.process import Environment, VllmProcess, command_of, environment_of, look
-from lightning_trainer.engines.vllm.rounding import check_rounding, rounded_bits
+from lightning_trainer.engines.vllm.rounding import check_rounding, read_vllm_bits
 from lightning_trainer.engines.vllm.sleep import fall_asleep, wake_up
 from lightning_trainer.engines.vllm.weights import development_mode
 from lightning_trainer.gateway.upstream.adapters import vllm_rank
@@ -120,7 +120,7 @@ class OwnServer:
 
     def __init__(self, request: EngineRequest, held: HeldModel, found: Environment) -> None:
         log = Path(tempfile.mkdtemp(prefix="lightning-vllm-")) / "vllm.log"
-        rounds = rounded_bits(request.options) is not None
+        rounds = read_vllm_bits(request.options) is not None
         self._copy = None if held.write is None or rounds else _write_model(request, held.write)
         env = environment_of(os.environ, found, gpus=request.gpus, cpu_cache=_cpu_cache(request))
         memory = _gpu_plan(request)
@@ -335,7 +335,7 @@ def _gpu_plan(request: EngineRequest) -> MemoryPlan | None:
     shape = read_shape(str(request.model))
     if not totals or request.device == "cpu" or shape is None:
         return None
-    bits = rounded_bits(request.options)  # then it does not sleep: bitsandbytes keeps parts of the weights elsewhere
+    bits = read_vllm_bits(request.options)  # then it does not sleep: bitsandbytes keeps parts of the weights elsewhere
     first = (request.gpus or "0").partition(",")[0]
     total = totals[int(first)] if first.isdigit() and int(first) < len(totals) else totals[0]
     adapters = _places(request) * (lora_parameters(request.model, request.lora_rank) or 0)

@@ -25,7 +25,7 @@ from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldM
 from lightning_trainer.engines.gate import Gate
 from lightning_trainer.engines.vllm.constrained import mark_steered, marks, read_scores, scoring_request
 from lightning_trainer.engines.vllm.folders import make_folder
-from lightning_trainer.engines.vllm.rounding import rounded_bits
+from lightning_trainer.engines.vllm.rounding import read_vllm_bits
 from lightning_trainer.engines.vllm.servers import Servers
 from lightning_trainer.engines.vllm.weights import replace_weights
 from lightning_trainer.gateway.engine import Sampled, Sampling
@@ -131,7 +131,7 @@ class VllmPolicies:
         self.gate = Gate()  # shut while all weights are replaced; adapters get their own names instead
         self._weights: Path | None = None  # the newest, of a policy whose weights are all trained
         self._lock = threading.Lock()
-        self._bits = rounded_bits(request.options)
+        self._bits = read_vllm_bits(request.options)
         self._unloader = ThreadPoolExecutor(1, "vllm-unload")
         self._connections: dict[asyncio.AbstractEventLoop, Connection] = {}
         self._raw: dict[str, Replica] = {}

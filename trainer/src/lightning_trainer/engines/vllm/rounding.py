@@ -21,7 +21,7 @@ BITS: Final = 4
 _FORMAT: Final = "bfloat16"
 
 
-def rounded_bits(options: Mapping[str, Any]) -> int | None:
+def read_vllm_bits(options: Mapping[str, Any]) -> int | None:
     """Return to how many bits vLLM rounds with these options; None: it does not."""
     return BITS if options.get("quantization") == "bitsandbytes" else None
 
@@ -36,7 +36,7 @@ def check_rounding(request: EngineRequest, *, installed: bool) -> None:
     Raises:
         ConfigError: it would have others; the message says what to change.
     """
-    if rounded_bits(request.options) is None:
+    if read_vllm_bits(request.options) is None:
         return
     given = "engine_options: quantization = bitsandbytes"
     refuse(

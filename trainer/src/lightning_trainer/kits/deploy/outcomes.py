@@ -16,7 +16,7 @@ from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import Where, each
 from lightning_trainer.kits.deploy.gate import FEWEST, Bounds, Evidence, weigh
 from lightning_trainer.kits.deploy.guardrails import OUTCOME, check_bounds, raises_alarm, weigh_guardrails
-from lightning_trainer.kits.deploy.program_changes import changed_program, describe_program
+from lightning_trainer.kits.deploy.program_changes import describe_changes, describe_program
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 
 GATE = "gate"  # in the details of a canary: the rules of its gate, written before the first outcome
@@ -176,7 +176,7 @@ def find_obstacles(
         guardrails: result of `describe_guardrails`.
         program: result of `describe_program`.
     """
-    found = (changed_program(program), _held_back(guardrails), _gate_obstacle(history[-1], gate))
+    found = (describe_changes(program), _held_back(guardrails), _gate_obstacle(history[-1], gate))
     return [obstacle for obstacle in found if obstacle is not None]
 
 

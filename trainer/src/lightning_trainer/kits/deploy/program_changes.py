@@ -55,7 +55,7 @@ def describe_program(store: Store, history: Sequence[Deployment]) -> dict[str, A
     return {"conversations": len(talks), "needed": WINDOW, "changes": [*watch.changes, *missing]}
 
 
-def changed_program(found: Mapping[str, Any] | None) -> str | None:
+def describe_changes(found: Mapping[str, Any] | None) -> str | None:
     """Return a message about the changes that `describe_program` found; None if there are none."""
     if found is None or not found["changes"]:
         return None

@@ -123,7 +123,10 @@ def _missing(
     newest, missing = history[-1], missing_requirements(history, found, approved)
     if served is None or not is_tried(newest) or newest.candidate in served:
         return missing
-    return [f"a server that has {newest.candidate}: this one has not, so it answers nothing. See the log", *missing]
+    return [
+        f"a server with {newest.candidate}. This one does not have it, so it answers no call: see the log",
+        *missing,
+    ]
 
 
 def transition_row(one: Deployment) -> TransitionRow:
