@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +25,7 @@ sys.dont_write_bytecode = False
 pytest.register_assert_rewrite("support")
 
 from support.fake_sink import ListSink
+from support.postgres import server
 from support.warm_workers import WarmWorkers
 
 # Whose tests run many programs, and say nothing of how a worker starts.
@@ -94,6 +95,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support.models.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def fresh_postgres() -> Iterator[Callable[[], str]]:
+    """Return a function that gives the URL of a store in a new schema of this process's PostgreSQL server."""
+    with server() as fresh:
+        yield fresh
 
 
 @pytest.fixture

@@ -363,14 +363,23 @@ def test_the_function_is_not_hidden_by_its_module():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-FORKED = """
-import os, signal, sys, threading, time
-from lightning_spans import agent, attach, open_store
+TOY = """
+import multiprocessing, os, signal, sys, threading, time
+from lightning_spans import agent, attach, hookimpl, open_store, hooks
 from lightning_spans.record import recorder
 from lightning_spans.record.delivery import sink
 
 sink.CLOSE_S = sink.DETACH_S = 120.0  # on a machine with other things to do
-attachment = attach("openai", store="own.db", tracer="otel")
+
+class Toy:
+    @hookimpl
+    def lightning_attach(self, framework, recorder):
+        return lambda: None
+
+hooks.register(Toy(), "toy")
+"""
+FORKED = """
+attachment = attach("toy", store="own.db", tracer="otel")
 {before}
 child = os.fork()
 if child == 0:
@@ -391,6 +400,18 @@ store = open_store("own.db")
 assert [span.agent for span in store.spans()][-1] == "child", store.spans()
 store.close()
 """
+
+
+def run_toy(program, folder, environment=None):
+    """Run a program, in a process of its own, that attaches to a framework that does nothing; return what it prints."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")}
+    environ = {**own, "LIGHTNING_SPOOL": str(folder / "spool"), **(environment or {})}
+    command = [sys.executable, "-c", TOY + program]
+    ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
 BEFORE = {
     "at once": "",
     "after executors were imported": "import concurrent.futures.thread",
@@ -402,26 +423,10 @@ BEFORE = {
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("before", BEFORE)
 def test_an_attached_program_can_fork(before, tmp_path):
-    pytest.importorskip("lightning_openai")
-    program = FORKED.format(before=BEFORE[before])
-    environ = {**os.environ, "LIGHTNING_SPOOL": str(tmp_path / "spool")}
-    command = [sys.executable, "-c", program]
-    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
-    assert ran.returncode == 0, ran.stderr
+    run_toy(FORKED.format(before=BEFORE[before]), tmp_path)
 
 
 WORKERS = """
-import multiprocessing
-from lightning_spans import agent, attach, hookimpl, open_store, hooks
-from lightning_spans.record.delivery import sink
-
-sink.CLOSE_S = sink.DETACH_S = 120.0  # on a machine with other things to do
-
-class Toy:
-    @hookimpl
-    def lightning_attach(self, framework, recorder):
-        return lambda: None
-
 def work(number):
     with agent(f"worker {{number}}"):
         pass
@@ -430,7 +435,6 @@ def attach_and_work(number):
     attach("toy", store="own.db")
     work(number)
 
-hooks.register(Toy(), "toy")
 forking = multiprocessing.get_context("fork")
 {program}
 store = open_store("own.db")
@@ -464,17 +468,14 @@ WORKING = {
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("working", WORKING)
 def test_workers_of_multiprocessing_deliver_at_their_end(working, tmp_path):
-    program = WORKERS.format(program=WORKING[working])
-    environ = {**os.environ, "LIGHTNING_SPOOL": str(tmp_path / "spool")}
-    command = [sys.executable, "-c", program]
-    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
-    assert ran.returncode == 0, ran.stderr
+    run_toy(WORKERS.format(program=WORKING[working]), tmp_path)
 
 
 @pytest.mark.parametrize("tracer", ["otel", "embedded"])
 def test_a_detached_attachment_keeps_nothing_alive(tracer, tmp_path):
     """A program may attach for each attempt, and fork afterwards: what was detached must not begin again there."""
     pytest.importorskip("lightning_openai")
+    gc.freeze()  # what other tests left is not looked through
 
     def living() -> int:
         gc.collect()
@@ -489,22 +490,9 @@ def test_a_detached_attachment_keeps_nothing_alive(tracer, tmp_path):
     before = living()
     for _ in range(3):
         once()
-    assert living() == before
-
-
-TOY = """
-import sys
-from lightning_spans import attach, hooks
-
-class Toy:
-    @hooks.hookimpl
-    def lightning_attach(self, framework, recorder):
-        return (lambda: None) if framework == "toy" else None
-
-hooks.register(Toy(), "toy")
-with attach("toy"):
-    print("sqlalchemy" in sys.modules)
-"""
+    after = living()
+    gc.unfreeze()
+    assert after == before
 
 
 @pytest.mark.parametrize(
@@ -520,8 +508,5 @@ with attach("toy"):
 def test_what_writes_the_own_store_is_imported_before_the_first_run_where_it_will_be_used(
     environment, loaded, tmp_path
 ):
-    env = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", TOY], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [str(loaded)]
+    printed = run_toy("with attach('toy'):\n    print('sqlalchemy' in sys.modules)", tmp_path, environment)
+    assert printed.split() == [str(loaded)]

@@ -393,8 +393,7 @@ def test_there_is_something_broken_for_every_promise():
 
 
 def chosen(promise):
-    fault = "blocks" if "process_ends" in promise else "refuses"
-    given = {"broken": "SpanRecorder.start", "fault": fault, "how": "spawn", "heard_by": "heard_by_observers"}
+    given = {"broken": "SpanRecorder.start", "fault": "refuses", "heard_by": "heard_by_observers"}
     return {"scenario": BROKEN[promise][2], **given}
 
 

@@ -1,11 +1,11 @@
-"""The store of a real server over HTTP keeps every promise of a store, with either database behind it."""
+"""The store of a real server over HTTP keeps every promise of a store, and bears a bad network with either database."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
@@ -17,7 +17,6 @@ from lightning_spans.store.http import HttpStore
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
-from support import postgres
 from support.cutting import cutting
 
 
@@ -26,19 +25,18 @@ def keys() -> Keys:
     return Keys.fresh()
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, keys: Keys
-) -> Iterator[tuple[str, Store]]:
-    with ExitStack() as stack:
-        if request.param == "sqlite":
-            url = str(tmp_path_factory.mktemp("store") / "lightning.db")
-        else:
-            url = stack.enter_context(postgres.server())()
-        behind = stack.enter_context(closing(open_store(url)))
+@contextmanager
+def serve(url: str, keys: Keys) -> Iterator[tuple[str, Store]]:
+    with closing(open_store(url)) as behind:
         thread = ServerThread(create_app(behind, keys=keys))
         yield thread.start(), behind
         thread.stop()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, keys: Keys) -> Iterator[tuple[str, Store]]:
+    with serve(str(tmp_path_factory.mktemp("store") / "lightning.db"), keys) as served:
+        yield served
 
 
 class TestServedStore(StoreConformance):
@@ -83,13 +81,20 @@ def test_a_network_that_fails_costs_nothing_but_time(server: tuple[str, Store], 
     work.check(behind)
 
 
-def test_a_network_that_fails_all_the_time_costs_nothing_but_time(server: tuple[str, Store], keys: Keys) -> None:
-    url, behind = server
-    draws = random.Random(7)
-    with cutting(url, lambda *_: draws.choice((*FAULTS, *[None] * 8))) as proxy:
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_a_network_that_fails_all_the_time_costs_nothing_but_time(
+    request: pytest.FixtureRequest, keys: Keys, database: str
+) -> None:
+    with ExitStack() as stack:
+        if database == "sqlite":
+            url, behind = request.getfixturevalue("server")
+        else:
+            url, behind = stack.enter_context(serve(request.getfixturevalue("fresh_postgres")(), keys))
+        draws = random.Random(7)
+        proxy = stack.enter_context(cutting(url, lambda *_: draws.choice((*FAULTS, *[None] * 8))))
         work = some_work(HttpStore(proxy, key=keys.issue("admin")))
         work.queue()
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda _: work.do(), range(3)))
         work.store.close()
-    work.check(behind)
+        work.check(behind)

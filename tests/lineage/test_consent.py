@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,8 @@ from lightning_trainer.gateway.ingest.otlp import sort
 from lightning_trainer.gateway.request.pending import begin
 from lightning_trainer.gateway.settings import Limits
 from lightning_trainer.lineage.permits import Permits, Unpermitted, tenants_of
-from support.postgres import server
 
 DAY_NS = 86_400 * 10**9
-
-
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[Callable[[], str]]:
-    with server() as fresh:
-        yield fresh
 
 
 def a_span(number: int, *, age_days: float = 0.0, origin: str = "live", **terms: Any) -> Span:
@@ -66,7 +58,7 @@ def run(*arguments: str, fails: bool = False) -> str:
 def test_export_and_tasks_hold_only_what_is_permitted_and_count_the_rest(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    url = str(tmp_path / "s.db") if kind == "sqlite" else request.getfixturevalue("postgres_url")()
+    url = str(tmp_path / "s.db") if kind == "sqlite" else request.getfixturevalue("fresh_postgres")()
     store = open_store(url)
     store.add_spans(
         [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,8 @@ from lightning_trainer.lineage.blocks import BLOCKED, block_of, refuse_blocked
 from lightning_trainer.lineage.facts import read_facts
 from lightning_trainer.lineage.manifest import MANIFEST, Manifest, StepSources, mark_checkpoint
 from lightning_trainer.lineage.reading import read_lineage
-from support.postgres import server
 
 KEY = "LIGHTNING_LINEAGE_KEY_FILE"
-
-
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[Callable[[], str]]:
-    with server() as fresh:
-        yield fresh
 
 
 def sources(step: int) -> StepSources:
@@ -158,7 +150,7 @@ def test_an_edited_or_rewritten_manifest_is_an_error(tmp_path: Path, monkeypatch
 def test_a_deletion_lists_the_checkpoints_and_blocks_them(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    url = str(tmp_path / "s.db") if kind == "sqlite" else request.getfixturevalue("postgres_url")()
+    url = str(tmp_path / "s.db") if kind == "sqlite" else request.getfixturevalue("fresh_postgres")()
     runs, trace = tmp_path / "runs", f"{1:032x}"
     first = make_run(runs / "first", steps=2)
     child = make_run(runs / "child", str(first), steps=1, start=20)
@@ -213,7 +205,7 @@ WAYS = {
 def test_every_way_to_delete_blocks_what_learned_from_it_and_leaves_no_copy(
     tmp_path: Path, way: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    url = str(tmp_path / "s.db") if kind == "sqlite" else request.getfixturevalue("postgres_url")()
+    url = str(tmp_path / "s.db") if kind == "sqlite" else request.getfixturevalue("fresh_postgres")()
     runs, (arguments, expected) = tmp_path / "runs", WAYS[way]
     for name, learned in LEARNED.items():
         (runs / name).mkdir(parents=True)

@@ -43,7 +43,7 @@ async def run(task):
     if how == "lock":
         ctypes.PyDLL(None).sleep(600)  # a call in C that keeps Python's lock
     while how == "loop":
-        pass
+        time.sleep(0.001)
     if how == "block in a child":
         async def child():
             time.sleep(task["s"])

@@ -51,7 +51,8 @@ def _result(store: Store, path: str, body: dict[str, Any]) -> dict[str, Any]:
         case ["spans" | "calls" | "rewards" | "deployments" | "assignments" as what]:
             return {"kept": getattr(store, f"add_{what}")([from_json(kinds[what], item) for item in body[what]])}
         case ["query"]:
-            what, after, limit = body.pop("what"), body.pop("after"), body.pop("limit", 2)
+            of_many = len(body.get("attempt_ids", ())) > 1000  # otherwise several pages, even of few records
+            what, after, limit = body.pop("what"), body.pop("after"), body.pop("limit", 1000 if of_many else 2)
             back = body.pop("newest_first", False)
             page = store.page(LISTINGS[what].kind, Where(**body), after=after, limit=limit, newest_first=back)
             return {what: [to_json(record) for record in page.records], "next": page.next}

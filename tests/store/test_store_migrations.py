@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,9 @@ from sqlalchemy import inspect, text
 
 from lightning_spans.store.sql.schema import MIGRATIONS, VERSION
 from lightning_spans.store.sql.store import SqlStore
-from support.postgres import server
 
 DATA = Path(__file__).parents[1] / "data"
 PAST = range(1, VERSION)
-
-
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[Callable[[], str]]:
-    with server() as fresh:
-        yield fresh
 
 
 def _in_sqlite(dump: str, folder: Path) -> str:
@@ -47,7 +40,7 @@ def urls(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], tupl
         dump = (DATA / f"store_v{version}.{request.param}.sql").read_text()
         if request.param == "sqlite":
             return _in_sqlite(dump, tmp_path), f"sqlite:///{tmp_path}/new.db"
-        fresh = request.getfixturevalue("postgres_url")
+        fresh = request.getfixturevalue("fresh_postgres")
         return _in_postgresql(dump, fresh()), fresh()
 
     return make

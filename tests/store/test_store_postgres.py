@@ -18,20 +18,13 @@ from lightning_conformance.stores.samples import a_rollout, a_span
 from lightning_spans.errors import ConfigError, RefusedError, StoreError
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.sql.store import SqlStore
-from support.postgres import server
 
 psycopg = pytest.importorskip("psycopg", reason="needs lightning-spans[postgres]")
 
 
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[Callable[[], str]]:
-    with server() as fresh:
-        yield fresh
-
-
 @pytest.fixture
-def url(fresh: Callable[[], str]) -> str:
-    return fresh()
+def url(fresh_postgres: Callable[[], str]) -> str:
+    return fresh_postgres()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests: pip's, on a socket of this machine, one for a run, a schema for each asker."""
+"""A real PostgreSQL server for tests: pip's, on a socket of this machine, a schema for each test."""
 
 from __future__ import annotations
 

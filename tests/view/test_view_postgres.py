@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +12,17 @@ from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.runs import Runs
-from support.postgres import server
 from support.training.example_runs import make_run
 from support.view import Asked
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Asked, Asked, str]]:
+def both(tmp_path_factory: pytest.TempPathFactory, fresh_postgres: Callable[[], str]) -> tuple[Asked, Asked, str]:
     """The same run with its store in a file and on a server, and the server's URL."""
-    with server() as fresh:
-        url, home = fresh(), tmp_path_factory.mktemp("runs")
-        make_run(home / "file" / "r", steps=2, groups=2, size=4)
-        make_run(home / "server" / "r", steps=2, groups=2, size=4, store_url=url)
-        yield Asked(home / "file" / "r"), Asked(home / "server" / "r"), url
+    url, home = fresh_postgres(), tmp_path_factory.mktemp("runs")
+    make_run(home / "file" / "r", steps=2, groups=2, size=4)
+    make_run(home / "server" / "r", steps=2, groups=2, size=4, store_url=url)
+    return Asked(home / "file" / "r"), Asked(home / "server" / "r"), url
 
 
 def without_times(value: Any) -> Any:

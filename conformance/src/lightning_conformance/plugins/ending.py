@@ -1,7 +1,6 @@
 """A separate process that runs `one_agent` of a test class and ends while attached.
 
-FAULT prevents the delivery of its spans; ``os._exit`` ends the process at once instead, ``spawn`` a process that it
-spawned.
+FAULT prevents the delivery of its spans; ``os._exit`` ends the process at once instead.
 
 Run it as ``python -m lightning_conformance.plugins.ending FILE CLASS FAULT URL``.
 """
@@ -13,7 +12,6 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +32,6 @@ def main(file: str, name: str, fault: str, url: str) -> None:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     suite: Any = getattr(module, name)()
-    if fault == "spawn":
-        process = get_context("spawn").Process(target=main, args=(file, name, "os._exit", url))
-        process.start()
-        process.join()
-        return
     ends_at_once = fault == "os._exit"
     endpoint, _ = (None, None) if ends_at_once else _broken.enter_context(broken_delivery(fault))
     attach(suite.framework, store="own.db")
