@@ -54,7 +54,8 @@ TEMPLATES = "trl==1.16.0"  # carries real chat templates of several model famili
 QUICK = ["-m", "not full"]  # what is marked `full` takes minutes: whole trainings, Ray and vLLM once more
 # Two processes for each of two cores, because half of the time is spent waiting for processes and servers. Files keep
 # their order, so that those of the slowest folder, which is named first, are not the last to begin.
-PARALLEL = ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
+IN_ORDER = ["--dist", "loadfile", "--no-loadscope-reorder"]
+PARALLEL = ["-n", "4", *IN_ORDER]
 PYTEST = ["pytest>=8", "pytest-asyncio>=0.24", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
 TEST = ["-e", str(ROOT / "conformance"), *PYTEST]
 MEASURED = ["--batch-size", "8"]  # with which the demo's figures on vLLM were measured
@@ -117,7 +118,7 @@ def tests(session: nox.Session) -> None:
 def training(session: nox.Session) -> None:
     """Run the tests that train a model, sample with PyTorch or start whole runs."""
     install_tests(session)
-    session.run("pytest", *(session.posargs or [*QUICK, *PARALLEL, *TRAINING]))
+    session.run("pytest", *(session.posargs or [*QUICK, "-n", "2", *IN_ORDER, *TRAINING]))
 
 
 LEGS = [nox.param(p.name, leg, id=f"{p.name}-{leg}") for p in PLUGINS for leg in versions(p) if leg != "together"]
