@@ -12,7 +12,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.adapters import adapters_in, load_adapters
 from lightning_trainer.gateway.upstream.upstream import Upstream
-from lightning_trainer.models.bases import NEEDED, ROUNDED, write_bits
+from lightning_trainer.models.bases import NEEDED, ROUNDED, NumberFormat, write_format
 from support.fakes import served
 from support.gateway.lora_server import NAMES, Vllm, write_checkpoint
 
@@ -164,14 +164,14 @@ def test_what_is_no_checkpoint_of_adapters_or_has_no_one_base_is_refused(checkpo
 
 def test_adapters_of_rounded_weights_are_loaded_over_the_same_ones_alone(checkpoint, vllm, tmp_path):
     for name in NAMES:
-        write_bits(checkpoint / name / NEEDED, 4)
+        write_format(checkpoint / name / NEEDED, NumberFormat(4))
     vllm.model = str(tmp_path / "model")
     for bits in (None, 8):
         (tmp_path / "model").mkdir(exist_ok=True)
-        write_bits(tmp_path / "model" / ROUNDED, bits)
+        write_format(tmp_path / "model" / ROUNDED, NumberFormat(bits))
         with pytest.raises(ConfigError, match=r"over weights of 4 bits, and .* serves .*/model, which is not known"):
             load_adapters(checkpoint, [Upstream("base", vllm.url)])
     assert not vllm.contents
-    write_bits(tmp_path / "model" / ROUNDED, 4)
+    write_format(tmp_path / "model" / ROUNDED, NumberFormat(4))
     load_adapters(checkpoint, [Upstream("base", vllm.url)])
     assert len(vllm.contents) == len(NAMES)

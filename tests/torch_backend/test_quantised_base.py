@@ -86,8 +86,27 @@ def test_a_checkpoint_is_served_over_the_weights_that_it_was_trained_over(tmp_pa
             assert learner.options.base_bits == 4
             after = learner.logprobs(make_batch())
         assert max(abs(a - b).max() for a, b in zip(before, after, strict=True)) < 1e-5
-    with pytest.raises(ConfigError, match=r"trained over a model of 4 bits, not 8\. Set base_bits to 4"):
+    with pytest.raises(ConfigError, match=r"over a model of 4 bits, not over one of 8 bits\. Set base_bits to 4"):
         make_backend(tmp_path / "saved", base_bits=8)
+
+
+def test_adapters_are_loaded_over_the_number_format_of_their_training(tmp_path):
+    """A model in bfloat16 is trained in float32, and none of its weights is rounded."""
+    model, saved = make_tiny_model(tmp_path / "model", dtype="bfloat16"), tmp_path / "saved"
+    with closing(make_backend(model, dtype="float32", **LORA)) as learner:
+        learner.update(make_batch())
+        learner.save(saved)
+    for asked, used in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        with closing(make_backend(saved, dtype=asked)) as learner:
+            assert learner._model.shape.dtype == used
+    with pytest.raises(ConfigError, match=r"model that was not rounded, not over one of 4 bits\. Leave base_bits out"):
+        make_backend(saved, base_bits=4)
+    words = r"trained in float32, and this run computes in bfloat16\. Set --dtype float32"
+    with (
+        closing(make_backend(model, dtype="bfloat16", **LORA)) as learner,
+        pytest.raises(ConfigError, match=words),
+    ):
+        learner.load(saved)
 
 
 def test_peft_loads_the_adapter(tmp_path):

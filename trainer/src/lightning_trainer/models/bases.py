@@ -1,13 +1,13 @@
-"""The model under a checkpoint's adapters: its folder, and the bits to which its weights were rounded in training.
+"""The model under a checkpoint's adapters: its folder, and the number format of its weights in training.
 
-Two files hold the bits: `base.json` next to adapters, for the model that they need, and `rounded.json` in the folder of
-a model whose weights are already rounded to so many bits, in an ordinary number format.
+Two files hold the format: `base.json` next to adapters, for the model that they need, and `rounded.json` in the folder
+of a model whose weights are already rounded to so many bits, in an ordinary number format.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,19 @@ _PEFT: Final = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """The number format of a frozen model's weights.
+
+    Attributes:
+        bits: to which the weights of its linear layers were rounded; None: they were not.
+        dtype: of the other weights, and of all products: float32 or bfloat16; None: not recorded, by an older version.
+    """
+
+    bits: int | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterBase:
     """The model under adapters.
 
@@ -27,11 +40,13 @@ class AdapterBase:
         folder: its folder; the checkpoint's own if it contains a whole model.
         rank: of the adapters; 0 without adapters.
         bits: to which the weights of its linear layers were rounded in training; None: they were not.
+        dtype: in which the adapters were trained; None: not recorded.
     """
 
     folder: Path
     rank: int = 0
     bits: int | None = None
+    dtype: str | None = None
 
 
 def read_base(folder: Path) -> AdapterBase:
@@ -45,27 +60,39 @@ def read_base(folder: Path) -> AdapterBase:
         first = folder / str(index["adapters"][0])
     peft = _object(first / _PEFT)
     base = Path(str(index.get("base") or peft.get("base_model_name_or_path") or folder))
-    return AdapterBase(base if base.is_dir() else folder, int(peft.get("r") or 0), bits_in(folder / NEEDED))
+    number = read_format(folder / NEEDED) or NumberFormat()
+    whole = base if base.is_dir() else folder
+    return AdapterBase(whole, int(peft.get("r") or 0), number.bits, number.dtype)
 
 
-def bits_in(path: Path) -> int | None:
-    """Read the number of bits in one of the two files; None if it does not exist.
+def read_format(path: Path) -> NumberFormat | None:
+    """Read one of the two files; None if it does not exist.
 
     Raises:
         ConfigError: it cannot be read.
     """
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["bits"])
+        values = json.loads(path.read_text(encoding="utf-8"))
+        bits, dtype = values["bits"], values.get("dtype")
+        return NumberFormat(None if bits is None else int(bits), None if dtype is None else str(dtype))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
 
 
-def write_bits(path: Path, bits: int | None) -> None:
-    """Write one of the two files; None writes nothing."""
-    if bits is not None:
-        path.write_text(json.dumps({"bits": bits}) + "\n", encoding="utf-8")
+def bits_in(path: Path) -> int | None:
+    """Read the number of bits in one of the two files; None if it does not exist, or if nothing was rounded.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return (read_format(path) or NumberFormat()).bits
+
+
+def write_format(path: Path, number: NumberFormat) -> None:
+    """Write one of the two files."""
+    path.write_text(json.dumps(asdict(number)) + "\n", encoding="utf-8")
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from lightning_trainer.backends.torch.model.quantised import write_dequantised
 from lightning_trainer.backends.torch.model.quiet import quiet_libraries
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.engines.contract import PolicyEngines
-from lightning_trainer.models.bases import NEEDED, AdapterBase, bits_in, read_base, write_bits
+from lightning_trainer.models.bases import NEEDED, AdapterBase, NumberFormat, read_base, read_format, write_format
 from lightning_trainer.policies import ADAPTERS_NAME
 
 STATE = "trainer.json"
@@ -95,7 +95,7 @@ def save(
         if adapters := [adapter.model for adapter in engine.engines[1:] if adapter.model in policies]:
             index = {"base": str(model.source.absolute()), "adapters": adapters}
             (unfinished / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        write_bits(unfinished / NEEDED, model.base_bits)
+        _write_needed(model, unfinished)
         for path in unfinished.rglob("*"):
             _sync(path)
         _sync(unfinished)
@@ -109,10 +109,20 @@ def save(
 
 @quiet_libraries()
 def write_adapter(model: LoadedModel, adapter: str | None, folder: Path) -> None:
-    """Write one adapter as peft does, with the bits of the model that it needs; None: all that the model has."""
+    """Write one adapter as peft does, with the format of the model that it needs; None: all that the model has."""
     select(model, adapter)
     model.causal.save_pretrained(folder)
-    write_bits(folder / NEEDED, model.base_bits)
+    _write_needed(model, folder)
+
+
+def _write_needed(model: LoadedModel, folder: Path) -> None:
+    """Write the number format of the frozen model, if there are adapters on it. A whole model's config.json has it."""
+    if has_adapters(model):
+        write_format(folder / NEEDED, NumberFormat(model.base_bits, _dtype_of(model)))
+
+
+def _dtype_of(model: LoadedModel) -> str:
+    return str(model.shape.dtype).removeprefix("torch.")
 
 
 def _state_to_keep(
@@ -123,6 +133,7 @@ def _state_to_keep(
         "format": _FORMAT,
         "base": base,
         "source": str(model.source.absolute()),
+        "dtype": _dtype_of(model),
         "version": engine.engines[0].version,
         "versions": {adapter.model: adapter.version for adapter in engine.engines[1:] if adapter.model in policies},
         "trained": sorted(name for policy in policies.values() for name in policy.working),
@@ -136,18 +147,21 @@ def strip(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def base_bits_of(folder: Path, asked: int | None) -> int | None:
-    """Return the bits of the model under a checkpoint's adapters: those requested, or those of its training.
+def format_options(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base_bits` and `dtype` for the model in a folder: of its adapters' training, if it is a checkpoint.
 
     Raises:
-        ConfigError: it was trained over a model of other bits than requested, or the file cannot be read.
+        ConfigError: other bits are requested than those of its training, or the file cannot be read.
     """
-    bits = bits_in(folder / NEEDED)
-    if bits is None:
-        return asked
-    if asked not in (None, bits):
-        raise ConfigError(f"{folder} was trained over a model of {bits} bits, not {asked}. Set base_bits to {bits}.")
-    return bits
+    asked, dtype = options.get("base_bits"), options.get("dtype") or "auto"
+    number = read_format(folder / NEEDED)
+    if number is None:
+        return {"base_bits": asked, "dtype": dtype}
+    if asked not in (None, number.bits):
+        over = f"a model of {number.bits} bits" if number.bits else "a model that was not rounded"
+        then = f"Set base_bits to {number.bits}" if number.bits else "Leave base_bits out"
+        raise ConfigError(f"{folder} was trained over {over}, not over one of {asked} bits. {then}.")
+    return {"base_bits": number.bits, "dtype": number.dtype or dtype if dtype == "auto" else dtype}
 
 
 def write_base(folder: Path, out: Path, **options: Any) -> AdapterBase:
@@ -208,6 +222,9 @@ def restore(
         ConfigError: it is incomplete, or of another model, or other weights were trained.
     """
     state = _state(folder)
+    trained, own = state.get("dtype"), _dtype_of(model)
+    if trained not in (None, own):
+        raise ConfigError(f"{folder} was trained in {trained}, and this run computes in {own}. Set --dtype {trained}.")
     if state["base"] != base:
         raise ConfigError(
             f"{folder} is a checkpoint of {state['source']}, not of {model.source}. Start from that model."

@@ -74,12 +74,12 @@ class TorchLearner:
                 "adapters": names,
                 "lora_rank": saved_shape(Path(model) / names[0]).lora_rank,
             } | _without_defaults(options)
-        bits = checkpoint.base_bits_of(Path(model), options.get("base_bits"))
-        self.options = make_options(model if saved is None else source, options | {"base_bits": bits})
+        options |= checkpoint.format_options(Path(model), options)
+        self.options = make_options(model if saved is None else source, options)
         self._model = load(self.options, None if saved is None else Path(model))
         self._fingerprint = checkpoint.fingerprint(self._model)
         add_adapters(self._model, self.options, None if saved is None else Path(model))
-        if bits is not None and not has_adapters(self._model):
+        if self.options.base_bits is not None and not has_adapters(self._model):
             raise ConfigError("base_bits quantises the frozen model under adapters. Set lora_rank, or leave it out.")
         self._policies: dict[str | None, TrainedWeights] = {}
         self._seen: dict[Row, SeenTokens] = {}

@@ -74,9 +74,10 @@ def weights_of(config: TrainConfig) -> Weights | None:
     folder, rank = base.folder, config.lora_rank or base.rank
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.name != "trainer.safetensors")
     own = _width_of(folder)
-    width = {"float32": 4, "bfloat16": 2}.get(config.dtype, 4 if own == 4 else 2)
-    number = stored // own
+    dtype = (base.dtype if config.dtype == "auto" else None) or config.dtype
+    width = {"float32": 4, "bfloat16": 2}.get(dtype, 4 if own == 4 else 2)
     shape = read_shape(str(folder))
+    number = stored // own or (shape.parameters if shape else 0)  # a folder may have config.json alone, for a plan
     trained = number
     if rank:
         adapters = len(parse(config.policies).adapters) if config.policies else 1

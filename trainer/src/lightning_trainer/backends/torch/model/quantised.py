@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.models.bases import ROUNDED, bits_in, write_bits
+from lightning_trainer.models.bases import ROUNDED, NumberFormat, bits_in, write_format
 
 _DEVICES: Final = ("cpu", "cuda")
 # files of a model folder that are copied, in addition to its weights
@@ -149,7 +149,7 @@ def write_dequantised(causal: Any, bits: int, source: Path, folder: Path) -> Non
                 save_file(tensors, folder / file.name, metadata={"format": "pt"})
             elif file.suffix in _COPIED:
                 shutil.copy(file, folder)
-        write_bits(folder / ROUNDED, bits)
+        write_format(folder / ROUNDED, NumberFormat(bits))
     except OSError as error:
         raise ConfigError(f"the dequantised model for the engine can't be written to {folder}: {error}.") from None
     if missing := sorted(layers.keys() - written):
