@@ -12,6 +12,8 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_trainer import TrainConfig
 from lightning_trainer.backends.torch.fit import plan_run
+from lightning_trainer.engines.devices import plan_for
+from lightning_trainer.models.bases import NEEDED, NumberFormat, write_format
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.run import embedded
 
@@ -65,10 +67,14 @@ def plan(folder: Path, size: str, **options):
     model = folder / size
     if not model.exists():
         make_model(model, size)
+    return plan_run(plan_options(folder, model, **options))
+
+
+def plan_options(folder: Path, model: Path, **options) -> TrainConfig:
     tasks = folder / "tasks.jsonl"
     tasks.write_text('{"q": 1}\n')
     given = {"target": "a:run", "data": str(tasks), "model": str(model), "engine": "embedded", "steps": 1}
-    return plan_run(TrainConfig(**{**given, **options}))
+    return TrainConfig(**{**given, **options})
 
 
 FITS_24 = {  # with 24 GB, defaults otherwise
@@ -180,3 +186,53 @@ def test_a_run_that_can_not_fit_is_refused_before_its_model_is_loaded(tmp_path, 
     config = TrainConfig(target="a:run", data=str(tmp_path / "tasks.jsonl"), model=str(tmp_path / "m"), steps=1)
     with pytest.raises(ConfigError, match=r"does not hold the learner: .* GiB are missing"):
         backend._open(config)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "fits"),
+    [
+        ("1.5B", (), (False, True, True)),
+        ("1.5B", ("--policy", "writer=lora,rewriter=lora"), (True, True, True)),
+        ("7B", ("--lora-rank", "16", "--engine", "vllm"), (False, True, True)),
+        ("7B", ("--lora-rank", "16", "--base-bits", "4"), (True, True, True)),
+    ],
+)
+def test_a_run_is_planned_for_a_gpu_that_is_not_here(tmp_path, size, options, fits):
+    from click.testing import CliRunner
+
+    from lightning_trainer.cli import cli
+
+    model = make_model(tmp_path / size, size)
+    (model / "model.safetensors").unlink()  # the shape is enough
+    (tmp_path / "tasks.jsonl").write_text('{"q": 1}\n')
+    given = ["train", "no_module:run", "--data", str(tmp_path / "tasks.jsonl"), "--model", str(model), *options]
+    for card, expected in zip((24, 48, 80), fits, strict=True):
+        done = CliRunner().invoke(cli, [*given, "--dry-run", "--gpu-memory", str(card), "--json"])
+        assert done.exit_code == 0, done.output
+        facts = json.loads(done.output.splitlines()[-1])
+        assert facts["fits"] is expected, done.output
+        assert f"{card}.0 GiB" in done.output
+        if not expected:
+            assert re.search(r"[\d.]+ GiB are missing", done.output)
+            assert "  --" in done.output
+    assert "Add --dry-run" in CliRunner().invoke(cli, [*given, "--gpu-memory", "24"]).output
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_what_a_checkpoint_fixes_is_not_proposed(tmp_path, bits):
+    """Adapters of rank 32 were trained over a model that is too large; rank and bits are theirs."""
+    checkpoint, base = tmp_path / "run", make_model(tmp_path / "7B", "7B")
+    checkpoint.mkdir()
+    (checkpoint / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 32}))
+    write_format(checkpoint / NEEDED, NumberFormat(bits, "bfloat16"))
+    with plan_for(24, 1):
+        found = plan_run(plan_options(tmp_path, checkpoint, engine="vllm"))
+        resumed = plan(tmp_path, "7B", lora_rank=32, resume=tmp_path)
+    assert not found.fits
+    proposed = "\n".join(line for line in found.lines if line.startswith("  --"))
+    assert "--lora-rank" not in proposed
+    assert "--base-bits" not in proposed
+    assert ("--engine-options quantization=bitsandbytes" in proposed) is (bits == 4)
+    assert f"start from its model: --model {base}" in found.lines[-1]
+    assert not any(word in line for line in resumed.lines for word in ("  --lora-rank", "  --base-bits"))
+    assert any("other ones need a new run" in line for line in resumed.lines)

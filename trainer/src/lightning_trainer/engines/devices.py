@@ -1,16 +1,42 @@
-"""The GPUs of this machine and their memory, as reported by NVIDIA's driver or torch."""
+"""The GPUs of this machine and their memory, as reported by NVIDIA's driver or torch; or those that are planned for."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final
+
+from lightning_trainer.models.folders import SIZES_ALONE
 
 _DEVICES: Final = "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
 
 
+_PLANNED: Final[ContextVar[tuple[int, ...]]] = ContextVar("planned GPUs", default=())
+
+
+@contextmanager
+def plan_for(gib: float, count: int) -> Iterator[None]:
+    """Plan within the block for so many GPUs with so many GiB each. Of the model, only its config.json is read."""
+    gpus, sizes = _PLANNED.set((int(gib * 2**30),) * count), SIZES_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(gpus)
+        SIZES_ALONE.reset(sizes)
+
+
+def are_planned() -> bool:
+    """Whether the GPUs are not this machine's: nothing can run on them."""
+    return bool(_PLANNED.get())
+
+
 def gpu_totals() -> list[int]:
     """Return the bytes of each NVIDIA GPU. Asks the driver; if that fails, torch, if it is already imported."""
+    if are_planned():
+        return list(_PLANNED.get())
     try:
         command = _DEVICES.split()
         told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603 - ours

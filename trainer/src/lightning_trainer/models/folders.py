@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,9 @@ _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LONGEST_CONFIG: Final = 20 << 20  # bytes
 _MOST_LAYERS: Final = 10_000
 _LONGEST_HEADER: Final = 100_000_000  # bytes; also the limit of safetensors
+
+
+SIZES_ALONE: Final[ContextVar[bool]] = ContextVar("a configuration is enough", default=False)  # for plans
 
 
 def check_folder(folder: Path) -> None:
@@ -27,6 +31,12 @@ def check_folder(folder: Path) -> None:
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json", ADAPTERS_NAME)):
         raise ConfigError(f"{folder} has no config.json, so it is not a model folder of transformers.")
     _check_config(folder / "config.json")
+    if not SIZES_ALONE.get():
+        _check_contents(folder)
+
+
+def _check_contents(folder: Path) -> None:
+    """Check that a folder has a tokenizer and all weights: `check_folder`."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ConfigError(f"{folder} has no tokenizer (tokenizer.json). Save it there with tokenizer.save_pretrained.")
     if not any(folder.glob("*.safetensors")) and not (folder / ADAPTERS_NAME).is_file():

@@ -14,9 +14,10 @@ from lightning_trainer.backend_protocol import Described, Learner, OpenRun, Star
 from lightning_trainer.callbacks import CallbackContext, open_callbacks, wanted_callbacks
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.engines.contract import check_engines
+from lightning_trainer.engines.devices import are_planned
 from lightning_trainer.gateway.engine import Engine, tool_format
 from lightning_trainer.gateway.prompt.template import check_calls
-from lightning_trainer.report.forecast import Plan, Probe, forecast, lines
+from lightning_trainer.report.forecast import Plan, Probe, disk_lines, forecast, lines
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.rewards import installed
 from lightning_trainer.run.collecting.batches import check_staleness
@@ -119,14 +120,15 @@ class Embedded:
         val = load_tasks(config.val, config.columns) if config.val else []
         start = self.start(config, identity_of(config, tasks))
         planned, fits = self._plan(config)
-        if not fits:
-            return Described("\n".join(planned), {"engine": list(planned), "fits": False})
+        whole = config.step_count(len(tasks))
+        steps, sizes = max(0, whole - start.step), self._sized(config, whole)
+        if not fits or are_planned():
+            disk = disk_lines(*sizes) if sizes and fits else []
+            return Described("\n".join([*planned, *disk]), {"engine": list(planned), "fits": fits})
         for line in planned:  # first, because what follows may end for lack of memory
             progress.note(line)
         count = min(TRIED, config.batch_size, len(tasks))
         places = batch_at(start.step, len(tasks), config.batch_size, config.seed)[:count]
-        whole = config.step_count(len(tasks))
-        steps, sizes = max(0, whole - start.step), self._sized(config, whole)
         between = max(0, steps - 1) // config.val_every if config.val_every else 0
         asked = Plan(
             step_rollouts=config.batch_size * config.group_size + config.fork_count,

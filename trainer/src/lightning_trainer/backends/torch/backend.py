@@ -14,6 +14,7 @@ from lightning_trainer.backends.torch.options import check_device, make_options
 from lightning_trainer.backends.torch.sampler import EMBEDDED, engine_name, engine_of, has_cuda
 from lightning_trainer.callbacks import wanted_callbacks
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.engines.devices import are_planned
 from lightning_trainer.models import look
 from lightning_trainer.policies import parse
 from lightning_trainer.run.data import load_tasks
@@ -90,9 +91,14 @@ def check(config: TrainConfig) -> None:
     if (config.gpus, config.nodes, dict(config.verl)) != (1, 1, {}):
         raise ConfigError('gpus, nodes and verl are options of backend = "verl". Set it, or leave them out.')
     make_options(config.model, learner_options(config))
-    check_device(config.device)
-    need_torch()
-    look(config.model)
+    if not are_planned():
+        check_device(config.device)
+        need_torch()
+    if look(config.model).folder is None and are_planned():
+        raise ConfigError(
+            f"the files of {config.model} are not on this machine, so its sizes are not known. Give a folder with its"
+            " config.json as --model."
+        )
     kind, request = engine_of(config)
     kind.check(request)
     check_disk(config, config.steps)

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.footprint import OVERHEAD, LearnerMemory
+from lightning_trainer.backends.torch.needs import weights_of
 from lightning_trainer.backends.torch.sampler import ASSUMED_TOKENS, EMBEDDED, engine_name, engine_of, learner_memory_of
-from lightning_trainer.engines.devices import gpu_total, gpu_totals
+from lightning_trainer.engines.devices import are_planned, gpu_total, gpu_totals
+from lightning_trainer.engines.vllm.kind import is_installed
 from lightning_trainer.engines.vllm.memory import SPARE, gib
 from lightning_trainer.engines.vllm.rounding import BITS
+from lightning_trainer.models import look
+from lightning_trainer.models.bases import read_base
 
 if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
@@ -51,7 +55,7 @@ def plan_run(config: TrainConfig) -> MemoryFit:
         lines = _divide(config, total)
     except _TooSmallError as error:
         return MemoryFit((*error.lines, *_advice(config, total), *_without_cuda()), fits=not error.certain)
-    return MemoryFit(tuple(lines), fits=True)
+    return MemoryFit((*lines, *(_unplanned(config) if are_planned() else ())), fits=True)
 
 
 class _TooSmallError(Exception):
@@ -129,6 +133,8 @@ def _advice(config: TrainConfig, total: int | None) -> Iterator[str]:
         yield f"  {change.words}: the learner takes {gib(learner.peak if learner else 0)}"
     if not found:
         yield "No option of this backend makes it fit: use a larger GPU, a smaller model, or --backend verl on several."
+    if (reason := _why_fixed(config)) is not None:
+        yield reason
 
 
 class _Change(NamedTuple):
@@ -155,21 +161,52 @@ class _Change(NamedTuple):
         return _Change((*self.flags, *other.flags), {**self.options, **other.options, **more})
 
 
+def _unplanned(config: TrainConfig) -> Iterator[str]:
+    """Yield what a plan for a GPU that is not here leaves out."""
+    if learner_memory_of(config) is None:
+        yield f"memory: not known, because the sizes of {config.model} are not. Give the folder of its config.json."
+    if config.engine is None and engine_name(config) == EMBEDDED and config.lora_rank and not is_installed():
+        yield "Where vLLM is installed, it samples for runs with adapters: to plan that, add --engine vllm."
+    yield "Nothing was loaded, so no time was measured: --dry-run without --gpu-memory measures it on this machine."
+
+
 def _without_cuda() -> Iterator[str]:
-    """Yield a warning if this torch cannot use the planned GPU."""
+    """Yield a warning if this torch cannot use the GPU."""
+    if are_planned():
+        return
     with suppress(PackageNotFoundError):
         if version("torch").endswith("+cpu"):
             yield "The torch that is installed here has no CUDA: to use the processor instead, add --device cpu."
 
 
+def _why_fixed(config: TrainConfig) -> str | None:
+    """Return why a run cannot choose its adapters and the bits under them; None if it can."""
+    if config.resume is not None:
+        return f"lora_rank and base_bits cannot change, because {config.resume} is resumed: other ones need a new run."
+    folder = look(config.model).folder
+    base = None if folder is None else read_base(folder)
+    if base is None or not base.rank:
+        return None
+    return (
+        f"lora_rank and base_bits cannot change, because {config.model} has adapters of rank {base.rank} over"
+        f" {f'{base.bits} bits' if base.bits else 'weights that are not rounded'}. To choose others, start from its"
+        f" model: --model {base.folder}."
+    )
+
+
 def _changes(config: TrainConfig) -> Iterator[_Change]:
     """Yield possible changes: first those with the same trained weights, then fewer trained weights and fewer bits."""
     yield from _smaller(config)
-    unchanged = _Change((), {})
-    adapters = unchanged if config.lora_rank else _Change((f"--lora-rank {_RANK}",), {"lora_rank": _RANK})
-    bits = [unchanged, *(_Change((f"--base-bits {n}",), {"base_bits": n}) for n in (8, 4) if not config.base_bits)]
-    if engine_name(config) != EMBEDDED and config.base_bits in (None, BITS):
-        bits.append(_rounding(config))
+    unchanged, adapters = _Change((), {}), _Change((f"--lora-rank {_RANK}",), {"lora_rank": _RANK})
+    weights, fixed = weights_of(config), _why_fixed(config) is not None
+    given = weights.bits if weights else None
+    bits = [unchanged]
+    if fixed or config.lora_rank:
+        adapters = unchanged
+    if not fixed:
+        bits += [_Change((f"--base-bits {n}",), {"base_bits": n}) for n in (8, 4) if given is None or n < given]
+    if engine_name(config) != EMBEDDED and (given == BITS or (given is None and not fixed)):
+        bits.append(_rounding(config, given))
     engines = [unchanged]
     if engine_name(config) != EMBEDDED:
         engines.append(_Change((f"--engine {EMBEDDED}",), _EMBEDDED))
@@ -185,11 +222,11 @@ def _changes(config: TrainConfig) -> Iterator[_Change]:
                 yield change | less[0] | less[1]
 
 
-def _rounding(config: TrainConfig) -> _Change:
-    """Return the change by which vLLM has the frozen weights in 4 bits, too."""
-    flags = (*((f"--base-bits {BITS}",) if not config.base_bits else ()), "--engine-options quantization=bitsandbytes")
+def _rounding(config: TrainConfig, bits: int | None) -> _Change:
+    """Return the change by which vLLM has the frozen weights in 4 bits, too, if the learner has so many bits."""
+    flags = (*((f"--base-bits {BITS}",) if bits is None else ()), "--engine-options quantization=bitsandbytes")
     options = {**config.engine_options, "quantization": "bitsandbytes"}
-    return _Change(flags, {"base_bits": BITS, "engine_options": options})
+    return _Change(flags, {"engine_options": options, **({"base_bits": BITS} if bits is None else {})})
 
 
 def _smaller(config: TrainConfig) -> Iterator[_Change]:
@@ -202,7 +239,7 @@ def _smaller(config: TrainConfig) -> Iterator[_Change]:
         yield _Change((f"--backend-options slots={_SLOTS}",), {"backend_options": {**options, "slots": _SLOTS}})
     if not embedded and (config.max_model_len or ASSUMED_TOKENS + 1) > ASSUMED_TOKENS:
         yield _Change((f"--max-model-len {ASSUMED_TOKENS}",), {"max_model_len": ASSUMED_TOKENS})
-    if config.lora_rank > _RANK:
+    if config.lora_rank > _RANK and _why_fixed(config) is None:
         yield _Change((f"--lora-rank {_RANK}",), {"lora_rank": _RANK})
     if not embedded and config.engine_gpus is None and len(gpu_totals()) > 1:
         yield _Change(("--engine-gpus 1",), {"engine_gpus": "1"})

@@ -11,7 +11,7 @@ from lightning_trainer.backends.torch.footprint import LearnerMemory, learner_me
 from lightning_trainer.backends.torch.needs import weights_of
 from lightning_trainer.callbacks import wanted_callbacks
 from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldModel
-from lightning_trainer.engines.devices import gpu_total
+from lightning_trainer.engines.devices import are_planned, gpu_total
 from lightning_trainer.engines.vllm.kind import is_installed
 from lightning_trainer.engines.vllm.memory import least_memory
 from lightning_trainer.engines.vllm.rounding import read_vllm_bits
@@ -142,7 +142,11 @@ def learner_memory_of(config: TrainConfig, total: int | None = None) -> LearnerM
 
 
 def has_cuda(device: str) -> bool:
-    """Return whether torch finds the GPU that a device names."""
+    """Return whether torch finds the GPU that a device names, or whether one is planned for."""
+    if device.partition(":")[0] not in ("auto", "cuda"):
+        return False
+    if are_planned():
+        return True
     import torch
 
-    return device.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()
+    return torch.cuda.is_available()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import merge
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json
@@ -34,12 +35,28 @@ EXAMPLE = (
     " memory and disk space of a run, whether there is something to learn, and a forecast for"
     " GPUs. With verl: prints its configuration and requirements, and starts nothing.",
 )
+@click.option(
+    "--gpu-memory",
+    type=click.FloatRange(min=1),
+    metavar="GB",
+    help="With --dry-run: plan for GPUs with this much memory, such as 24 or 80, instead of this machine's. Prints"
+    " whether the run fits on them and what to change if it does not. Loads and runs nothing.",
+)
 @json_flag("With --dry-run: print one JSON object as the last line.")
 @click.option(
     "--view", "viewed", is_flag=True, help="Show the run in a web page while it trains, as lightning-rl view does."
 )
 @config_options(leave_out=frozenset({"target"}))
-def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bool, viewed: bool, **flags: Any) -> None:
+def command(
+    *,
+    target: str | None,
+    file: Path | None,
+    dry_run: bool,
+    gpu_memory: float | None,
+    as_json: bool,
+    viewed: bool,
+    **flags: Any,
+) -> None:
     """Train the agents that you name in the program TARGET (module:function), which is called as run(task).
 
     The program returns the reward: a number, or numbers by agent name. The last line on stdout is JSON with the rewards
@@ -53,8 +70,10 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
     from lightning_trainer.run.train import describe, train
 
     config = _config(file, {**given(flags), **({"target": target} if target else {})})
+    if gpu_memory and not dry_run:
+        raise ConfigError("--gpu-memory plans for a GPU that is not here. Add --dry-run.")
     if dry_run:
-        with Shown(_title(config, "trying")) as shown:
+        with Shown(_title(config, "trying")) as shown, _planning(config, gpu_memory):
             described = describe(config, shown)
         click.echo(described.text)
         if as_json:
@@ -68,6 +87,16 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
         result = train(config, watched)
     _print_sentences(result)
     print_json(_facts(result))
+
+
+def _planning(config: TrainConfig, memory: float | None) -> AbstractContextManager[None]:
+    """Plan for GPUs with so many GB, as many as the options name; None: for this machine's."""
+    from lightning_trainer.engines.devices import plan_for
+
+    if memory is None:
+        return nullcontext()
+    named = [int(number) + 1 for number in (config.engine_gpus or "").split(",") if number.isdigit()]
+    return plan_for(memory, max([config.gpus, *named]))
 
 
 def _print_sentences(result: Result) -> None:

@@ -22,7 +22,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldModel
-from lightning_trainer.engines.devices import gpu_totals
+from lightning_trainer.engines.devices import are_planned, gpu_totals
 from lightning_trainer.engines.vllm.folders import make_folder
 from lightning_trainer.engines.vllm.memory import MemoryPlan, plan_memory
 from lightning_trainer.engines.vllm.policies import BASE_NAME, VllmPolicies
@@ -73,6 +73,9 @@ class VllmKind:
                     "vLLM on another machine reads adapters from a folder that both machines see under the same path."
                     ' Name it: engine_options = {folder = "/shared/adapters"}.'
                 )
+            return
+        if are_planned():  # what is installed here does not matter
+            check_rounding(request, installed=True)
             return
         found = look(request.python)
         if not found.vllm:
