@@ -175,7 +175,8 @@ def test_one_update_is_that_of_the_torch_backend(model, rows, aggregation, tmp_p
 
 
 def test_a_loras_checkpoint_is_the_model_that_vllm_got(model, tmp_path):
-    worker = worker_of(model, lora_rank=4)
+    merged = {"actor_rollout_ref": {"model": {"lora": {"merge": True}}}}
+    worker = worker_of(model, lora_rank=4, verl=merged)
     engine = worker.actor.engine
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():

@@ -126,6 +126,7 @@ def test_adapters_and_a_critic_learn(options):
     assert all(step["logprob_correlation"] > 0.9999 for step in steps)
     assert all(step["verl/critic/vf_loss"] > 0 for step in steps)
     assert steps[1]["grad_norm"] > 0
+    assert steps[1]["logprob_gap"] < 1e-5 < steps[1]["verl/actor/reward_kl_penalty"], "vLLM samples with the adapter"
     shape, model = read_shape(options["model"]), Path(options["model"])
     forecast = checkpoint_bytes(shape, adapters=lora_parameters(model, 4), critic=True)
     newest = (result.folder / "checkpoint").resolve().parents[1]

@@ -29,9 +29,11 @@ class Replica:
         self.held: int | None = None
         self.holding = asyncio.Event()
         self.status = 200
+        self.adapters: list[str] = []
 
     async def models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "/path/of/model"}]})
+        base = "/path/of/model"
+        return web.json_response({"data": [{"id": base}, *({"id": each, "parent": base} for each in self.adapters)]})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
@@ -236,3 +238,18 @@ async def test_a_prompt_that_leaves_no_room_is_refused(prompt):
 async def test_without_a_limit_the_answer_may_fill_the_context():
     async with engine_of(Replica()) as (engine, _):
         assert len(await drawn(engine, Sampling())) == 32 - len(PROMPT)
+
+
+async def test_requests_name_the_adapter_that_verl_sent_and_never_the_model_without_it():
+    replica = Replica()
+    async with serving(replica) as address:
+        engine = VllmEngine(tokenizer=None, max_model_len=32, adapter=True)
+        with pytest.raises(ReplicaError, match=r"does not list the LoRA adapter .*lora\.merge"):
+            await engine.serve([address], 1)
+        replica.adapters = ["123"]
+        await engine.serve([address], 1)
+        try:
+            await drawn(engine, Sampling(max_tokens=1))
+        finally:
+            await engine.close()
+    assert [body["model"] for body in replica.requests] == ["123"]

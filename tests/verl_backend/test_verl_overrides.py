@@ -115,11 +115,22 @@ def test_losses_and_their_terms_reach_verl(options, expected):
     assert {key: values[key] for key in expected} == expected
 
 
-def test_lora_is_merged_before_weights_are_sent():
+def test_adapters_are_sent_as_adapters_unless_merging_is_asked_for():
+    merge, load, middleware = (
+        "actor_rollout_ref.model.lora.merge",
+        "actor_rollout_ref.rollout.load_format",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.middleware",
+    )
     values = told(lora_rank=16)
     assert values["actor_rollout_ref.model.lora_rank"] == 16
     assert values["actor_rollout_ref.model.lora_alpha"] == 32
-    assert values["actor_rollout_ref.model.lora.merge"] is True
+    assert (values[merge], values[load]) == (False, "auto")
+    assert middleware in values
+    merged = told(lora_rank=16, verl={"actor_rollout_ref": {"model": {"lora": {"merge": True}}}})
+    assert (merged[merge], merged[load]) == (True, "dummy")
+    assert middleware not in merged
+    assert told()[load] == "dummy"
+    assert merge not in told()
 
 
 def test_staleness_turns_to_asynchronous_collection_with_importance_correction():

@@ -57,6 +57,7 @@ class VllmEngine:
         model: str = "policy",
         abilities: frozenset[str] = frozenset(),
         tool_format: str | None = None,
+        adapter: bool = False,
     ) -> None:
         self.model = model
         self.abilities = abilities
@@ -64,6 +65,7 @@ class VllmEngine:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.version = 0
+        self._adapter = adapter
         self._loads: dict[str, int] = {}  # requests in progress by replica
         self._names: dict[str, str] = {}  # the model's name at each replica
         self._serving = asyncio.Event()
@@ -171,5 +173,13 @@ class VllmEngine:
 
     async def _name_at(self, address: str) -> str:
         async with self._connection().get(f"http://{address}/v1/models") as response:
+            if response.status != 200:
+                raise ReplicaError(f"vLLM at {address} answered {response.status}: {(await response.text())[:500]}")
             models = orjson.loads(await response.read())["data"]
-        return str(models[0]["id"])
+        names = [str(model["id"]) for model in models if bool(model.get("parent")) is self._adapter]
+        if not names:
+            raise ReplicaError(
+                f"vLLM at {address} does not list the LoRA adapter that verl sends. To send whole weights instead, set"
+                ' "actor_rollout_ref.model.lora.merge" = true in the table verl.'
+            )
+        return names[0]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from lightning_trainer.backend_protocol import OpenRun
+from lightning_trainer.backends.verl.options.adapters import sends_adapters
 from lightning_trainer.backends.verl.options.overrides import DEFAULT_CONTEXT, Site, flatten
 from lightning_trainer.backends.verl.options.profiles import LOGPROBS_MODE, logprobs_mode
 from lightning_trainer.backends.verl.report import Reporter
@@ -37,7 +38,13 @@ def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
     context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
     tokenizer = load_tokenizer(config.model, config.chat_template, config.system_messages)
     check_calls(tokenizer, config.tool_format)
-    engine = VllmEngine(tokenizer, context, abilities=abilities_of(config), tool_format=config.tool_format)
+    engine = VllmEngine(
+        tokenizer,
+        context,
+        abilities=abilities_of(config),
+        tool_format=config.tool_format,
+        adapter=sends_adapters(config.lora_rank, dict(flatten(config.verl))),
+    )
     folder, keys = run.folder.absolute(), Keys.fresh()
     with serve(
         run.store,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.verl.options.adapters import adapter_options
 from lightning_trainer.backends.verl.options.algorithms import AGGREGATIONS, on_verl
 from lightning_trainer.backends.verl.options.packing import settle
 from lightning_trainer.backends.verl.options.profiles import OF_OWN_RAY, Values, defaults, model_path, on_cpu
@@ -64,10 +65,10 @@ def overrides(config: TrainConfig, site: Site, shape: Shape | None, *, flash_att
         raise ConfigError(f"max_model_len {context} is more than the {shape.context} tokens of {config.model}.")
     derived = _derived_options(config, site, context)
     connecting = _connection_options(config, site)
-    values = defaults(config, shape, flash_attention=flash_attention)
+    passed = dict(flatten(config.verl))
+    values = defaults(config, shape, flash_attention=flash_attention) | adapter_options(config.lora_rank, passed)
     if config.device == "cpu":
         values |= on_cpu(config)
-    passed = dict(flatten(config.verl))
     _refuse(passed, derived, connecting)
     known = {key.lstrip("+"): key for key in values}
     for key, value in passed.items():

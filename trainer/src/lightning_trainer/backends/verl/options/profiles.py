@@ -57,7 +57,6 @@ def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool)
         f"{rollout}.tensor_model_parallel_size": tensor_parallel(shape, config.gpus),
         f"{rollout}.gpu_memory_utilization": 0.5,
         f"{rollout}.enable_chunked_prefill": True,
-        f"{rollout}.load_format": "dummy",  # the trainer's weights arrive before the first call
         LOGPROBS_MODE: logprobs_mode(config),
         "data.dataloader_num_workers": 0,
         "reward.num_workers": 0,  # rewards come with the rollouts
@@ -73,8 +72,6 @@ def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool)
         values["+ray_kwargs.ray_init.address"] = "local"  # a separate Ray, whatever else uses Ray on this machine
         values["+ray_kwargs.ray_init.include_dashboard"] = False
         values["ray_kwargs.ray_init.num_cpus"] = 12 + 4 * config.gpus  # logical
-    if config.lora_rank:
-        values[f"{model}.lora.merge"] = True  # the gateway asks vLLM for the policy, not for an adapter next to it
     if on_verl(config).critic:
         values |= {
             "critic.strategy": "fsdp2",
