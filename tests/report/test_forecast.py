@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_trainer.report.forecast import (
+    MeasuredUpdate,
     Plan,
     Probe,
     Tried,
@@ -23,7 +24,8 @@ ALWAYS = Tried(place=2, rewards=(1.0, 1.0), contrast=False)
 
 
 def probe(tried: list[Tried], **numbers: object) -> Probe:
-    known = {"rollouts": 64, "rollout_seconds": 8.0, "updates": ((3375, 2.0),), "tokens_prompt": 18_000}
+    updates = (MeasuredUpdate(3, 3375, 2.0),)
+    known = {"rollouts": 64, "rollout_seconds": 8.0, "updates": updates, "tokens_prompt": 18_000}
     return Probe(tried=tried, **{**known, "tokens_generated": 1700, "tokens_in_rows": 9000, **numbers})  # type: ignore[arg-type]
 
 
@@ -45,7 +47,7 @@ def test_verdict_is_plain(tried: list[Tried], says: str) -> None:
 def test_forecast_of_the_demo_is_within_a_quarter_of_what_was_measured() -> None:
     """Two steps of `nox -s demo` on one machine, in use: the first is what a dry run measures."""
     first = probe(
-        [*[HALF] * 3, *[NEVER] * 5], rollout_seconds=123.25, updates=((3375, 140.16),),
+        [*[HALF] * 3, *[NEVER] * 5], rollout_seconds=123.25, updates=(MeasuredUpdate(3, 3375, 140.16),),
         tokens_prompt=18241, tokens_generated=1612,
     )  # fmt: skip
     found = forecast(first, Plan(step_rollouts=64, steps=2, val_rollouts=64, validations=1))
@@ -77,13 +79,28 @@ def test_rollouts_that_ran_at_once_in_smaller_numbers_are_forecast_at_the_steps_
 
 
 def test_a_forecast_says_what_it_rests_on() -> None:
-    one = probe([HALF], rollouts=8, phases=((8, 8.0),), updates=((600, 2.0), (1125, 2.5)))
+    updates = (MeasuredUpdate(0.5, 600, 2.0), MeasuredUpdate(1, 1125, 2.5))
+    one = probe([HALF], rollouts=8, phases=((8, 8.0),), updates=updates)
     said = "\n".join(lines(forecast(one, Plan(step_rollouts=64, steps=10, at_once=32))))
     assert (
-        "measured: 8 rollouts, 8 at once (in a step 32, so a step may be faster), and an update on 1,125 tokens" in said
+        "measured: 8 rollouts, 8 at once (in a step 32, so a step may be faster), and an update on 1,125 packed tokens"
+        in said
     )
     assert sampling_seconds(one, 64, 32) == pytest.approx(64.0)
     assert learning_seconds(one, 2175) == pytest.approx(3.5), "the optimiser's step does not grow with the rows"
+
+
+def test_an_update_is_forecast_by_tokens_that_the_learner_computes() -> None:
+    """Eight rows share a prompt of 1,200 tokens and add 50 each. A packed token takes 1 ms, a step 1 s."""
+    half, whole = (MeasuredUpdate(rows / 8, 1200 + 50 * rows, 1.0 + (1200 + 50 * rows) / 1000) for rows in (4, 8))
+    plan = Plan(step_rollouts=32, steps=1)
+    one = probe([HALF], rollouts=8, updates=(half, whole), tokens_in_rows=8 * 1250)
+    found = forecast(one, plan)
+    assert (found["rows_tokens_step"], found["packed_tokens_step"]) == (40_000, 4 * 1600)
+    assert found["seconds_update"] == pytest.approx(1.0 + 6.4)
+    begun_alike = replace(whole, groups=3, tokens=200 + 3 * 1400, seconds=1.0 + 4.4)
+    three = probe([HALF] * 3, rollouts=24, updates=(whole, begun_alike), tokens_in_rows=24 * 1250)
+    assert forecast(three, plan)["packed_tokens_step"] == 200 + 4 * 1400
 
 
 def test_each_agent_is_told_with_what_it_earned_where_it_was_given_its_own() -> None:

@@ -2,29 +2,31 @@
 
 Time, on this machine:
 
-    step = r(R) + u(s T)
+    step = r(R) + u(p(s G))
     run  = load + steps step + validations r(V)
     r(n) = (n / c) (a + b c) + j n
     u(t) = d + e t
+    p(g) = h + i g
 
 r are the seconds of n rollouts, c of them at once; R are the rollouts of a step, V those of a validation, j the seconds
 of a judge for each. Rollouts are measured twice, first a single group and then as many as fit into the limit, which
 gives a and b if more ran at once the second time; otherwise a is 0, and the forecast is too long if more run at once in
-a step. u are the seconds of an update on t tokens of training rows. It is measured on one group and on as many as fit
-into the limit, after a first update, which allocates the optimiser. So d contains what does not grow with the rows: the
-optimiser's step and the prompts that all rows begin with. T are the tokens of a step, and s is their share in groups
-with a signal. It grows while a policy learns and falls when it has learned: the forecast uses the mean of the measured
-share and 1.
+a step. u are the seconds of an update on t packed tokens: those of the rows, with beginnings that rows share counted
+once, because the learner computes them once. It is measured on one group and on as many as fit into the limit, after a
+first update, which allocates the optimiser. So d contains what does not grow with the tokens: the optimiser's step. p
+are the packed tokens of g groups; h are those that all groups begin with, 0 if only one was measured. G are the groups
+of a step, and s is the share of them with a signal. It grows while a policy learns and falls when it has learned: the
+forecast uses the mean of the measured share and 1.
 
 GPUs, for N weights, P prompt and G generated tokens of a step, B rollouts at once, on accelerators of F = 989 TFLOP/s
 in bfloat16 with 3.35 TB/s (H100 SXM), each a sum over all accelerators:
 
     prompts    2 N P / (0.4 F)
     answers    G max(2 N / B bandwidth, 2 N / 0.4 F) / 0.6       every step of decoding reads all weights, 2 bytes each
-    update     8 N (P' + G) / (0.35 F)                           6 N, and 2 N more for gradient checkpointing
+    update     8 N T / (0.35 F)                                  6 N, and 2 N more for gradient checkpointing
     step       their sum / 0.7 + 20 s x accelerators             stragglers; weight transfer
 
-P' are prompt tokens with shared prefixes counted once. Memory is 16 bytes per weight (float32 master, gradient, two
+T are the packed tokens of all groups of a step. Memory is 16 bytes per weight (float32 master, gradient, two
 moments), on as many accelerators of 80 GB as that takes, times 1.3 for activations and cache. The shares 0.4, 0.35, 0.6
 and 0.7, the 20 s and the 1.3 are assumed: no run of this program on such accelerators was measured. Time on this
 machine is measured; the GPU lines are order-of-magnitude estimates for planning.
@@ -68,6 +70,21 @@ class Tried:
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredUpdate:
+    """One update that was measured.
+
+    Attributes:
+        groups: number of groups whose rows it learned from; below 1 for a part of one.
+        tokens: packed tokens of these rows.
+        seconds: that it took.
+    """
+
+    groups: float
+    tokens: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """The measurements.
@@ -77,9 +94,9 @@ class Probe:
         rollouts: how many ran.
         rollout_seconds: that they took, including the judge if there is one.
         phases: rollouts that were queued together, and the seconds until all had ended.
-        updates: tokens in the training rows of each measured update, and its seconds.
+        updates: the measured updates, the one on the fewest tokens first.
         tokens_prompt, tokens_generated: of all rollouts.
-        tokens_in_rows: of the training rows, shared prefixes counted once.
+        tokens_in_rows: of the training rows, each counted whole.
         tokens_in_calls: of the same calls if each were a separate row.
         calls: model calls by agent.
         earned: mean reward of each agent that got its own reward.
@@ -102,7 +119,7 @@ class Probe:
     trained: Sequence[str] = ()
     constant: Mapping[str, float] = field(default_factory=dict)
     phases: Sequence[tuple[int, float]] = ()
-    updates: Sequence[tuple[int, float]] = ()
+    updates: Sequence[MeasuredUpdate] = ()
     load_seconds: float = 0.0
     memory: int = 0
     gpu_memory: int = 0
@@ -140,7 +157,9 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
     """Return the forecast as a JSON object; see the module for its formulas."""
     scale = plan.step_rollouts / max(probe.rollouts, 1)
     share = (probe.signal + 1) / 2
-    update = learning_seconds(probe, share * probe.tokens_in_rows * scale)
+    groups = len(probe.tried) * scale
+    packed = packed_tokens(probe, groups)
+    update = learning_seconds(probe, packed_tokens(probe, share * groups))
     rollouts, validation = (sampling_seconds(probe, n, plan.at_once) for n in (plan.step_rollouts, plan.val_rollouts))
     step = rollouts + update
     means = [task.mean for task in probe.tried if task.mean is not None]
@@ -163,6 +182,7 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
             for name, count in probe.calls.items()
         },
         "rows_tokens_step": round(probe.tokens_in_rows * scale),
+        "packed_tokens_step": round(packed),
         "call_tokens_step": round(probe.tokens_in_calls * scale),
         "learned_share": round(share, 4),
         "validation_steps": round(plan.validations * plan.val_rollouts / max(plan.step_rollouts, 1), 4),
@@ -173,14 +193,14 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
         "seconds_update": round(update, 1),
         "measured_at_once": min(max((count for count, _ in probe.phases), default=probe.rollouts), plan.at_once),
         "step_at_once": min(plan.step_rollouts, plan.at_once),
-        "measured_update_tokens": max((tokens for tokens, _ in probe.updates), default=0),
+        "measured_update_tokens": max((update.tokens for update in probe.updates), default=0),
         "seconds_run": round(probe.load_seconds + plan.steps * step + plan.validations * validation, 1),
         "steps": plan.steps,
         "memory_bytes": probe.memory,
         "gpu_memory_bytes": probe.gpu_memory,
         "checkpoint_bytes": plan.checkpoint,
         "disk_bytes": plan.disk,
-        "gpu": {name: _gpu(size, probe, plan, scale) for name, size in _SIZES.items()},
+        "gpu": {name: _gpu(size, probe, plan, packed) for name, size in _SIZES.items()},
     }
 
 
@@ -201,14 +221,26 @@ def sampling_seconds(probe: Probe, count: int, at_once: int) -> float:
     return count * (each + judge)
 
 
+def packed_tokens(probe: Probe, groups: float) -> float:
+    """Return the packed tokens of so many groups: p(g) of the module. Those of the rows if no update was measured."""
+    if not probe.updates:
+        return probe.tokens_in_rows * groups / max(len(probe.tried), 1)
+    few, many = probe.updates[0], probe.updates[-1]
+    each = many.tokens / many.groups
+    if few.groups >= 1 and many.groups > few.groups:
+        each = min((many.tokens - few.tokens) / (many.groups - few.groups), each)
+    return many.tokens + each * (groups - many.groups)
+
+
 def learning_seconds(probe: Probe, tokens: float) -> float:
-    """Return the seconds of an update on so many tokens of training rows: u(t) of the module."""
+    """Return the seconds of an update on so many packed tokens: u(t) of the module."""
     if not probe.updates:
         return 0.0
-    (few, short), (many, long) = probe.updates[0], probe.updates[-1]
-    each = long / max(many, 1)
-    slope = min(max((long - short) / (many - few), 0.0), each) if many > few else each
-    return long + slope * (tokens - many)
+    few, many = probe.updates[0], probe.updates[-1]
+    each = many.seconds / max(many.tokens, 1)
+    if many.tokens > few.tokens:
+        each = min(max((many.seconds - few.seconds) / (many.tokens - few.tokens), 0.0), each)
+    return many.seconds + each * (tokens - many.tokens)
 
 
 def verdict(tried: Sequence[Tried]) -> str:
@@ -231,11 +263,12 @@ def verdict(tried: Sequence[Tried]) -> str:
     return f"no signal: in each task {who}. Use more samples, a higher temperature, or a reward with more values"
 
 
-def _gpu(size: float, probe: Probe, plan: Plan, scale: float) -> dict[str, float]:
+def _gpu(size: float, probe: Probe, plan: Plan, packed: float) -> dict[str, float]:
+    scale = plan.step_rollouts / max(probe.rollouts, 1)
     prompts, answers = probe.tokens_prompt * scale, probe.tokens_generated * scale
     at_once = max(1, min(256, plan.step_rollouts))
     decode = max(2 * size / (at_once * _BANDWIDTH), 2 * size / (0.4 * _FLOPS)) / 0.6
-    update = 8 * size * probe.tokens_in_rows * scale / (0.35 * _FLOPS)
+    update = 8 * size * packed / (0.35 * _FLOPS)
     gpus = 2 ** math.ceil(math.log2(max(1.0, 16 * size * 1.3 / _MEMORY)))
     seconds = (2 * size * prompts / (0.4 * _FLOPS) + answers * decode + update) / 0.7 + 20 * gpus
     return {
@@ -265,25 +298,31 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     if facts["measured_at_once"] < facts["step_at_once"]:
         rests += f" (in a step {facts['step_at_once']}, so a step may be faster)"
     if facts["measured_update_tokens"]:
-        rests += f", and an update on {facts['measured_update_tokens']:,} tokens"
+        rests += f", and an update on {facts['measured_update_tokens']:,} packed tokens"
     found += [
         f"time per step: {facts['seconds_step']:.1f} s ({times})",
         f"  measured: {rests}",
-        f"  {read:,} prompt tokens, {written:,} generated, {facts['rows_tokens_step']:,} in training rows",
+        (
+            f"  {read:,} prompt tokens, {written:,} generated, {facts['rows_tokens_step']:,} in training rows,"
+            f" {facts['packed_tokens_step']:,} packed"
+        ),
         f"time of the run: {_duration(facts['seconds_run'])} on this machine, {amount(facts['steps'], 'step')}",
         f"memory: {facts['memory_bytes'] / 1e9:.1f} GB in this process (measured), plus the worker processes",
     ]
     if facts["gpu_memory_bytes"]:
         found.append(f"GPU memory: {facts['gpu_memory_bytes'] / 1e9:.1f} GB for the learner's tensors (measured)")
     if facts["disk_bytes"] is not None:
-        found.append(
-            f"disk: {facts['disk_bytes'] / 1e9:.2f} GB at most, {facts['checkpoint_bytes'] / 1e9:.2f} GB per checkpoint"
-        )
+        found += disk_lines(facts["checkpoint_bytes"], facts["disk_bytes"])
     found.append("the same run on GPUs (H100, 80 GB), estimated from assumed efficiencies:")
     for name, gpu in facts["gpu"].items():
         count = f"{gpu['gpus']} GPU{'s' if gpu['gpus'] > 1 else ''}"
         found.append(f"  {name:>5}: {count}, {gpu['memory_gb']} GB, {_gpu_hours(gpu['gpu_hours_run'])}")
     return found
+
+
+def disk_lines(checkpoint: int, disk: int) -> list[str]:
+    """Return what a run's checkpoints take, as a line of text."""
+    return [f"disk: {disk / 1e9:.2f} GB at most, {checkpoint / 1e9:.2f} GB per checkpoint"]
 
 
 def _gpu_hours(hours: float) -> str:

@@ -21,7 +21,7 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.judges import RolloutJudge, open_judge, read_judge
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import last_error, where_calls_go
-from lightning_trainer.report.forecast import Probe, Tried
+from lightning_trainer.report.forecast import MeasuredUpdate, Probe, Tried
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.speed.memory import process_peak
 from lightning_trainer.rl.algorithms import algorithm_by_name
@@ -113,7 +113,7 @@ def probe(
         )
         loaded = time.monotonic() - began
         ran = _run(config, [tasks[place] for place in places], session, judge, progress, limit_s=limit_s)
-        learned = _learn(learner, ran.rows, progress, limit_s) if update else ([], 0.0)
+        learned = _learn(learner, ran.rows, progress, limit_s) if update else ((), 0.0)
         return _make_probe(
             config, places[: len(ran.outcomes) // config.group_size], ran, load_seconds=loaded, learned=learned
         )
@@ -193,8 +193,8 @@ def _run(
 
 def _learn(
     learner: Learner, rows: Sequence[Row], progress: Progress, limit_s: float
-) -> tuple[list[tuple[int, float]], float]:
-    """Return tokens and seconds of two updates, and peak bytes on the GPU; no updates if there are no rows.
+) -> tuple[Sequence[MeasuredUpdate], float]:
+    """Return two measured updates, and peak bytes on the GPU; no updates if there are no rows.
 
     The first update, which allocates the optimiser, is not measured. All are discarded, so rows of groups without a
     signal are learned from as well, to measure the time.
@@ -207,13 +207,15 @@ def _learn(
     few, *others = groups.values() if len(groups) > 1 else _halves(*groups.values())
     progress.phase(f"measuring updates on {len(few)} rows and more, which are then discarded")
     learner.update(few)
-    updates, memory = list[tuple[int, float]](), 0.0
+    updates, memory, whole = list[MeasuredUpdate](), 0.0, Counter(row.group_id for row in rows)
     for _ in range(2):
-        done = updates[-1][1] if updates else 0.0
+        done = updates[-1].seconds if updates else 0.0
         many = others[: more_tasks(1, len(others), done, limit_s)] if updates else []
         chosen, began = [*few, *(row for group in many for row in group)], time.monotonic()
-        memory = learner.update(chosen).get("gpu_memory_bytes", 0.0)
-        updates.append((sum(len(row.tokens) for row in chosen), time.monotonic() - began))
+        told = learner.update(chosen)
+        seconds, memory = time.monotonic() - began, told.get("gpu_memory_bytes", 0.0)
+        tokens = int(told.get("packed_tokens") or sum(len(row.tokens) for row in chosen))
+        updates.append(MeasuredUpdate(round(sum(1 / whole[row.group_id] for row in chosen), 6), tokens, seconds))
     return updates, memory
 
 
@@ -231,7 +233,7 @@ def _make_probe(
     ran: _Ran,
     *,
     load_seconds: float,
-    learned: tuple[Sequence[tuple[int, float]], float],
+    learned: tuple[Sequence[MeasuredUpdate], float],
 ) -> Probe:
     paths = [node.path for trace in ran.traces for node in trace.chats]
     calls = Counter("(no name)" if path is None else label(path, config.agents) for path in paths)
