@@ -326,7 +326,11 @@ def tinker(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Train the demo on an NVIDIA GPU with each backend, and measure; what we add is measured beside plain verl."""
+    """Train the demo on a GPU with each backend, and measure. `-- --carry OUT`: for a machine without a network."""
+    if session.posargs[:1] == ["--carry"]:
+        session.install("packaging", "uv")
+        session.run("python", "tests/gpu/carry.py", *session.posargs[1:])
+        return
     own = [ROOT / "core", ROOT / "plugins/openai", ROOT / "plugins/langchain"]
     alone = any(arg.removeprefix("--backends=") == "torch" for arg in session.posargs)  # without vLLM's gigabytes
     extras = "torch" if alone else "torch,verl"

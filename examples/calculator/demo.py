@@ -23,6 +23,7 @@ from rich.table import Table
 
 from lightning_trainer import Result, TrainConfig, models, train
 from lightning_trainer.report.progress import Shown
+from lightning_trainer.run.train import describe
 
 HERE = Path(__file__).parent
 console = Console()
@@ -45,8 +46,8 @@ def served(model: Path, folder: Path) -> Iterator[None]:
             process.wait(30)
 
 
-def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.Namespace) -> Result:
-    config = TrainConfig(
+def config_of(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.Namespace) -> TrainConfig:
+    return TrainConfig(
         target="agent:run",
         data=write(folder / "train.jsonl", problems(seed=args.seed + 1, count=args.steps * args.batch_size)),
         val=write(folder / "val.jsonl", problems(seed=12345, count=32)),
@@ -68,6 +69,10 @@ def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.N
         concurrency=32,
         seed=args.seed,
     )
+
+
+def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.Namespace) -> Result:
+    config = config_of(model, agents, folder, args)
     with Shown(f"{', '.join(agents)} of the calculator on {model.name}") as progress:
         return train(config, progress)
 
@@ -112,6 +117,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="such as cpu or cuda")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dry-run", action="store_true", help="train nothing; the last line is the forecast as JSON")
     parser.add_argument("--out", type=Path, default=Path("runs") / time.strftime("calculator-%Y%m%d-%H%M%S"))
     args = parser.parse_args()
     began = time.monotonic()
@@ -123,6 +129,10 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     model = models.resolve(args.model)
+    if args.dry_run:
+        described = describe(config_of(model, agents, folder, args))
+        print(described.text, json.dumps(dict(described.facts)), sep="\n")
+        return
     if set(agents) >= {"caller", "answerer"}:
         result = trained(model, agents, folder, args)
     else:
