@@ -40,6 +40,7 @@ from support.cli import call, told
 from support.fakes import FakeEngine
 
 KINDS = ["candidate", "shadow", "canary", "canary", "stable"]  # rows of a round; the second canary is the approval
+TRACES = 15
 CONFIG = """
 agent = "writer"
 base = "base"
@@ -164,7 +165,7 @@ class Site:
         for path in [self.folder / "effects.txt", *self.folder.glob("lightning.db*")]:
             path.unlink()
         self.traces = 0
-        self.record_traces(12)
+        self.record_traces(TRACES)
 
     def step(self) -> None:
         """Be killed here, if it is the turn."""
@@ -206,7 +207,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     keys = Keys.from_file(tmp_path / "lightning.key.secret")
     (tmp_path / "lightning.key").write_text(keys.issue("admin"))
     (tmp_path / "loop.toml").write_text(CONFIG)
-    site.record_traces(12)
+    site.record_traces(TRACES)
 
     def train(run: Any, _: Any) -> Any:
         folder = run.resume or run.out
@@ -321,7 +322,7 @@ def test_a_round_goes_from_traces_to_a_promotion_and_the_next_takes_newer_traces
     ]
     tasks = [json.loads(line)["question"] for name in ("train", "held-out")
              for line in (site.out / "2" / f"{name}.jsonl").read_text().splitlines()]  # fmt: skip
-    assert sorted(tasks) == sorted(f"question {place}" for place in range(12, 22))
+    assert sorted(tasks) == sorted(f"question {place}" for place in range(TRACES, TRACES + 10))
 
 
 def test_the_loop_works_through_a_server_which_verifies_the_approval(site: Site) -> None:
@@ -425,7 +426,7 @@ def test_only_traces_that_may_be_used_become_tasks(site: Site) -> None:
         store.add_calls([live_call(place, **make_terms(consent=False)) for place in range(50, 53)])
         store.add_calls([live_call(60, **make_terms(tenant="acme"))])
     found = json.loads(site.call("--dry-run", "--json").stdout)["select"]
-    assert found["tasks"] + found["held_out"] == 12
+    assert found["tasks"] + found["held_out"] == TRACES
     assert sorted(found["left_out"].values()) == [1, 3]
 
 
@@ -438,6 +439,21 @@ def test_options_of_a_round_that_goes_on_can_not_change(site: Site) -> None:
     site.finish()
     file.write_text(CONFIG.replace("steps = 3", "steps = 4"))
     assert site.call().exit_code == 0, "a new round may have other options"
+
+
+def test_a_round_that_can_not_learn_from_its_tasks_is_refused_before_it_selects_them(site: Site) -> None:
+    file = site.folder / "loop.toml"
+    site.use("improve")
+    file.write_text(file.read_text().replace("least = 10", "least = 10\nheld_out = 0.4"))
+    told(site.call("--dry-run"), "select.least is too small: improve needs 12 tasks")
+    site.use("prompts")
+    enough = file.read_text().replace("budget = 100", "budget = 22")
+    file.write_text(enough.replace("budget = 22", "budget = 21"))
+    for more in (("--dry-run",), ()):
+        told(site.call(*more), "train.budget = 21 is too small for 12 tasks", "on 6 of them takes 22 rollouts")
+    file.write_text(enough)
+    assert site.call("--dry-run").exit_code == 0
+    assert site.call().exit_code == 0, "the round has done nothing yet, so its options may change"
 
 
 @pytest.mark.parametrize(
@@ -461,10 +477,14 @@ def test_every_method_states_its_cost_and_ends_the_round_if_it_finds_nothing(
 
 def test_a_dry_run_states_what_each_stage_takes_and_begins_nothing(site: Site) -> None:
     found = json.loads(site.call("--dry-run", "--json").stdout)
-    assert found["select"] == {"tasks": 10, "held_out": 2, "least": 10, "left_out": {}}
+    assert found["select"] == {"tasks": 12, "held_out": 3, "least": 10, "left_out": {}}
     assert found["train"]["steps"] == 3
-    assert found["evaluate"]["rollouts"] == 2 * 4 * 2
-    assert "canary    about" in site.call("--dry-run").stdout
+    assert found["evaluate"]["rollouts"] == 2 * 4 * 3
+    shown = site.call("--dry-run").stdout
+    assert "canary    about" in shown
+    assert "lightning-rl train --dry-run" in shown
+    site.use("prompts")
+    assert "--dry-run" not in site.call("--dry-run").stdout, "no command forecasts the time of a search for prompts"
     assert not site.out.exists()
 
 
@@ -490,6 +510,18 @@ def test_a_wrong_configuration_is_refused_before_anything_begins(site: Site, old
     (site.folder / "loop.toml").write_text(CONFIG.replace(old, new))
     told(site.call(), "loop.toml", say)
     assert not site.out.exists()
+
+
+@pytest.mark.parametrize("name", ["OPENAI_BASE_URL", "train.model", "evaluate.against"])
+def test_rollouts_do_not_call_the_production_server(site: Site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    site.use("prompts")
+    site.url = "http://localhost:8000"
+    if name.isupper():
+        monkeypatch.setenv(name, "http://127.0.0.1:8000/v1")
+    file, server = site.folder / "loop.toml", "old=http://127.0.0.1:8000/v1"
+    text = file.read_text().replace("old=http://m/v1", server if name == "train.model" else "old=http://m/v1")
+    file.write_text(f'{text}\n[evaluate]\nagainst = "{server}"\n' if name.startswith("evaluate") else text)
+    told(site.call("--dry-run"), f"{name} is ", "http://127.0.0.1:8000/v1, the server in --store")
 
 
 def test_a_folder_without_a_loop_has_no_status(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from lightning_trainer.run.data import Task, batch_at, load_tasks
 
 FEW: Final = 20  # with fewer tasks, only large differences can be distinguished from chance
 _LEAST: Final = 4  # fewest held-out tasks
+_SHARE: Final = 3  # without tasks to hold out, one of so many is held out
+FEWEST: Final = _SHARE * _LEAST  # fewest tasks that can be divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def _divide(config: ImproveConfig, progress: Progress) -> tuple[list[Task], list
             progress.note(f"{len(tasks) - len(train)} tasks of {config.train.data} are held out, not trained on")
     else:
         distinct = list(dict.fromkeys(map(_key, tasks)))  # duplicates of a task are on the same side
-        count = len(distinct) // 3
+        count = len(distinct) // _SHARE
         chosen = set(random.Random(f"{config.train.seed}/split").sample(distinct, count))
         held_out = [json.loads(text) for text in distinct if text in chosen]
         train = [task for task in tasks if _key(task) not in chosen]

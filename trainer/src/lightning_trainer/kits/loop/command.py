@@ -94,10 +94,12 @@ def command(
 
 def _show_costs(config: LoopConfig, folder: Path, *, as_json: bool) -> None:
     from lightning_trainer.kits.loop.costs import cost_lines, forecast
+    from lightning_trainer.kits.loop.methods.names import method_named
 
     found = forecast(config, folder)
     if as_json:
         print_json(found)
         return
     click.echo(printable("\n".join(cost_lines(found)), lines=True))
-    click.echo("Time and memory of the training: lightning-rl train --dry-run, with the same options.")
+    if command := method_named(config.method).forecast_by:
+        click.echo(f"Time and memory of the training: lightning-rl {command} --dry-run, with the same options.")

@@ -9,23 +9,25 @@ from typing import Any
 from lightning_trainer.flags.common import reading
 from lightning_trainer.kits.loop.config import LoopConfig
 from lightning_trainer.kits.loop.loop import since
-from lightning_trainer.kits.loop.methods.method import RoundInput
-from lightning_trainer.kits.loop.methods.names import method_named
 from lightning_trainer.kits.loop.record import rounds_in
-from lightning_trainer.kits.loop.selection import find_tasks
+from lightning_trainer.kits.loop.selection import cost_of_training, find_tasks, held_out_count
 
 
 def forecast(config: LoopConfig, out: Path) -> dict[str, Any]:
     """Return the cost of each stage of the next round.
 
     Tokens are rollouts times the mean tokens of the new traces; None if these have no counted tokens.
+
+    Raises:
+        ConfigError: the method can't work with so many tasks.
     """
     rounds = [one for one in rounds_in(out) if one.end is not None] if out.is_dir() else []
     with reading(config.store, config.key_file) as store:
         found = find_tasks(config, store, since(rounds))
-    given = RoundInput(data=Path("train.jsonl"), out=Path("run"))
-    evaluated = {"rollouts": 2 * config.evaluate.samples * len(found.held_out)}
-    costs = {"train": method_named(config.method).cost(config, given, len(found.train)), "evaluate": evaluated}
+    count = max(found.count, config.select.least)  # the round waits until there are so many
+    held_out = held_out_count(config, count)
+    evaluated = {"rollouts": 2 * config.evaluate.samples * held_out}
+    costs = {"train": cost_of_training(config, count - held_out), "evaluate": evaluated}
     stages = {stage: _with_tokens(cost, found.tokens) for stage, cost in costs.items()}
     return {
         "select": {

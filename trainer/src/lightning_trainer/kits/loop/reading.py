@@ -12,6 +12,7 @@ from lightning_trainer.config.files import naming_file, parse_toml
 from lightning_trainer.config.mistakes import refuse_unknown
 from lightning_trainer.kits.loop.config import LoopConfig
 from lightning_trainer.kits.loop.methods.names import method_named
+from lightning_trainer.kits.loop.separation import refuse_production_server
 
 _OF_COMMAND: Final = ("target", "store", "key_file")
 
@@ -27,6 +28,7 @@ def read_loop(file: Path, target: str, store: str, key_file: Path | None) -> Loo
         refuse_unknown(values, {name: None for name in LoopConfig.model_fields if name not in _OF_COMMAND})
         config = _validate({**values, "target": target, "store": store, "key_file": key_file})
         _check(config)
+    refuse_production_server(config)
     return config
 
 

@@ -99,6 +99,10 @@ class LoopRound:
         found = self.result(stage)
         return {} if found is None else found.facts
 
+    def begin(self, key: str, options: Mapping[str, Any]) -> None:
+        """Record the round's name and its options."""
+        _write(self.folder / _OPTIONS, {"key": key, "options": dict(options)})
+
     def write(self, stage: str, result: StageResult) -> None:
         """Record that a stage is done."""
         values = {"facts": dict(result.facts), "outcome": result.outcome, "reason": result.reason}
@@ -147,25 +151,30 @@ def rounds_in(folder: Path) -> list[LoopRound]:
 def open_round(folder: Path, options: Mapping[str, Any]) -> LoopRound:
     """Return the current round, or start the next one.
 
+    While no stage is done, the options of the round may still change.
+
     Raises:
-        ConfigError: the round was started with other options.
+        ConfigError: a stage was done with other options.
     """
     rounds = rounds_in(folder)
-    if rounds and rounds[-1].end is None:
-        before = rounds[-1].options
-        now = json.loads(json.dumps(dict(options), default=str))
-        names = dict.fromkeys([*now, *before])
-        check_unchanged(
-            rounds[-1].folder,
-            {name: before.get(name) for name in names},
-            {name: now.get(name) for name in names},
-            "Options can change after this round.",
-        )
-        return rounds[-1]
-    begun = LoopRound(folder / str(rounds[-1].number + 1 if rounds else 1))
-    begun.folder.mkdir(exist_ok=True)
-    _write(begun.folder / _OPTIONS, {"key": uuid.uuid4().hex, "options": dict(options)})
-    return begun
+    if not rounds or rounds[-1].end is not None:
+        current = LoopRound(folder / str(rounds[-1].number + 1 if rounds else 1))
+        current.folder.mkdir(exist_ok=True)
+        current.begin(uuid.uuid4().hex, options)
+        return current
+    current = rounds[-1]
+    if current.result(STAGES[0]) is None:
+        current.begin(current.key, options)
+        return current
+    before, now = current.options, json.loads(json.dumps(dict(options), default=str))
+    names = dict.fromkeys([*now, *before])
+    check_unchanged(
+        current.folder,
+        {name: before.get(name) for name in names},
+        {name: now.get(name) for name in names},
+        "Options can change after this round.",
+    )
+    return current
 
 
 def describe_loop(folder: Path) -> str:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.adapter.trace import Trace
@@ -15,6 +16,8 @@ from lightning_spans.schema.agents import selects
 from lightning_spans.store import Store
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.kits.loop.config import LoopConfig
+from lightning_trainer.kits.loop.methods.method import RoundInput
+from lightning_trainer.kits.loop.methods.names import method_named
 from lightning_trainer.kits.loop.record import LoopRound, StageResult, Waiting
 from lightning_trainer.lineage.permits import tenants_of
 from lightning_trainer.report.metrics import write_atomically
@@ -51,11 +54,16 @@ class RoundTasks:
 
 
 def select(config: LoopConfig, store: Store, current: LoopRound, since_ns: int) -> StageResult | Waiting:
-    """Write the tasks of a round, unless there are too few."""
+    """Write the tasks of a round, unless there are too few.
+
+    Raises:
+        ConfigError: the method can't work with so many tasks, or see `find_tasks`.
+    """
     found = find_tasks(config, store, since_ns)
     if found.count < config.select.least:
         left_out = "".join(f"; {count} left out: {reason}" for reason, count in found.left_out.items())
         return Waiting(f"{found.count} new tasks of {config.agent}, {config.select.least} are needed{left_out}")
+    cost_of_training(config, len(found.train))
     for name, tasks in ((TRAIN_NAME, found.train), (HELD_OUT_NAME, found.held_out)):
         write_atomically(current.folder / name, "".join(json.dumps(task) + "\n" for task in tasks).encode())
     return StageResult(
@@ -66,6 +74,15 @@ def select(config: LoopConfig, store: Store, current: LoopRound, since_ns: int) 
             "left_out": dict(found.left_out),
         }
     )
+
+
+def cost_of_training(config: LoopConfig, tasks: int) -> Mapping[str, int]:
+    """Return what training on so many tasks takes.
+
+    Raises:
+        ConfigError: the method can't work with so many tasks.
+    """
+    return method_named(config.method).cost(config, RoundInput(data=Path(TRAIN_NAME), out=Path("run")), tasks)
 
 
 def find_tasks(config: LoopConfig, store: Store, since_ns: int) -> RoundTasks:
@@ -91,8 +108,13 @@ def find_tasks(config: LoopConfig, store: Store, since_ns: int) -> RoundTasks:
                 tasks[hashlib.sha256(json.dumps(task["messages"]).encode()).hexdigest()] = task
     permits.check_tenants(tenants)
     ordered = [tasks[digest] for digest in sorted(tasks)]
-    size = min(max(1, round(config.select.held_out * len(ordered))), max(1, len(ordered) - 1))
+    size = held_out_count(config, len(ordered))
     return RoundTasks(ordered[size:], ordered[:size], newest, tokens / max(1, traces), left_out)
+
+
+def held_out_count(config: LoopConfig, count: int) -> int:
+    """Return how many of the tasks are held out: at least one, and not all."""
+    return min(max(1, round(config.select.held_out * count)), max(1, count - 1))
 
 
 def _new_traces(config: LoopConfig, store: Store, since_ns: int) -> Iterator[Trace]:

@@ -15,7 +15,7 @@ from lightning_spans.errors import ConfigError, UnknownAgentError
 from lightning_spans.schema.agents import check_spelling, labels, selects
 from lightning_trainer.config.workers import cores
 from lightning_trainer.kits.prompts import journal
-from lightning_trainer.kits.prompts.options import PromptsConfig
+from lightning_trainer.kits.prompts.options import LOOK, PromptsConfig
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.search import Optimised, Search
 from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
@@ -37,7 +37,6 @@ from lightning_trainer.session.session import STORE_NAME, Session, open_session
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
 
-_LOOK: Final = 4  # number of tasks that are run at once to read the agents' prompts
 _TWICE: Final = 2  # minimum rollouts with calls of an agent
 _MOST_LOOKS: Final = 4  # divisor of the budget: after this part of it, silent agents are no longer waited for
 _STATE: Final = "prompts.json"
@@ -137,7 +136,7 @@ def _begin(
         onward = ", or continue with --resume" if path.exists() and _has_journal(folder) else ""
         there = folder if folder.exists() else config.out
         raise ConfigError(f"{there} already exists. Choose another --out{onward}.")
-    need = 2 * len(val) + 2 * config.minibatch + _LOOK
+    need = config.least_budget(len(val))
     if config.budget < need:
         raise ConfigError(
             f"--budget {config.budget} "
@@ -172,11 +171,11 @@ def _has_journal(folder: Path) -> bool:
 
 def _look(opened: CandidateRunner, tasks: Sequence[Task], config: PromptsConfig, progress: Progress) -> dict[str, str]:
     """Run a few tasks, more while an agent makes too few calls in them, and read the prompts from the requests."""
-    most = min(len(tasks), max(_LOOK, config.budget // _MOST_LOOKS))
+    most = min(len(tasks), max(LOOK, config.budget // _MOST_LOOKS))
     ran: list[Ran] = []
     heard: Sequence[str] = ()
     while len(heard) < len(config.agents) and len(ran) < most:
-        ran += opened.run(tasks[len(ran) : min(len(ran) + _LOOK, most)], {})
+        ran += opened.run(tasks[len(ran) : min(len(ran) + LOOK, most)], {})
         traces = [one.trace for one in ran if one.trace is not None]
         check_spelling(config.agents, {path for trace in traces for path in trace.agent_paths})
         heard = [agent for agent in config.agents if _heard(agent, traces) >= _TWICE]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from pydantic import Field
 
 from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.options.measuring import MeasuringOptions
 from lightning_trainer.session.answers import AsItIs, Endpoint, Subject
+
+LOOK: Final = 4  # number of tasks that are run at once to read the agents' prompts
 
 
 class PromptsConfig(MeasuringOptions, CheckedRecord):
@@ -40,3 +43,7 @@ class PromptsConfig(MeasuringOptions, CheckedRecord):
     """Tasks from which a proposal is made, and on which it is tried first."""
     seed: int = Field(default=0, ge=0)
     """Of GEPA's choices, and of answers that are sampled here: each batch is sampled with the same numbers."""
+
+    def least_budget(self, compared: int) -> int:
+        """Return the fewest rollouts that read the prompts and try one proposal on so many tasks to choose by."""
+        return 2 * compared + 2 * self.minibatch + LOOK

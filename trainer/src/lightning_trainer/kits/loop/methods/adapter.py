@@ -62,6 +62,7 @@ class AdapterMethod:
     """Trains an adapter, with all options of `train`."""
 
     needs_base = True
+    forecast_by = "train"
 
     def check(self, config: LoopConfig) -> None:
         """Reject invalid options."""

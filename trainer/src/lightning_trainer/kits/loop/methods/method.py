@@ -43,6 +43,11 @@ class LearningMethod(Protocol):
 
     needs_base: bool
 
+    @property
+    def forecast_by(self) -> str | None:
+        """The command whose ``--dry-run`` forecasts time and memory; None: the method trains nothing."""
+        ...
+
     def check(self, config: LoopConfig) -> None:
         """Reject invalid options of `[train]` before anything is started.
 
@@ -64,5 +69,9 @@ class LearningMethod(Protocol):
         ...
 
     def cost(self, config: LoopConfig, given: RoundInput, tasks: int) -> Mapping[str, int]:
-        """Return what a round with so many tasks takes at most: ``steps``, ``rollouts`` or ``tokens``."""
+        """Return what a round with so many tasks takes at most: ``steps``, ``rollouts`` or ``tokens``.
+
+        Raises:
+            ConfigError: it can't work with so many tasks.
+        """
         ...

@@ -33,6 +33,7 @@ class PromptMethod:
     """Runs `prompts` for the one agent, whose calls `model` answers."""
 
     needs_base = True
+    forecast_by = None
 
     def check(self, config: LoopConfig) -> None:
         """Reject invalid options, without a request to any model."""
@@ -67,9 +68,22 @@ class PromptMethod:
         own = {name: getattr(values, name) for name in PromptsConfig.model_fields if name not in _OF_SEARCH}
         return {**own, "agents": (config.agent,)}
 
-    def cost(self, config: LoopConfig, given: RoundInput, tasks: int) -> Mapping[str, int]:  # noqa: ARG002
-        """Return the largest number of rollouts."""
-        return {"rollouts": int(config.method_options["budget"])}
+    def cost(self, config: LoopConfig, given: RoundInput, tasks: int) -> Mapping[str, int]:
+        """Return the largest number of rollouts, or reject a budget that is too small for the tasks."""
+        endpoint, compared = Endpoint(config.method_options["model"]), tasks // 2
+        options = self._config(config, given, endpoint, endpoint)
+        if not compared:
+            raise ConfigError(
+                "select.least is too small: prompts needs two tasks, one for proposals and one to compare them, besides"
+                " the held-out ones. Write least = 3 or more."
+            )
+        need = options.least_budget(compared)
+        if options.budget < need:
+            raise ConfigError(
+                f"train.budget = {options.budget} is too small for {tasks} tasks: trying one proposal on {compared} of"
+                f" them takes {need} rollouts. Write budget = {need} or more."
+            )
+        return {"rollouts": options.budget}
 
     def _config(self, config: LoopConfig, given: RoundInput, reflect: Endpoint, subject: Subject) -> PromptsConfig:
         options = {name: value for name, value in config.method_options.items() if name not in ("model", "reflect")}

@@ -13,6 +13,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.improve import config as search
 from lightning_trainer.kits.improve.command import LEFT_OUT
 from lightning_trainer.kits.improve.improve import improve
+from lightning_trainer.kits.improve.tasks import FEWEST
 from lightning_trainer.kits.loop.methods.adapter import check_run_options, eval_options_of, run_options
 from lightning_trainer.kits.loop.methods.method import CHECKPOINT, MODEL, PROMPTS, RoundInput
 from lightning_trainer.kits.loop.record import StageResult
@@ -31,6 +32,7 @@ class SearchMethod:
     """Runs `improve` for the one agent. The result is an adapter, a prompt, or nothing."""
 
     needs_base = True
+    forecast_by = "improve"
 
     def check(self, config: LoopConfig) -> None:
         """Reject invalid options, without a request to the reflecting model."""
@@ -68,7 +70,12 @@ class SearchMethod:
         return eval_options_of(self._train(config, given))
 
     def cost(self, config: LoopConfig, given: RoundInput, tasks: int) -> Mapping[str, int]:  # noqa: ARG002
-        """Return the budget. Rollouts on tasks that it holds out itself are not part of it."""
+        """Return the budget, or reject too few tasks. Rollouts on tasks that it holds out itself are not part of it."""
+        if tasks < FEWEST:
+            raise ConfigError(
+                f"select.least is too small: improve needs {FEWEST} tasks besides the held-out ones, and this round has"
+                f" {tasks}. Write a larger least."
+            )
         return {"tokens": int(config.method_options["budget"])}
 
     def _config(self, config: LoopConfig, given: RoundInput, reflect: Endpoint | None) -> search.ImproveConfig:

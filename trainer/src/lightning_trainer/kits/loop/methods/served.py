@@ -23,6 +23,7 @@ class ServedMethod:
     """Tries a model of the server."""
 
     needs_base = False
+    forecast_by = None
 
     def check(self, config: LoopConfig) -> None:
         """Reject invalid options."""
