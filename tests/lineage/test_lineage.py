@@ -21,7 +21,10 @@ from lightning_spans.store import open_store
 from lightning_spans.store.deployments import copy_id
 from lightning_spans.terms import TERMS, make_terms
 from lightning_trainer.cli import cli
-from lightning_trainer.lineage.blocks import BLOCKED, block_of, refuse_blocked
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.kits.improve.snapshots import Change, Snapshot
+from lightning_trainer.kits.prompts.result import write as write_prompts
+from lightning_trainer.lineage.blocks import BLOCKED, block_of, refuse_blocked, search_folder
 from lightning_trainer.lineage.facts import read_facts
 from lightning_trainer.lineage.manifest import MANIFEST, Manifest, StepSources, mark_checkpoint
 from lightning_trainer.lineage.reading import read_lineage
@@ -234,6 +237,49 @@ def test_every_way_to_delete_blocks_what_learned_from_it_and_leaves_no_copy(
     kept = {one.call_id for name, one in calls.items() if name not in expected}
     assert {one.call_id for one in store.calls()} == kept | {copy_id(one) for one in kept}
     store.close()
+
+
+def test_a_deletion_reaches_the_copies_that_a_search_for_the_best_method_makes(tmp_path: Path) -> None:
+    adapters = {}
+    for step, agent in enumerate(("writer", "critic")):
+        checkpoint = (make_run(tmp_path / "runs" / agent, steps=1, start=step) / "checkpoint").resolve()
+        (checkpoint / "adapters.json").write_text("{}")
+        (checkpoint / agent).mkdir()
+        adapters[agent] = Change(checkpoint=checkpoint)
+    prompts = {agent: Change(prompts=make_prompts(tmp_path / "runs" / agent, agent)) for agent in ("planner", "editor")}
+    names = {agent: agent for agent in (*adapters, *prompts)}
+    config = TrainConfig(target="x:y", data=Path("t.jsonl"), model="smollm2-135m")
+    made = Snapshot(tmp_path / "runs" / "improved")
+    for _ in range(2):  # a search that is resumed writes it again
+        made.write(config, names, {**adapters, **prompts})
+    assert made.prompts is not None
+    store = str(tmp_path / "s.db")
+    open_store(store).close()
+    critic_trace = f"{1:032x}"
+    invoke("lineage", critic_trace, "--runs", str(tmp_path / "runs"), "--block", "a user withdrew")
+    assert "a user withdrew" in str(block_of(made.checkpoint))
+    assert block_of(made.prompts) is None
+    invoke("lineage", "planner", "--runs", str(tmp_path / "runs"), "--block", "another withdrew")
+    candidate = ["deploy", "candidate", "--agent", "planner", "--stable", "gpt", "--base", "gpt", "--store", store]
+    refused = CliRunner().invoke(cli, [*candidate, "--checkpoint", str(made.prompts)])
+    assert "is blocked: another withdrew" in refused.output
+    again = Snapshot(tmp_path / "again")
+    again.write(config, names, prompts)
+    assert again.prompts is not None
+    assert "another withdrew" in str(block_of(again.prompts)), "a copy of what is blocked is blocked"
+
+
+def make_prompts(folder: Path, agent: str) -> Path:
+    """A file of prompts whose search used the trace that is named after the agent."""
+    file = folder / "prompts.json"
+    write_prompts(file, {agent: "Be brief."}, {agent: "Be kind."}, {})
+    search = search_folder(file)
+    (search / "lineage").mkdir(parents=True)
+    manifest = Manifest(search / "lineage")
+    manifest.begin(read_facts({}, model="m", data=[], program=None), 0)
+    manifest.add_step(0, StepSources(tasks=[agent]))
+    mark_checkpoint(search / "lineage", search, 1)
+    return file
 
 
 def test_a_call_with_other_records_is_not_deleted_alone(tmp_path: Path) -> None:

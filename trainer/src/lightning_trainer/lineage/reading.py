@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -44,7 +44,8 @@ class CheckpointLineage:
         manifest: the file that records them.
         head: identifies its lineage.
         signed: whether signatures were checked; None: lines are signed, but no key was given.
-        begun: the inputs of its run.
+        begun: the inputs of its run; of a checkpoint that is composed of others, those of the last one.
+        parents: heads of the checkpoints that it descends from.
         steps: the sources of each of its steps.
         blocked: why it must not be served; None: it may be.
     """
@@ -54,6 +55,7 @@ class CheckpointLineage:
     head: str
     signed: bool | None
     begun: Line
+    parents: frozenset[str]
     steps: tuple[Line, ...] = field(repr=False)
     blocked: str | None
 
@@ -97,8 +99,14 @@ def read_lineage(name: Path, key: bytes | None = None) -> CheckpointLineage:
     begun: Line = next((line for line in reversed(chain.lines) if line["kind"] == "begin"), {})
     return CheckpointLineage(
         checkpoint=checkpoint, manifest=manifest, head=pointer.head, signed=chain.signed, begun=begun,
+        parents=parents_of(chain.lines),
         steps=tuple(line for _, line in steps_of(chain, pointer)), blocked=block_of(checkpoint),
     )  # fmt: skip
+
+
+def parents_of(lines: Iterable[Line]) -> frozenset[str]:
+    """Return the heads of the checkpoints that a run started from, or that a checkpoint is composed of."""
+    return frozenset(line["parent"] for line in lines if line["kind"] == "begin" and line.get("parent"))
 
 
 def steps_of(chain: VerifiedChain, pointer: Pointer) -> Iterator[tuple[int, Line]]:

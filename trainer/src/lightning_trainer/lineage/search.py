@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_trainer.lineage.blocks import block_of
 from lightning_trainer.lineage.chain import VerifiedChain, verify_chain
 from lightning_trainer.lineage.manifest import MANIFEST, POINTER
-from lightning_trainer.lineage.reading import IDS, CheckpointLineage, Line, Pointer, read_pointer, steps_of
+from lightning_trainer.lineage.reading import IDS, CheckpointLineage, Line, Pointer, parents_of, read_pointer, steps_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def find_ancestors(runs: Sequence[Path], lineage: CheckpointLineage) -> list[Pat
     Raises:
         ConfigError: a manifest was changed.
     """
-    wanted = {lineage.begun["parent"]} if lineage.begun.get("parent") else set[str]()
+    wanted = set(lineage.parents)
     known = list(_known_checkpoints(runs, frozenset(), None)) if wanted else []
     found: list[Path] = []
     while wanted:
@@ -126,9 +126,7 @@ def _look_through(folder: Path, chain: VerifiedChain, pointer: Pointer, ids: fro
             found.update(*named.values())
             kinds.update(kind for kind, those in named.items() if those)
             steps.append(int(line["step"]))
-    begun = [line for line in chain.lines[: pointer.lines] if line["kind"] == "begin"]
-    parents = frozenset(line["parent"] for line in begun if line.get("parent"))
     affected = AffectedCheckpoint(
         folder=folder.resolve(), ids=tuple(sorted(found)), kinds=frozenset(kinds), steps=tuple(steps)
     )
-    return _Known(affected, pointer.head, parents)
+    return _Known(affected, pointer.head, parents_of(chain.lines[: pointer.lines]))

@@ -14,12 +14,16 @@ from lightning_spans.record.prompts import read_prompts
 from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.prompts import result as prompt_files
+from lightning_trainer.lineage.blocks import BLOCKED, search_folder
+from lightning_trainer.lineage.composed import compose_lineage
+from lightning_trainer.lineage.manifest import MANIFEST, POINTER
 from lightning_trainer.models import NEWEST, resolve
 from lightning_trainer.policies import ADAPTERS_NAME, BASE
 from lightning_trainer.report.metrics import write_atomically
 
 PROMPTS_NAME: Final = "prompts.json"
 _STATE: Final = re.compile(r"(trainer\.(json|safetensors)|state\.json)")  # files that only resuming needs
+_OF_WHOLE: Final = (ADAPTERS_NAME, MANIFEST, POINTER, BLOCKED)  # files about a checkpoint with all of its adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,8 @@ class Snapshot:
             self.checkpoint.unlink()
         if checkpoints:
             _join(self.checkpoint, {names[agent]: path for agent, path in checkpoints.items()})
-        else:
+        compose_lineage(list(checkpoints.values()), self.folder, self.checkpoint)
+        if not checkpoints:
             self.checkpoint.symlink_to(resolve(config.model).absolute())
         kept = without_empty(config.model_dump())
         kept |= {"policies": policies, "agents": tuple(checkpoints)} if checkpoints else {}
@@ -103,7 +108,7 @@ def _join(folder: Path, checkpoints: Mapping[str, Path]) -> None:
     first = next(iter(checkpoints.values()))
     folder.mkdir()
     for path in first.iterdir():  # the tokenizer
-        if path.is_file() and not _STATE.fullmatch(path.name) and path.name != ADAPTERS_NAME:
+        if path.is_file() and not _STATE.fullmatch(path.name) and path.name not in _OF_WHOLE:
             shutil.copy2(path, folder / path.name)
     for name, checkpoint in checkpoints.items():
         shutil.copytree(checkpoint / name, folder / name, ignore=lambda _, found: filter(_STATE.fullmatch, found))
@@ -113,6 +118,9 @@ def _join(folder: Path, checkpoints: Mapping[str, Path]) -> None:
 
 def _write_prompts(path: Path, files: Sequence[Path]) -> None:
     path.unlink(missing_ok=True)
+    search = search_folder(path)
+    shutil.rmtree(search, ignore_errors=True)
+    compose_lineage([search_folder(file) for file in files], search / "lineage", search)
     changed = {agent: each for file in files for agent, each in read_prompts(file).items()}
     if changed:
         before = {agent: each["before"] for agent, each in changed.items()}
