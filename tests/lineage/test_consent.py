@@ -16,6 +16,7 @@ from lightning_spans import data_terms
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.production import read_live
+from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
 from lightning_spans.terms import CONSENT, RETENTION, SOURCE, TENANT, join_terms, make_terms
@@ -92,6 +93,37 @@ def test_export_and_tasks_hold_only_what_is_permitted_and_count_the_rest(
     assert [json.loads(line).get("tenant") for line in tasks.read_text().splitlines()] == ["acme", "globex", None]
     assert "deleted: 1" in run("prune", "--expired", "--yes", "--store", url)
     assert "deleted: 0" in run("prune", "--expired", "--yes", "--store", url)
+
+
+def test_a_tenant_without_traces_is_an_error_that_names_the_others(tmp_path: Path) -> None:
+    url = str(tmp_path / "s.db")
+    store = open_store(url)
+    store.add_spans([a_span(1, tenant="acme"), a_span(2, tenant="globex")])
+    store.close()
+    prune = ["prune", "--yes", "--store", url, "--tenant"]
+    said = run(*prune, "acmee", fails=True)
+    assert "names the tenant 'acmee'" in said
+    assert "Did you mean 'acme'? Tenants here: acme, globex." in said
+    assert "deleted: 1" in run(*prune, "acme")
+    assert "deleted: 0" in run(*prune, "globex", "--expired"), "nothing of a known tenant may have expired"
+
+
+def test_traces_are_shown_with_the_id_that_other_commands_take(tmp_path: Path) -> None:
+    url = str(tmp_path / "s.db")
+    store = open_store(url)
+    store.add_spans([a_span(1), a_span(2)])
+    ids = {"call_id": "lone", "response_id": "lone", "policy": "m", "policy_version": 0}
+    store.add_calls([Call(**ids, start_ns=1, end_ns=2, origin="live")])
+    store.close()
+    shown = run("traces", "--store", url)
+    assert "call lone  outside a runner" in shown
+    trace = f"{1:032x}"
+    assert f"trace {trace}  outside a runner" in shown
+    assert run("traces", "--store", url, "--trace", trace).count("outside a runner") == 1
+    assert "there is no trace none" in run("traces", "--store", url, "--trace", "none", fails=True)
+    assert "No checkpoint" in run("lineage", trace, "--store", url)
+    assert "deleted: 1" in run("prune", "--yes", "--store", url, "--trace", trace)
+    assert "deleted: 1" in run("prune", "--yes", "--store", url, "--call", "lone")
 
 
 @given(

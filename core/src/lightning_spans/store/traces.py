@@ -43,7 +43,12 @@ def traces_of(
 
 
 def each_trace(
-    store: Store, *, rollout_ids: Ids = None, attempt_ids: Ids = None, origin: str | None = None
+    store: Store,
+    *,
+    rollout_ids: Ids = None,
+    attempt_ids: Ids = None,
+    trace_ids: Ids = None,
+    origin: str | None = None,
 ) -> Iterator[Trace]:
     """Read traces in the order of their start: one for each attempt, even if nothing was recorded.
 
@@ -55,11 +60,15 @@ def each_trace(
         store: to read from.
         rollout_ids: only attempts of these rollouts.
         attempt_ids: only these attempts.
+        trace_ids: only these traces, of what belongs to no attempt.
         origin: only what was recorded under this label, such as ``live``.
     """
+    if trace_ids is not None:
+        yield from _build_traces(_outside(store, Where(trace_ids=trace_ids, origin=origin)))
     if rollout_ids is not None or attempt_ids is not None:
         wanted = Where(rollout_ids=rollout_ids, attempt_ids=attempt_ids, origin=origin)
         yield from _build_traces(_of_attempts(store, wanted))
+    if not (rollout_ids is attempt_ids is trace_ids is None):
         return
     where = Where(origin=origin)
     known: set[str] = set()

@@ -72,6 +72,11 @@ def rollouts_option(text: str) -> Callable[[F], F]:
     return click.option("--rollout", "rollouts", multiple=True, metavar="ID", help=f"{text}. May be repeated.")
 
 
+def traces_option(text: str) -> Callable[[F], F]:
+    """Return the option that names traces; it may be repeated."""
+    return click.option("--trace", "traces", multiple=True, metavar="ID", help=f"{text}. May be repeated.")
+
+
 def tenant_option(text: str) -> Callable[[F], F]:
     """Return the option that names a tenant."""
     return click.option("--tenant", metavar="NAME", help=text)

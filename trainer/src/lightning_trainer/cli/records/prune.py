@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,10 +22,12 @@ from lightning_trainer.flags.files import (
     runs_option,
     store_option,
     tenant_option,
+    traces_option,
 )
-from lightning_trainer.report.terminal import printable
+from lightning_trainer.report.terminal import printable, some
 
 if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Trace
     from lightning_spans.store import Store
     from lightning_spans.store.protocol import DeleteFilter
     from lightning_trainer.lineage.search import AffectedCheckpoint
@@ -52,9 +55,7 @@ def _age_s(context: click.Context, option: click.Parameter, value: str | None) -
 )
 @origin_option
 @rollouts_option("Only this rollout")
-@click.option(
-    "--trace", "traces", multiple=True, metavar="ID", help="Only this trace, which has no rollout. May be repeated."
-)
+@traces_option("Only this trace, which has no rollout")
 @click.option(
     "--call",
     "calls",
@@ -116,9 +117,13 @@ def command(
     _refuse_contradictions(named, found=expired or tenant is not None)
     with reading(store, key_file) as opened:
         _refuse_owned(opened, calls)
-        wanted = _find_traces(opened, origin, tenant, expired=expired) if expired or tenant is not None else named
+        wanted, tenants = named, set[str]()
+        if expired or tenant is not None:
+            wanted, tenants = _find_traces(opened, origin, tenant, expired=expired)
         ids = find_deleted(opened, runs, wanted) | ({tenant} if tenant is not None and not expired else set())
         affected = find_checkpoints(runs, ids) if ids else []  # before the deletion, which a broken manifest stops
+        if tenant is not None and tenant not in tenants and not affected:
+            raise _unknown_tenant(tenant, tenants, store)
         if not yes:
             _ask(_describe_choice(wanted, store, len(affected)))
         if block_checkpoints:
@@ -175,16 +180,31 @@ def _refuse_owned(store: Store, calls: Sequence[str]) -> None:
             raise ConfigError(f"prune: other records have the text of call {call.call_id}, too. Give {owner}.")
 
 
-def _find_traces(store: Store, origin: str | None, tenant: str | None, *, expired: bool) -> DeleteFilter:
-    """Find the traces of a tenant, or past their retention."""
+def _unknown_tenant(tenant: str, tenants: Collection[str], store: str) -> ConfigError:
+    """Return the error for a tenant that no trace names, so that a mistyped one does not look deleted."""
+    near = difflib.get_close_matches(tenant, tenants, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ConfigError(
+        f"prune: nothing was deleted. No live trace in {store} names the tenant {tenant!r}, and no checkpoint learned"
+        f" from its traces.{hint} Tenants here: {some(sorted(tenants)) or 'none'}."
+    )
+
+
+def _find_traces(
+    store: Store, origin: str | None, tenant: str | None, *, expired: bool
+) -> tuple[DeleteFilter, set[str]]:
+    """Find the traces of a tenant, or past their retention. Also return the tenants of all live traces."""
     from lightning_trainer.lineage.deletion import name_traces
     from lightning_trainer.lineage.permits import is_expired, tenants_of
 
-    return name_traces(
-        store,
-        origin,
-        lambda trace: (tenant is None or tenant in tenants_of(trace)) and (not expired or is_expired(trace)),
-    )
+    seen: set[str] = set()
+
+    def is_wanted(trace: Trace) -> bool:
+        tenants = tenants_of(trace)
+        seen.update(tenants)
+        return (tenant is None or tenant in tenants) and (not expired or is_expired(trace))
+
+    return name_traces(store, origin, is_wanted), seen
 
 
 def _describe_choice(wanted: DeleteFilter, store: str, affected: int) -> str:

@@ -16,7 +16,14 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import name_of, selects
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
 from lightning_trainer.flags.common import config_options, given, print_json, reading, rewards_option, screen
-from lightning_trainer.flags.files import json_flag, key_file_option, origin_option, rollouts_option, store_option
+from lightning_trainer.flags.files import (
+    json_flag,
+    key_file_option,
+    origin_option,
+    rollouts_option,
+    store_option,
+    traces_option,
+)
 from lightning_trainer.lineage.permits import Permits, tenants_of
 from lightning_trainer.options.permits import PermitOptions, take_permits
 from lightning_trainer.reasons.amounts import amount
@@ -37,6 +44,7 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards from the user's ow
 
 @click.command(name="traces")
 @rollouts_option("Only this rollout")
+@traces_option("Only this trace, which has no rollout")
 @origin_option
 @click.option(
     "--to-tasks",
@@ -64,6 +72,7 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards from the user's ow
 def command(
     *,
     rollouts: Sequence[str],
+    traces: Sequence[str],
     origin: str | None,
     to_tasks: Path | None,
     task_field: str,
@@ -98,25 +107,26 @@ def command(
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     seen: set[str] = set()
     with reading(store, key_file) as source:
-        _refuse_unknown(source, rollouts)
-        newest_only = not (rollouts or as_json or to_tasks)
+        _refuse_unknown(source, rollouts, traces)
+        named = bool(rollouts or traces)
+        newest_only = not (named or as_json or to_tasks)
         found = (
             newest_traces(source, origin=origin)
             if newest_only
-            else each_trace(source, rollout_ids=list(rollouts) or None, origin=origin)
+            else each_trace(source, rollout_ids=rollouts or None, trace_ids=traces or None, origin=origin)
         )
         found = _note_agents(found, seen) if agents else found
         judged = (one for trace in found for one in with_automatic([trace], rules))
-        traces = (trace for trace in judged if wanted.takes(trace))
+        chosen = (trace for trace in judged if wanted.takes(trace))
         if to_tasks is not None:
-            _write_tasks(to_tasks, traces, task_field, permits)
+            _write_tasks(to_tasks, chosen, task_field, permits)
         elif as_json:
-            for trace in traces:
+            for trace in chosen:
                 for line in _json_lines(trace):
                     print_json(line)
         else:
-            newest = traces if newest_only else reversed(list(traces))
-            _print_newest(source, newest, limit, seen, whole=full or bool(rollouts))
+            newest = chosen if newest_only else reversed(list(chosen))
+            _print_newest(source, newest, limit, seen, whole=full or named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +157,24 @@ class TraceFilter:
         )
 
 
-def _refuse_unknown(store: Store, rollouts: Sequence[str]) -> None:
-    """Reject rollouts that the store does not have.
+def _refuse_unknown(store: Store, rollouts: Sequence[str], traces: Sequence[str]) -> None:
+    """Reject rollouts and traces that the store does not have.
 
     Raises:
         ConfigError: names them.
     """
+    from lightning_spans.schema.calls import Call
+    from lightning_spans.schema.spans import Span
+    from lightning_spans.store.protocol import Where
+
     known = {rollout.rollout_id for rollout in store.rollouts(rollout_ids=list(rollouts))} if rollouts else set()
-    lost = [name for name in rollouts if name not in known]
+    lost = [f"rollout {name}" for name in rollouts if name not in known]
+    for name in traces:
+        where = Where(trace_ids=[name])
+        if not any(store.page(kind, where, limit=1).records for kind in (Span, Call)):
+            lost.append(f"trace {name}")
     if lost:
-        raise ConfigError(
-            f"there is no rollout {', '.join(lost)} in this store. `lightning-rl traces` shows their ids."
-        )
+        raise ConfigError(f"there is no {', '.join(lost)} in this store. `lightning-rl traces` shows their ids.")
 
 
 def _note_agents(traces: Iterable[Trace], seen: set[str]) -> Iterator[Trace]:
@@ -284,7 +300,8 @@ def _words(text: str, *, whole: bool) -> Text:
 def _title(trace: Trace, attempt: AttemptRecord | None, *, whole: bool) -> Text:
     from rich.text import Text
 
-    title = Text(f"attempt {trace.attempt_id}" if trace.attempt_id else "outside a runner", style="bold")
+    title = Text(f"attempt {trace.attempt_id}" if trace.attempt_id else ", ".join(_ids_of(trace)), style="bold")
+    title.append(f" of rollout {trace.rollout_id}" if trace.attempt_id else "  outside a runner")
     if attempt is not None:
         title.append(f"  {attempt.status}", style="green" if attempt.status == "succeeded" else "red")
     for reward in _by_node(trace).get(None, []):
@@ -294,6 +311,13 @@ def _title(trace: Trace, attempt: AttemptRecord | None, *, whole: bool) -> Text:
         title.append(f"\n{attempt.error if whole else attempt.error.splitlines()[-1][:SHORT]}", style="red")
     title.plain = printable(title.plain, lines=True)
     return title
+
+
+def _ids_of(trace: Trace) -> list[str]:
+    """Return the ids of what was recorded outside a runner, each with the name of the option that takes it."""
+    calls = [node.call for node in trace if node.call is not None and node.call.trace_id is None]
+    traces = {node.span.trace_id for node in trace if node.call not in calls}
+    return [f"trace {name}" for name in sorted(traces)] + [f"call {call.call_id}" for call in calls]
 
 
 def _line(node: Node) -> Text:
