@@ -15,10 +15,14 @@ from sqlalchemy import event
 
 from lightning_conformance import MemoryStore
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.calls import Call
 from lightning_spans.store import open_store
 from lightning_spans.store.deployments import Deployment, Stage
 from lightning_spans.store.protocol import each
 from lightning_spans.store.sql.store import SqlStore
+from lightning_trainer.gateway.app import create_app
+from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.kits.deploy import transitions
 from lightning_trainer.kits.deploy.table import adapters_to_load, keep, policies_of, read_histories
 from lightning_trainer.kits.deploy.transitions import (
@@ -30,6 +34,7 @@ from lightning_trainer.kits.deploy.transitions import (
     roll_back,
 )
 from support.cli import call, told
+from support.fakes import FakeEngine
 
 NOTE = Note("because", "ada", at_ns=1)
 STEPS = {
@@ -45,6 +50,27 @@ def deploy(store: Path, *arguments: str) -> dict:
     result = call("deploy", *arguments, "--store", store, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)["agents"]
+
+
+def test_a_candidate_with_unknown_names_is_refused_by_its_server(tmp_path: Path) -> None:
+    keys = Keys.fresh()
+    key = tmp_path / "lightning.key"
+    key.write_text(keys.issue("admin"))
+    with closing(open_store(str(tmp_path / "s.db"))) as store:
+        ids = {"call_id": "c", "response_id": "c", "policy": "gpt", "policy_version": 0, "agent": "shop/writer"}
+        store.add_calls([Call(**ids, start_ns=1, end_ns=2, origin="live")])
+        thread = ServerThread(create_app(store, keys=keys, engine=FakeEngine(lambda _: "x", model="gpt")))
+        try:
+            where = ("--store", thread.start(), "--key-file", key)
+            named = ("deploy", "candidate", *where, "--model", "gpt")
+            told(call(*named, "--agent", "writer", "--stable", "gtp"), "--stable 'gtp' is not a model of http://")
+            told(call(*named, "--agent", "writer", "--stable", "gtp"), "Did you mean 'gpt'? Its models: gpt.")
+            mistyped = call(*named, "--agent", "wirter", "--stable", "gpt")
+            assert "agent 'wirter'. Did you mean 'writer'?" in mistyped.stderr
+            right = call(*named, "--agent", "writer", "--stable", "gpt")
+        finally:
+            thread.stop()
+    assert "WARNING" not in right.stderr
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from lightning_trainer.flags.common import allow_blocked_option, given, print_js
 from lightning_trainer.flags.files import json_option, key_file_option, store_option
 from lightning_trainer.flags.group import group_options
 from lightning_trainer.kits.deploy.flags import GATE_OPTIONS, gate_options, outcomes_option, parse_bounds, share_option
+from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +111,9 @@ def candidate(
 ) -> None:
     """Name a candidate. Servers load it, and it answers nobody yet."""
     from lightning_trainer.kits.deploy import approvals
+    from lightning_trainer.kits.deploy.approvals import is_url
     from lightning_trainer.kits.deploy.policies.candidates import read_policy
+    from lightning_trainer.kits.deploy.policies.served import note_on_unseen_agent, refuse_unserved_models
     from lightning_trainer.kits.deploy.program_watch import PROGRAM
     from lightning_trainer.kits.deploy.transitions import name_candidate
     from lightning_trainer.kits.evaluation.folder import read_program
@@ -118,8 +121,13 @@ def candidate(
     chosen = read_policy(agent, checkpoint, policy, base, model)
     _refuse_blocked(chosen.checkpoint, allowed=allow_blocked)
     evaluated = {} if evaluation is None else {PROGRAM: read_program(evaluation)}
+    if is_url(options["store"]):
+        models = {"--model": model, "--base": base, "--stable": stable}
+        refuse_unserved_models(options["store"], options["key_file"], models)
 
-    def name(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
+    def name(history: Sequence[Deployment], note: Note, opened: Store) -> Deployment:
+        if not history and (unseen := note_on_unseen_agent(opened, agent)) is not None:
+            click.echo(printable(unseen), err=True)
         named = name_candidate(_last(history), agent, chosen, note, stable=stable)
         needed = approvals.needs_approval(history) if needs_approval is None else needs_approval
         return replace(named, details={**evaluated, **({approvals.NEEDS_APPROVAL: True} if needed else {})})
