@@ -329,6 +329,26 @@ def test_another_trainers_option_is_answered_with_ours(command: str, theirs: str
     assert f"No such option '{theirs}'. Did you mean '{ours}'?" in result.output.replace("(", "").replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--debgu", "runs"), "error: No such option '--debgu'. Did you mean '--debug'? See lightning-rl --help."),
+        (("trian",), "error: No such command 'trian'. Did you mean 'train'? See lightning-rl --help."),
+        (
+            ("deploy", "statsu"),
+            "error: No such command 'statsu'. Did you mean 'status'? See lightning-rl deploy --help.",
+        ),
+        (("runs", "--jsn"), "error: No such option '--jsn'. Did you mean '--json'? See lightning-rl runs --help."),
+        (("prune", "--older-than", "9"), "such as 30d. See lightning-rl prune --help."),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_with_the_nearest_name(words: tuple[str, ...], said: str) -> None:
+    result = call(*words)
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"{said}\n")
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_another_trainers_option_in_a_configuration_is_answered_with_ours() -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'lr'. Did you mean 'learning_rate'"):
         TrainConfig.model_validate({"target": "x:y", "lr": 1e-5})

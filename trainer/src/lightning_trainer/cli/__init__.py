@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import click
 
@@ -123,32 +123,58 @@ class LazyGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Accept ``--debug`` at any position."""
         ctx.obj = {"debug": "--debug" in args}
-        return super().parse_args(ctx, [arg for arg in args if arg != "--debug"])
+        try:
+            return super().parse_args(ctx, [arg for arg in args if arg != "--debug"])
+        except click.UsageError as error:
+            raise _without_usage(error) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. An intended error exits with its own status, an interrupt with 130."""
         try:
             return super().invoke(ctx)
-        except click.NoSuchOption as error:
-            _suggest(error)
-            raise
+        except click.UsageError as error:
+            raise _without_usage(error) from None
         except LightningError as error:
             if ctx.obj["debug"]:
                 raise
             from lightning_trainer.gateway.http.masking import masked
 
-            said = printable(masked(str(error)), lines=True)
-            click.echo(f"{click.style('error', fg='red', bold=True)}: {said}", err=True)
+            _print_error(printable(masked(str(error)), lines=True))
             ctx.exit(error.exit_status)
         except OSError as error:
             if ctx.obj["debug"] or error.errno not in FULL:
                 raise
             where = f" at {error.filename}" if error.filename else ""
-            click.echo(f"{click.style('error', fg='red', bold=True)}: {error.strerror}{where}. Make room.", err=True)
+            _print_error(f"{error.strerror}{where}. Make room.")
             ctx.exit(1)
         except KeyboardInterrupt as interrupt:
             click.echo(str(interrupt) or "stopped", err=True)
             ctx.exit(130)
+
+
+class CommandLineError(click.ClickException):
+    """A mistake on the command line, printed like any other error, without click's usage text."""
+
+    exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:  # noqa: ARG002 - click's signature
+        """Print the error."""
+        _print_error(printable(self.message, lines=True))
+
+
+def _print_error(text: str) -> None:
+    click.echo(f"{click.style('error', fg='red', bold=True)}: {text}", err=True)
+
+
+def _without_usage(error: click.UsageError) -> click.ClickException:
+    """Return the error with the command whose ``--help`` explains it. A group without a command shows its help."""
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click 8.2 and later
+        return error
+    if isinstance(error, click.NoSuchOption):
+        _suggest(error)
+    text = error.format_message()
+    more = "" if error.ctx is None else f" See {error.ctx.command_path} --help."
+    return CommandLineError(f"{text}{'' if text.endswith(('.', '?', ')')) else '.'}{more}")
 
 
 def _suggest(error: click.NoSuchOption) -> None:
