@@ -99,6 +99,16 @@ TRAINING = [
 ]  # fmt: skip
 
 
+# Which other parts of `.ci/run` run: `matrix(openai-latest)`, with the same version of openai, `together`, `interop`.
+APART = ["tests/plugins/test_openai.py", "tests/project/test_real_tasks.py", "tests/interop"]
+
+
+def folders_of_tests() -> list[str]:
+    """Return the folders that `tests` runs, the slowest first."""
+    folders = {str(file.parent.relative_to(ROOT)) for file in ROOT.glob("tests/*/test_*.py")}
+    return sorted(folders - {*TRAINING, *APART}, key=lambda folder: (folder != "tests/runner", folder))
+
+
 def install_tests(session: nox.Session) -> None:
     """Install what `tests` and `training` need."""
     session.env.update(PINNED)
@@ -110,7 +120,7 @@ def install_tests(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests, except those that train: see `training`. `-- PATHS` runs any of them."""
     install_tests(session)
-    others = [f"--ignore={folder}" for folder in TRAINING]
+    others = [*(f"--ignore={path}" for path in APART), *folders_of_tests()]
     session.run("pytest", *(session.posargs or [*QUICK, *PARALLEL, *others]))
 
 

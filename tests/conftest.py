@@ -29,7 +29,10 @@ from support.postgres import server
 from support.warm_workers import WarmWorkers
 
 # Whose tests run many programs, and say nothing of how a worker starts.
-FORKED = {"evaluation", "forks", "improve", "judging", "lineage", "loop", "prompts", "run", "sft", "tinker_backend"}
+FORKED = {
+    "evaluation", "forks", "improve", "interop", "judging", "lineage", "loop", "prompts", "rewards", "run", "session",
+    "sft", "tinker_backend",
+}  # fmt: skip
 
 settings.register_profile(  # a slow machine is no fault of the code
     "ours", deadline=None, derandomize=os.environ.get("DRAWS") == "fixed"

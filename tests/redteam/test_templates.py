@@ -38,12 +38,17 @@ BOMBS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Renderings with less processor time, so that those that are ended cost a tenth."""
-    monkeypatch.setattr(rendering, "_RENDERER", process := BoundedProcess(Path(rendering.__file__), "0.4"))
-    yield
+@pytest.fixture(scope="module")
+def process():
+    """Renders with less processor time, so that those that are ended cost a tenth."""
+    process = BoundedProcess(Path(rendering.__file__), "0.4")
+    yield process
     process.close()
+
+
+@pytest.fixture
+def quick(monkeypatch, process):
+    monkeypatch.setattr(rendering, "_RENDERER", process)
 
 
 @pytest.fixture(scope="module")
