@@ -431,6 +431,26 @@ def test_without_a_key_the_page_asks_for_one(browser: Any, runs: Path) -> None:
         assert look._key not in look.page.url
 
 
+def test_a_key_that_is_pasted_into_the_address_of_an_open_page_opens_it(browser: Any, runs: Path) -> None:
+    with looking(browser, runs) as look:
+        look.page.goto(f"{look.url}/view/")
+        look.page.wait_for_selector("text=This page needs a key")
+        look.page.goto(f"{look.url}/view/#key={look._key}")
+        look.page.wait_for_selector("h1")
+        assert look._key not in look.page.url
+
+
+def test_what_scrolls_sideways_on_a_phone_has_a_shadow_at_its_edge(browser: Any, runs: Path) -> None:
+    with looking(browser, runs, viewport={"width": 390, "height": 800}) as look:
+        look.open("run", "calculator", "tools", "train", 2)
+        look.until("!document.querySelector('[aria-busy]')")
+        without = look.page.evaluate("""[...document.querySelectorAll('*')].filter(one =>
+            one.scrollWidth > one.clientWidth && getComputedStyle(one).overflowX === 'auto'
+            && !getComputedStyle(one).backgroundAttachment.includes('local')).map(one => one.outerHTML.slice(0, 80))""")
+        assert without == []
+        look.well()
+
+
 def test_it_is_read_on_a_phone_and_in_the_dark(browser: Any, runs: Path, picture: Any) -> None:
     phone = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark", "has_touch": True}
     with looking(browser, runs, **phone) as look:

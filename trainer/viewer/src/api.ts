@@ -51,13 +51,13 @@ export type Params = Record<string, string | number | boolean | string[] | null 
 
 const KEY = "lightning-rl-key";
 
-/** Take the key out of the address, where it would stay in the history, and keep it for this tab. */
-export function takeKey(): void {
+/** Take the key out of the address, where it would stay in the history, and keep it for this tab; false: there is none. */
+export function takeKey(): boolean {
   const found = /^#key=(.+)$/.exec(location.hash);
-  if (found?.[1]) {
-    sessionStorage.setItem(KEY, found[1]);
-    history.replaceState(null, "", `${location.pathname}#/`);
-  }
+  if (!found?.[1]) return false;
+  sessionStorage.setItem(KEY, found[1]);
+  history.replaceState(null, "", `${location.pathname}#/`);
+  return true;
 }
 
 export const setKey = (key: string): void => sessionStorage.setItem(KEY, key.trim());

@@ -69,6 +69,7 @@ function App(): JSX.Element {
   const [help, setHelp] = useState(false);
   useEffect(() => {
     const moved = (): void => {
+      if (takeKey()) return location.reload(); // everything shown was read, or refused, with another key
       setPath(parse());
       scrollTo(0, 0);
     };
