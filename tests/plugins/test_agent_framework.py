@@ -178,6 +178,23 @@ def test_an_approved_tool_call_is_one_span(spans_of):
     assert (ran.agent, ran.status) == ("caller", "ok")
 
 
+@pytest.mark.skipif(not hasattr(_tools, "_as_user_input_pause"), reason="older versions give the model an error")
+def test_a_tool_that_the_program_carries_out_after_an_approval_has_no_span(spans_of):
+    async def work(url):
+        client = OpenAIChatCompletionClient(model=MODEL, async_client=openai.AsyncOpenAI(base_url=url))
+        schema = {"type": "object", "properties": {name: {"type": "integer"} for name in "ab"}}
+        declared = FunctionTool(name="add", description="Add.", input_model=schema, approval_mode="always_require")
+        caller = Agent(client, instructions("caller"), name="caller", tools=[declared])
+        session = caller.create_session()
+        waiting = await caller.run(PROMPTS["tool_call"], session=session)
+        [request] = [one for message in waiting.messages for one in message.contents if "approval" in one.type]
+        decision = framework.Message("user", [request.to_function_approval_response(True)])
+        left = await caller.run(decision, session=session)
+        assert [one.type for message in left.messages for one in message.contents] == ["function_call"]
+
+    assert [span for span in spans_of(work) if span.operation == "execute_tool"] == []
+
+
 def test_agents_that_hand_over_are_one_trace(spans_of):
     async def work(url):
         boss, writer = make("boss", url), make("writer", url)

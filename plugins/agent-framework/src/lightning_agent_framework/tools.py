@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from agent_framework import FunctionTool, _tools
@@ -33,6 +33,8 @@ class AgentFrameworkTools(Tracker):
         """Wrap a tool call that a model requested."""
 
         async def execute(function_call: Any, **kwargs: Any) -> Any:
+            if self._is_left_to_host(function_call, kwargs):
+                return await original(function_call, **kwargs)
             span = self._begin(function_call)
             with self.inside(span):
                 contents, stop = await original(function_call, **kwargs)
@@ -41,6 +43,18 @@ class AgentFrameworkTools(Tracker):
                 return contents, stop
 
         return execute
+
+    def _is_left_to_host(self, function_call: Any, given: Mapping[str, Any]) -> bool:
+        """Whether the framework only returns the call, for the program or the model's server to carry out."""
+        with self.guard():
+            name = _tools._underlying_function_call(function_call).name
+            known = given["tool_map"].get(name)
+            if known is None:
+                return name in {one.name for one in given["config"].get("additional_tools") or ()} or (
+                    function_call.type == "function_approval_response"
+                )
+            return bool(known.declaration_only) and hasattr(_tools, "_as_user_input_pause")  # older: an error
+        return False
 
     def _begin(self, function_call: Any) -> OpenSpan | None:
         with self.guard():
