@@ -251,6 +251,11 @@ def compared(out: Path) -> list[list[str]]:
         ("s of rollouts", facts["seconds_rollouts"], mean(steps, "rollout_seconds")),
         ("s of the update", facts["seconds_update"], mean(steps, "update_seconds")),
     ]
+    taught, known = 1 - mean(steps, "groups_without_signal"), facts["signal"]
+    if known < 1:  # the share of groups with a signal is a guess; with the run's own, only the cost is compared
+        now, whole = facts["seconds_update_now"], facts["seconds_update_all"]
+        told = now + (whole - now) * (taught - known) / (1 - known)
+        found.append((f"the same, {taught:.0%} of groups with a signal", told, mean(steps, "update_seconds")))
     used = max(step.get("gpu_memory_bytes", 0.0) for step in steps) / 2**30
     planned = re.search(r"learner: ([\d.]+) GiB", "\n".join(facts["engine"]))
     if used:

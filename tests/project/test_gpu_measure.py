@@ -16,14 +16,15 @@ DEMO = """
 import json, pathlib, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if "--dry-run" in sys.argv:
-    print(json.dumps({"seconds_step": 2.0, "seconds_rollouts": 1.5, "seconds_update": 0.5, "engine": []}))
+    print(json.dumps({"seconds_step": 2.0, "seconds_rollouts": 1.5, "seconds_update": 0.5, "engine": [],
+                      "seconds_update_now": 0.25, "seconds_update_all": 0.75, "signal": 0.5}))
     sys.exit()
 if given["--backend"] == "verl":
     sys.exit("no such card")
 run = pathlib.Path(sys.argv[sys.argv.index("--out") + 1]) / "run"
 run.mkdir(parents=True)
 step = {"kind": "train", "tokens_generated": 90, "seconds": 3.0, "rollout_seconds": 1.5, "update_seconds": 0.55,
-        "logprob_gap": 0.01}
+        "logprob_gap": 0.01, "groups_without_signal": 0.25}
 (run / "metrics.jsonl").write_text("\\n".join(map(json.dumps, [{"kind": "val", "reward": 0.1}, step, step])))
 sys.exit("out of memory in the third step")
 """
@@ -51,6 +52,7 @@ def test_a_part_that_fails_hides_no_other(measure, tmp_path):
     assert "| torch | 0.10 | 2 | 60 | 3.00 | 1.50 |" in report
     assert "| s a step | 2.00 | 3.00 | **-33%, more than 20%** |" in report
     assert "| s of the update | 0.50 | 0.55 | -9% |" in report
+    assert "| the same, 75% of groups with a signal | 0.50 | 0.55 | -9% |" in report
     assert "- torch: FAILED with status 1: ['out of memory in the third step']" in report
     assert "- verl: FAILED with status 1: ['no such card']" in report
     assert "- overhead: FAILED" in report

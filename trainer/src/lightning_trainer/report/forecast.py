@@ -159,7 +159,9 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
     share = (probe.signal + 1) / 2
     groups = len(probe.tried) * scale
     packed = packed_tokens(probe, groups)
-    update = learning_seconds(probe, packed_tokens(probe, share * groups))
+    update, now, whole = (
+        learning_seconds(probe, packed_tokens(probe, each * groups)) for each in (share, probe.signal, 1.0)
+    )
     rollouts, validation = (sampling_seconds(probe, n, plan.at_once) for n in (plan.step_rollouts, plan.val_rollouts))
     step = rollouts + update
     means = [task.mean for task in probe.tried if task.mean is not None]
@@ -191,6 +193,8 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
         "seconds_step": round(step, 1),
         "seconds_rollouts": round(rollouts, 1),
         "seconds_update": round(update, 1),
+        "seconds_update_now": round(now, 1),
+        "seconds_update_all": round(whole, 1),
         "measured_at_once": min(max((count for count, _ in probe.phases), default=probe.rollouts), plan.at_once),
         "step_at_once": min(plan.step_rollouts, plan.at_once),
         "measured_update_tokens": max((update.tokens for update in probe.updates), default=0),
@@ -301,6 +305,7 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         rests += f", and an update on {facts['measured_update_tokens']:,} packed tokens"
     found += [
         f"time per step: {facts['seconds_step']:.1f} s ({times})",
+        *_range(facts),
         f"  measured: {rests}",
         (
             f"  {read:,} prompt tokens, {written:,} generated, {facts['rows_tokens_step']:,} in training rows,"
@@ -318,6 +323,16 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         count = f"{gpu['gpus']} GPU{'s' if gpu['gpus'] > 1 else ''}"
         found.append(f"  {name:>5}: {count}, {gpu['memory_gb']} GB, {_gpu_hours(gpu['gpu_hours_run'])}")
     return found
+
+
+def _range(facts: Mapping[str, Any]) -> list[str]:
+    """Return how the time of learning depends on the share of groups with a signal, which changes during a run."""
+    now, whole = facts["seconds_update_now"], facts["seconds_update_all"]
+    if facts["signal"] == 1 or not whole:
+        return []
+    return [
+        f"  learning: {now:.1f} s with a signal in {facts['signal']:.0%} of the groups, as now; {whole:.1f} s in all"
+    ]
 
 
 def disk_lines(checkpoint: int, disk: int) -> list[str]:

@@ -55,7 +55,11 @@ def plan_run(config: TrainConfig) -> MemoryFit:
         lines = _divide(config, total)
     except _TooSmallError as error:
         return MemoryFit((*error.lines, *_advice(config, total), *_without_cuda()), fits=not error.certain)
-    return MemoryFit((*lines, *(_unplanned(config) if are_planned() else ())), fits=True)
+    if not are_planned():
+        return MemoryFit(tuple(lines), fits=True)
+    known = total is not None and learner_memory_of(config) is not None
+    first = (f"one GPU of {gib(total or 0)} holds this run.",) if known else ()
+    return MemoryFit((*first, *lines, *_unplanned(config)), fits=True)
 
 
 class _TooSmallError(Exception):

@@ -14,6 +14,7 @@ from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.options.packing import has_flash_attention
 from lightning_trainer.backends.verl.options.profiles import Values, needs_of
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.engines.devices import are_planned, gpu_totals
 from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
 from lightning_trainer.run.data import load_tasks
 
@@ -101,7 +102,8 @@ def _needs(config: TrainConfig, values: Values, shape: Shape | None) -> str:
         f"  learning  {needs.while_learning:6.1f} GiB = {learning}",
         f"  sampling  {share:.0%} of memory: {needs.rollout_weights:.1f} GiB weights on {parts} {where}(s); {cache}",
     ]
-    lines += [f"  with {memory} GiB each: {_fits(needs, memory, share, longest)}" for memory in _FITS_GIB]
+    sizes = {round(total / GIB) for total in gpu_totals()} if are_planned() else _FITS_GIB
+    lines += [f"  with {memory} GiB each: {_fits(needs, memory, share, longest)}" for memory in sizes]
     adapters = (lora_parameters(Path(config.model), config.lora_rank) or 0) if config.lora_rank else 0
     saved = checkpoint_bytes(shape, adapters=adapters, critic=on_verl(config).critic)
     lines.append(f"  on disk, each checkpoint: {saved / GIB:.1f} GiB")
