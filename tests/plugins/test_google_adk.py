@@ -48,7 +48,7 @@ def make(name, url_or_model, *tools, **options):
 
 
 async def events_of(agent, prompt, **options):
-    runner = InMemoryRunner(agent, app_name="app")
+    runner = InMemoryRunner(**{"agent" if isinstance(agent, BaseAgent) else "node": agent}, app_name="app")
     session = await runner.session_service.create_session(app_name="app", user_id="user")
     message = types.Content(role="user", parts=[types.Part(text=prompt)])
     async for event in runner.run_async(user_id="user", session_id=session.id, new_message=message, **options):
@@ -210,6 +210,41 @@ def test_a_tree_of_workflow_agents_is_a_tree_of_spans(found_of):
     ]
     assert len({span.trace_id for span in found.spans}) == 1
     assert all(span.status == "ok" for span in found.spans)
+
+
+@pytest.mark.skipif(not NEW, reason="since ADK 2")
+def test_agents_and_tools_of_a_graph_are_named_by_its_workflows(found_of):
+    from google.adk.workflow import START, Workflow
+
+    def shout(text: str) -> str:
+        return text.upper()
+
+    def program(url):
+        inner = Workflow(name="inner", edges=[(START, make("writer", url))])
+        outer = Workflow(name="outer", edges=[(START, inner, make("critic", url), FunctionTool(shout))])
+        return run(ask(outer, "hello"))
+
+    found = found_of(program)
+    assert paths(found) == ["outer/inner/writer", "outer/critic"]
+    assert [(tool.name, tool.agent, tool.status) for tool in found.tools] == [("shout", "outer", "ok")]
+    assert len({span.trace_id for span in found.spans}) == 1
+    assert all(span.status == "ok" for span in found.spans)
+
+
+@pytest.mark.skipif(not NEW, reason="since ADK 2")
+def test_a_graph_fails_with_its_tool(found_of):
+    from google.adk.workflow import START, Workflow
+
+    def explode(text: str) -> str:
+        raise ValueError("boom")
+
+    def program(url):
+        with pytest.raises(ValueError, match="boom"):
+            run(ask(Workflow(name="outer", edges=[(START, make("writer", url), FunctionTool(explode))]), "hello"))
+
+    found = found_of(program)
+    status = {span.name: span.status for span in found.spans if span.operation != "chat"}
+    assert status == {"app": "error", "outer": "error", "writer": "ok", "explode": "error"}
 
 
 def test_an_agent_as_a_tool_is_under_the_tool(found_of):
