@@ -212,7 +212,9 @@ def test_a_run_is_planned_for_a_gpu_that_is_not_here(tmp_path, size, options, fi
         facts = json.loads(done.output.splitlines()[-1])
         assert facts["fits"] is expected, done.output
         assert f"{card}.0 GiB" in done.output
-        if not expected:
+        if expected:
+            assert f"one GPU of {card}.0 GiB holds this run." in done.output
+        else:
             assert re.search(r"[\d.]+ GiB are missing", done.output)
             assert "  --" in done.output
     assert "Add --dry-run" in CliRunner().invoke(cli, [*given, "--gpu-memory", "24"]).output

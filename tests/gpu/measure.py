@@ -319,7 +319,7 @@ def measure(args: argparse.Namespace) -> bool:
         except OutOfTimeError as error:
             how = f"NOT finished: {error}"
         except subprocess.CalledProcessError as error:
-            how = f"FAILED with status {error.returncode}: {str(error.stderr).strip().splitlines()[-1:]}"
+            how = f"FAILED with status {error.returncode}: {' '.join(str(error.stderr).strip().splitlines()[-2:])}"
         except Exception as error:  # whatever it is, the other parts are measured
             how = f"FAILED: {type(error).__name__}: {error}"
         ends.append(f"- {name}: {how}, {time.monotonic() - began:.0f} s")

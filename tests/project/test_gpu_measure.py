@@ -53,8 +53,8 @@ def test_a_part_that_fails_hides_no_other(measure, tmp_path):
     assert "| s a step | 2.00 | 3.00 | **-33%, more than 20%** |" in report
     assert "| s of the update | 0.50 | 0.55 | -9% |" in report
     assert "| the same, 75% of groups with a signal | 0.50 | 0.55 | -9% |" in report
-    assert "- torch: FAILED with status 1: ['out of memory in the third step']" in report
-    assert "- verl: FAILED with status 1: ['no such card']" in report
+    assert "- torch: FAILED with status 1: out of memory in the third step," in report
+    assert "- verl: FAILED with status 1: no such card," in report
     assert "- overhead: FAILED" in report
 
 
