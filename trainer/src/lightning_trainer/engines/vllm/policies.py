@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import httpx
 
@@ -24,11 +24,12 @@ from lightning_spans.record.stalls import waiting
 from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldModel, WriteWeights
 from lightning_trainer.engines.gate import Gate
 from lightning_trainer.engines.vllm.constrained import mark_steered, marks, read_scores, scoring_request
-from lightning_trainer.engines.vllm.folders import make_folder
 from lightning_trainer.engines.vllm.rounding import read_vllm_bits
+from lightning_trainer.engines.vllm.running import BASE_NAME
 from lightning_trainer.engines.vllm.servers import Servers
 from lightning_trainer.engines.vllm.weights import replace_weights
 from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
 from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of
@@ -38,10 +39,14 @@ from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING, Comple
 from lightning_trainer.gateway.upstream.upstream import SILENCE_S
 
 logger = logging.getLogger(__name__)
-BASE_NAME: Final = "base"  # name of the frozen model on the servers
 _WIRE: Final = CompletionsProtocol(grammars=True)
 _CALLS_S: Final = 3600.0  # how long old calls may delay the loading of the next version
 _TRIES: Final = 3  # of a request of which nothing was sampled yet
+_SENDS: Final = 5  # of weights; a server of ours that crashes so often in a row has ended
+
+_SERVERS: Final = frozenset({401, 403, 404, 405})  # another key, or an adapter that a restarted server does not have
+
+Sent = TypeVar("Sent")
 
 
 class ServedPolicy:
@@ -106,10 +111,11 @@ class ServedPolicy:
                             begun = True
                             yield piece
                 return
-            except BrokenError as error:
+            except (BrokenError, Refusal) as error:
+                refusal = _failure_of(error)
                 self._owner.servers.suspect()
                 if begun or not left:
-                    raise error.refusal from error
+                    raise refusal from error
                 await asyncio.sleep(1.0)
 
 
@@ -120,13 +126,13 @@ class VllmPolicies:
         request: what is served.
         held: the learner's model.
         servers: servers that answer for the frozen model under the name `BASE_NAME`.
-        folder: where adapters are written for the servers to read; None: one in memory, which is removed on `close`.
+        folder: where adapters are written for the servers to read; it is removed on `close`.
     """
 
-    def __init__(self, request: EngineRequest, held: HeldModel, servers: Servers, folder: Path | None = None) -> None:
+    def __init__(self, request: EngineRequest, held: HeldModel, servers: Servers, folder: Path) -> None:
         self.request, self.held, self.servers = request, held, servers
         self.random = random.Random(request.seed)
-        self._folder = make_folder(folder)
+        self._folder = folder
         self._tag = secrets.token_hex(3)  # servers that others started may serve other runs, too
         self.gate = Gate()  # shut while all weights are replaced; adapters get their own names instead
         self._weights: Path | None = None  # the newest, of a policy whose weights are all trained
@@ -186,7 +192,7 @@ class VllmPolicies:
             folder = self._folder / served
             shutil.rmtree(folder, ignore_errors=True)
             with waiting("engine", f"vLLM to load {name} {version}"):
-                write(name, folder)
+                _write_weights(write, name, folder)
                 self._send(partial(self._load, served, folder))
             before = policy.names.newest.name
 
@@ -201,7 +207,7 @@ class VllmPolicies:
         for name, version in versions.items():
             before, folder = self._weights, self._folder / f"weights.{secrets.token_hex(3)}"
             with waiting("engine", f"answers of {name} to end, and vLLM to take its weights {version}"):
-                write(name, folder)
+                _write_weights(write, name, folder)
                 with self.gate.shut():
                     self._weights = folder  # also loaded by a server that is restarted meanwhile
                     self._send(partial(self._load_weights, folder))
@@ -216,18 +222,7 @@ class VllmPolicies:
         Raises:
             EngineError: the server fails.
         """
-        self.servers.wait()
-        with self._policies[policy].names.call() as served:
-            body = scoring_request(served.name, tokens)
-            try:
-                headers = {"authorization": f"Bearer {self.servers.key}"} if self.servers.key else {}
-                url = f"{self.servers.urls[0]}/completions"
-                reply = httpx.post(url, json=body, headers=headers, timeout=SILENCE_S)
-                reply.raise_for_status()
-                return read_scores(reply.json(), tokens)
-            except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
-                self.servers.suspect()
-                raise EngineError(f"vLLM does not say how likely tokens are under {policy}: {error}") from None
+        return self._send(partial(self._score, policy, tokens))
 
     def reload(self, url: str) -> None:
         """Load what is in use into a restarted server."""
@@ -323,17 +318,30 @@ class VllmPolicies:
     def _load_weights(self, folder: Path) -> None:
         replace_weights(self.servers.urls, self.servers.key, folder)
 
-    def _send(self, send: Callable[[], None]) -> None:
-        """Send new weights, again if a server crashes meanwhile."""
-        for left in reversed(range(_TRIES)):
+    def _score(self, policy: str, tokens: Sequence[int]) -> list[float]:
+        with self._policies[policy].names.call() as served:
+            body = scoring_request(served.name, tokens)
+            try:
+                headers = {"authorization": f"Bearer {self.servers.key}"} if self.servers.key else {}
+                url = f"{self.servers.urls[0]}/completions"
+                reply = httpx.post(url, json=body, headers=headers, timeout=SILENCE_S)
+                reply.raise_for_status()
+                return read_scores(reply.json(), tokens)
+            except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
+                raise ConfigError(f"vLLM does not say how likely tokens are under {policy}: {error}") from None
+
+    def _send(self, send: Callable[[], Sent]) -> Sent:
+        """Send something to the servers, again if one crashes meanwhile."""
+        for _ in range(_SENDS):
             self.servers.wait()
             urls = self.servers.urls
             try:
-                send()
-                return
+                return send()
             except ConfigError as error:
-                if not self.servers.ends(urls) or not left:
-                    raise EngineError(str(error)) from None
+                failure = EngineError(str(error))
+                if not self.servers.ends(urls):
+                    break
+        raise failure
 
     def _unload(self, served: str) -> None:
         """Unload an adapter that no call needs any more."""
@@ -347,6 +355,18 @@ class VllmPolicies:
         shutil.rmtree(self._folder / served, ignore_errors=True)
 
 
+def _write_weights(write: WriteWeights, name: str, folder: Path) -> None:
+    from safetensors import SafetensorError
+
+    try:
+        write(name, folder)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(
+            f"the weights of {name} could not be written to {folder}: {error}. Free space there, or name another"
+            ' folder: engine_options = {folder = "/path"}.'
+        ) from None
+
+
 @contextmanager
 def _count_in_flight(replica: Replica) -> Iterator[None]:
     replica.in_flight += 1
@@ -354,6 +374,15 @@ def _count_in_flight(replica: Replica) -> Iterator[None]:
         yield
     finally:
         replica.in_flight -= 1
+
+
+def _failure_of(error: BrokenError | Refusal) -> Refusal:
+    """Return a server's failure as one that is not the request's fault; raise the refusal of a request."""
+    if isinstance(error, BrokenError):
+        return error.refusal
+    if error.status not in _SERVERS and error.status < 500:
+        raise error
+    return failed(f"answered {error.status}: {error.message}")
 
 
 def _with_version(piece: Sampled, version: int | None) -> Sampled:

@@ -26,6 +26,8 @@ _STOP_S: Final = 30.0
 _LOOK_S: Final = 0.5
 _ENDING_S: Final = 10.0
 _CRASHES: Final = 3  # in a row, without new weights in between
+_PORTS: Final = 3  # ports that are tried at first
+_TAKEN: Final = "ddress already in use"  # as Python's asyncio and the system write it
 _SUPERVISED: Final = str(Path(__file__).with_name("supervised.py"))
 _TAIL: Final = 64 * 1024  # bytes at the end of the log that are searched for the last error
 _ERROR: Final = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d: -]+\[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
@@ -70,7 +72,7 @@ def look(python: Path | None) -> Environment:
     try:
         command = [interpreter, "-c", _LOOK]
         told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)  # noqa: S603 - the user's own
-        return Environment(*json.loads(told.stdout))
+        return Environment(*json.loads(told.stdout.strip().rpartition("\n")[2]))  # start-up files may print, too
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(f"engine_python {interpreter!r} does not run: {error}. Name a Python interpreter.") from None
 
@@ -129,7 +131,13 @@ class VllmProcess:
         Raises:
             EngineError: it ended before; the message contains its last error.
         """
-        self._launch()
+        for left in reversed(range(_PORTS)):
+            try:
+                self._launch()
+                break
+            except EngineError as error:  # another program took the port before vLLM did
+                if not left or _TAKEN not in str(error):
+                    raise
         self._watcher.start()
 
     @property
@@ -220,7 +228,8 @@ class VllmProcess:
                 time.sleep(_LOOK_S)
 
     def _watch(self) -> None:
-        """Restart the server whenever it has ended."""
+        """Restart the server whenever it has ended, also while it starts or takes its weights."""
+        said = ""
         while not self._closing.is_set():
             process = self._process
             if process is not None:
@@ -230,17 +239,17 @@ class VllmProcess:
             if self._closing.is_set():
                 return
             self.crashes += 1
+            said = said or last_error(self.log)
             if self.crashes > _CRASHES:
-                said = last_error(self.log)
                 self.failure = EngineError(f"vLLM ended {self.crashes} times in a row: {said}. See {self.log}.")
                 return
             self._end()
             try:
                 self._launch()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the run ends with it
-                self.failure = error if isinstance(error, EngineError) else EngineError(f"vLLM: {error}")
-                return
-            self.restarts += 1
+                said = ""
+                self.restarts += 1
+            except Exception as error:  # noqa: BLE001 - it is started again, and ends the run in the end
+                said = "" if isinstance(error, EngineError) else f"{error}"  # the log says why it did not start
 
     def _end(self) -> None:
         """Stop the server with all that it started; the supervisor does this when its input ends."""
@@ -286,5 +295,5 @@ def command_of(python: Path | None, model: Path, options: Mapping[str, Any]) -> 
         if value is True:
             command.append(flag)
         elif value not in (False, None):
-            command += [flag, str(value)]
+            command += [flag, json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
     return command

@@ -1,4 +1,4 @@
-"""The vLLM servers of an engine: a process of ours (`kind.OwnServer`), or servers of others (`kind.Elsewhere`)."""
+"""The vLLM servers of an engine: ours (`kind.OwnServer`), or others' (`running.RunningServers`)."""
 
 from __future__ import annotations
 

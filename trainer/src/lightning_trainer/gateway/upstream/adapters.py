@@ -163,23 +163,24 @@ class AdapterServers:
                 if ours and name in names and served != names[name]:
                     self._post(url, "unload_lora_adapter", {"lora_name": served}, served)
 
-    def check_slots(self, served: Sequence[str]) -> None:
+    def check_slots(self, served: str, needed: int) -> None:
         """Check that servers can generate with so many adapters at once, as far as their metrics tell.
 
         Args:
-            served: names of loaded adapters. The first one samples something: until then vLLM reports nothing.
+            served: name of a loaded adapter or of the model. It samples something: until then vLLM reports nothing.
+            needed: number of adapters.
 
         Raises:
             ConfigError: they cannot; the message names the number needed.
         """
         for url in self._urls:
             # Its numbers appear once a step has ended, so two tokens are sampled.
-            self._post(url, "completions", {"model": served[0], "prompt": "a", "max_tokens": 2}, served[0])
+            self._post(url, "completions", {"model": served, "prompt": "a", "max_tokens": 2}, served)
             told = _SLOTS.search(self._get(url, "/../metrics").text)
-            if told and int(told[1]) < len(served):
+            if told and int(told[1]) < needed:
                 raise ConfigError(
-                    f"{url} generates with {told[1]} adapters at the same time, and {len(served)} are to be"
-                    f" served. Start vLLM with --max-loras {len(served)}."
+                    f"{url} generates with {told[1]} adapters at the same time, and {needed} are to be"
+                    f" served. Start vLLM with --max-loras {needed}."
                 )
 
     def _cards(self, url: str) -> list[dict[str, Any]]:
@@ -264,7 +265,7 @@ def load_saved(saved: Sequence[SavedAdapter], urls: Sequence[str], key: str | No
     with AdapterServers(urls, key) as servers:
         for each in saved:
             servers.load(each.served, each.folder, each.rank)
-        servers.check_slots([each.served for each in saved])
+        servers.check_slots(saved[0].served, len(saved))
         if replaces:
             servers.unload_others(saved)
 

@@ -1,10 +1,12 @@
 """A server with the interface of vLLM's: token ids in and out, adapters and weights that change while it runs.
 
 It notes what it is asked in the file SCRIPTED_LOG. SCRIPTED_FAULT makes it fail: `frozen` accepts adapters and does not
-use them after each one's first version, `crash` ends it once, while it answers, `start` ends it before it answers, and
-`asleep` ends it once, while it sleeps, `waking` once, after it has answered /wake_up with an error, and `sending` once,
-when it gets new weights after an update. `trainer` kills the run, SCRIPTED_TRAINER, when it is to sleep for the second
-time. Asleep, it answers /wake_up and /health only: vLLM's memory is gone then.
+use them after each one's first version, `start` ends it before it answers, `crash` ends it once, while it answers,
+`again` does so too and ends the next one before it answers, `port` finds its port taken once, `asleep` ends it once,
+while it sleeps, `waking` once, after it has answered /wake_up with an error, `sending` once, when it gets new weights
+after an update, and `scoring` once, when it is asked for log-probabilities after one. `trainer` kills the run,
+SCRIPTED_TRAINER, when it is to sleep for the second time. Asleep, it answers /wake_up and /health only: the real one's
+memory is gone then.
 """
 
 from __future__ import annotations
@@ -126,6 +128,9 @@ class Server:
             self.adapters[f"unloaded {len(self.adapters)} {name}"] = self.adapters.pop(name)
         return PlainTextResponse("Success")
 
+    async def metrics(self, request):
+        return PlainTextResponse(f'vllm:lora_requests_info{{max_lora="{self.options.max_loras}"}} 1.0\n')
+
     async def models(self, request):
         length, base = self.options.max_model_len, self.options.served_model_name
         cards = [{"id": base, "owned_by": "vllm", "max_model_len": length, "root": self.options.model}]
@@ -150,10 +155,15 @@ class Server:
         if body["model"] != self.options.served_model_name and body["model"] not in self.adapters:
             return JSONResponse({"error": {"message": f"The model {body['model']} does not exist."}}, 404)
         if "prompt_logprobs" in body:
+            self.crash_once("scoring", "@1." in body["model"])
             ids = body["prompt"]
             found = torch.log_softmax(self.logits(body["model"], ids), -1)
             told = [{str(token): {"logprob": float(found[at, token])}} for at, token in enumerate(ids[1:])]
             return JSONResponse({"choices": [{"index": 0, "text": "", "prompt_logprobs": [None, *told]}]})
+        if not body.get("stream"):
+            ids = self.tokenizer.encode(body["prompt"]) if isinstance(body["prompt"], str) else body["prompt"]
+            scores = torch.log_softmax(self.logits(body["model"], ids)[-1] / body.get("temperature", 1.0), -1)
+            return JSONResponse({"choices": [{"text": "", "logprobs": {"top_logprobs": [{"a": float(scores.max())}]}}]})
         self.note(answer=body["model"])
         return StreamingResponse(self.sample(body), media_type="text/event-stream")
 
@@ -177,6 +187,7 @@ class Server:
             choice = {"index": 0, "text": text, "token_ids": [token], "logprobs": chosen, "finish_reason": reason}
             yield f"data: {json.dumps({'choices': [choice]})}\n\n"
             self.crash_once("crash", self.answers > CRASH_AT)
+            self.crash_once("again", self.answers > CRASH_AT)
             if reason:
                 break
         yield "data: [DONE]\n\n"
@@ -209,6 +220,13 @@ def main():
     if FAULT == "start":
         print("ValueError: the model has no config.json\nRuntimeError: Engine core initialization failed. See above.")
         sys.exit(1)
+    once = LOG.with_suffix(".once")
+    if FAULT == "port" and not once.exists():
+        once.touch()
+        sys.exit("OSError: [Errno 98] Address already in use")
+    if FAULT == "again" and LOG.with_suffix(".crashed").exists() and not once.exists():
+        once.touch()
+        sys.exit("ValueError: Free memory on device is less than desired")
     server = Server(options)
     others += ["--quantization", options.quantization] if options.quantization else []
     server.note(
@@ -225,7 +243,8 @@ def main():
                 Route("/sleep", server.sleep, methods=["POST"]),
                 Route("/wake_up", server.wake, methods=["POST"]),
             ]
-    routes += [Route("/v1/models", server.models), Route("/health", lambda request: PlainTextResponse("ok"))]
+    routes += [Route("/v1/models", server.models), Route("/metrics", server.metrics)]
+    routes += [Route("/health", lambda request: PlainTextResponse("ok"))]
     app = Starlette(routes=routes)
     if options.middleware:
         module, _, kind = options.middleware.rpartition(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,40 @@ from lightning_trainer.rl.rows import UNKNOWN_VERSION, Row
 
 _TOKENS: Final = 256  # enough to distinguish an update from rounding
 _ROWS: Final = 8
+_TEXT: Final = "Rome is the capital of Italy. 12 + 7 = 19. The agent called the tool twice, then it answered: yes."
+_TEXT_TOKENS: Final = 48  # at most, which every context holds
+_OTHER_GAP: Final = 0.5  # nats per token; rounding to bfloat16 makes 0.03
+_OTHER_CORRELATION: Final = 0.9  # rounding leaves 0.99
 _DEPTHS: Final = (0, 256, 1024, 4096, 16384)  # numbers of tokens before a token at which gaps are split
+
+
+ReadRows: TypeAlias = Callable[[Sequence[Row]], Sequence[NDArray[Any]]]
+"""Returns the learner's log-probabilities of the trained tokens of each row."""
+
+
+def check_model(engine: PolicyEngines, policy: str, tokenizer: Any, read: ReadRows) -> None:
+    """Compare an engine with the learner on a text before the first step.
+
+    Raises:
+        EngineError: the engine serves another model, or computes it differently.
+    """
+    tokens_T = np.asarray(tokenizer.encode(_TEXT)[:_TEXT_TOKENS], np.int32)
+    told = engine.logprobs(policy, [int(token) for token in tokens_T]) if len(tokens_T) > 1 else None
+    if told is None:
+        return
+    mask_T, zeros_T = np.arange(len(tokens_T)) > 0, np.zeros(len(tokens_T))
+    row = Row(
+        tokens=tokens_T, mask=mask_T, logprobs=zeros_T.astype(np.float32), advantages=zeros_T,
+        lengths=(int(mask_T.sum()),), agent="", attempt_id="", rollout_id="", group_id="", policy=policy,
+    )  # fmt: skip
+    own_K, engine_K = next(iter(read([row]))).astype(np.float64), np.asarray(told, np.float64)
+    gap, same = float(np.abs(own_K - engine_K).mean()), correlation(own_K, engine_K)
+    if gap > _OTHER_GAP or same < _OTHER_CORRELATION:
+        raise EngineError(
+            f"the engine does not serve the learner's model: on the same text, its log-probabilities for {policy} are"
+            f" {gap:.2f} nats per token away, with a correlation of {same:.2f} instead of 1. Start the server with the"
+            " folder of --model, or use --engine embedded."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +67,7 @@ class DeliveryCheck:
     before: tuple[NDArray[Any], ...]
 
     @classmethod
-    def of(
-        cls, policy: str, rows: Sequence[Row], read: Callable[[Sequence[Row]], Sequence[NDArray[Any]]]
-    ) -> DeliveryCheck:
+    def of(cls, policy: str, rows: Sequence[Row], read: ReadRows) -> DeliveryCheck:
         """Read the shortest rows of a policy that have enough tokens together."""
         chosen: list[Row] = []
         for row in sorted((row for row in rows if row.mask.any()), key=lambda row: len(row.tokens))[:_ROWS]:
@@ -45,7 +76,7 @@ class DeliveryCheck:
                 break
         return cls(policy, tuple(chosen), tuple(read(chosen)))
 
-    def confirm(self, engine: PolicyEngines, read: Callable[[Sequence[Row]], Sequence[NDArray[Any]]]) -> None:
+    def confirm(self, engine: PolicyEngines, read: ReadRows) -> None:
         """Compare the engine with the learner after the update.
 
         Raises:
