@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import closing
 
 import pytest
 
@@ -17,17 +16,14 @@ from ag2.tools import executor
 from ag2.tools.final import FunctionTool
 
 import lightning_ag2
-from lightning_conformance.plugins.program import user_environment
 from lightning_conformance.plugins.programs import AgentPrograms, add
 from lightning_conformance.plugins.replayed import run_twice
-from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     PluginConformance,
     instructions,
 )
-from lightning_spans import open_store
 from lightning_spans.schema import spans as names
 
 
@@ -123,44 +119,28 @@ class TestConformance(AgentPrograms, PluginConformance):
         return seen
 
 
-@pytest.fixture
-def spans_of(tmp_path):
-    """Run a coroutine of a server's URL while attached, and return what was recorded."""
-
-    def give(work):
-        store = str(tmp_path / "traces.db")
-        with (
-            user_environment(tmp_path),
-            ScriptedServer() as server,
-            lightning_ag2.attach(store=store) as live,
-        ):
-            asyncio.run(work(server.url))
-            live.flush(60)
-        with closing(open_store(store)) as recorded:
-            return list(recorded.spans())
-
-    return give
-
-
-def test_an_agent_as_a_tool_and_a_subtask_are_below_it(spans_of):
+def test_an_agent_as_a_tool_and_a_subtask_are_below_it(found_of):
     async def work(url):
         writer = make("writer", url).as_tool(description="Writes.")
         await answer(make("boss", url, writer), 'call task_writer {"objective": "write"}')
         await answer(make("lead", url, tasks=TaskConfig(prompt=instructions("part"))), 'call run_subtask {"task": "a"}')
 
-    found = spans_of(work)
+    found = found_of(work).spans
     paths = {span.attributes[names.AGENT_PATH] for span in found if span.operation == names.INVOKE_AGENT}
     assert paths == {"boss", "boss/writer", "lead", "lead/subtask"}
     assert {span.agent for span in found if span.operation == names.CHAT} == {"boss", "writer", "lead", "subtask"}
 
 
-def test_a_turn_that_is_watched_while_it_runs_is_one_span(spans_of):
+def test_a_turn_that_is_watched_while_it_runs_is_one_span(found_of):
     async def work(url):
         async with make("writer", url).run("hello") as turn:
             turn.start()
             await turn.result()
 
-    assert [(span.operation, span.agent) for span in spans_of(work)] == [("invoke_agent", "writer"), ("chat", "writer")]
+    assert [(span.operation, span.agent) for span in found_of(work).spans] == [
+        ("invoke_agent", "writer"),
+        ("chat", "writer"),
+    ]
 
 
 @pytest.mark.parametrize("returned", [{"sum": 5}, [1, "two"], ToolResult("five", {"sum": 5}), None])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
 
 import pytest
 
@@ -13,16 +12,13 @@ from agent_framework import Agent, FunctionTool, _tools, tool
 from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
 
 import lightning_agent_framework
-from lightning_conformance.plugins.program import user_environment
 from lightning_conformance.plugins.programs import AgentPrograms, add
-from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     PluginConformance,
     instructions,
 )
-from lightning_spans import open_store
 
 
 def make(name, url, *tools, **options):
@@ -116,54 +112,35 @@ class TestConformance(AgentPrograms, PluginConformance):
         return seen
 
 
-@pytest.fixture
-def spans_of(tmp_path):
-    """Run a coroutine of a server's URL while attached, and return what was recorded."""
-
-    def give(work):
-        store = str(tmp_path / "traces.db")
-        with (
-            user_environment(tmp_path),
-            ScriptedServer() as server,
-            lightning_agent_framework.attach(store=store) as live,
-        ):
-            asyncio.run(work(server.url))
-            live.flush(60)
-        with closing(open_store(store)) as recorded:
-            return list(recorded.spans())
-
-    return give
-
-
-def test_an_agent_without_middleware_is_an_agent_too(spans_of):
+def test_an_agent_without_middleware_is_an_agent_too(found_of):
     async def work(url):
         client = OpenAIChatCompletionClient(model=MODEL, async_client=openai.AsyncOpenAI(base_url=url))
         await answer(framework.RawAgent(client, instructions("raw"), name="raw"), "hello")
 
-    found = spans_of(work)
+    found = found_of(work).spans
     assert sorted((span.operation, span.agent) for span in found) == [("chat", "raw"), ("invoke_agent", "raw")]
 
 
-def test_agents_of_a_workflow_are_one_trace(spans_of):
+def test_agents_of_a_workflow_are_one_trace(found_of):
     async def work(url):
         team = [make(name, url) for name in ("writer", "checker")]
         await orchestrations.SequentialBuilder(participants=team).build().run("hello")
 
-    found = spans_of(work)
+    found = found_of(work).spans
     assert sorted(span.agent for span in found if span.operation == "chat") == ["checker", "writer"]
     assert len({span.trace_id for span in found}) == 1
     [run] = [span for span in found if span.parent_id is None]
     assert run.operation == "invoke_workflow"
 
 
-def test_the_name_of_an_unnamed_workflow_is_the_same_in_every_run(spans_of):
+def test_the_name_of_an_unnamed_workflow_is_the_same_in_every_run(found_of):
     async def work(url):
         await framework.WorkflowBuilder(start_executor=make("writer", url)).build().run("hello")
 
-    assert [span.name for span in spans_of(work) if span.operation == "invoke_workflow"] == ["WorkflowBuilder"]
+    assert [span.name for span in found_of(work).spans if span.operation == "invoke_workflow"] == ["WorkflowBuilder"]
 
 
-def test_an_approved_tool_call_is_one_span(spans_of):
+def test_an_approved_tool_call_is_one_span(found_of):
     async def work(url):
         client = OpenAIChatCompletionClient(model=MODEL, async_client=openai.AsyncOpenAI(base_url=url))
         caller = Agent(client, instructions("caller"), name="caller", tools=[tool(add, approval_mode="always_require")])
@@ -174,12 +151,12 @@ def test_an_approved_tool_call_is_one_span(spans_of):
             decision = framework.Message("user", [request.to_function_approval_response(approved)])
             await caller.run(decision, session=session)
 
-    [ran] = [span for span in spans_of(work) if span.operation == "execute_tool"]
+    [ran] = [span for span in found_of(work).spans if span.operation == "execute_tool"]
     assert (ran.agent, ran.status) == ("caller", "ok")
 
 
 @pytest.mark.skipif(not hasattr(_tools, "_as_user_input_pause"), reason="older versions give the model an error")
-def test_a_tool_that_the_program_carries_out_after_an_approval_has_no_span(spans_of):
+def test_a_tool_that_the_program_carries_out_after_an_approval_has_no_span(found_of):
     async def work(url):
         client = OpenAIChatCompletionClient(model=MODEL, async_client=openai.AsyncOpenAI(base_url=url))
         schema = {"type": "object", "properties": {name: {"type": "integer"} for name in "ab"}}
@@ -192,10 +169,10 @@ def test_a_tool_that_the_program_carries_out_after_an_approval_has_no_span(spans
         left = await caller.run(decision, session=session)
         assert [one.type for message in left.messages for one in message.contents] == ["function_call"]
 
-    assert [span for span in spans_of(work) if span.operation == "execute_tool"] == []
+    assert [span for span in found_of(work).spans if span.operation == "execute_tool"] == []
 
 
-def test_agents_that_hand_over_are_one_trace(spans_of):
+def test_agents_that_hand_over_are_one_trace(found_of):
     async def work(url):
         boss, writer = make("boss", url), make("writer", url)
         for agent in (boss, writer):
@@ -204,7 +181,7 @@ def test_agents_that_hand_over_are_one_trace(spans_of):
         async for _ in team.add_handoff(boss, [writer]).build().run("call handoff_to_writer {}", stream=True):
             pass
 
-    found = spans_of(work)
+    found = found_of(work).spans
     assert [span.agent for span in found if span.operation == "chat"] == ["boss", "writer"]
     assert [span.name for span in found if span.operation == "execute_tool"] == ["handoff_to_writer"]
     assert len({span.trace_id for span in found}) == 1

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 
-from support.listening import Listener
+from support.listening import check_calls
 
 pytest.importorskip("autogen_agentchat")
 
@@ -69,7 +69,7 @@ from lightning_conformance.plugins.suite import (
     instructions,
     noted,
 )
-from lightning_spans import Attempt, hooks, open_store, use_attempt
+from lightning_spans import Attempt, use_attempt
 from lightning_spans.record.context import current_agent
 from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
@@ -206,28 +206,6 @@ def _key(monkeypatch):
 def server():
     with ScriptedServer() as scripted:
         yield scripted
-
-
-@pytest.fixture
-def seen(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
-    listener = Listener()
-    hooks.register(listener, "listener")
-    with lightning_autogen.attach(store=str(tmp_path / "traces.db")):
-        yield listener
-    hooks.unregister("listener")
-
-
-def check_calls(seen, server, *, names_of=agent_of):
-    """Every request is one chat span with the agent that made it and the response's id, and nothing is an orphan."""
-    spans = {span.span_id: span for span in seen.chats}
-    assert len(spans) == len(server.requests) > 0
-    for request in server.requests:
-        span = spans[request.headers["traceparent"].split("-")[2]]
-        assert span.agent == names_of(request.body)
-        assert span.attributes.get(names.RESPONSE_ID) == request.answer.get("id")
-    known = {span.span_id for span in seen.spans}
-    assert all(span.parent_id is None or span.parent_id in known for span in seen.spans)
 
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
@@ -926,21 +904,11 @@ def test_the_users_own_tracing_is_as_it_was(server, tmp_path, monkeypatch):
     assert any(name == "execute_tool add" for name, _ in alone)
 
 
-def test_detaching_ends_what_is_open(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
-    attachment = lightning_autogen.attach(store=str(tmp_path / "traces.db"))
-
-    async def stop() -> str:
-        attachment.detach()
-        return "stopped"
-
-    said = run(ask("caller", server.url, "call stop {}", tools=[stop], reflect_on_tool_use=True))
-    assert "[stopped]" in said
-    store = open_store(str(tmp_path / "traces.db"))
-    spans = store.spans()
-    store.close()
-    assert sorted(span.operation for span in spans) == ["chat", "execute_tool", "invoke_agent"]
-    assert "traceparent" not in server.requests[-1].headers
+def test_detaching_ends_what_is_open(operations_until_stopped):
+    operations = operations_until_stopped(
+        lambda url, stop: run(ask("caller", url, "call stop {}", tools=[stop], reflect_on_tool_use=True))
+    )
+    assert operations == ["chat", "execute_tool", "invoke_agent"]
 
 
 def test_detach_restores_classes_that_came_later(seen, tmp_path):

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 
-from support.listening import Listener
+from support.listening import check_calls
 
 # Before CrewAI is imported: it makes what it sends home with when it is. And it asks nobody whether it may.
 os.environ |= {f"CREWAI_{name}": "true" for name in ("DISABLE_TELEMETRY", "DISABLE_TRACKING", "TESTING")}
@@ -32,7 +32,6 @@ from crewai.knowledge.storage.base_knowledge_storage import BaseKnowledgeStorage
 from crewai.llms.base_llm import BaseLLM, llm_call_context
 from crewai.tools import tool
 
-import lightning_crewai
 from lightning_conformance import ScriptedServer
 from lightning_conformance.plugins.replayed import NOTES, run_twice
 from lightning_conformance.plugins.script import Reply, agent_of
@@ -46,8 +45,7 @@ from lightning_conformance.plugins.suite import (
 )
 from lightning_crewai.agents import entries
 from lightning_openai import other_clients
-from lightning_spans import Attempt, open_store, use_attempt
-from lightning_spans import hooks as plugins
+from lightning_spans import Attempt, use_attempt
 from lightning_spans.schema import spans as names
 
 NEW = tuple(int(part) for part in crewai.__version__.split(".")[:2]) >= (1, 15)
@@ -251,28 +249,6 @@ def heard_by_handlers_and_callbacks(model):
 def server():
     with ScriptedServer() as scripted:
         yield scripted
-
-
-@pytest.fixture
-def seen(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
-    listener = Listener()
-    plugins.register(listener, "listener")
-    with lightning_crewai.attach(store=str(tmp_path / "traces.db")):
-        yield listener
-    plugins.unregister("listener")
-
-
-def check_calls(seen, server):
-    """Every request is one chat span with the agent that made it and the response's id, and nothing is an orphan."""
-    spans = {span.span_id: span for span in seen.chats}
-    assert len(spans) == len(server.requests)
-    for request in server.requests:
-        span = spans[request.headers["traceparent"].split("-")[2]]
-        assert span.agent == agent_of(request.body)
-        assert span.attributes.get(names.RESPONSE_ID) == request.answer.get("id")
-    known = {span.span_id for span in seen.spans}
-    assert all(span.parent_id is None or span.parent_id in known for span in seen.spans)
 
 
 def check_clean(seen, server):
@@ -840,23 +816,11 @@ def test_a_role_from_a_file_is_a_name_without_spaces_around_it(server, seen):
     assert (chat.agent, seen.above(chat)[0]) == ("moon-writer", (names.INVOKE_AGENT, "moon-writer"))
 
 
-def test_detaching_ends_what_is_open(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
-    attachment = lightning_crewai.attach(store=str(tmp_path / "traces.db"))
-
-    @tool("stop")
-    def stop() -> str:
-        """Stop."""
-        attachment.detach()
-        return "stopped"
-
-    crew(task("call stop {}", make("caller", server.url, tools=[stop]))).kickoff()
-    store = open_store(str(tmp_path / "traces.db"))
-    spans = store.spans()
-    store.close()
-    assert sorted(s.operation for s in spans) == ["chat", "execute_tool", "invoke_agent", "invoke_workflow"]
-    assert len(server.requests) == 2
-    assert "traceparent" not in server.requests[-1].headers
+def test_detaching_ends_what_is_open(operations_until_stopped):
+    operations = operations_until_stopped(
+        lambda url, stop: crew(task("call stop {}", make("caller", url, tools=[tool("stop")(stop)]))).kickoff().raw
+    )
+    assert operations == ["chat", "execute_tool", "invoke_agent", "invoke_workflow"]
 
 
 def test_an_event_that_breaks_our_handler_harms_nothing(server, seen, monkeypatch, caplog):

@@ -26,7 +26,7 @@ from lightning_conformance.plugins.suite import (
     instructions,
     noted,
 )
-from lightning_spans import Attempt, agent, open_store, use_attempt
+from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.schema import spans as names
 
 try:
@@ -558,19 +558,6 @@ def test_a_prompt_is_also_that_of_an_agent_that_is_named_by_where_it_stands(tmp_
         assert server.requests[-1].body["messages"][0]["content"] == "Rhyme."
 
 
-def test_detaching_ends_what_is_open(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
-    monkeypatch.setenv("OPENAI_API_KEY", "sk")
-    attachment = lightning_dspy.attach(store=str(tmp_path / "traces.db"))
-
-    def stop() -> str:
-        """Stop."""
-        attachment.detach()
-        return "stopped"
-
-    with ScriptedServer() as server:
-        assert "stopped" in call("caller", server.url, "call stop {}", stop)
-        assert "traceparent" not in server.requests[-1].headers
-    store = open_store(str(tmp_path / "traces.db"))
-    assert sorted(span.operation for span in store.spans()) == ["chat", "execute_tool", "invoke_agent", "invoke_agent"]
-    store.close()
+def test_detaching_ends_what_is_open(operations_until_stopped):
+    operations = operations_until_stopped(lambda url, stop: call("caller", url, "call stop {}", stop))
+    assert operations == ["chat", "execute_tool", "invoke_agent", "invoke_agent"]

@@ -31,7 +31,7 @@ from lightning_conformance.plugins.suite import (
     PluginConformance,
     instructions,
 )
-from lightning_spans import Attempt, agent, open_store, use_attempt
+from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.schema import spans as names
 
 
@@ -430,19 +430,6 @@ def test_a_model_reached_elsewhere_that_fails_is_an_error(found_of):
     assert (chat.status, chat.status_message, chat.agent) == ("error", "gone", "writer")
 
 
-def test_detaching_ends_what_is_open(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
-    monkeypatch.setenv("OPENAI_API_KEY", "sk")
-    attachment = lightning_llama_index.attach(store=str(tmp_path / "traces.db"))
-
-    async def stop() -> str:
-        """Stop."""
-        attachment.detach()
-        return "stopped"
-
-    with ScriptedServer() as server:
-        assert "stopped" in run(ask(make("caller", server.url, stop), "call stop {}"))
-        assert "traceparent" not in server.requests[-1].headers
-    store = open_store(str(tmp_path / "traces.db"))
-    assert sorted(span.operation for span in store.spans()) == ["chat", "execute_tool", "invoke_agent"]
-    store.close()
+def test_detaching_ends_what_is_open(operations_until_stopped):
+    operations = operations_until_stopped(lambda url, stop: run(ask(make("caller", url, stop), "call stop {}")))
+    assert operations == ["chat", "execute_tool", "invoke_agent"]

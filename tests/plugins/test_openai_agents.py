@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from support.listening import Listener
+from support.listening import check_calls
 
 agents = pytest.importorskip("agents")
 
@@ -39,12 +39,11 @@ from agents.tracing import TracingProcessor, get_trace_provider
 from agents.tracing import spans as sdk_spans
 from agents.tracing import traces as sdk_traces
 
-import lightning_openai_agents
 from lightning_conformance import ScriptedServer
 from lightning_conformance.plugins import programs
 from lightning_conformance.plugins.programs import AgentPrograms
 from lightning_conformance.plugins.replayed import NOTES, run_twice
-from lightning_conformance.plugins.script import agent_of, answer, follow, pieces
+from lightning_conformance.plugins.script import answer, follow, pieces
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
@@ -54,8 +53,7 @@ from lightning_conformance.plugins.suite import (
 )
 from lightning_openai import other_clients
 from lightning_openai_agents.agents import SdkScope, SdkTracker
-from lightning_spans import Attempt, open_store, use_attempt
-from lightning_spans import hooks as plugins
+from lightning_spans import Attempt, use_attempt
 from lightning_spans.record.context import settled
 from lightning_spans.schema import spans as names
 
@@ -230,28 +228,6 @@ class Processor(TracingProcessor):
 def server():
     with ScriptedServer() as scripted:
         yield scripted
-
-
-@pytest.fixture
-def seen(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
-    listener = Listener()
-    plugins.register(listener, "listener")
-    with lightning_openai_agents.attach(store=str(tmp_path / "traces.db")):
-        yield listener
-    plugins.unregister("listener")
-
-
-def check_calls(seen, server):
-    """Every request is one chat span with the agent that made it and the response's id, and nothing is an orphan."""
-    spans = {span.span_id: span for span in seen.chats}
-    assert len(spans) == len(server.requests)
-    for request in server.requests:
-        span = spans[request.headers["traceparent"].split("-")[2]]
-        assert span.agent == agent_of(request.body)
-        assert span.attributes.get(names.RESPONSE_ID) == request.answer.get("id")
-    known = {span.span_id for span in seen.spans}
-    assert all(span.parent_id is None or span.parent_id in known for span in seen.spans)
 
 
 KINDS = pytest.mark.parametrize("kind", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
@@ -536,21 +512,11 @@ def test_nothing_stays_behind_when_a_run_is_over(server, seen):
     assert not [s for s in seen.chats if s.agent == "rewriter" and s.trace_id == writer.trace_id]
 
 
-def test_detaching_ends_what_is_open(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
-    attachment = lightning_openai_agents.attach(store=str(tmp_path / "traces.db"))
-
-    @function_tool
-    def stop() -> str:
-        attachment.detach()
-        return "stopped"
-
-    assert "[stopped]" in run(ask("caller", server.url, "call stop", tools=[stop]))
-    store = open_store(str(tmp_path / "traces.db"))
-    spans = store.spans()
-    store.close()
-    assert sorted(s.operation for s in spans) == ["chat", "execute_tool", "invoke_agent", "invoke_workflow"]
-    assert "traceparent" not in server.requests[-1].headers
+def test_detaching_ends_what_is_open(operations_until_stopped):
+    operations = operations_until_stopped(
+        lambda url, stop: run(ask("caller", url, "call stop", tools=[function_tool(stop)]))
+    )
+    assert operations == ["chat", "execute_tool", "invoke_agent", "invoke_workflow"]
 
 
 def test_detaching_ends_what_is_open_while_others_begin(recorder, sink):

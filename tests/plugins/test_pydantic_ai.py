@@ -444,21 +444,9 @@ def test_a_run_that_is_cancelled_leaves_nothing_behind(found_of, under_way):
     assert [span.status for span in found.spans if span.operation == names.INVOKE_AGENT] == ["error"]
 
 
-def test_detaching_ends_what_is_open(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
-    monkeypatch.setenv("OPENAI_API_KEY", "sk")
-    attachment = lightning_pydantic_ai.attach(store=str(tmp_path / "traces.db"))
-
-    def stop() -> str:
-        attachment.detach()
-        return "stopped"
-
-    with ScriptedServer() as server:
-        assert "[stopped]" in run(ask("caller", server.url, "call stop {}", stop))
-        assert "traceparent" not in server.requests[-1].headers
-    store = open_store(str(tmp_path / "traces.db"))
-    assert sorted(span.operation for span in store.spans()) == ["chat", "execute_tool", "invoke_agent"]
-    store.close()
+def test_detaching_ends_what_is_open(operations_until_stopped):
+    operations = operations_until_stopped(lambda url, stop: run(ask("caller", url, "call stop {}", stop)))
+    assert operations == ["chat", "execute_tool", "invoke_agent"]
 
 
 def test_only_the_attempts_own_agent_is_rerouted_from_inside_a_tool(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import closing
 
 import pytest
 
@@ -33,16 +32,13 @@ from semantic_kernel.functions import (
 )
 
 import lightning_semantic_kernel
-from lightning_conformance.plugins.program import user_environment
 from lightning_conformance.plugins.programs import AgentPrograms, add
-from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
     MODEL,
     PROMPTS,
     PluginConformance,
     instructions,
 )
-from lightning_spans import open_store
 from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
 
@@ -154,27 +150,8 @@ class TestConformance(AgentPrograms, PluginConformance):
         return seen
 
 
-@pytest.fixture
-def spans_of(tmp_path):
-    """Run a coroutine of a server's URL while attached, and return what was recorded."""
-
-    def give(work):
-        store = str(tmp_path / "traces.db")
-        with (
-            user_environment(tmp_path),
-            ScriptedServer() as server,
-            lightning_semantic_kernel.attach(store=store) as live,
-        ):
-            asyncio.run(work(server.url))
-            live.flush(60)
-        with closing(open_store(store)) as recorded:
-            return list(recorded.spans())
-
-    return give
-
-
 @pytest.mark.parametrize("kind", [SequentialOrchestration, ConcurrentOrchestration])
-def test_agents_of_an_orchestration_are_one_trace(kind, spans_of):
+def test_agents_of_an_orchestration_are_one_trace(kind, found_of):
     async def work(url):
         runtime = InProcessRuntime()
         runtime.start()
@@ -182,14 +159,14 @@ def test_agents_of_an_orchestration_are_one_trace(kind, spans_of):
         await result.get()
         await runtime.stop_when_idle()
 
-    found = spans_of(work)
+    found = found_of(work).spans
     assert sorted(span.agent for span in found if span.operation == names.CHAT) == ["checker", "writer"]
     assert len({span.trace_id for span in found}) == 1
     roots = [(span.operation, span.name, span.status) for span in found if span.parent_id is None]
     assert roots == [(names.INVOKE_WORKFLOW, kind.__name__, "ok")]
 
 
-def test_agents_that_hand_over_are_one_trace(spans_of):
+def test_agents_that_hand_over_are_one_trace(found_of):
     async def work(url):
         members = [make(name, url) for name in ("boss", "writer")]
         handoffs = OrchestrationHandoffs().add("boss", "writer", "for words")
@@ -201,12 +178,12 @@ def test_agents_that_hand_over_are_one_trace(spans_of):
         await result.get(timeout=30)
         await runtime.stop_when_idle()
 
-    found = spans_of(work)
+    found = found_of(work).spans
     assert {"boss", "writer"} <= {span.agent for span in found if span.operation == names.CHAT}
     assert len({span.trace_id for span in found}) == 1
 
 
-def test_a_group_chat_is_one_trace(spans_of):
+def test_a_group_chat_is_one_trace(found_of):
     async def work(url):
         members = [make(name, url) for name in ("writer", "checker")]
         chat = AgentGroupChat(agents=members, termination_strategy=DefaultTerminationStrategy(maximum_iterations=2))
@@ -214,17 +191,17 @@ def test_a_group_chat_is_one_trace(spans_of):
         async for _ in chat.invoke():
             pass
 
-    found = spans_of(work)
+    found = found_of(work).spans
     assert [span.agent for span in found if span.operation == names.CHAT] == ["writer", "checker"]
     assert [span.name for span in found if span.parent_id is None] == ["AgentGroupChat"]
 
 
-def test_an_agent_as_a_function_is_below_the_call(spans_of):
+def test_an_agent_as_a_function_is_below_the_call(found_of):
     async def work(url):
         boss = make("boss", url, more={"plugins": [make("writer", url)]})
         await answer(boss, 'call writer-writer {"messages": "hello"}')
 
-    found = spans_of(work)
+    found = found_of(work).spans
     assert {span.attributes[names.AGENT_PATH] for span in found if span.operation == names.INVOKE_AGENT} == {
         "boss",
         "boss/writer",

@@ -30,7 +30,7 @@ from lightning_conformance.plugins.suite import (
     PluginConformance,
     instructions,
 )
-from lightning_spans import Attempt, agent, open_store, use_attempt
+from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.schema import spans as names
 from lightning_strands.agents import way_of
 
@@ -328,20 +328,8 @@ def test_only_the_attempts_own_agent_is_rerouted_from_inside_a_tool(tmp_path, mo
         assert len({span_of(request) for request in [*policy.requests, *origin.requests]}) == 3
 
 
-def test_detaching_ends_what_is_open(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
-    monkeypatch.setenv("OPENAI_API_KEY", "sk")
-    attachment = lightning_strands.attach(store=str(tmp_path / "traces.db"))
-
-    @strands.tool
-    def stop() -> str:
-        """Stop."""
-        attachment.detach()
-        return "stopped"
-
-    with ScriptedServer() as server:
-        assert "stopped" in ask(make("caller", server.url, stop), "call stop {}")
-        assert "traceparent" not in server.requests[-1].headers
-    store = open_store(str(tmp_path / "traces.db"))
-    assert sorted(span.operation for span in store.spans()) == ["chat", "execute_tool", "invoke_agent"]
-    store.close()
+def test_detaching_ends_what_is_open(operations_until_stopped):
+    operations = operations_until_stopped(
+        lambda url, stop: ask(make("caller", url, strands.tool(stop)), "call stop {}")
+    )
+    assert operations == ["chat", "execute_tool", "invoke_agent"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_conformance.plugins.script import agent_of
 from lightning_spans import hookimpl
 from lightning_spans.record.pipeline import live_pipeline
 from lightning_spans.schema import spans as names
@@ -42,3 +43,15 @@ class Listener:
             span = by_id[span.parent_id]
             found.append((span.operation, span.name))
         return found
+
+
+def check_calls(seen, server, *, names_of=agent_of):
+    """Every request is one chat span with the agent that made it and the response's id, and nothing is an orphan."""
+    spans = {span.span_id: span for span in seen.chats}
+    assert len(spans) == len(server.requests) > 0
+    for request in server.requests:
+        span = spans[request.headers["traceparent"].split("-")[2]]
+        assert span.agent == names_of(request.body)
+        assert span.attributes.get(names.RESPONSE_ID) == request.answer.get("id")
+    known = {span.span_id for span in seen.spans}
+    assert all(span.parent_id is None or span.parent_id in known for span in seen.spans)
