@@ -53,7 +53,7 @@ def watched_store(store: Store) -> Store:
 
 
 class WatchedEngine:
-    """An engine whose wait for each piece of an answer is noted."""
+    """An engine that registers its wait for each piece of an answer, so that a stall is reported."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

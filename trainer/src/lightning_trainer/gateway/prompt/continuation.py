@@ -235,7 +235,7 @@ class Continuations:
 
         Args:
             attempt_id: the attempt that sampled it.
-            prompt: what it answers.
+            prompt: the prompt of the call.
             ids: as sampled, including the end of turn.
             message: as the agent got it.
         """

@@ -107,9 +107,9 @@ class Record:
 
     Attributes:
         attempt_id: its id; that of its trace if no runner created it.
-        rollout_id: that of its rollout; empty then.
-        calls: in the order of their start.
-        tools: likewise.
+        rollout_id: id of its rollout; empty if no runner created it.
+        calls: its model calls, in the order of their start.
+        tools: its tool calls, in the order of their start.
     """
 
     attempt_id: str

@@ -146,7 +146,7 @@ def why_ended(attempt: AttemptRecord, calls: Iterable[Call] = ()) -> str | None:
 
     Args:
         attempt: the replay.
-        calls: its own.
+        calls: the calls of the replay.
     """
     for error in (attempt.error, *(call.error for call in calls)):
         if error is not None and ENDED in error:

@@ -251,7 +251,7 @@ class Arriving:
 
     Args:
         response: the response with the body.
-        wait: noted while it is read; says when something last arrived.
+        wait: registered while the body is read; it knows when something last arrived.
         silence_s: seconds without a byte after which the answer has failed.
     """
 

@@ -28,7 +28,7 @@ class Replica:
         in_flight: calls that it is answering.
         failure: why it gets no calls; None while it is healthy.
         dialect: how tokens are requested from it; None: not known yet.
-        again_at: monotonic time from which it is asked for that again; never if it has identified itself.
+        again_at: monotonic time in seconds from which the dialect is requested again; never if the server has named it.
         raw_logprobs: whether its log-probabilities ignore the temperature; None: not known yet.
         tokens: how it is sent token ids, or why it is sent messages; None: not known yet.
         form: its format for an answer's required form, or ``none``; None: not known yet.

@@ -34,13 +34,13 @@ class Route:
     """How an upstream is reached.
 
     Attributes:
-        model: its name here.
-        names: its names there.
+        model: the model's name in this server.
+        names: the model's names at the upstream.
         tokenizer: the model's.
         http: connections to its replicas.
         replicas: its replicas.
         paused_s: most seconds that a call waits while it is paused.
-        waits_for: name of a wait for it.
+        waits_for: what a call that waits for it is shown to wait for.
         unwell: called for a replica that failed.
         tool_format: see `ChatFormat`.
     """

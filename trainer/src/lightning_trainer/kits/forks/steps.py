@@ -200,7 +200,7 @@ class Forked:
     Attributes:
         ended: forks that differed from their record, by reason.
         metrics: their number, and the cost of all forks, as numbers by name.
-        what: what was run, in words.
+        what: description of what was run.
     """
 
     ended: Mapping[str, int]

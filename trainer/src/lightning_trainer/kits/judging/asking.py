@@ -60,8 +60,8 @@ class JudgeAnswer:
         response: the last text; empty if there was none.
         scores: (N,) of the attempts in the order of the request; None: no verdict.
         error: why there is no verdict.
-        start_ns: Unix time in nanoseconds.
-        end_ns: likewise.
+        start_ns: start of the request, in Unix nanoseconds.
+        end_ns: end of the answer, in Unix nanoseconds.
     """
 
     request: Mapping[str, Any]
