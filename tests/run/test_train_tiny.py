@@ -358,10 +358,10 @@ def test_a_dry_run_of_a_run_that_goes_on_tries_what_it_has_learned_and_counts_th
     tried = []
 
     def probe(
-        _config: TrainConfig, _tasks: Any, places: list[int], make: Any, *_: Any, update: bool, **__: Any
+        _config: TrainConfig, _tasks: Any, places: list[int], make: Any, *_: Any, update: bool, name: str, **__: Any
     ) -> Probe:
         assert update
-        tried.append((places, make(_config).loaded))
+        tried.append((places, name, make(_config).loaded))
         return Probe(tried=[], rollouts=1, rollout_seconds=1.0, **tokens)
 
     tokens: dict[str, Any] = dict.fromkeys(("tokens_prompt", "tokens_generated", "tokens_in_rows"), 0)
@@ -385,8 +385,8 @@ def test_a_dry_run_of_a_run_that_goes_on_tries_what_it_has_learned_and_counts_th
     rest = backend.describe(asked.model_copy(update={"resume": folder / "out"}), Silent())
     assert (afresh.facts["steps"], rest.facts["steps"]) == (5, 2)
     assert tried == [
-        (batch_at(0, 5, 2, 0), None),
-        (batch_at(3, 5, 2, 0), (folder / "out" / "checkpoints" / "step-000003").resolve()),
+        (batch_at(0, 5, 2, 0), "t0", None),  # the name of a step's batch, from which seeds follow
+        (batch_at(3, 5, 2, 0), "t3", (folder / "out" / "checkpoints" / "step-000003").resolve()),
     ]
 
 

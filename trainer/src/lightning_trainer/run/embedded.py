@@ -139,7 +139,8 @@ class Embedded:
             checkpoint=sizes[0] if sizes else None,
             disk=sizes[1] if sizes else None,
         )
-        found = probe(config, tasks, places, partial(self._load_start, start), progress, update=True, limit_s=TRIAL_S)
+        load, name = partial(self._load_start, start), f"t{start.step}"  # samples what the run's first step will sample
+        found = probe(config, tasks, places, load, progress, update=True, limit_s=TRIAL_S, name=name)
         facts = {**forecast(found, asked), "engine": list(planned), "fits": True}
         billed, told = self._priced(config, facts) if self._priced is not None else ({}, ())
         return Described("\n".join([*lines(facts), *facts["engine"], *told]), {**facts, **billed})

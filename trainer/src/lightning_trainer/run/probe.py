@@ -72,6 +72,7 @@ def probe(
     *,
     update: bool,
     limit_s: float = math.inf,
+    name: str = "a",
 ) -> Probe:
     """Run some tasks, as a step would, in a temporary folder.
 
@@ -83,6 +84,7 @@ def probe(
         progress: callback for progress events.
         update: whether one update is measured too.
         limit_s: seconds for rollouts; the first task is run in any case.
+        name: of the batch, from which sampling seeds follow: with that of a step, its first rollouts are sampled.
 
     Raises:
         AgentFailedError: no rollout succeeded, or no model call was seen.
@@ -112,7 +114,7 @@ def probe(
             serve(store, runner, answers, sampling_of(config), timeouts=config.timeouts, failed=config.failed)
         )
         loaded = time.monotonic() - began
-        ran = _run(config, [tasks[place] for place in places], session, judge, progress, limit_s=limit_s)
+        ran = _run(config, [tasks[place] for place in places], session, judge, progress, limit_s=limit_s, name=name)
         learned = _learn(learner, ran.rows, progress, limit_s) if update else ((), 0.0)
         return _make_probe(
             config, places[: len(ran.outcomes) // config.group_size], ran, load_seconds=loaded, learned=learned
@@ -153,10 +155,11 @@ def _run(
     progress: Progress,
     *,
     limit_s: float,
+    name: str,
 ) -> _Ran:
     rollouts = plan(
         tasks,
-        name=f"try-{uuid.uuid4().hex[:8]}:a",
+        name=f"try-{uuid.uuid4().hex[:8]}:{name}",
         size=config.group_size,
         mode="train",
         max_attempts=config.max_attempts,
