@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -197,11 +198,12 @@ def test_a_run_that_can_not_fit_is_refused_before_its_model_is_loaded(tmp_path, 
         ("7B", ("--lora-rank", "16", "--base-bits", "4"), (True, True, True)),
     ],
 )
-def test_a_run_is_planned_for_a_gpu_that_is_not_here(tmp_path, size, options, fits):
+def test_a_run_is_planned_for_a_gpu_that_is_not_here(tmp_path, monkeypatch, size, options, fits):
     from click.testing import CliRunner
 
     from lightning_trainer.cli import cli
 
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))  # this machine is not the run's
     model = make_model(tmp_path / size, size)
     (model / "model.safetensors").unlink()  # the shape is enough
     (tmp_path / "tasks.jsonl").write_text('{"q": 1}\n')

@@ -101,7 +101,8 @@ def check(config: TrainConfig) -> None:
         )
     kind, request = engine_of(config)
     kind.check(request)
-    check_disk(config, config.steps)
+    if not are_planned():
+        check_disk(config, config.steps)
 
 
 def sized(config: TrainConfig, steps: int) -> tuple[int, int] | None:
