@@ -50,6 +50,7 @@ def test_two_adapters_learn_from_what_vllm_samples_and_none_is_left_loaded(tiny_
     begun = next(event["start"] for event in events if "start" in event)
     assert begun[begun.index("--max-loras") + 1] == "4", "of each policy the newest and the one to come"
     assert begun[begun.index("--max-lora-rank") + 1] == "8"
+    assert "--no-enable-chunked-prefill" in begun, "its CPU build ends at a seeded prompt that is read in parts"
     assert most_loaded(events) <= 4
     for step, line in enumerate(metrics):
         for name in ("writer", "rewriter"):
@@ -303,7 +304,12 @@ def test_the_last_error_is_the_one_that_says_why(tmp_path):
         "(EngineCore pid=7) ERROR 11-26 10:00:01 [core.py:9] ModuleNotFoundError: No module named 'flashinfer'\n"
         "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
+    vague = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\n"
+    since = log.stat().st_size
+    with log.open("a") as file:
+        file.write(vague * 2000)  # one for each request that was in progress
     assert last_error(log) == "ModuleNotFoundError: No module named 'flashinfer'"
+    assert last_error(log, since) == vague.strip(), "not the error of an earlier server"
     log.write_text("Killed\n")
     assert last_error(log) == "Killed"
     assert last_error(tmp_path / "none") == "it said nothing"

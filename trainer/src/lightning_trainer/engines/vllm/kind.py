@@ -38,6 +38,7 @@ _OURS: Final = {  # options of the server that the run itself sets or reads
 }  # fmt: skip
 _INSTALL: Final = "pip install vllm, or name an interpreter that has it with --engine-python"
 _LOCAL_S: Final = 0.5
+_CPU_TOKENS: Final = 4096  # of a pass on a processor; prompts are read whole, so at least the context
 
 
 class VllmKind:
@@ -268,6 +269,9 @@ def _options(request: EngineRequest, held: HeldModel, memory: MemoryPlan | None)
         "structured_outputs_config": json.dumps({"backend": "guidance"}),  # the backend that reads our grammars
         "seed": request.seed,
         "enforce_eager": on_cpu,
+        # vLLM's sampler rewinds the seed of a request whose prompt is read in parts, which ends its CPU build (0.27.1)
+        "no_enable_chunked_prefill": on_cpu,
+        "max_num_batched_tokens": max(held.max_model_len, _CPU_TOKENS) if on_cpu else None,
         "gpu_memory_utilization": None if memory is None else memory.share,
         "enable_sleep_mode": memory is not None and memory.sleeps,
         **_given_options(request),

@@ -29,7 +29,6 @@ _CRASHES: Final = 3  # in a row, without new weights in between
 _PORTS: Final = 3  # ports that are tried at first
 _TAKEN: Final = "ddress already in use"  # as Python's asyncio and the system write it
 _SUPERVISED: Final = str(Path(__file__).with_name("supervised.py"))
-_TAIL: Final = 64 * 1024  # bytes at the end of the log that are searched for the last error
 _ERROR: Final = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d: -]+\[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
 _VAGUE: Final = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered")
 
@@ -123,6 +122,7 @@ class VllmProcess:
         self._up = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
+        self._since = 0  # bytes of the log that earlier processes wrote
         self._watcher = threading.Thread(target=self._watch, name="vllm", daemon=True)
 
     def start(self) -> None:
@@ -202,6 +202,7 @@ class VllmProcess:
         self._url = f"http://127.0.0.1:{port}/v1"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
+            self._since = out.tell()
             self._process = subprocess.Popen(  # noqa: S603 - the user's own interpreter
                 [sys.executable, _SUPERVISED, *self._command, "--host", "127.0.0.1", "--port", str(port)],
                 stdin=subprocess.PIPE, stdout=out, stderr=out, env=self._env, start_new_session=True,
@@ -222,7 +223,9 @@ class VllmProcess:
                     if client.get(f"{self._url}/../health").status_code == 200:
                         return
                 if process.poll() is not None or self._closing.is_set():
-                    raise EngineError(f"vLLM did not start: {last_error(self.log)}. Its whole output is in {self.log}.")
+                    raise EngineError(
+                        f"vLLM did not start: {last_error(self.log, self._since)}. Its whole output is in {self.log}."
+                    )
                 if time.monotonic() > until:
                     raise EngineError(f"vLLM did not answer within {_START_S:g} s. See {self.log}.")
                 time.sleep(_LOOK_S)
@@ -239,7 +242,7 @@ class VllmProcess:
             if self._closing.is_set():
                 return
             self.crashes += 1
-            said = said or last_error(self.log)
+            said = said or last_error(self.log, self._since)
             if self.crashes > _CRASHES:
                 self.failure = EngineError(f"vLLM ended {self.crashes} times in a row: {said}. See {self.log}.")
                 return
@@ -266,11 +269,16 @@ class VllmProcess:
             process.wait()
 
 
-def last_error(log: Path) -> str:
-    """Return the last line of a server's log that names the cause of a failure, rather than the failure alone."""
+def last_error(log: Path, since: int = 0) -> str:
+    """Return the last line of a server's log that names the cause of a failure, rather than the failure alone.
+
+    Args:
+        log: it ends with a vague error of every request that was in progress, so it is read from its beginning.
+        since: bytes of the log that earlier servers wrote.
+    """
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL))
+            file.seek(since)
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         lines = []
