@@ -305,7 +305,7 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         rests += f", and an update on {facts['measured_update_tokens']:,} packed tokens"
     found += [
         f"time per step: {facts['seconds_step']:.1f} s ({times})",
-        *_range(facts),
+        *_learning_lines(facts),
         f"  measured: {rests}",
         (
             f"  {read:,} prompt tokens, {written:,} generated, {facts['rows_tokens_step']:,} in training rows,"
@@ -325,7 +325,7 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _range(facts: Mapping[str, Any]) -> list[str]:
+def _learning_lines(facts: Mapping[str, Any]) -> list[str]:
     """Return how the time of learning depends on the share of groups with a signal, which changes during a run."""
     now, whole = facts["seconds_update_now"], facts["seconds_update_all"]
     if facts["signal"] == 1 or not whole:

@@ -59,7 +59,7 @@ def plan_run(config: TrainConfig) -> MemoryFit:
         return MemoryFit(tuple(lines), fits=True)
     known = total is not None and learner_memory_of(config) is not None
     first = (f"one GPU of {gib(total or 0)} holds this run.",) if known else ()
-    return MemoryFit((*first, *lines, *_unplanned(config)), fits=True)
+    return MemoryFit((*first, *lines, *_plan_limits(config)), fits=True)
 
 
 class _TooSmallError(Exception):
@@ -165,7 +165,7 @@ class _Change(NamedTuple):
         return _Change((*self.flags, *other.flags), {**self.options, **other.options, **more})
 
 
-def _unplanned(config: TrainConfig) -> Iterator[str]:
+def _plan_limits(config: TrainConfig) -> Iterator[str]:
     """Yield what a plan for a GPU that is not here leaves out."""
     if learner_memory_of(config) is None:
         yield f"memory: not known, because the sizes of {config.model} are not. Give the folder of its config.json."
