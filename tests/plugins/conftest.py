@@ -54,7 +54,9 @@ def operations_until_stopped(request, tmp_path):
                 attachment.detach()
                 return "stopped"
 
-            assert "stopped" in program(server.url, stop)
+            program(server.url, stop)
+            assert len(server.requests) == 2
+            assert "stopped" in str(server.requests[-1].body), "the program went on with what the tool returned"
             assert "traceparent" not in server.requests[-1].headers
         with closing(open_store(store)) as recorded:
             return sorted(span.operation for span in recorded.spans())

@@ -818,7 +818,7 @@ def test_a_role_from_a_file_is_a_name_without_spaces_around_it(server, seen):
 
 def test_detaching_ends_what_is_open(operations_until_stopped):
     operations = operations_until_stopped(
-        lambda url, stop: crew(task("call stop {}", make("caller", url, tools=[tool("stop")(stop)]))).kickoff().raw
+        lambda url, stop: crew(task("call stop {}", make("caller", url, tools=[tool("stop")(stop)]))).kickoff()
     )
     assert operations == ["chat", "execute_tool", "invoke_agent", "invoke_workflow"]
 
