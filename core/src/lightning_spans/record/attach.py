@@ -139,8 +139,7 @@ def attach(
         store: URL or path for spans outside a runner's attempts; by default ``LIGHTNING_STORE``, else ``lightning.db``.
             A path is relative to the folder in which the program attaches, even if it changes folders later. For a
             server's URL, ``LIGHTNING_KEY`` is its key; a live key is enough. docs/how-to/live.md describes how such
-                spans
-            are labelled, sampled and masked.
+            spans are labelled, sampled and masked.
         tracer: ``otel`` creates spans of OpenTelemetry's SDK if a processor or a collector receives them, ``embedded``
             creates the same records without the SDK. The store's records are the same in both cases.
         otlp: an OTLP/HTTP endpoint that also gets every span, such as ``http://localhost:6006/v1/traces``; by default
