@@ -87,8 +87,8 @@ def _tool_call(name: Json, arguments: Json, call_id: Json) -> Iterator[ToolCall]
         yield ToolCall(name, arguments, call_id if isinstance(call_id, str) else None)
 
 
-def tool_call(call_id: Json, name: Json, arguments: str) -> dict[str, Json]:
-    """Return a tool call in the format of chat completions; `arguments` is JSON text."""
+def tool_call(call_id: Json, name: Json, arguments: Json) -> dict[str, Json]:
+    """Return a tool call in the format of chat completions; `arguments` is JSON text, unless a framework parsed it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

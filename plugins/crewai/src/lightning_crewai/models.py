@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_crewai.tools import requests_in
+from lightning_openai.completion import assistant_message, chat_completion, tool_call
 from lightning_openai.json_text import to_json
 from lightning_openai.other_clients import OtherCall
 
@@ -88,17 +89,10 @@ def request_body(event: Any, llm: Any, messages: Any, tools: Any) -> dict[str, J
 
 def response_body(event: Any) -> dict[str, Json]:
     """Return the response of a completed call."""
-    calls = list(requests_in(event.response))
-    message: dict[str, Json] = {"role": "assistant", "content": None}
-    if calls:
-        message["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
-    elif event.response is not None:
-        message["content"] = event.response if isinstance(event.response, str) else to_json(event.response)
+    text = event.response if event.response is None or isinstance(event.response, str) else to_json(event.response)
+    asked = [tool_call(call.call_id, call.name, call.arguments) for call in requests_in(event.response)]
+    message = assistant_message(None, asked) if asked else assistant_message(text)
     # The finish reason and id are known since 1.14.7, usage since 1.13.
-    choice = {"index": 0, "message": message, "finish_reason": getattr(event, "finish_reason", None)}
     body = {"id": getattr(event, "response_id", None), "model": event.model, "usage": getattr(event, "usage", None)}
     kept = {name: value for name, value in body.items() if value is not None}
-    return {"object": "chat.completion", **kept, "choices": [choice]}
+    return chat_completion((message, getattr(event, "finish_reason", None)), **kept)

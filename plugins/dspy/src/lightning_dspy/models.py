@@ -6,22 +6,21 @@ Each call opens a scope. If a client creates a chat span within it, this module 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import dspy
 from dspy.clients.cache import Cache
 
 from lightning_dspy import FRAMEWORK
+from lightning_openai.caller import caller_in
+from lightning_openai.completion import assistant_message, chat_completion, chat_request
 from lightning_openai.json_text import to_json
 from lightning_openai.model_tracker import ModelTracker
-from lightning_openai.other_clients import OtherCall
-from lightning_spans.record.context import current, current_agent, current_attempt
+from lightning_spans.record.context import current
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
-from lightning_spans.record.recorder import standing
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
-    from lightning_spans.schema.attempts import Attempt
     from lightning_spans.schema.spans import Json
 
 
@@ -35,29 +34,18 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield replace(Cache, "put", models.wrap_cache)
 
 
-class _Caller(NamedTuple):
-    """The module that calls the model."""
-
-    agent: str | None
-    path: str | None
-    attempt: Attempt | None
-
-
 class DspyModels(ModelTracker):
     """Reads requests and answers of a program's own models, and keeps DSPy's cache out of training."""
 
+    parameters = ("prompt", "messages")
     by_clients = ("dspy.clients",)  # DSPy's own models use LiteLLM, or the transport that is patched
 
-    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that starts with these arguments."""
-        given = {**dict(zip(("prompt", "messages"), args, strict=False)), **kwargs}
-
-        def ask() -> dict[str, Json]:
-            prompt, messages = given.pop("prompt", None), given.pop("messages", None)
-            known = {key: value for key, value in given.items() if isinstance(value, str | int | float | list)}
-            return {**known, "model": model.model, "messages": list(messages or [{"role": "user", "content": prompt}])}
-
-        return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed)
+    def request(self, model: Any, given: Mapping[str, Any]) -> dict[str, Json]:
+        """Return what a model is asked as the body of a chat completion."""
+        messages = given.get("messages") or [{"role": "user", "content": given.get("prompt")}]
+        rest = {name: value for name, value in given.items() if name not in self.parameters}
+        known = {name: value for name, value in rest.items() if isinstance(value, str | int | float | list)}
+        return {**known, **chat_request(model.model, messages)}
 
     def answer(self, model: Any, items: Sequence[Any]) -> dict[str, Json] | None:  # noqa: ARG002 - the answer names it
         """Return what a model answered as a chat completion."""
@@ -75,8 +63,7 @@ class DspyModels(ModelTracker):
         if not self.live:
             return False
         with self.guard():
-            agent = current_agent()
-            caller = _Caller(agent, None if agent is None else standing(agent, current()), current_attempt())
+            caller = caller_in(current())
             return caller.attempt is not None and self.recorder.reroutes(caller)
         return False
 
@@ -90,5 +77,5 @@ def response_body(answer: Any) -> dict[str, Json] | None:
     choices = getattr(answer, "choices", None)
     if choices is None:
         return None
-    message = {"role": "assistant", "content": to_json([getattr(one.message, "content", None) for one in choices])}
-    return {"object": "chat.completion", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+    text = to_json([getattr(one.message, "content", None) for one in choices])
+    return chat_completion((assistant_message(text), "stop"))

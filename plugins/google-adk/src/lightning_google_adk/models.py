@@ -11,6 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 from google.adk.models import BaseLlm
 
 from lightning_google_adk import FRAMEWORK
+from lightning_openai.completion import (
+    assistant_message,
+    chat_completion,
+    function_tool,
+    token_usage,
+    tool_call,
+    tool_message,
+)
 from lightning_openai.json_text import to_json
 from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import OtherCall
@@ -34,18 +42,18 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 class AdkModels(ModelTracker):
     """Reads requests and answers of ADK's models. The last item is the whole answer, streamed or not."""
 
+    parameters = ("llm_request", "stream")
     by_clients = ("google.adk.models.lite_llm",)
     kept = 1
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that starts with these arguments."""
-        given = {**dict(zip(("llm_request", "stream"), args, strict=False)), **kwargs}
-        streamed = bool(given.get("stream"))
+        """Return the call that starts with these arguments. One of them says whether its answer is streamed."""
+        streamed = bool(kwargs.get("stream", args[1] if len(args) > 1 else False))
+        return super().call_of(model, args, kwargs, streamed=streamed)
 
-        def ask() -> dict[str, Json]:
-            return request_body(model, given["llm_request"])
-
-        return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed)
+    def request(self, model: Any, given: Mapping[str, Any]) -> dict[str, Json]:
+        """Return what a model is asked as the body of a chat completion."""
+        return request_body(model, given["llm_request"])
 
     def answer(self, model: Any, items: Sequence[Any]) -> dict[str, Json] | None:  # noqa: ARG002 - see `request_body`
         """Return what a model answered as a chat completion."""
@@ -61,14 +69,7 @@ def request_body(model: Any, request: Any) -> dict[str, Json]:
     turns = [{"role": "system", "content": system if isinstance(system, str) else to_json(system)}] if system else []
     turns += [turn for content in request.contents for turn in _turns(content)]
     tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": declared.name,
-                "description": declared.description,
-                "parameters": _schema(declared),
-            },
-        }
+        function_tool(declared.name, declared.description, _schema(declared))
         for tool in config.tools or ()
         for declared in getattr(tool, "function_declarations", None) or ()
     ]
@@ -82,18 +83,14 @@ def response_body(answer: Any) -> dict[str, Json] | None:
         return None
     usage = getattr(answer, "usage_metadata", None)
     reason = getattr(getattr(answer, "finish_reason", None), "name", None)
-    (message,) = _turns(answer.content) or [{"role": "assistant", "content": None}]
+    (message,) = _turns(answer.content) or [assistant_message(None)]
     called = "tool_calls" if "tool_calls" in message else _FINISH.get(str(reason), reason)
-    return {
-        "id": getattr(answer, "interaction_id", None),
-        "object": "chat.completion",
-        "model": getattr(answer, "model_version", None),
-        "choices": [{"index": 0, "message": message, "finish_reason": called}],
-        "usage": {
-            "prompt_tokens": getattr(usage, "prompt_token_count", None),
-            "completion_tokens": getattr(usage, "candidates_token_count", None),
-        },
-    }
+    return chat_completion(
+        (message, called),
+        id=getattr(answer, "interaction_id", None),
+        model=getattr(answer, "model_version", None),
+        usage=token_usage(getattr(usage, "prompt_token_count", None), getattr(usage, "candidates_token_count", None)),
+    )
 
 
 def _turns(content: Any) -> list[dict[str, Json]]:
@@ -101,23 +98,18 @@ def _turns(content: Any) -> list[dict[str, Json]]:
     parts = content.parts or []
     told = [part.function_response for part in parts if part.function_response]
     if told:
-        return [{"role": "tool", "tool_call_id": one.id, "content": to_json(one.response)} for one in told]
+        return [tool_message(one.id, to_json(one.response)) for one in told]
     text = "".join(part.text for part in parts if part.text and not part.thought)
     if content.role != "model":
         if any(part.text is None for part in parts):  # images and similar parts
             text = to_json([part.model_dump(exclude_none=True) for part in parts])
         return [{"role": "user", "content": text}]
     calls = [
-        {
-            "id": part.function_call.id,
-            "type": "function",
-            "function": {"name": part.function_call.name, "arguments": to_json(part.function_call.args or {})},
-        }
-        for part in parts
-        if part.function_call
+        tool_call(call.id, call.name, to_json(call.args or {}))
+        for call in (part.function_call for part in parts)
+        if call
     ]
-    turn: dict[str, Json] = {"role": "assistant", "content": text or None}
-    return [{**turn, "tool_calls": calls} if calls else turn]
+    return [assistant_message(text or None, calls)]
 
 
 def _schema(declared: Any) -> Json:

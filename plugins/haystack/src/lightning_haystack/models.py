@@ -14,6 +14,7 @@ from haystack.dataclasses import ChatMessage
 from haystack.tools import flatten_tools_or_toolsets
 
 from lightning_haystack import FRAMEWORK
+from lightning_openai.completion import assistant_message, chat_completion, chat_request
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import Undo, replace
 from lightning_spans.record.instrument.scope import Scope, place_of_call
@@ -130,30 +131,25 @@ def request_body(generator: Any, asked: dict[str, Any]) -> dict[str, Json]:
     """Return the request as the body of a chat completion."""
     said = asked.get("messages", asked.get("prompt"))
     turns = [ChatMessage.from_user(said)] if isinstance(said, str) else said or ()
-    body: dict[str, Json] = {"model": _name(generator), "messages": [_turn(turn) for turn in turns]}
     given = asked.get("tools") or getattr(generator, "tools", None)
     tools = [{"type": "function", "function": tool.tool_spec} for tool in flatten_tools_or_toolsets(given)]
-    return {**body, "tools": tools} if tools else body
+    return chat_request(_name(generator), map(_turn, turns), tools)
 
 
 def response_body(generator: Any, answer: Any) -> dict[str, Json]:
     """Return the answer as a chat completion."""
     replies: Sequence[Any] = answer["replies"]
     metas = [reply.meta for reply in replies if isinstance(reply, ChatMessage)] or answer.get("meta") or [{}]
-    return {
-        "object": "chat.completion",
-        "model": metas[0].get("model") or _name(generator),
-        "choices": [
-            {"index": index, "message": _turn(reply), "finish_reason": meta.get("finish_reason")}
-            for index, (reply, meta) in enumerate(zip(replies, metas, strict=False))
-        ],
-        "usage": metas[0].get("usage") or {},
-    }
+    return chat_completion(
+        *((_turn(reply), meta.get("finish_reason")) for reply, meta in zip(replies, metas, strict=False)),
+        model=metas[0].get("model") or _name(generator),
+        usage=metas[0].get("usage") or {},
+    )
 
 
 def _turn(message: Any) -> dict[str, Json]:
     if isinstance(message, str):
-        return {"role": "assistant", "content": message}
+        return assistant_message(message)
     turn: dict[str, Json] = message.to_openai_dict_format()
     return turn
 

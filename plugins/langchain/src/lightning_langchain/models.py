@@ -10,6 +10,7 @@ from langchain_core.caches import BaseCache
 from langchain_core.messages import BaseMessage, convert_to_openai_messages
 
 from lightning_langchain.agents import ChainRun
+from lightning_openai.completion import assistant_message, chat_completion, token_usage
 from lightning_openai.json_text import to_json
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
@@ -119,22 +120,21 @@ def response_body(result: LLMResult) -> dict[str, Json]:
     """Return the answer of such a model as a chat completion."""
     generations = result.generations[0] if result.generations else []
     choices = []
-    for index, generation in enumerate(generations):
+    for generation in generations:
         message = getattr(generation, "message", None)
         info = {**(generation.generation_info or {}), **(getattr(message, "response_metadata", None) or {})}
-        body = _to_openai([message])[0] if message is not None else {"role": "assistant", "content": generation.text}
+        body = _to_openai([message])[0] if message is not None else assistant_message(generation.text)
         reason = info.get("finish_reason") or info.get("stop_reason") or info.get("done_reason")
-        choices.append({"index": index, "message": body, "finish_reason": reason})
+        choices.append((body, reason))
     first = getattr(generations[0], "message", None) if generations else None
     metadata = getattr(first, "response_metadata", None) or {}
     usage = getattr(first, "usage_metadata", None) or {}
-    return {
-        "id": metadata.get("id"),
-        "object": "chat.completion",
-        "model": metadata.get("model_name") or metadata.get("model"),
-        "choices": choices,
-        "usage": {"prompt_tokens": usage.get("input_tokens"), "completion_tokens": usage.get("output_tokens")},
-    }
+    return chat_completion(
+        *choices,
+        id=metadata.get("id"),
+        model=metadata.get("model_name") or metadata.get("model"),
+        usage=token_usage(usage.get("input_tokens"), usage.get("output_tokens")),
+    )
 
 
 def _to_openai(messages: Sequence[BaseMessage]) -> list[dict[str, Json]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.base.llms.base import BaseLLM
 
 from lightning_llama_index import FRAMEWORK
+from lightning_openai.completion import assistant_message, chat_completion, chat_request, finish_reason, tool_call
 from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
@@ -36,6 +37,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 class LlamaIndexModels(ModelTracker):
     """Reads requests and answers of LlamaIndex's models."""
 
+    parameters = ("messages",)  # or a prompt, which is a text
     by_clients = ("llama_index.llms.openai",)  # and `openai_like`
     kept = 1  # each item of a streamed answer contains everything before it
 
@@ -43,18 +45,24 @@ class LlamaIndexModels(ModelTracker):
         """Whether a call that starts now is recorded: it is not part of another."""
         return self.live and not any(isinstance(scope.call, OtherCall) for scope in scopes_around())
 
-    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that starts with these arguments."""
+    def request(self, model: Any, given: Mapping[str, Any]) -> dict[str, Json]:
+        """Return what a model is asked as the body of a chat completion."""
+        asked = given.get("messages", given.get("prompt", ""))
+        turns = (
+            [{"role": "user", "content": asked}] if isinstance(asked, str) else [_turn(message) for message in asked]
+        )
+        tools = given.get("tools")
+        return chat_request(model.metadata.model_name, turns, tools if isinstance(tools, list) else ())
 
-        def ask() -> dict[str, Json]:
-            return request_body(model, args, kwargs)
+    def provider(self, model: Any) -> str | None:
+        """Return the name of the model's provider."""
+        return str(model.class_name()).removesuffix("_llm")
 
-        provider = model.class_name().removesuffix("_llm")
-        return OtherCall(self.recorder, self.plugin, self.framework, ask, provider=provider, streamed=streamed)
-
-    def answer(self, model: Any, items: Sequence[Any]) -> Mapping[str, Json]:
+    def answer(self, model: Any, items: Sequence[Any]) -> dict[str, Json]:
         """Return what a model answered as a chat completion."""
-        return response_body(model, items[-1])
+        message = getattr(items[-1], "message", None)
+        turn = assistant_message(items[-1].text) if message is None else _turn(message)
+        return chat_completion((turn, finish_reason(turn)), model=model.metadata.model_name)
 
     def wrap_stream_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an asynchronous call with a streamed answer, which is awaited before it is read."""
@@ -73,33 +81,12 @@ class LlamaIndexModels(ModelTracker):
         return ask
 
 
-def request_body(model: Any, asked: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Json]:
-    """Return the request as the body of a chat completion."""
-    given = asked[0] if asked else options.get("messages", options.get("prompt", ""))
-    turns = [{"role": "user", "content": given}] if isinstance(given, str) else [_turn(message) for message in given]
-    tools = options.get("tools")
-    known = {"tools": tools} if isinstance(tools, list) and tools else {}
-    return {"model": model.metadata.model_name, "messages": turns, **known}
-
-
-def response_body(model: Any, answer: Any) -> dict[str, Json]:
-    """Return the answer as a chat completion."""
-    message = getattr(answer, "message", None)
-    turn = {"role": "assistant", "content": answer.text} if message is None else _turn(message)
-    choice = {"index": 0, "message": turn, "finish_reason": "tool_calls" if "tool_calls" in turn else "stop"}
-    return {"object": "chat.completion", "model": model.metadata.model_name, "choices": [choice]}
-
-
 def _turn(message: Any) -> dict[str, Json]:
     turn: dict[str, Json] = {"role": message.role.value, "content": message.content}
     if call_id := message.additional_kwargs.get("tool_call_id"):
         turn["tool_call_id"] = call_id
     calls = [
-        {
-            "id": block.tool_call_id,
-            "type": "function",
-            "function": {"name": block.tool_name, "arguments": block.tool_kwargs},
-        }
+        tool_call(block.tool_call_id, block.tool_name, block.tool_kwargs)
         for block in getattr(message, "blocks", ())
         if getattr(block, "block_type", None) == "tool_call"
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_openai.completion import assistant_message, chat_completion, tool_call
 from lightning_openai.other_clients import OtherCall
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ def _generation(data: Any) -> tuple[dict[str, Json], dict[str, Json] | None]:
     request = {**settings, "model": data.model, "messages": list(data.input or [])}
     if not data.output:
         return request, None
-    choices = [{"index": index, "message": _message(message)} for index, message in enumerate(data.output)]
-    return request, {"object": "chat.completion", "model": data.model, "choices": choices, "usage": data.usage}
+    choices = ((_message(message), None) for message in data.output)
+    return request, chat_completion(*choices, model=data.model, usage=data.usage)
 
 
 def _message(output: Mapping[str, Json]) -> Mapping[str, Json]:
@@ -60,16 +61,11 @@ def _message(output: Mapping[str, Json]) -> Mapping[str, Json]:
     items = output.get("output") or ()
     texts = [part.get("text") or "" for item in items for part in item.get("content") or ()]
     calls = [
-        {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": {"name": item["name"], "arguments": item["arguments"]},
-        }
+        tool_call(item.get("call_id"), item["name"], item["arguments"])
         for item in items
         if item.get("type") == "function_call"
     ]
-    message: dict[str, Json] = {"role": "assistant", "content": "".join(texts) or None}
-    return {**message, "tool_calls": calls} if calls else message
+    return assistant_message("".join(texts) or None, calls)
 
 
 def _response(data: Any) -> tuple[dict[str, Json], dict[str, Json] | None]:

@@ -6,9 +6,12 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_openai.other_clients import OtherCall
+from lightning_spans.record.context import settled
 from lightning_spans.record.instrument.tracker import Tracker
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
     from lightning_spans.schema.spans import Json
 
 
@@ -16,18 +19,42 @@ class ModelTracker(Tracker):
     """Creates a chat span for each call for which no client creates one. A plugin reads request and answer.
 
     Each call opens a scope. If a client, or a nested model, creates a chat span within it, there is no second one.
+    A plugin defines `request` and `answer`; `completion` has the parts of which both are composed.
 
     Attributes:
+        parameters: names of the parameters of the model's methods, as far as they may be passed by position.
         by_clients: modules whose models always use a patched client. They are left alone.
         kept: how many of the last items of a streamed answer are read as the answer; None: all of them.
     """
 
+    parameters: ClassVar[tuple[str, ...]] = ()
     by_clients: ClassVar[tuple[str, ...]] = ()
     kept: ClassVar[int | None] = None
 
+    def request(self, model: Any, given: Mapping[str, Any]) -> Mapping[str, Json]:
+        """Return what a model is asked, with these arguments by name, as the body of a chat completion."""
+        raise NotImplementedError
+
+    def provider(self, model: Any) -> str | None:  # noqa: ARG002 - for plugins whose models say it
+        """Return the name of the model's provider, if known."""
+        return None
+
+    def place(self) -> Context:
+        """Return the context for the span of a call that starts now."""
+        return settled()
+
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
         """Return the call that starts with these arguments."""
-        raise NotImplementedError
+        given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        return OtherCall(
+            self.recorder,
+            self.plugin,
+            self.framework,
+            lambda: self.request(model, given),
+            provider=self.provider(model),
+            streamed=streamed,
+            place=self.place,
+        )
 
     def answer(self, model: Any, items: Sequence[Any]) -> Mapping[str, Json] | None:
         """Return what a model answered, whole or in items, as a chat completion; see `OtherCall.asked`."""

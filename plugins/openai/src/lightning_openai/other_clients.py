@@ -165,20 +165,14 @@ class OtherCall:
     ) -> AsyncGenerator[T, None]:
         """Return the items of a streamed answer. `body`, as in `asked`, gets the last `kept` of them, or all."""
         seen = deque[T](maxlen=kept)
-        failed: BaseException | None = None
         steps = entered_steps(scoped(self.scope, current()), items)
-        try:
-            async for item in steps:
-                seen.append(item)
-                yield item
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            failed = error
-            raise
-        finally:
-            await steps.aclose()
-            self.end((lambda: body(seen)) if seen and failed is None else None, error=failed)
+        with self.end_after(lambda: body(seen) if seen else None):
+            try:
+                async for item in steps:
+                    seen.append(item)
+                    yield item
+            finally:
+                await steps.aclose()
 
     def called(self, work: Callable[[], T], body: Callable[[T], Mapping[str, Json] | None]) -> T:
         """Call synchronously; see `asked`."""
@@ -196,20 +190,31 @@ class OtherCall:
     ) -> Generator[T, None, None]:
         """Return the items of a synchronous generator; see `steps`."""
         seen = deque[T](maxlen=kept)
-        failed: BaseException | None = None
         steps = entered_iteration(scoped(self.scope, current()), items)
+        with self.end_after(lambda: body(seen) if seen else None):
+            try:
+                for item in steps:
+                    seen.append(item)
+                    yield item
+            finally:
+                steps.close()
+
+    @contextmanager
+    def end_after(self, answer: Callable[[], Mapping[str, Json] | None]) -> Iterator[None]:
+        """End the call after a block that reads a streamed answer, with that answer or with the block's error.
+
+        If the reader stops early, the call has the answer so far. `answer` is as in `end`.
+        """
+        failed: BaseException | None = None
         try:
-            for item in steps:
-                seen.append(item)
-                yield item
+            yield
         except GeneratorExit:
             raise
         except BaseException as error:
             failed = error
             raise
         finally:
-            steps.close()
-            self.end((lambda: body(seen)) if seen and failed is None else None, error=failed)
+            self.end(answer if failed is None else None, error=failed)
 
     def end(
         self,

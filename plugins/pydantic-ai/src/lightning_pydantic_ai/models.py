@@ -6,13 +6,21 @@ none.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_ai.models import Model
 
+from lightning_openai.completion import (
+    assistant_message,
+    chat_completion,
+    chat_request,
+    function_tool,
+    token_usage,
+    tool_call,
+    tool_message,
+)
 from lightning_openai.json_text import to_json
 from lightning_openai.model_tracker import ModelTracker
 from lightning_openai.other_clients import OtherCall
@@ -39,19 +47,27 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 class PydanticModels(ModelTracker):
     """Reads requests and answers of Pydantic AI's models."""
 
+    parameters = ("messages", "model_settings", "model_request_parameters")
     by_clients = ("pydantic_ai.models.openai",)
 
-    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that starts with these arguments."""
-        given = {**dict(zip(("messages", "model_settings", "model_request_parameters"), args, strict=False)), **kwargs}
+    def request(self, model: Any, given: Mapping[str, Any]) -> dict[str, Json]:
+        """Return what a model is asked as the body of a chat completion."""
+        settings, messages = given.get("model_settings") or {}, given["messages"]
+        known = {key: value for key, value in settings.items() if isinstance(value, str | int | float | list)}
+        offered = given.get("model_request_parameters")
+        tools = [
+            function_tool(tool.name, tool.description, tool.parameters_json_schema)
+            for tool in [*getattr(offered, "function_tools", ()), *getattr(offered, "output_tools", ())]
+        ]
+        told = [message.instructions for message in messages if getattr(message, "instructions", None)]
+        # every request repeats them; only the last counts
+        turns = [{"role": "system", "content": told[-1]}] if told else []
+        turns += [turn for message in messages for turn in _turns(message)]
+        return {**known, **chat_request(model.model_name, turns, tools)}
 
-        def ask() -> dict[str, Json]:
-            return request_body(
-                model, given["messages"], given.get("model_settings"), given.get("model_request_parameters")
-            )
-
-        provider = getattr(model, "system", None)
-        return OtherCall(self.recorder, self.plugin, self.framework, ask, provider=provider, streamed=streamed)
+    def provider(self, model: Any) -> str | None:
+        """Return the name of the model's provider."""
+        return getattr(model, "system", None)
 
     def answer(self, model: Any, items: Sequence[Any]) -> dict[str, Json]:  # noqa: ARG002 - the answer names it
         """Return what a model answered as a chat completion."""
@@ -74,55 +90,27 @@ class PydanticModels(ModelTracker):
 async def _streaming(stream: AbstractAsyncContextManager[Any], call: OtherCall) -> AsyncIterator[Any]:
     outer = current()
     attach(scoped(call.scope))
-    answer: Callable[[], dict[str, Json]] | None = None
-    failed: BaseException | None = None
-    try:
-        async with stream as opened:
-            attach(overlaid(outer))  # the reader's own calls are not part of it
-            yield opened
-            answer = functools.partial(_read, opened)
-    except GeneratorExit:
-        raise
-    except BaseException as error:
-        failed = error
-        raise
-    finally:
-        attach(overlaid(outer))
-        call.end(answer, error=failed)
-
-
-def _read(opened: Any) -> dict[str, Json]:
-    return response_body(opened.get())
-
-
-def request_body(model: Any, messages: Sequence[Any], settings: Any = None, parameters: Any = None) -> dict[str, Json]:
-    """Return the request as the body of a chat completion."""
-    known = {key: value for key, value in (settings or {}).items() if isinstance(value, str | int | float | list)}
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters_json_schema},
-        }
-        for tool in [*getattr(parameters, "function_tools", ()), *getattr(parameters, "output_tools", ())]
-    ]
-    told = [given.instructions for given in messages if getattr(given, "instructions", None)]
-    # every request repeats them; only the last counts
-    turns = [{"role": "system", "content": told[-1]}] if told else []
-    body = {**known, "model": model.model_name, "messages": [*turns, *(t for given in messages for t in _turns(given))]}
-    return {**body, "tools": tools} if tools else body
+    read: Any = None
+    with call.end_after(lambda: None if read is None else response_body(read.get())):
+        try:
+            async with stream as opened:
+                attach(overlaid(outer))  # the reader's own calls are not part of it
+                yield opened
+                read = opened
+        finally:
+            attach(overlaid(outer))
 
 
 def response_body(answer: Any) -> dict[str, Json]:
     """Return the answer as a chat completion."""
     details: Mapping[str, Any] = getattr(answer, "provider_details", None) or {}
     reason = getattr(answer, "finish_reason", None) or details.get("finish_reason")
-    return {
-        "id": getattr(answer, "provider_response_id", None),
-        "object": "chat.completion",
-        "model": answer.model_name,
-        "choices": [{"index": 0, "message": _assistant(answer), "finish_reason": _FINISH.get(str(reason), reason)}],
-        "usage": {"prompt_tokens": answer.usage.input_tokens, "completion_tokens": answer.usage.output_tokens},
-    }
+    return chat_completion(
+        (_assistant(answer), _FINISH.get(str(reason), reason)),
+        id=getattr(answer, "provider_response_id", None),
+        model=answer.model_name,
+        usage=token_usage(answer.usage.input_tokens, answer.usage.output_tokens),
+    )
 
 
 def _turns(message: Any) -> Iterator[dict[str, Json]]:
@@ -136,19 +124,14 @@ def _turns(message: Any) -> Iterator[dict[str, Json]]:
             yield {"role": "user", "content": part.content if isinstance(part.content, str) else to_json(part.content)}
         elif part.part_kind in {"tool-return", "retry-prompt"}:
             text = part.model_response() if part.part_kind == "retry-prompt" else part.model_response_str()
-            yield {"role": "tool", "tool_call_id": part.tool_call_id, "content": text}
+            yield tool_message(part.tool_call_id, text)
 
 
 def _assistant(message: Any) -> dict[str, Json]:
     text = "".join(part.content for part in message.parts if part.part_kind == "text")
     calls = [
-        {
-            "id": part.tool_call_id,
-            "type": "function",
-            "function": {"name": part.tool_name, "arguments": part.args_as_json_str()},
-        }
+        tool_call(part.tool_call_id, part.tool_name, part.args_as_json_str())
         for part in message.parts
         if part.part_kind == "tool-call"
     ]
-    turn: dict[str, Json] = {"role": "assistant", "content": text or None}
-    return {**turn, "tool_calls": calls} if calls else turn
+    return assistant_message(text or None, calls)

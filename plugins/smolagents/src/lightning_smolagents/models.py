@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from smolagents.models import ChatMessage, Model, agglomerate_stream_deltas, get_tool_json_schema
 
+from lightning_openai.completion import (
+    assistant_message,
+    chat_completion,
+    chat_request,
+    finish_reason,
+    token_usage,
+    tool_call,
+)
 from lightning_openai.model_tracker import ModelTracker
-from lightning_openai.other_clients import OtherCall
 from lightning_smolagents import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 
@@ -34,58 +41,25 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 class SmolModels(ModelTracker):
     """Reads requests and answers of smolagents' models."""
 
+    parameters = ("messages",)
+
     def is_by_client(self, original: Callable[..., Any]) -> bool:
         """Whether a model's method always uses a patched client."""
         return original.__module__ == Model.__module__ and original.__qualname__.split(".")[0] in _BY_CLIENTS
 
-    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that starts with these arguments."""
-        messages = args[0] if args else kwargs["messages"]
+    def request(self, model: Any, given: Mapping[str, Any]) -> dict[str, Json]:
+        """Return what a model is asked as the body of a chat completion."""
+        tools = [get_tool_json_schema(tool) for tool in given.get("tools_to_call_from") or ()]
+        return chat_request(_name(model), map(_turn, given["messages"]), tools)
 
-        def ask() -> dict[str, Json]:
-            return request_body(model, messages, kwargs.get("tools_to_call_from"))
-
-        return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed)
-
-    def answer(self, model: Any, items: Sequence[Any]) -> Mapping[str, Json]:
+    def answer(self, model: Any, items: Sequence[Any]) -> dict[str, Json]:
         """Return what a model answered, whole or in parts, as a chat completion."""
         whole = items[0] if isinstance(items[0], ChatMessage) else agglomerate_stream_deltas(list(items))
-        return response_body(model, whole)
-
-
-def request_body(model: Any, messages: Sequence[Any], tools: Any) -> dict[str, Json]:
-    """Return the request as the body of a chat completion."""
-    body: dict[str, Json] = {"model": _name(model), "messages": [_turn(message) for message in messages]}
-    return {**body, "tools": [get_tool_json_schema(tool) for tool in tools]} if tools else body
-
-
-def response_body(model: Any, answer: Any) -> dict[str, Json]:
-    """Return the answer as a chat completion."""
-    calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.function.name, "arguments": call.function.arguments},
-        }
-        for call in answer.tool_calls or ()
-    ]
-    turn: dict[str, Json] = {"role": "assistant", "content": answer.content}
-    usage = answer.token_usage
-    return {
-        "object": "chat.completion",
-        "model": _name(model),
-        "choices": [
-            {
-                "index": 0,
-                "message": {**turn, "tool_calls": calls} if calls else turn,
-                "finish_reason": "tool_calls" if calls else "stop",
-            }
-        ],
-        "usage": {
-            "prompt_tokens": getattr(usage, "input_tokens", None),
-            "completion_tokens": getattr(usage, "output_tokens", None),
-        },
-    }
+        calls = [tool_call(call.id, call.function.name, call.function.arguments) for call in whole.tool_calls or ()]
+        message = assistant_message(whole.content, calls)
+        usage = whole.token_usage
+        tokens = token_usage(getattr(usage, "input_tokens", None), getattr(usage, "output_tokens", None))
+        return chat_completion((message, finish_reason(message)), model=_name(model), usage=tokens)
 
 
 def _name(model: Any) -> str:

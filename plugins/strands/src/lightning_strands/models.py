@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from strands.models.model import Model
 
+from lightning_openai.completion import (
+    assistant_message,
+    chat_completion,
+    chat_request,
+    function_tool,
+    token_usage,
+    tool_call,
+    tool_message,
+)
 from lightning_openai.json_text import to_json
 from lightning_openai.model_tracker import ModelTracker
-from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_strands import FRAMEWORK
 
@@ -21,7 +29,6 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
     from lightning_spans.schema.spans import Json
 
-_PARAMETERS: Final = ("messages", "tool_specs", "system_prompt")
 _FINISH: Final = {"end_turn": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
 
 
@@ -35,40 +42,23 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 class StrandsModels(ModelTracker):
     """Reads requests and answers of Strands' models. Every model streams its answer."""
 
+    parameters = ("messages", "tool_specs", "system_prompt")
     by_clients = ("strands.models.openai", "strands.models._openai", "strands.models.litellm")
 
-    def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
-        """Return the call that starts with these arguments."""
-        given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+    def request(self, model: Any, given: Mapping[str, Any]) -> dict[str, Json]:
+        """Return what a model is asked as the body of a chat completion."""
+        system = given.get("system_prompt")
+        turns: list[dict[str, Json]] = [{"role": "system", "content": system}] if system else []
+        turns += [turn for message in given.get("messages") or () for turn in _turns(message)]
+        tools = [
+            function_tool(tool["name"], tool.get("description"), tool.get("inputSchema", {}).get("json"))
+            for tool in given.get("tool_specs") or ()
+        ]
+        return chat_request(_name(model), turns, tools)
 
-        def ask() -> dict[str, Json]:
-            messages = given.get("messages") or ()
-            return request_body(model, messages, given.get("tool_specs"), given.get("system_prompt"))
-
-        return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed)
-
-    def answer(self, model: Any, items: Sequence[Any]) -> Mapping[str, Json]:
+    def answer(self, model: Any, items: Sequence[Any]) -> dict[str, Json]:
         """Return what a model answered, in events, as a chat completion."""
         return response_body(model, items)
-
-
-def request_body(model: Any, messages: Sequence[Any], tools: Any, system: Any) -> dict[str, Json]:
-    """Return the request as the body of a chat completion."""
-    turns: list[dict[str, Json]] = [{"role": "system", "content": system}] if system else []
-    turns += [turn for message in messages for turn in _turns(message)]
-    declared = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool["name"],
-                "description": tool.get("description"),
-                "parameters": tool.get("inputSchema", {}).get("json"),
-            },
-        }
-        for tool in tools or ()
-    ]
-    body: dict[str, Json] = {"model": _name(model), "messages": turns}
-    return {**body, "tools": declared} if declared else body
 
 
 def response_body(model: Any, events: Sequence[Any]) -> dict[str, Json]:
@@ -78,22 +68,16 @@ def response_body(model: Any, events: Sequence[Any]) -> dict[str, Json]:
     calls: list[dict[str, Any]] = []
     for event in events:
         if begun := event.get("contentBlockStart", {}).get("start", {}).get("toolUse"):
-            function = {"name": begun["name"], "arguments": ""}
-            calls.append({"id": begun.get("toolUseId"), "type": "function", "function": function})
+            calls.append(tool_call(begun.get("toolUseId"), begun["name"], ""))
         delta = event.get("contentBlockDelta", {}).get("delta", {})
         text += delta.get("text", "")
         if "toolUse" in delta and calls:
             calls[-1]["function"]["arguments"] += delta["toolUse"].get("input", "")
         reason = event.get("messageStop", {}).get("stopReason", reason)
         usage = event.get("metadata", {}).get("usage", usage)
-    turn: dict[str, Json] = {"role": "assistant", "content": text or None}
-    message = {**turn, "tool_calls": calls} if calls else turn
-    return {
-        "object": "chat.completion",
-        "model": _name(model),
-        "choices": [{"index": 0, "message": message, "finish_reason": _FINISH.get(str(reason), reason)}],
-        "usage": {"prompt_tokens": usage.get("inputTokens"), "completion_tokens": usage.get("outputTokens")},
-    }
+    message = assistant_message(text or None, calls)
+    tokens = token_usage(usage.get("inputTokens"), usage.get("outputTokens"))
+    return chat_completion((message, _FINISH.get(str(reason), reason)), model=_name(model), usage=tokens)
 
 
 def _name(model: Any) -> str:
@@ -107,17 +91,11 @@ def _turns(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
     for part in parts:
         if result := part.get("toolResult"):
             text = "".join(str(one.get("text", to_json(one))) for one in result.get("content", ()))
-            yield {"role": "tool", "tool_call_id": result.get("toolUseId"), "content": text}
+            yield tool_message(result.get("toolUseId"), text)
     text = "".join(part["text"] for part in parts if "text" in part)
     calls = [
-        {
-            "id": part["toolUse"].get("toolUseId"),
-            "type": "function",
-            "function": {"name": part["toolUse"]["name"], "arguments": json.dumps(part["toolUse"].get("input"))},
-        }
-        for part in parts
-        if "toolUse" in part
+        tool_call(use.get("toolUseId"), use["name"], json.dumps(use.get("input")))
+        for use in (part["toolUse"] for part in parts if "toolUse" in part)
     ]
     if text or calls:
-        turn: dict[str, Json] = {"role": message["role"], "content": text or None}
-        yield {**turn, "tool_calls": calls} if calls else turn
+        yield {**assistant_message(text or None, calls), "role": message["role"]}
