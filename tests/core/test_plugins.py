@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from lightning_spans import hookimpl, hooks
-from lightning_spans.errors import AttachError, ConfigError
+from lightning_spans.errors import AttachError
 
 
 @pytest.fixture
@@ -79,16 +79,3 @@ def test_answers_of_all_listeners_are_kept(registered):
     registered(Rule(None), "two")
     registered(Rule(["b"]), "three")
     assert sorted(hooks.notify("lightning_rewards", trace=None, transitions=[])) == [["a"], ["b"]]
-
-
-def test_a_second_claim_to_a_name_names_both_plugins(registered):
-    class Backends:
-        @hookimpl
-        def lightning_register_backends(self, register):
-            register("mine", object())
-
-    registered(Backends(), "one")
-    assert "mine" in hooks.registry("lightning_register_backends")
-    registered(Backends(), "two")
-    with pytest.raises(ConfigError, match=r"one and two|two and one"):
-        hooks.registry("lightning_register_backends")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,3 +156,72 @@ def test_every_kind_of_name_has_an_example_or_a_page() -> None:
     shown = set(re.findall(r"^def (lightning_register_\w+)", PAGE, flags=re.MULTILINE))
     elsewhere = {f"lightning_register_{name}" for name in ("alarms", "backends", "engines")}
     assert shown | elsewhere == set(registry._HOOKS.values())
+
+
+BROKEN = {
+    "raises": "raise ValueError('the oven is cold')",
+    "registers": (
+        "from lightning_spans.hooks import hookimpl\n\n@hookimpl\n"
+        "def lightning_register_credit(register):\n    raise ValueError('the oven is cold')\n"
+    ),
+    "misspells": (
+        "from lightning_spans.hooks import hookimpl\n\n@hookimpl\ndef lightning_register_credits(register): ...\n"
+    ),
+}
+
+
+def install_plugin(folder: Path, package: str, name: str, source: str) -> None:
+    """Write a distribution with one plugin, as pip would install it."""
+    (folder / f"{package}-1.0.dist-info").mkdir()
+    (folder / f"{package}-1.0.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (folder / f"{package}-1.0.dist-info/entry_points.txt").write_text(f"[lightning_spans]\n{name} = {package}_plugin\n")
+    (folder / f"{package}_plugin.py").write_text(source)
+
+
+def lightning_rl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_trainer.cli", *arguments]
+    variables = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_broken_plugins_of_others_are_one_line_each_and_end_no_command(tmp_path: Path) -> None:
+    for package, source in BROKEN.items():
+        install_plugin(tmp_path, package, package, source)
+    shown = lightning_rl(tmp_path, "--help")
+    assert (shown.returncode, "train" in shown.stdout) == (0, True)
+    found = lightning_rl(tmp_path, "train", "app:run", "--model", "m", "--data", "d", "--credit", "mine")
+    assert found.returncode == 2
+    assert "unknown credit 'mine'" in found.stderr
+    assert "Traceback" not in shown.stderr + found.stderr
+    for package in BROKEN:
+        (line,) = [line for line in found.stderr.splitlines() if f"plugin {package} is left out" in line]
+        assert ("lightning_register_credits" if package == "misspells" else "the oven is cold") in line
+        assert f"Left out: plugin {package}, because" in " ".join(found.stderr.split())
+    lines = lightning_rl(tmp_path, "doctor", "--json").stdout.splitlines()
+    checks = {each["what"]: each for each in map(json.loads, lines)}
+    assert {checks[f"plugin {package}"]["state"] for package in BROKEN} == {"broken"}
+
+
+def test_two_packages_with_a_plugin_of_one_name_are_both_named(tmp_path: Path) -> None:
+    install_plugin(tmp_path, "one", "same", "")
+    install_plugin(tmp_path, "two", "same", "")
+    shown = lightning_rl(tmp_path, "--help")
+    assert shown.returncode == 0
+    assert "plugin 'same' is in two packages: one and two. Uninstall one of them." in " ".join(shown.stderr.split())
+
+
+def test_a_second_claim_to_a_name_names_both_plugins() -> None:
+    class Credits:
+        @hooks.hookimpl
+        def lightning_register_credit(self, register):
+            register("mine", object())
+
+    hooks.register(Credits(), "one")
+    try:
+        assert "mine" in registry.registered("credit")
+        hooks.register(Credits(), "two")
+        with pytest.raises(ConfigError, match=r"one and two|two and one"):
+            registry.registered("credit")
+    finally:
+        hooks.unregister("one")
+        hooks.unregister("two")

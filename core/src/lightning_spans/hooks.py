@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
-from lightning_spans.errors import AttachError, ConfigError
+from lightning_spans.errors import AttachError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -295,19 +295,25 @@ def load(name: str) -> None:
     """Import and register one plugin, once.
 
     Raises:
-        AttachError: it is not installed, cannot be imported, or has a hook that does not exist.
+        AttachError: it is not installed or installed twice, cannot be imported, or has a hook that does not exist.
     """
     with _lock:
         if manager().has_plugin(name):
             return
-        entry = installed().get(name)
-        if entry is None:
+        entries = entry_points(group=PROJECT, name=name)
+        if not entries:
             known = ", ".join(sorted(installed().keys() - {TRAINER})) or "none"
             raise AttachError(f"no plugin {name!r}: is lightning-{name} installed? Plugins installed: {known}.")
+        packages = sorted({entry.dist.name for entry in entries if entry.dist is not None})
+        if len(packages) > 1:
+            raise AttachError(f"plugin {name!r} is in two packages: {' and '.join(packages)}. Uninstall one of them.")
         try:
-            module = entry.load()
+            module = next(iter(entries)).load()
         except ImportError as error:
             raise AttachError(f"plugin {name!r} does not import: {error}. Is {name} itself installed?") from error
+        except Exception as error:
+            of = f" of {packages[0]}" if packages else ""
+            raise AttachError(f"plugin {name!r}{of} raises {type(error).__name__} on import: {error}") from error
         register(module, name)
 
 
@@ -335,18 +341,30 @@ def unregister(name: str) -> None:
             manager().unregister(plugin)
 
 
+left_out: dict[str, str] = {}
+"""By name of the plugin, why it could not be loaded or could not register what it has."""
+
+
+def leave_out(name: str, reason: str) -> None:
+    """Log once that a plugin is left out."""
+    if name not in left_out:
+        logger.warning("lightning: plugin %s is left out: %s", name, reason)
+        logger.debug("lightning: plugin %s", name, exc_info=True)
+    left_out[name] = reason
+
+
 def load_all() -> list[str]:
     """Import and register every installed plugin, as the training side does; one that fails is logged and skipped.
 
     Returns:
-        The names of the plugins that could not be loaded.
+        The names of the plugins that could not be loaded; `left_out` has the reasons.
     """
     failed = []
     for name in installed():
         try:
             load(name)
-        except AttachError:
-            logger.exception("lightning: plugin %s is left out", name)
+        except AttachError as error:
+            leave_out(name, str(error))
             failed.append(name)
     return failed
 
@@ -374,22 +392,3 @@ def notify(hook: str, **arguments: Any) -> list[Any]:
             if answer is not None:
                 answers.append(answer)
     return answers
-
-
-def registry(hook: str) -> dict[str, Any]:
-    """Collect what plugins register by name through a ``lightning_register_...`` hook.
-
-    Raises:
-        ConfigError: two plugins claim one name; the message names both.
-    """
-    found: dict[str, tuple[str, Any]] = {}
-    for implementation in getattr(manager().hook, hook).get_hookimpls():
-        owner = implementation.plugin_name
-
-        def claim(name: str, thing: Any, owner: str = owner) -> None:
-            if name in found:
-                raise ConfigError(f"{name!r} is registered by two plugins: {found[name][0]} and {owner}.")
-            found[name] = (owner, thing)
-
-        implementation.function(register=claim)
-    return {name: thing for name, (_, thing) in found.items()}

@@ -79,21 +79,36 @@ def check(kind: Kind, name: str | None) -> None:
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name: it names the closest match, and all available names."""
+    """Return the error for an unknown name: the closest match, all available names, and plugins that were left out."""
     listed = sorted(names)
     near = difflib.get_close_matches(name.lower(), listed, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"unknown {kind} {name!r}.{hint} Use one of: {', '.join(listed)}.")
+    missing = "".join(f" Left out: plugin {plugin}, because {why}" for plugin, why in hooks.left_out.items())
+    return ConfigError(f"unknown {kind} {name!r}.{hint} Use one of: {', '.join(listed)}.{missing}")
 
 
 def registered(kind: Kind) -> dict[str, Any]:
     """Return all objects that the trainer and the installed plugins register, by name.
 
+    Of a plugin whose hook raises, nothing of this kind is registered: it is logged and left out.
+
     Raises:
-        ConfigError: two plugins claim one name.
+        ConfigError: two plugins claim one name; the message names both.
     """
     load_plugins()
-    return hooks.registry(_HOOKS[kind])
+    found: dict[str, tuple[str, Any]] = {}
+    for implementation in getattr(hooks.manager().hook, _HOOKS[kind]).get_hookimpls():
+        owner, own = implementation.plugin_name, list[tuple[str, Any]]()
+        try:
+            implementation.function(register=lambda name, thing, own=own: own.append((name, thing)))
+        except Exception as error:  # noqa: BLE001 - whatever a plugin raises is its own fault
+            hooks.leave_out(owner, f"{_HOOKS[kind]} raises {type(error).__name__}: {error}")
+            continue
+        for name, thing in own:
+            if name in found:
+                raise ConfigError(f"{name!r} is registered by two plugins: {found[name][0]} and {owner}.")
+            found[name] = (owner, thing)
+    return {name: thing for name, (_, thing) in found.items()}
 
 
 def offered(kind: Kind) -> list[str]:
@@ -103,6 +118,11 @@ def offered(kind: Kind) -> list[str]:
         ConfigError: two plugins claim one name.
     """
     return [name for name, value in registered(kind).items() if not getattr(value, "internal", False)]
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Return all kinds."""
+    return tuple(_HOOKS)
 
 
 def load_plugins() -> None:

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from lightning_spans.errors import LightningError
+from lightning_spans.errors import AttachError, LightningError
+from lightning_trainer import registry
 
 State: TypeAlias = Literal["ok", "broken", "absent"]
 
@@ -98,6 +99,10 @@ def _bind(plugins: Any, name: str) -> str:
     plugins.load(name)
     plugin = plugins.manager().get_plugin(name)
     hooks = sorted(caller.name for caller in plugins.manager().get_hookcallers(plugin) or ())
+    for kind in registry.kinds():
+        registry.registered(kind)
+    if name in plugins.left_out:
+        raise AttachError(plugins.left_out[name])
     if "lightning_attach" in hooks:
         recorder = SpanRecorder(make_tracer("embedded", _Nowhere()))
         undo = plugins.manager().hook.lightning_attach(framework=name, recorder=recorder)

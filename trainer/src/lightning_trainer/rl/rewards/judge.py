@@ -294,8 +294,8 @@ def _discount(name: str, credit: str | None, gamma: float | None) -> float:
         )
     if gamma is not None:
         return gamma
-    from lightning_spans.hooks import registry
+    from lightning_trainer.registry import registered
 
-    assigner = registry("lightning_register_credit")[credit or "turn"]
+    assigner = registered("credit")[credit or "turn"]
     default: float = inspect.signature(assigner).parameters["gamma"].default
     return default
