@@ -89,5 +89,5 @@ def write(path: Path, *, seed: int, count: int, without: Path | None = None) -> 
 
 
 if __name__ == "__main__":
-    write(Path("train.jsonl"), seed=1, count=160)
-    write(Path("val.jsonl"), seed=12345, count=32)
+    held_out = write(Path("val.jsonl"), seed=12345, count=32)
+    write(Path("train.jsonl"), seed=1, count=160, without=held_out)

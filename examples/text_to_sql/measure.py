@@ -23,10 +23,11 @@ def main() -> None:
     args = arguments(SETUPS, HERE / "measure.jsonl", steps=8, description=__doc__)
 
     def config(name: str, seed: int, folder: Path) -> dict[str, Any]:
+        val = write(folder / "val.jsonl", seed=12345, count=32)
         return {
             "target": "agent:run",
-            "data": write(folder / "train.jsonl", seed=seed + 1, count=args.steps * 8),
-            "val": write(folder / "val.jsonl", seed=12345, count=32),
+            "data": write(folder / "train.jsonl", seed=seed + 1, count=args.steps * 8, without=val),
+            "val": val,
             "val_samples": 2,
             "policies": SETUPS[name],
             "model": args.model,

@@ -42,10 +42,11 @@ def main() -> None:
     args = arguments(SETUPS, HERE / "teacher.jsonl", steps=8, description=__doc__)
 
     def config(name: str, seed: int, folder: Path) -> dict[str, Any]:
+        val = write(folder / "val.jsonl", seed=12345, count=32)
         return {
             "target": "agent:run",
-            "data": write(folder / "train.jsonl", seed=seed + 1, count=args.steps * 8),
-            "val": write(folder / "val.jsonl", seed=12345, count=32),
+            "data": write(folder / "train.jsonl", seed=seed + 1, count=args.steps * 8, without=val),
+            "val": val,
             "val_samples": 4,
             "policies": "writer=lora,rewriter=lora,checker=base",
             "model": args.model,

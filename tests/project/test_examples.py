@@ -90,8 +90,10 @@ def test_ctrl_c_ends_the_demo_without_a_traceback(tmp_path, monkeypatch) -> None
         runpy.run_path(str(folder / "demo.py"), run_name="__main__")
 
 
-def test_no_training_question_is_held_out(tmp_path: Path) -> None:
-    held_out = database.write(tmp_path / "val.jsonl", seed=12345, count=32)
-    learned = database.write(tmp_path / "train.jsonl", seed=1, count=128, without=held_out)
-    assert len(learned.read_text().splitlines()) == 128
-    assert not set(learned.read_text().splitlines()) & set(held_out.read_text().splitlines())
+def test_no_training_question_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "text_to_sql" / "database.py"), run_name="__main__")
+    held_out, learned = (set(Path(f"{name}.jsonl").read_text().splitlines()) for name in ("val", "train"))
+    assert len(Path("train.jsonl").read_text().splitlines()) == 160
+    assert held_out
+    assert not learned & held_out
