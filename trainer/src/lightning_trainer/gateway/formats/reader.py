@@ -10,15 +10,17 @@ import json
 import os
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lightning_spans.chat.body import tool_call
 from lightning_trainer.gateway.formats.calls import Tools, WrittenCall, parameters_of
-from lightning_trainer.gateway.formats.signs import plain, signed
 from lightning_trainer.gateway.formats.table import Format, Thinking
 
+# Before the text of a control token, so that ordinary letters are never mistaken for it. It is half of a pair, which no
+# tokenizer produces.
+SIGN: Final = "\ud800"
 _NINE: Final = string.ascii_letters + string.digits
 
 
@@ -275,3 +277,15 @@ def _overlap(text: str, marks: Sequence[str]) -> int:
         ),
         0,
     )
+
+
+def signed(text: str, kept: Iterable[str]) -> str:
+    """Return a text with the sign before each control token's text."""
+    for mark in kept:
+        text = text.replace(mark, f"{SIGN}{mark}")
+    return text
+
+
+def plain(text: str) -> str:
+    """Return a text without signs."""
+    return text.replace(SIGN, "") if SIGN in text else text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_trainer.gateway.formats.signs import SIGN
+from lightning_trainer.gateway.formats.reader import SIGN
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 
 
