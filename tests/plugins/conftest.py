@@ -67,7 +67,7 @@ def operations_until_stopped(request, tmp_path):
 @pytest.fixture
 def under_way():
     """Return a coroutine function that waits until a model call is made."""
-    unfinished = pytest.importorskip("lightning_openai.unfinished").unfinished
+    unfinished = pytest.importorskip("lightning_openai.reading.unfinished").unfinished
 
     async def wait():
         while not unfinished:

@@ -11,9 +11,9 @@ pytest.importorskip("openai")
 
 from lightning_conformance.plugins.script import Reply, ScriptedToolCall
 from lightning_conformance.plugins.server import ScriptedServer
-from lightning_openai.abandoned import abandoned
 from lightning_openai.foreign.known import dialect_of
 from lightning_openai.other_clients import OtherCall
+from lightning_openai.reading.abandoned import abandoned
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.chat.body import messages_of, tool_calls, tool_schemas
 from lightning_spans.chat.response import read_answer

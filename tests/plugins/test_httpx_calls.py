@@ -15,9 +15,9 @@ pytest.importorskip("openai")
 from lightning_conformance.plugins.script import Reply
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_openai import patch
-from lightning_openai.abandoned import abandoned
-from lightning_openai.anthropic_stream import message_of_events
 from lightning_openai.other_clients import OtherCall
+from lightning_openai.reading.abandoned import abandoned
+from lightning_openai.reading.anthropic_stream import message_of_events
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.chat.response import read_answer
 from lightning_spans.record import unrecorded

@@ -26,10 +26,10 @@ from lightning_conformance.plugins.script import Reply, ScriptedToolCall, answer
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import MODEL, PROMPTS, REPLAYS, TIMEOUT_S, PluginConformance, instructions
 from lightning_openai import agent, patch, reroute
-from lightning_openai.abandoned import abandoned
 from lightning_openai.attributes import response_attributes
 from lightning_openai.call import endpoint_of, unfinished
 from lightning_openai.events import is_whole, read_events
+from lightning_openai.reading.abandoned import abandoned
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.chat.stream import put_together
 from lightning_spans.record.recorder import SpanRecorder

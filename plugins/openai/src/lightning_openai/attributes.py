@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lightning_openai.anthropic_stream import MESSAGES
+from lightning_openai.reading.anthropic_stream import MESSAGES
 from lightning_spans.chat.response import finish_of_message
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.spans import Json

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 import orjson
 
 from lightning_openai import reroute
-from lightning_openai.abandoned import abandoned
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.call_state import OPEN, SENT, WHOLE, CallDestination
 from lightning_openai.events import is_whole, read_events
 from lightning_openai.json_text import to_json
-from lightning_openai.recorded_body import RecordedBody, body_of, record_body
-from lightning_openai.unfinished import unfinished
+from lightning_openai.reading.abandoned import abandoned
+from lightning_openai.reading.recorded_body import RecordedBody, body_of, record_body
+from lightning_openai.reading.unfinished import unfinished
 from lightning_spans.chat.stream import put_together
 from lightning_spans.record.instrument.scope import current_scope, scopes_around
 from lightning_spans.record.prompts import with_prompts

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import orjson
 
-from lightning_openai.anthropic_stream import MESSAGES
+from lightning_openai.reading.anthropic_stream import MESSAGES
 from lightning_spans.chat.stream import TEXTS, EventReader
 from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json

@@ -20,14 +20,14 @@ from openai._streaming import AsyncStream, Stream
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
 from lightning_openai import reroute
-from lightning_openai.abandoned import abandoned
 from lightning_openai.call import PLUGIN, ModelCall, endpoint_of
-from lightning_openai.collected import wrap_del
 from lightning_openai.foreign import google_aiohttp
-from lightning_openai.httpx_sends import HttpxSends, is_sending
+from lightning_openai.httpx.collected import wrap_del
+from lightning_openai.httpx.sends import HttpxSends, is_sending
 from lightning_openai.litellm import calls as litellm_calls
 from lightning_openai.other_clients import mark
-from lightning_openai.unfinished import unfinished
+from lightning_openai.reading.abandoned import abandoned
+from lightning_openai.reading.unfinished import unfinished
 from lightning_spans.record.instrument.http_calls import watch
 from lightning_spans.record.instrument.patches import Undo, clear, put_back, replace, replace_in_subclasses
 from lightning_spans.record.instrument.scope import scopes_around

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_openai.call import PLUGIN
 from lightning_openai.foreign.call import ForeignCall
 from lightning_openai.foreign.known import dialect_of
-from lightning_openai.httpx_calls import HttpxCall, endpoint_asked
+from lightning_openai.httpx.calls import HttpxCall, endpoint_asked
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.record.unrecorded import is_model_call
 from lightning_spans.schema.lenient_json import read_object

@@ -10,8 +10,8 @@ from lightning_openai.call import PLUGIN
 from lightning_openai.events import is_whole
 from lightning_openai.foreign.answers import Answers, parts_of
 from lightning_openai.foreign.dialect import CHAT, ForeignDialect
-from lightning_openai.httpx_calls import HttpxCall
-from lightning_openai.recorded_body import RecordedBody
+from lightning_openai.httpx.calls import HttpxCall
+from lightning_openai.reading.recorded_body import RecordedBody
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.schema import spans as names

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from lightning_openai.abandoned import abandoned
 from lightning_openai.caller import caller_in
 from lightning_openai.litellm.routes import (
     LeftToOwnEndpointError,
@@ -27,7 +26,8 @@ from lightning_openai.litellm.routes import (
     shaped_as,
 )
 from lightning_openai.other_clients import OtherCall
-from lightning_openai.unfinished import unfinished
+from lightning_openai.reading.abandoned import abandoned
+from lightning_openai.reading.unfinished import unfinished
 from lightning_spans.chat.stream import put_together
 from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.imports import when_imported

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_openai.call import PLUGIN
 from lightning_openai.caller import caller_in
-from lightning_openai.collected import note_loop
 from lightning_openai.foreign.begin import begun
+from lightning_openai.httpx.collected import note_loop
 from lightning_spans.record.instrument.http_calls import look
 from lightning_spans.record.instrument.scope import place_of_call, scopes_around
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.record.unrecorded import is_model_call
 
 if TYPE_CHECKING:
-    from lightning_openai.httpx_calls import HttpxCall
+    from lightning_openai.httpx.calls import HttpxCall
     from lightning_spans.hooks import Recorder
 
 # Whether a client is sending: its transport sends the same request.

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from lightning_openai import reroute
-from lightning_openai.abandoned import abandoned
-from lightning_openai.anthropic_stream import MESSAGES, message_of_events
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.call import PLUGIN, endpoint_of
 from lightning_openai.events import is_whole, read_events
-from lightning_openai.recorded_body import RecordedBody, body_of, record_body
-from lightning_openai.unfinished import unfinished
+from lightning_openai.reading.abandoned import abandoned
+from lightning_openai.reading.anthropic_stream import MESSAGES, message_of_events
+from lightning_openai.reading.recorded_body import RecordedBody, body_of, record_body
+from lightning_openai.reading.unfinished import unfinished
 from lightning_spans.chat.stream import put_together
 from lightning_spans.record.instrument.scope import current_scope
 from lightning_spans.record.prompts import with_prompts
