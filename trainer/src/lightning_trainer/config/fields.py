@@ -16,6 +16,7 @@ from lightning_spans.schema.agents import is_glob
 from lightning_trainer.choices import Alone
 from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
 from lightning_trainer.config.workers import worker_count
+from lightning_trainer.options.environment import EnvironmentOptions
 from lightning_trainer.options.learning import AdapterOptions, LossOptions
 from lightning_trainer.options.limits import FailureOptions, LimitOptions
 from lightning_trainer.options.model import MessageOptions, PrecisionOptions
@@ -25,8 +26,8 @@ from lightning_trainer.options.sampling import SampleOptions
 from lightning_trainer.options.work import WorkOptions
 
 
-class ModelFields(OptionRecord):
-    """The training tasks, the agents and the model to train, and the backend and engine."""
+class DataFields(OptionRecord):
+    """The training tasks and the held-out tasks."""
 
     data: Path
     """Training tasks: a JSON Lines, JSON, CSV or Parquet file, or the folder of a Hugging Face data set."""
@@ -34,17 +35,11 @@ class ModelFields(OptionRecord):
     """Held-out tasks, evaluated before and after training."""
     columns: tuple[str, ...] = ()
     """Columns of data and val to read. Default: all, so each must be of a type that JSON can hold."""
-    env: str | None = None
-    """Environment to use instead of target and data: the module name of a verifiers environment, or the URL of an
-    OpenEnv server. It provides the tasks, the loop and the reward."""
-    env_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the environment."""
-    env_tasks: int | None = Field(default=None, ge=1)
-    """Maximum number of tasks to take from the environment. Default: 200."""
-    env_held_out: int | None = Field(default=None, ge=1)
-    """Number of further tasks of the environment to hold out, as with val."""
 
-    # What is trained.
+
+class ModelFields(OptionRecord):
+    """The agents and the model to train, and the backend and engine."""
+
     agents: tuple[str, ...] | None = None
     """Names or globs of the agents to train. Default: all agents that have a name."""
     name_by: tuple[str, ...] = ()
@@ -81,9 +76,6 @@ class ModelFields(OptionRecord):
     """GPUs for vLLM, such as 1 or 1,2. Default: the learner's GPUs (torch)."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of `vllm serve`, such as gpu_memory_utilization (torch)."""
-    chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template, or `hermes` for the built-in template, which supports
-    tools."""
 
 
 class MethodFields(OptionRecord):
@@ -200,6 +192,8 @@ class TrainFields(
     AdapterOptions,
     MessageOptions,
     ModelFields,
+    EnvironmentOptions,
+    DataFields,
     AgentOptions,
 ):
     """The options, each with its type, default and help. Use `TrainConfig`, which checks them.

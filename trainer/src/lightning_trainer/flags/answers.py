@@ -7,7 +7,11 @@ from pathlib import Path
 
 import click
 
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.group import F, group_options
+from lightning_trainer.options.measuring import RequestOptions
+from lightning_trainer.options.model import MessageOptions, PrecisionOptions
+from lightning_trainer.options.sampling import SampleOptions
 
 
 def model_option(role: str, default: str = "") -> Callable[[F], F]:
@@ -36,33 +40,38 @@ def answered_agents_option(default: str) -> Callable[[F], F]:
     return click.option("--agents", metavar="NAME,...", help=f"Agents that the model answers. {default}")
 
 
-name_by_option = click.option(
-    "--name-by",
+name_by_option = field_option(
+    RequestOptions,
+    "name_by",
     multiple=True,
     metavar="RULE",
-    help="Name the agents of calls without an agent header: [NAME=]WHERE[:REGEX]. WHERE is system,"
+    text="Name the agents of calls without an agent header: [NAME=]WHERE[:REGEX]. WHERE is system,"
     " model or header:FIELD. The first match counts. May be repeated.",
 )
-max_tokens_option = click.option(
-    "--max-tokens", type=click.IntRange(1), help="Maximum tokens of an answer if the request sets no limit."
+max_tokens_option = field_option(RequestOptions, "max_tokens")
+chat_template_option = field_option(
+    MessageOptions,
+    "chat_template",
+    text="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one.",
 )
-chat_template_option = click.option(
-    "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
+system_messages_option = field_option(
+    MessageOptions,
+    "system_messages",
+    text="merge joins system and user messages that the chat template refuses otherwise, as in train.",
 )
-system_messages_option = click.option(
-    "--system-messages",
-    type=click.Choice(["as-sent", "merge"]),
-    help="merge joins system and user messages that the chat template refuses otherwise, as in train.",
+tool_format_option = field_option(
+    MessageOptions,
+    "tool_format",
+    text="Format of the model's tool calls. Default: that of its run, otherwise of its chat template.",
 )
-tool_format_option = click.option(
-    "--tool-format", help="Format of the model's tool calls. Default: that of its run, otherwise of its chat template."
+device_option = field_option(PrecisionOptions, "device", text="Device: auto, cpu, cuda, ... [default: auto]")
+dtype_option = field_option(
+    PrecisionOptions, "dtype", text="Data type of the weights: auto, float32 or bfloat16. [default: auto]", type=str
 )
-device_option = click.option("--device", help="Device: auto, cpu, cuda, ... [default: auto]")
-dtype_option = click.option("--dtype", help="Data type of the weights: auto, float32 or bfloat16. [default: auto]")
-max_model_len_option = click.option(
-    "--max-model-len",
-    type=click.IntRange(2),
-    help="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
+max_model_len_option = field_option(
+    SampleOptions,
+    "max_model_len",
+    text="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
 )
 loading_options = group_options(
     chat_template_option,

@@ -16,6 +16,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.complete import for_option
+from lightning_trainer.flags.fields import default_of, text_of
 from lightning_trainer.flags.group import F
 
 if TYPE_CHECKING:
@@ -179,11 +180,8 @@ def _train_config() -> type[BaseModel]:
 
 def _option(name: str, field: FieldInfo, note: str) -> Callable[[F], F]:
     flag = f"--{name.replace('_', '-')}"
-    text = " ".join((field.description or "").split()).replace("`", "")
-    text = f"{text.removesuffix('.')} {note}." if note else text
-    if field.default not in (None, "", ()) and not field.is_required() and field.default_factory is None:
-        shown = str(field.default).lower() if isinstance(field.default, bool) else field.default
-        text += f" [default: {shown}]"
+    text = text_of(field)
+    text = (f"{text.removesuffix('.')} {note}." if note else text) + default_of(field)
     flags = [flag, name]
     more: dict[str, Any] = {"multiple": True}
     if field.annotation is bool:

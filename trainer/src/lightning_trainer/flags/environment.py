@@ -5,32 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-import click
-
 from lightning_spans.errors import ConfigError
 from lightning_trainer import environments as environment
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.group import F, group_options
+from lightning_trainer.options.environment import EnvironmentOptions
 
 _OPTIONS: Final = {
-    "env": click.option(
-        "--env",
+    "env": field_option(
+        EnvironmentOptions,
+        "env",
         metavar="NAME",
-        help="Environment to use instead of TARGET and --data: the module name of a verifiers"
+        text="Environment to use instead of TARGET and --data: the module name of a verifiers"
         " environment, or the URL of an OpenEnv server. It provides the tasks, the loop and the"
         " reward. Needs --model or --endpoint.",
     ),
-    "env_options": click.option(
-        "--env-options",
-        "env_options",
-        multiple=True,
-        metavar="NAME=VALUE",
-        help="Option of the environment. May be repeated.",
-    ),
-    "env_tasks": click.option(
-        "--env-tasks",
-        type=click.IntRange(1),
+    "env_options": field_option(EnvironmentOptions, "env_options", text="Option of the environment. May be repeated."),
+    "env_tasks": field_option(
+        EnvironmentOptions,
+        "env_tasks",
         metavar="N",
-        help="Maximum number of tasks to take from the environment. [default: 200]",
+        text="Maximum number of tasks to take from the environment. [default: 200]",
     ),
 }
 

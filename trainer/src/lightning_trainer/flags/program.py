@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.common import config_options
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.group import F, group_options
+from lightning_trainer.options.limits import LimitOptions
+from lightning_trainer.options.measuring import MeasuringOptions
+from lightning_trainer.options.program import TargetOptions
 from lightning_trainer.options.record import split_names
 
 if TYPE_CHECKING:
@@ -28,12 +31,7 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
 
 def data_option(*, required: bool = False) -> Callable[[F], F]:
     """Return the option that names the tasks."""
-    return click.option(
-        "--data",
-        required=required,
-        type=click.Path(path_type=Path),
-        help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set.",
-    )
+    return field_option(MeasuringOptions, "data", required=required)
 
 
 def program_options(*, judge: bool = False) -> Callable[[F], F]:
@@ -43,34 +41,20 @@ def program_options(*, judge: bool = False) -> Callable[[F], F]:
         judge: whether a judge may give the reward.
     """
     return group_options(
-        click.option("--command", "program", help="The agent as a command, instead of TARGET."),
-        click.option("--reward", help=f"{_REWARD}, or judge." if judge else f"{_REWARD}."),
+        field_option(TargetOptions, "command", dest="program", text="The agent as a command, instead of TARGET."),
+        field_option(TargetOptions, "reward", text=f"{_REWARD}, or judge." if judge else f"{_REWARD}."),
     )
 
 
 def timeout_option(note: str = "") -> Callable[[F], F]:
     """Return the option for the time limit of an attempt; the note is added to its help."""
-    text = "Time limit of an attempt, in seconds."
-    return click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help=f"{text}{note}")
+    return field_option(LimitOptions, "timeout_s", text=f"{LimitOptions.model_fields['timeout_s'].description}{note}")
 
 
 workers_option = click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
-concurrency_option = click.option(
-    "--concurrency", type=click.IntRange(1), help="Concurrent rollouts per worker. [default: 16]"
-)
-columns_option = click.option(
-    "--columns",
-    metavar="NAME,...",
-    callback=_names,
-    help="Columns of the tasks to read. Default: all, so each must be of a type that JSON can hold.",
-)
-isolate_option = click.option(
-    "--isolate",
-    is_flag=True,
-    default=None,
-    help="Run each attempt in its own process, which is ended together with every process that it started. Its run and"
-    " score functions get the main thread, which signals need. One attempt at once per worker.",
-)
+concurrency_option = field_option(LimitOptions, "concurrency")
+columns_option = field_option(MeasuringOptions, "columns", metavar="NAME,...", callback=_names)
+isolate_option = field_option(LimitOptions, "isolate")
 
 
 def work_options(function: F) -> F:

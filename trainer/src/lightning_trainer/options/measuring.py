@@ -32,8 +32,8 @@ class MeasuringOptions(RequestOptions, LimitOptions, TargetOptions):
     """A program to run on tasks."""
 
     data: Path
-    """Tasks."""
+    """Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set."""
     columns: tuple[str, ...] = ()
-    """Columns of the tasks to read. Default: all."""
+    """Columns of the tasks to read. Default: all, so each must be of a type that JSON can hold."""
     work: Work = Field(default_factory=Work)
     """Of a command: where it works, and what gives its reward."""

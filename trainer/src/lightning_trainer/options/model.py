@@ -10,6 +10,9 @@ from lightning_trainer.options.record import OptionRecord
 class MessageOptions(OptionRecord):
     """How messages become a prompt, and how an answer becomes messages."""
 
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template, or `hermes` for the built-in template, which supports
+    tools."""
     system_messages: Literal["as-sent", "merge"] = "as-sent"
     """`merge` joins leading system messages, makes later ones part of the user's message, and joins user messages that
     follow one another, for chat templates that refuse them otherwise. Recorded with each call that it changes."""

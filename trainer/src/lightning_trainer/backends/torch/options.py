@@ -33,7 +33,6 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
     Attributes:
         model: folder of the model to start from.
         name: name under which the policy is served; the folder's by default.
-        chat_template: Jinja text or file that replaces the tokenizer's template, or ``hermes`` for the built-in one.
         seed: of all randomness: samples without their own seed, and the start of LoRA adapters.
         slots: most requests that generate at once; more wait.
         max_model_len: most tokens of prompt and answer; None: the model's own limit.
@@ -70,7 +69,6 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
 
     model: Path
     name: str | None = None
-    chat_template: str | Path | None = None
     seed: int = 0
     slots: SkipValidation[int] = 64
     max_model_len: int | None = Field(default=None, ge=2)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_trainer.flags.common import print_json, read_key
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import key_file_flag
 from lightning_trainer.flags.program import isolate_option, program_options, take_work, work_options, workers_option
+from lightning_trainer.options.limits import LimitOptions
 from lightning_trainer.options.record import split_names
 
 if TYPE_CHECKING:
@@ -32,9 +34,7 @@ if TYPE_CHECKING:
 @program_options()
 @work_options
 @workers_option
-@click.option(
-    "--concurrency", default=16, show_default=True, type=click.IntRange(1), help="Concurrent rollouts per worker."
-)
+@field_option(LimitOptions, "concurrency", text="Concurrent rollouts per worker.", filled=True)
 @click.option(
     "--drain-s",
     default=30.0,

@@ -8,16 +8,22 @@ import click
 
 from lightning_trainer.flags.answers import system_messages_option
 from lightning_trainer.flags.common import print_json, read_key, screen
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_flag, key_file_option, store_flag
+from lightning_trainer.options.model import MessageOptions
 
 
 @click.command(name="doctor")
 @click.option("--model", help="Also check this model: its files, and what its chat template does.")
-@click.option(
-    "--chat-template", help="Check this Jinja file instead of the model's template, or hermes for the built-in one."
+@field_option(
+    MessageOptions,
+    "chat_template",
+    text="Check this Jinja file instead of the model's template, or hermes for the built-in one.",
 )
 @system_messages_option
-@click.option("--tool-format", help="Format of the model's tool calls, if its chat template does not show it.")
+@field_option(
+    MessageOptions, "tool_format", text="Format of the model's tool calls, if its chat template does not show it."
+)
 @store_flag("Also check this store.")
 @click.option("--server", metavar="URL", help="Also check this server.")
 @click.option(

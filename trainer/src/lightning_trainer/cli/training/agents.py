@@ -15,6 +15,7 @@ from lightning_trainer.cli.training.trial import Trial, run_trial, tell_errors
 from lightning_trainer.flags.answers import endpoint_option, name_by_option
 from lightning_trainer.flags.common import given, reading, rewards_option
 from lightning_trainer.flags.environment import environment_options, with_environment
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_flag, key_file_option, store_option
 from lightning_trainer.flags.program import (
     columns_option,
@@ -24,7 +25,9 @@ from lightning_trainer.flags.program import (
     take_work,
     work_options,
 )
+from lightning_trainer.options.limits import LimitOptions
 from lightning_trainer.options.record import split_names
+from lightning_trainer.options.sampling import SampleOptions
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
@@ -54,27 +57,19 @@ _ALWAYS: Final = ("timeout_s", "columns")  # options that are allowed when no pr
     "that answers those agents",
     "Its key: LIGHTNING_UPSTREAM_KEY, or OPENAI_API_KEY if the URL equals OPENAI_BASE_URL.",
 )
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    help="With --model: maximum tokens of an answer if the request sets no limit.",
+@field_option(
+    SampleOptions,
+    "max_tokens",
+    text="With --model: maximum tokens of an answer if the request sets no limit.",
 )
-@click.option(
-    "--temperature", type=click.FloatRange(0, min_open=True), help="With --model: sampling temperature, as in train."
-)
-@click.option(
-    "--sampling",
-    type=click.Choice(["plain", "asked"]),
-    help="With --model: plain ignores top_p, top_k, min_p and penalties in requests, as in train;"
+@field_option(SampleOptions, "temperature", text="With --model: sampling temperature, as in train.")
+@field_option(
+    SampleOptions,
+    "sampling",
+    text="With --model: plain ignores top_p, top_k, min_p and penalties in requests, as in train;"
     " asked applies them. [default: plain]",
 )
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
-    default=300.0,
-    show_default=True,
-    help="Time limit of a task, in seconds.",
-)
+@field_option(LimitOptions, "timeout_s", text="Time limit of a task, in seconds.", filled=True)
 @json_flag("Print one JSON object per agent.")
 @rewards_option
 @store_option

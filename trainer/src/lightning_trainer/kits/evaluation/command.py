@@ -20,6 +20,7 @@ from lightning_trainer.flags.answers import (
 )
 from lightning_trainer.flags.common import given, print_json, read_key, screen
 from lightning_trainer.flags.environment import environment_options, with_environment
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_option, out_option, resume_option, store_flag
 from lightning_trainer.flags.program import (
     columns_option,
@@ -32,6 +33,8 @@ from lightning_trainer.flags.program import (
     work_options,
     workers_option,
 )
+from lightning_trainer.kits.evaluation.fields import EvalFields
+from lightning_trainer.options.limits import FailureOptions
 from lightning_trainer.options.record import split_names
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal, printable, tokens
@@ -49,60 +52,45 @@ if TYPE_CHECKING:
 @data_option()
 @columns_option
 @environment_options()
-@click.option("--tasks", type=click.IntRange(1), help="Use only the first N tasks.")
-@click.option("--samples", type=click.IntRange(1), help="Rollouts per task. [default: 1]")
+@field_option(EvalFields, "tasks")
+@field_option(EvalFields, "samples")
 @model_option("Model to evaluate", "Default: the program's own endpoints.")
 @endpoint_option("to evaluate")
 @server_key_option("endpoint", "LIGHTNING_UPSTREAM_KEY")
-@click.option(
-    "--against",
-    metavar="OTHER",
-    help="Baseline to compare with, task by task: an evaluation folder, a run, a model, a URL or MODEL=URL.",
-)
+@field_option(EvalFields, "against", metavar="OTHER")
 @click.option(
     "--against-key", type=click.Path(path_type=Path), help="File with the key of the server that --against names."
 )
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path),
-    help="File written by lightning-rl prompts; its system prompts replace those of the agents, except for --against.",
-)
+@field_option(EvalFields, "prompts")
 @program_options(judge=True)
 @work_options
-@click.option(
-    "--judge", multiple=True, metavar="NAME=VALUE", help="Option of the judge: endpoint, model, ... May be repeated."
-)
+@field_option(EvalFields, "judge", text="Option of the judge: endpoint, model, ... May be repeated.")
 @answered_agents_option("Default: the agents of the run, otherwise all that have a name.")
 @name_by_option
 @click.option("--success", type=float, help="Minimum reward of a success, for pass@k and pass^k. [default: 1]")
-@click.option(
-    "--failed",
-    help="Reward of a rollout that failed after a model had answered: a number, lowest or exclude. [default: lowest]",
+@field_option(
+    FailureOptions,
+    "failed",
+    text="Reward of a rollout that failed after a model had answered: a number, lowest or exclude. [default: lowest]",
 )
-@click.option(
-    "--timeouts",
-    type=click.Choice(["count", "exclude"]),
-    help="Count rollouts that timed out after a model had answered as failures, or exclude them. [default: count]",
+@field_option(
+    FailureOptions,
+    "timeouts",
+    text="Count rollouts that timed out after a model had answered as failures, or exclude them. [default: count]",
 )
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    help="Sampling temperature, set on all calls. Default: the temperature in the request.",
-)
+@field_option(EvalFields, "temperature")
 @max_tokens_option
-@click.option(
-    "--sampling",
-    type=click.Choice(["plain", "asked"]),
-    help="plain ignores top_p, top_k, min_p and penalties in requests, as in training; asked applies them.",
+@field_option(
+    EvalFields,
+    "sampling",
+    text="plain ignores top_p, top_k, min_p and penalties in requests, as in training; asked applies them.",
 )
-@click.option(
-    "--seed", type=click.IntRange(0), help="Sampling seed. Default: 0 for weights loaded here, none for endpoints."
-)
+@field_option(EvalFields, "seed")
 @timeout_option(" [default: 300]")
-@click.option(
-    "--max-attempts",
-    type=click.IntRange(1),
-    help="Attempts per rollout if it fails for a reason other than the model. [default: 2]",
+@field_option(
+    EvalFields,
+    "max_attempts",
+    text="Attempts per rollout if it fails for a reason other than the model. [default: 2]",
 )
 @workers_option
 @concurrency_option

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -12,44 +11,20 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.record.prompts import Prompts, read_prompts
 from lightning_trainer import registry
 from lightning_trainer.config.checked import CheckedRecord
+from lightning_trainer.kits.evaluation.fields import EvalFields
 from lightning_trainer.kits.evaluation.summary import Counting
-from lightning_trainer.options.measuring import MeasuringOptions
 from lightning_trainer.session.answers import AsItIs, Subject, endpoint, read_subject
 
 
-class EvalConfig(MeasuringOptions, CheckedRecord):
+class EvalConfig(EvalFields, CheckedRecord):
     """Options of an evaluation.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value.
     """
 
-    judge: dict[str, Any] = Field(default_factory=dict)
-    """Options of a judge, see `judging.options`."""
-    model: str | None = None
-    """A run, a checkpoint, a model folder, a hub id; with `endpoint` the model name in the requests. Default: the
-    program's own endpoints."""
-    endpoint: str | None = None
-    """URL of an OpenAI-compatible server."""
-    against: str | None = None
-    """Baseline: an evaluation of the same tasks, or anything that can be evaluated."""
-    prompts: Path | None = None
-    """File of `lightning-rl prompts`, whose system prompts replace those of the agents."""
-    agents: tuple[str, ...] | None = None
-    """Names or globs of the agents that the model answers. Default: those that the run trained, otherwise all that have
-    a name."""
-    tasks: int | None = Field(default=None, ge=1)
-    """Use only the first so many tasks."""
-    samples: int = Field(default=1, ge=1)
-    """Rollouts per task."""
     counting: Counting = Field(default_factory=Counting)
     """How they count."""
-    seed: int | None = Field(default=None, ge=0)
-    """Sampling seed. Default: 0 for weights that are loaded here, none for endpoints."""
-    out: Path | None = None
-    """Folder. Default: evals/DATE."""
-    store: str | None = None
-    """Store URL. Default: SQLite in the folder."""
 
     @model_validator(mode="after")
     def _check_tool_format(self) -> Self:

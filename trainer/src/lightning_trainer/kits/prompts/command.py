@@ -12,6 +12,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob
 from lightning_trainer.flags.answers import endpoint_option, model_option, name_by_option, server_key_option
 from lightning_trainer.flags.common import given, print_json, read_key
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_option
 from lightning_trainer.flags.program import (
     columns_option,
@@ -23,6 +24,7 @@ from lightning_trainer.flags.program import (
     timeout_option,
     work_options,
 )
+from lightning_trainer.kits.prompts.fields import PromptsFields
 from lightning_trainer.options.record import split_names
 from lightning_trainer.report.terminal import decimal, printable
 
@@ -35,23 +37,19 @@ if TYPE_CHECKING:
 @click.argument("target", required=False)
 @data_option(required=True)
 @columns_option
-@click.option(
-    "--val",
-    type=click.Path(path_type=Path),
-    help="Tasks used to choose between prompts. Default: every other task of --data.",
-)
-@click.option("--agents", required=True, metavar="NAME,...", help="Agents whose system prompts to optimise.")
+@field_option(PromptsFields, "val")
+@field_option(PromptsFields, "agents", required=True, metavar="NAME,...")
 @click.option("--reflect", required=True, metavar="[MODEL=]URL", help="OpenAI-compatible server that proposes prompts.")
 @server_key_option("reflect", "LIGHTNING_REFLECT_KEY")
-@click.option("--budget", required=True, type=click.IntRange(1), help="Maximum number of rollouts.")
-@click.option("--tokens", type=click.IntRange(1), help="Maximum number of tokens, rollouts and proposals together.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="File for the best prompts.")
+@field_option(PromptsFields, "budget", required=True)
+@field_option(PromptsFields, "tokens")
+@field_option(PromptsFields, "out", required=True)
 @program_options()
 @model_option("Model to call", "Default: the program's own endpoints.")
 @endpoint_option("to call")
 @server_key_option("endpoint", "LIGHTNING_UPSTREAM_KEY")
-@click.option("--minibatch", type=click.IntRange(1), help="Tasks per proposal. [default: 3]")
-@click.option("--seed", type=click.IntRange(0), help="Seed of the search.")
+@field_option(PromptsFields, "minibatch")
+@field_option(PromptsFields, "seed", text="Seed of the search.")
 @concurrency_option
 @timeout_option(" [default: 300]")
 @isolate_option

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
-
 from lightning_trainer.flags.answers import max_tokens_option
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.group import group_options
 from lightning_trainer.flags.program import timeout_option, workers_option
+from lightning_trainer.options.measuring import RequestOptions
+from lightning_trainer.options.sampling import SampleOptions
 
 if TYPE_CHECKING:
     from lightning_trainer.session.answers import Subject
 
 sampling_options = group_options(
-    click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature, set on all sampled calls."),
+    field_option(RequestOptions, "temperature", text="Sampling temperature, set on all sampled calls."),
     max_tokens_option,
-    click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Sampling seed."),
+    field_option(SampleOptions, "seed", text="Sampling seed.", filled=True),
     timeout_option(),
     workers_option,
 )
