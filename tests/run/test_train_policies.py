@@ -24,6 +24,7 @@ from lightning_trainer import train
 from lightning_trainer.report.alarms import Alarm
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.run.state import read_state
+from lightning_trainer.run.train import describe
 from support.models.tiny import make_tiny_model
 from support.training.policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
 
@@ -96,6 +97,19 @@ def test_agent_that_does_not_speak_yet_is_warned_of_and_its_adapter_stays(tiny_m
     assert result.steps == 2
     assert "policy_version/editor" in lines(folder / "out")[-1]
     assert lines(folder / "out")[-1]["policy_version/editor"] == 0
+
+
+def test_selected_agent_that_no_reward_names_is_named_in_a_dry_run_and_once_in_training(
+    tiny_model: Path, folder: Path
+) -> None:
+    asked = config(tiny_model, policies="writer=lora:team,rewriter=lora:team,checker=lora:team")
+    described = describe(asked)
+    assert "checker: 6 calls, would not be trained: no reward. Give it one" in described.text
+    assert [described.facts["agents"][name]["trained"] for name in ("checker", "writer")] == [False, True]
+    train(asked, progress := Noting())
+    [warning] = [note for note in progress.notes if note.startswith("WARNING: no reward")]
+    why = "so nothing is learned there: the rewards name only rewriter, writer"
+    assert warning == f"WARNING: no reward for checker, {why}. Reward checker too."
 
 
 def test_misspelt_agent_and_a_selection_that_nobody_meets_are_refused_at_once(tiny_model: Path, folder: Path) -> None:

@@ -321,7 +321,7 @@ def test_dry_run_says_what_a_run_would_take_and_leaves_nothing(
     before = sorted(path.name for path in folder.iterdir())
     described = describe(config(model, steps=3, val="tasks.jsonl"))
     facts = described.facts
-    writer = {"calls": 8, "reward": None, "constant": False, "trained": True}  # it gives one reward for all
+    writer = {"calls": 8, "reward": None, "constant": False, "trained": True, "unrewarded": False}  # one reward for all
     assert facts["agents"] == {"writer": writer}
     assert (facts["tasks_tried"], facts["samples"]) == (2, 4)
     assert facts["seconds_step"] > 0

@@ -102,6 +102,7 @@ class Probe:
         earned: mean reward of each agent that got its own reward.
         trained: names of the agents that would be trained.
         constant: those of them that got their own reward, and the same one in every rollout, with this reward.
+        unrewarded: names of selected agents that would not be trained, because no reward is for them.
         load_seconds: until the model answered.
         memory: peak memory of this process in bytes, including the update.
         gpu_memory: peak bytes of the learner's tensors on its GPU during the update; 0 without a GPU.
@@ -117,6 +118,7 @@ class Probe:
     calls: Mapping[str, int] = field(default_factory=dict)
     earned: Mapping[str, float] = field(default_factory=dict)
     trained: Sequence[str] = ()
+    unrewarded: Sequence[str] = ()
     constant: Mapping[str, float] = field(default_factory=dict)
     phases: Sequence[tuple[int, float]] = ()
     updates: Sequence[MeasuredUpdate] = ()
@@ -180,6 +182,7 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
                 "reward": probe.earned.get(name),
                 "constant": name in probe.constant,
                 "trained": name in probe.trained,
+                "unrewarded": name in probe.unrewarded,
             }
             for name, count in probe.calls.items()
         },
@@ -294,7 +297,8 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     for name, agent in facts["agents"].items():
         always = f" in all {facts['rollouts_tried']} rollouts: no signal so far" if agent["constant"] else ""
         earned = "" if agent["reward"] is None else f"reward {decimal(agent['reward'])}{always}, "
-        trained = "would be trained" if agent["trained"] else "not trained"
+        refused = "would not be trained: no reward. Give it one" if agent["unrewarded"] else "not trained"
+        trained = "would be trained" if agent["trained"] else refused
         found.append(f"{name}: {amount(agent['calls'], 'call')}, {earned}{trained}")
     times = f"{facts['seconds_rollouts']:.1f} s of rollouts, {facts['seconds_update']:.1f} s of learning"
     read, written = facts["tokens_prompt_step"], facts["tokens_generated_step"]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.intervals import Estimate
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import nearest
-from lightning_trainer.report.terminal import decimal
-from lightning_trainer.rl.account import WHOLE
+from lightning_trainer.report.terminal import decimal, some
+from lightning_trainer.rl.account import WHOLE, Untrained
 from lightning_trainer.rl.algorithms.distil import DISTIL
 from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.scores import Score
 
 
@@ -77,6 +78,24 @@ def all_flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -
     what = untold if alone else f"{equal}, and {untold}" if taught else equal
     first = "step" if steps == 1 else f"{steps} steps"
     return f"in the first {first} {what}, so there is nothing to learn from.\n{tell if taught else vary}"
+
+
+def unrewarded_agents(calls: Iterable[Judged]) -> list[str]:
+    """Return the names of selected agents that got no reward for any of these calls."""
+    by_reward: dict[bool, set[str]] = {True: set(), False: set()}
+    for call in calls:
+        name = call.transition.agent
+        if name is not None and call.left_out in {None, Untrained.NO_REWARD}:
+            by_reward[call.left_out is None].add(name)
+    return sorted(by_reward[False] - by_reward[True])
+
+
+def unrewarded_note(agents: Sequence[str], batch: Batch) -> str:
+    """Return a warning about selected agents that learn nothing, because the rewards name only others."""
+    named = sorted({reward.agent for reward in batch.given if reward.agent is not None})
+    why = f"the rewards name only {some(named)}" if named else "no rollout got a reward"
+    them = ", ".join(agents)
+    return f"WARNING: no reward for {them}, so nothing is learned there: {why}. Reward {them} too."
 
 
 def no_rows(batch: Batch) -> str:

@@ -30,7 +30,14 @@ from lightning_trainer.report.speed.waits import (
     name_bottleneck,
     time_rollouts,
 )
-from lightning_trainer.report.step_notes import all_flat, how_they_count, no_rows, score_line
+from lightning_trainer.report.step_notes import (
+    all_flat,
+    how_they_count,
+    no_rows,
+    score_line,
+    unrewarded_agents,
+    unrewarded_note,
+)
 from lightning_trainer.report.teams import cliffs
 from lightning_trainer.report.teams.shares import agent_entropies, policies_of, token_shares
 from lightning_trainer.rl.account import Account
@@ -78,6 +85,7 @@ class Loop:
         self._saved = state.step if state.step else None
         self._saved_at = time.monotonic()
         self._told: set[str] = set()  # reasons for which calls were left out
+        self._unrewarded: set[str] = set()  # agents that a warning named
         self._fresh: set[str] = set()  # our groups of this step
         self._whole = True  # whether weights and state match
         self._began = time.monotonic()
@@ -240,6 +248,7 @@ class Loop:
         self._run.progress.step(step, metrics)
         self._name_bottleneck()
         self._tell(batch.account, work.outcomes)
+        self._tell_unrewarded(batch)
 
     def _before_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         for callback in self._callbacks:
@@ -292,6 +301,13 @@ class Loop:
             how = how_they_count(crashed, reward_of_failures(outcomes, self._run.config.failed), self._run.config)
             text = f"{len(errors)} of {amount(len(outcomes), 'rollout')} failed{how}: {_end(errors[-1], 1)}"
             self._run.progress.note(f"{text}\n{where_calls_go(errors[-1])}".rstrip())
+
+    def _tell_unrewarded(self, batch: Batch) -> None:
+        """Warn once of each selected agent whose calls get no reward."""
+        new = [name for name in unrewarded_agents(batch.calls) if name not in self._unrewarded]
+        if new:
+            self._run.progress.note(unrewarded_note(new, batch))
+            self._unrewarded |= set(new)
 
     def _tell_unheard(self) -> None:
         """Warn of selected agents without a call so far: they may call later, or be misspelt."""

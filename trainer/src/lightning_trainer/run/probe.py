@@ -24,6 +24,7 @@ from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.forecast import MeasuredUpdate, Probe, Tried
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.speed.memory import process_peak
+from lightning_trainer.report.step_notes import unrewarded_agents
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.grpo import GRPO
 from lightning_trainer.rl.rewards import installed, read_rules
@@ -52,6 +53,7 @@ class _Ran:
 
     Attributes:
         teaching: groups in which a selected agent did better in one rollout than in another.
+        unrewarded: names of selected agents that got no reward.
     """
 
     outcomes: Sequence[Outcome]
@@ -61,6 +63,7 @@ class _Ran:
     seconds: float
     phases: Sequence[tuple[int, float]]
     teaching: frozenset[str]
+    unrewarded: Sequence[str]
 
 
 def probe(
@@ -191,6 +194,7 @@ def _run(
         seconds=seconds,
         phases=phases,
         teaching=frozenset(compared - groups.flat_groups),
+        unrewarded=unrewarded_agents(groups.calls),
     )
 
 
@@ -242,7 +246,8 @@ def _make_probe(
     calls = Counter("(no name)" if path is None else label(path, config.agents) for path in paths)
     used = [tokens_of(node) for trace in ran.traces for node in trace.chats]
     chosen = config.agents or ("*",)
-    trained = sorted({label(path, chosen) for path in paths if path is not None and selects(chosen, path)})
+    named = {label(path, chosen) for path in paths if path is not None and selects(chosen, path)}
+    trained = sorted(named.difference(ran.unrewarded))
     return Probe(
         tried=_tried_tasks(ran, places, config),
         rollouts=len(ran.outcomes),
@@ -256,6 +261,7 @@ def _make_probe(
         calls=dict(sorted(calls.items())),
         earned=score(ran.outcomes, config.failed).by_agent,
         trained=trained,
+        unrewarded=ran.unrewarded,
         constant=constant_rewards(ran.outcomes, trained),
         load_seconds=load_seconds,
         memory=process_peak(),

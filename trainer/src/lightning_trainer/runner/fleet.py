@@ -261,8 +261,12 @@ class Fleet:
 
     def _end_standing(self, place: WorkerPlace, held: Blocking | None) -> None:
         place.stood_still, place.held_by = True, held
-        where = "" if held is None else f", at {held.where}"
-        logger.warning("the event loop of worker %s hangs%s: it is ended", place.worker.name, where)
+        logger.warning(
+            "the event loop of worker %s has been blocked%s, so other rollouts wait: the worker is ended, and they run"
+            " again. Await the call that blocks, or make the function synchronous: it then runs in a thread",
+            place.worker.name,
+            "" if held is None else f" for {held.seconds:.0f} s at {held.where}",
+        )
         place.worker.kill()  # `_replace_worker` then reports all its attempts
 
     def _set_apart(self, place: WorkerPlace) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import copy
 import inspect
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor, Future
@@ -20,12 +21,17 @@ from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.rewards import Reward, as_rewards
 from lightning_trainer.reasons.call_errors import SCORER_FAILED
 from lightning_trainer.runner.worker.command import CommandKilledError
+from lightning_trainer.runner.worker.watchdog import block_since
 
 LATER = object()  # returned by a score if the reward comes after the attempt has ended, like a judge's
 ERROR_LIMIT = 20_000  # characters kept from the end of a traceback, where the error is
 
 _THREAD = "signal only works in main thread"  # the beginning of Python's own error
 _ADVICE = " Signals work only in the main thread of a process: --isolate gives it to run and score."
+_BLOCKED = (
+    ". Meanwhile {where} blocked the event loop, which every rollout of this process shares. Await that call, or make"
+    " run() synchronous: it then runs in a thread."
+)
 SCORE_AGAIN_S = (0.5, 1.0, 2.0)  # pauses before a failed scorer gets the same answer again
 
 Agent = Callable[[dict[str, Any], Attempt], Awaitable[Any]]
@@ -70,6 +76,7 @@ async def execute(
         needs_reward: whether an attempt without a reward has failed.
         on_score: called when the agent has answered and its reward begins.
     """
+    began = time.monotonic()
     with use_attempt(attempt), collecting() as emitted:
         try:
             result = await agent(copy.deepcopy(dict(task)), attempt)
@@ -88,7 +95,7 @@ async def execute(
         except RewardError as error:
             return AttemptResult("failed", error=f"RewardError: {error}")
         except BaseException as error:  # noqa: BLE001 - also SystemExit: an agent that calls sys.exit has failed
-            return AttemptResult("failed", error=describe(error))
+            return AttemptResult("failed", error=_why_late(describe(error), error, began))
         return AttemptResult("succeeded", rewards=(*emitted, *given))
 
 
@@ -143,6 +150,12 @@ def describe(error: BaseException) -> str:
     if any(isinstance(each, ValueError) and str(each).startswith(_THREAD) for each in _chain(error)):
         text += _ADVICE
     return text if len(text) <= ERROR_LIMIT else f"...{text[-ERROR_LIMIT:]}"
+
+
+def _why_late(text: str, error: BaseException, began: float) -> str:
+    """Add to the text of an error what held the event loop, if a request of this attempt timed out meanwhile."""
+    block = block_since(began) if any("Timeout" in type(each).__name__ for each in _chain(error)) else None
+    return text if block is None else text.rstrip(".") + _BLOCKED.format(where=block.where)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

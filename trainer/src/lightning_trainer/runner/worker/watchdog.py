@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from lightning_spans.record.process import thread_frames
 
@@ -20,6 +21,31 @@ LOOK_S: Final = 0.25
 STILL_S: Final = 1.0  # a loop that has not run for this long is reported
 
 _OURS: Final = ("attempt", "asyncio_", "lightning", "MainThread")  # prefixes of the names of our own threads
+
+
+_LIBRARIES: Final = tuple(
+    {f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+class LoopBlock(NamedTuple):
+    """A time in which the event loop did not run.
+
+    Attributes:
+        until: when it ended, by `time.monotonic`; while it lasts, when it was last seen.
+        where: the place in the program that held the loop.
+    """
+
+    until: float
+    where: str
+
+
+_LAST: list[LoopBlock] = []  # the last one of this process
+
+
+def block_since(began: float) -> LoopBlock | None:
+    """Return the last block of this process's event loop, if it ended after this time."""
+    return _LAST[-1] if _LAST and _LAST[-1].until >= began else None
 
 
 class LoopWatch:
@@ -56,7 +82,9 @@ class LoopWatch:
                 return  # the loop is closed
             if not self._answered.wait(STILL_S):
                 while not self._answered.wait(LOOK_S) and not self._closing.is_set():
-                    self._tell({"number": self._holder(), "seconds": time.monotonic() - asked, "where": self._where()})
+                    now, where = time.monotonic(), self._where()
+                    _LAST[:] = [LoopBlock(now, where)]
+                    self._tell({"number": self._holder(), "seconds": now - asked, "where": where})
             self._tell(None)
 
     def _holder(self) -> int | None:
@@ -67,7 +95,9 @@ class LoopWatch:
         frame = thread_frames().get(self._thread_id)
         if frame is None:
             return "an unknown place"
-        last = traceback.extract_stack(frame)[-1]
+        frames = traceback.extract_stack(frame)
+        own = [each for each in frames if not each.filename.startswith((*_LIBRARIES, "<"))]
+        last = (own or frames)[-1]  # the program's line is what its author can change, not the library's that waits
         return f"{last.filename}:{last.lineno} in {last.name}"
 
     def _tell(self, blocking: dict[str, object] | None) -> None:
