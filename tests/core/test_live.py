@@ -451,6 +451,20 @@ def test_a_task_has_what_was_asked_and_answered_on_any_surface(
     assert "> It is in Rome." in call("traces").stdout
 
 
+def test_a_tool_that_failed_outside_a_run_is_shown_as_an_error_and_no_gateway_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = open_store(str(tmp_path / "lightning.db"))
+    chat = a_span()
+    failed = {"status": "error", "status_message": "no order 5", "attributes": {TOOL_ARGUMENTS: "{}"}}
+    store.add_spans([chat, a_span(operation=EXECUTE_TOOL, name="find", trace_id=chat.trace_id, **failed)])
+    store.close()
+    shown = call("traces").stdout
+    assert "{} ->  error: no order 5" in shown
+    assert "gateway" not in shown
+
+
 def test_what_no_data_file_holds_becomes_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_trainer.run.data import load_tasks
 

@@ -302,7 +302,8 @@ def test_an_attempts_usual_model_name_is_answered_by_the_policy(server, attempt,
 
 def test_an_admin_asking_for_an_unknown_model_hears_which_there_are(server, attempt):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.keys.issue("admin"))
-    with pytest.raises(openai.NotFoundError, match="policy"):
+    remedy = "Models: policy. Request one of these. `lightning-rl serve --name gpt-4o-mini` serves"
+    with pytest.raises(openai.NotFoundError, match=remedy):
         client.chat.completions.create(model="gpt-4o-mini", messages=USER)
     assert [model.id for model in client.models.list()] == ["policy"]
 

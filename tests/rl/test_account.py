@@ -109,7 +109,7 @@ def test_lines_tell_people_everything():
         "1 left out: temperature 0: not a sample of the policy",
         "2 rows, 3 calls merged onto an earlier one's (2.5x fewer tokens)",
         "40 trained tokens of 100",
-        "1 rows teach nothing: all rewards of their group are equal",
+        "1 row teaches nothing: all rewards of their group are equal",
     ]
 
 

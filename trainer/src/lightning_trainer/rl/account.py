@@ -181,7 +181,8 @@ class Account:
         found += [f"{count} not: {reason}" for reason, count in sorted(self.untaught.items())]
         if self.rows_without_gradient:
             why = "" if teaching else ": all rewards of their group are equal"
-            found.append(f"{self.rows_without_gradient} rows teach nothing{why}")
+            teach = "row teaches" if self.rows_without_gradient == 1 else "rows teach"
+            found.append(f"{self.rows_without_gradient} {teach} nothing{why}")
         return found + self._unclaimed_lines()
 
     def _unclaimed_lines(self, most: int = 10) -> list[str]:

@@ -246,8 +246,9 @@ def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord], *,
     for trace in traces:
         tree = Tree(_title(trace, attempts.get(trace.attempt_id or ""), whole=whole))
         _grow(tree, trace, _by_node(trace), whole=whole)
-        for reason, count in Counter(lost.reason for lost in trace.unjoined).items():
-            tree.add(f"[yellow]{amount(count, 'call')}: {reason}[/yellow]")
+        if trace.attempt_id is not None:  # otherwise there was no gateway that could have recorded its calls
+            for reason, count in Counter(lost.reason for lost in trace.unjoined).items():
+                tree.add(f"[yellow]{amount(count, 'call')}: {reason}[/yellow]")
         screen().print(tree)
 
 
@@ -333,9 +334,9 @@ def _line(node: Node) -> Text:
         line.append(_tokens(node), style="cyan")
     if span.operation == EXECUTE_TOOL:
         given, got = span.attributes.get(TOOL_ARGUMENTS, ""), span.attributes.get(TOOL_RESULT, "")
-        line.append(f"  {str(given)[:SHORT]} -> {str(got)[:SHORT]}")
+        line.append(f"  {str(given)[:SHORT]} -> {str(got)[:SHORT]}".rstrip())
     if node.error is not None:
-        line.append(f"  {node.error.splitlines()[0][:SHORT] if node.error else 'error'}", style="red")
+        line.append(f"  error{f': {node.error.splitlines()[0][:SHORT]}' if node.error else ''}", style="red")
     line.plain = printable(line.plain)
     return line
 

@@ -152,9 +152,11 @@ class ServedModels:
                 and pending.requested.agent is None
             )
             hint = (
-                ". This call names no agent: send x-lightning-agent, or request one of these models" if nameless else ""
+                "This call names no agent: send x-lightning-agent, or request one of these models"
+                if nameless
+                else f"Request one of these. `lightning-rl serve --name {policy_name}` serves a model under that name"
             )
-            raise _unknown(policy_name, self._served, hint)
+            raise _unknown(policy_name, self._served, f". {hint}")
         return policy
 
 
