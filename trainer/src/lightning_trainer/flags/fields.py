@@ -23,7 +23,6 @@ def field_option(
     *,
     dest: str | None = None,
     text: str | None = None,
-    note: str = "",
     filled: bool = False,
     **more: Any,
 ) -> Callable[[F], F]:
@@ -34,15 +33,15 @@ def field_option(
         name: of the field.
         dest: name of the command's parameter, if it is another one.
         text: help of this command; None: the field's own, with its default.
-        note: added to the field's own help.
         filled: whether the command gets the field's default, and shows it, if the option is not given; otherwise None.
         more: other arguments of `click.option`, such as ``required`` and ``metavar``.
     """
     field = record.model_fields[name]
-    shown = f"{help_of(field)}{note}" if text is None else text
+    if text is None:
+        text = text_of(field) if filled else help_of(field)
     flags = [f"--{name.replace('_', '-')}", dest or name]
     default = {"default": field.default, "show_default": True} if filled else {}
-    return click.option(*flags, help=shown, **{**value_of(field), **default, **more})
+    return click.option(*flags, help=text, **{**value_of(field), **default, **more})
 
 
 def help_of(field: FieldInfo) -> str:

@@ -33,6 +33,21 @@ def admin_key_flag(text: str) -> Callable[[F], F]:
     return key_file_flag(text, default="lightning.key", show_default=True)
 
 
+def server_flag(text: str, *, dest: str = "server", **more: Any) -> Callable[[F], F]:
+    """Return the option that names a server."""
+    return click.option("--server", dest, metavar="URL", help=text, **more)
+
+
+def agent_flag(text: str, *, dest: str = "agent", **more: Any) -> Callable[[F], F]:
+    """Return the option that names an agent."""
+    return click.option("--agent", dest, metavar="NAME", help=text, **more)
+
+
+def dry_run_flag(text: str) -> Callable[[F], F]:
+    """Return the flag that shows what a command would do; the text describes what it shows."""
+    return click.option("--dry-run", is_flag=True, help=text)
+
+
 def json_flag(text: str) -> Callable[[F], F]:
     """Return the flag for JSON output; the text describes one line."""
     return click.option("--json", "as_json", is_flag=True, help=text)

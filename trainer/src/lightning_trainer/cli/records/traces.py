@@ -17,6 +17,7 @@ from lightning_spans.schema.agents import name_of, selects
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
 from lightning_trainer.flags.common import config_options, given, print_json, reading, rewards_option, screen
 from lightning_trainer.flags.files import (
+    agent_flag,
     json_flag,
     key_file_option,
     origin_option,
@@ -57,9 +58,7 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards from the user's ow
 )
 @json_flag("Print one span per line as JSON.")
 @click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="Number of newest traces to show.")
-@click.option(
-    "--agent", "agents", multiple=True, metavar="NAME", help="Only traces in which this agent called a model."
-)
+@agent_flag("Only traces in which this agent called a model.", dest="agents", multiple=True)
 @click.option("--min-reward", type=float, help="Only traces with at least this reward.")
 @click.option("--max-reward", type=float, help="Only traces with at most this reward.")
 @click.option("--errors", is_flag=True, help="Only traces with an error.")

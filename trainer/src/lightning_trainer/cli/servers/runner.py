@@ -14,7 +14,7 @@ import click
 
 from lightning_trainer.flags.common import print_json, read_key
 from lightning_trainer.flags.fields import field_option
-from lightning_trainer.flags.files import key_file_flag
+from lightning_trainer.flags.files import key_file_flag, server_flag
 from lightning_trainer.flags.program import isolate_option, program_options, take_work, work_options, workers_option
 from lightning_trainer.options.limits import LimitOptions
 from lightning_trainer.options.record import split_names
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @click.command(name="runner")
 @click.argument("target", required=False)
-@click.option("--server", "url", required=True, metavar="URL", help="URL of the server, without /v1.")
+@server_flag("URL of the server, without /v1.", dest="url", required=True)
 @key_file_flag("File with the runner key. Default: LIGHTNING_KEY.")
 @program_options()
 @work_options
 @workers_option
-@field_option(LimitOptions, "concurrency", text="Concurrent rollouts per worker.", filled=True)
+@field_option(LimitOptions, "concurrency", filled=True)
 @click.option(
     "--drain-s",
     default=30.0,

@@ -9,7 +9,7 @@ import click
 from lightning_trainer.flags.answers import system_messages_option
 from lightning_trainer.flags.common import print_json, read_key, screen
 from lightning_trainer.flags.fields import field_option
-from lightning_trainer.flags.files import json_flag, key_file_option, store_flag
+from lightning_trainer.flags.files import json_flag, key_file_option, server_flag, store_flag
 from lightning_trainer.options.model import MessageOptions
 
 
@@ -25,7 +25,7 @@ from lightning_trainer.options.model import MessageOptions
     MessageOptions, "tool_format", text="Format of the model's tool calls, if its chat template does not show it."
 )
 @store_flag("Also check this store.")
-@click.option("--server", metavar="URL", help="Also check this server.")
+@server_flag("Also check this server.")
 @click.option(
     "--tinker",
     metavar="URL",

@@ -12,7 +12,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import merge
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json
-from lightning_trainer.flags.files import config_file_option, json_flag
+from lightning_trainer.flags.files import config_file_option, dry_run_flag, json_flag
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.terminal import decimal
@@ -28,12 +28,10 @@ EXAMPLE = (
 @click.command(name="train", cls=GroupedCommand)
 @click.argument("target", required=False)
 @config_file_option("these options as keys, with _ instead of -. Options on the command line take precedence")
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Run the rollouts of one step and an update that is discarded. Prints the expected time,"
+@dry_run_flag(
+    "Run the rollouts of one step and an update that is discarded. Prints the expected time,"
     " memory and disk space of a run, whether there is something to learn, and a forecast for"
-    " GPUs. With verl: prints its configuration and requirements, and starts nothing.",
+    " GPUs. With verl: prints its configuration and requirements, and starts nothing."
 )
 @click.option(
     "--gpu-memory",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_trainer.flags.common import allow_blocked_option, given, print_json, reading
-from lightning_trainer.flags.files import json_option, key_file_option, store_option
+from lightning_trainer.flags.files import agent_flag, json_option, key_file_option, server_flag, store_option
 from lightning_trainer.flags.group import group_options
 from lightning_trainer.kits.deploy.flags import GATE_OPTIONS, gate_options, outcomes_option, parse_bounds, share_option
 from lightning_trainer.report.terminal import printable
@@ -36,7 +36,7 @@ def command() -> None:
 
 
 _transition_options = group_options(
-    click.option("--agent", required=True, metavar="NAME", help="Agent whose policy changes."),
+    agent_flag("Agent whose policy changes.", required=True),
     _reason_option,
     click.option("--by", "actor", metavar="NAME", help="Who, for the history. Default: your login name."),
     store_option,
@@ -47,7 +47,7 @@ _transition_options = group_options(
 
 
 @command.command(name="status")
-@click.option("--agent", metavar="NAME", help="Only this agent, with its history.")
+@agent_flag("Only this agent, with its history.")
 @store_option
 @key_file_option
 @json_option
@@ -170,10 +170,8 @@ def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agen
 
 
 @command.command(name="estimate")
-@click.option("--agent", required=True, metavar="NAME", help="Agent whose candidate is estimated.")
-@click.option(
-    "--server", required=True, metavar="URL", help="vLLM that has the candidate; its key: $LIGHTNING_UPSTREAM_KEY."
-)
+@agent_flag("Agent whose candidate is estimated.", required=True)
+@server_flag("vLLM that has the candidate; its key: $LIGHTNING_UPSTREAM_KEY.", required=True)
 @outcomes_option
 @click.option("--calls", default=2000, show_default=True, help="Newest calls of the stable policy to read.")
 @store_option

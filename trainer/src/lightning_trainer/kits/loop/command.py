@@ -9,7 +9,14 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.common import print_json
-from lightning_trainer.flags.files import config_file_option, json_option, key_file_option, out_option, store_option
+from lightning_trainer.flags.files import (
+    config_file_option,
+    dry_run_flag,
+    json_option,
+    key_file_option,
+    out_option,
+    store_option,
+)
 from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ if TYPE_CHECKING:
     help="Time between two checks of what a stage waits for.",
 )
 @click.option("--no-wait", is_flag=True, help="Return instead of waiting, for use from cron.")
-@click.option("--dry-run", is_flag=True, help="Print the stages of the next round and the cost of each, then stop.")
+@dry_run_flag("Print the stages of the next round and the cost of each, then stop.")
 @click.option("--status", is_flag=True, help="Print the current stage, and stop.")
 @store_option
 @key_file_option

@@ -22,8 +22,10 @@ from lightning_trainer.flags.answers import (
     system_messages_option,
 )
 from lightning_trainer.flags.common import print_json, read_key, screen
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_option, store_option
 from lightning_trainer.flags.program import isolate_option, program_options
+from lightning_trainer.kits.replay.fields import ForkFields
 from lightning_trainer.kits.replay.flags import sampling_options, subject_of
 from lightning_trainer.options.record import split_names
 from lightning_trainer.report.terminal import decimal, printable
@@ -39,12 +41,10 @@ _SHORT = 80  # most characters of an answer in a line
 
 @click.command(name="fork")
 @click.argument("target", required=False)
-@click.option(
-    "--rollout", metavar="ID", help="Rollout to fork: its successful attempt, or its last one if none succeeded."
-)
-@click.option("--attempt", metavar="ID", help="Attempt to fork, instead of --rollout.")
-@click.option("--call", type=int, metavar="N", help="Call to change, counted from 0, as in `traces`.")
-@click.option("--times", default=1, show_default=True, type=click.IntRange(1), help="Number of continuations.")
+@field_option(ForkFields, "rollout", metavar="ID")
+@field_option(ForkFields, "attempt", metavar="ID")
+@field_option(ForkFields, "call", metavar="N", text="Call to change, counted from 0, as in `traces`.")
+@field_option(ForkFields, "times", filled=True)
 @click.option(
     "--with",
     "instead",
@@ -56,7 +56,7 @@ _SHORT = 80  # most characters of an answer in a line
     type=click.Path(path_type=Path),
     help="File with the key of the server in --with, if it is not the server in --endpoint.",
 )
-@click.option("--say", metavar="TEXT", help="Replace the answer of that call by this text.")
+@field_option(ForkFields, "say", metavar="TEXT")
 @model_option("Model for the calls after it", "[default: the run's]")
 @endpoint_option("for the calls after it")
 @answered_agents_option("[default: those that a policy answered]")
@@ -64,18 +64,12 @@ _SHORT = 80  # most characters of an answer in a line
 @click.option(
     "--uncoupled", is_flag=True, help="Sample every later call again, even if its request equals a recorded one."
 )
-@click.option(
-    "--tools",
-    default="replay",
-    show_default=True,
-    type=click.Choice(["replay", "run", "refuse"]),
-    help="Tool calls: return recorded results (replay), call every tool (run), or call none (refuse).",
-)
-@click.option("--run-tools", default="", metavar="NAME,...", help="Tools that are always called, by name or glob.")
-@click.option("--refuse-tools", default="", metavar="NAME,...", help="Tools that are never called, by name or glob.")
-@click.option("--dry-run", is_flag=True, help="Replay the whole record, and report where the program deviates from it.")
+@field_option(ForkFields, "tools", filled=True)
+@field_option(ForkFields, "run_tools", default="", metavar="NAME,...")
+@field_option(ForkFields, "refuse_tools", default="", metavar="NAME,...")
+@field_option(ForkFields, "dry_run", default=False)
 @program_options()
-@click.option("--data", type=click.Path(path_type=Path), help="Fail unless the recorded task is in this file.")
+@field_option(ForkFields, "data")
 @sampling_options
 @chat_template_option
 @system_messages_option

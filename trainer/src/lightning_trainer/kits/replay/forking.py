@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+
+from pydantic import Field
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.schema.replays import Replay, ToolPolicy
+from lightning_spans.schema.replays import Replay
+from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.gateway.replay.record import Record
 from lightning_trainer.kits.forks.planning import Recorded, plan, recorded
 from lightning_trainer.kits.forks.results import ForkResult, result
+from lightning_trainer.kits.replay.fields import ForkFields
 from lightning_trainer.kits.replay.running import (
     Program,
     from_run,
@@ -27,41 +30,19 @@ from lightning_trainer.session.answers import Subject
 from lightning_trainer.session.session import open_database
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkConfig:
+class ForkConfig(ForkFields, CheckedRecord):
     """Which call of which attempt is sampled again, and how.
 
-    Attributes:
-        store: URL of the database with the record; the forks are recorded there too.
-        rollout: the rollout; its successful attempt is forked, otherwise its last. None: `attempt` names it.
-        attempt: the attempt itself.
-        call: number of the call, from 0 in the order of start; None in a dry run.
-        times: number of continuations.
-        program: program to run, and the model of its calls.
-        instead: model of the forked call; None: the same as for the others.
-        say: text that replaces its answer.
-        coupled: whether, after the call, a request equal to a recorded one gets the recorded answer.
-        tools: how tool calls are handled, see `Replay`.
-        run_tools: names or globs of tools that are always run.
-        refuse_tools: names or globs of tools that are never run.
-        data: file of tasks that must contain the rollout's; None: not checked.
-        dry_run: replay the whole record and sample nothing.
+    Raises:
+        ConfigError: an option is unknown or has a wrong value.
     """
 
-    store: str
-    rollout: str | None = None
-    attempt: str | None = None
-    call: int | None = None
-    times: int = 1
-    program: Program = field(default_factory=Program)
+    program: Program = Field(default_factory=Program)
+    """Program to run, and the model of its calls."""
     instead: Subject | None = None
-    say: str | None = None
+    """Model of the forked call. Default: the same as for the others."""
     coupled: bool = True
-    tools: ToolPolicy = "replay"
-    run_tools: tuple[str, ...] = ()
-    refuse_tools: tuple[str, ...] = ()
-    data: Path | None = None
-    dry_run: bool = False
+    """Whether, after the call, a request equal to a recorded one gets the recorded answer."""
 
 
 @dataclass(frozen=True, slots=True)

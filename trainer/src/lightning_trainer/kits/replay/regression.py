@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
 
 from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.spans import Json
+from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.kits.forks.planning import Recorded, plan, recorded
+from lightning_trainer.kits.replay.fields import ReplayFields
 from lightning_trainer.kits.replay.forking import policy_agents
 from lightning_trainer.kits.replay.running import (
     Program,
@@ -34,28 +38,15 @@ if TYPE_CHECKING:
     from lightning_trainer.rl.rollouts import Outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayConfig:
+class ReplayConfig(ReplayFields, CheckedRecord):
     """What is replayed, and with which program.
 
-    Attributes:
-        store: URL of the database with the records; the replays are recorded there too.
-        rollouts: ids of rollouts, attempts or traces; empty: all rollouts that succeeded.
-        file: the same, one per line: an id, or an object with ``rollout_id``, ``attempt_id`` or ``trace_id`` and, if it
-            is not recorded, the ``task``.
-        program: program to run. Its subject, if there is one, answers all calls of its agents: another model is tried.
-        run_tools: names or globs of tools that are run; all others get their recorded results, or end the replay.
-        stop: end a replay at the first request that differs from the record, instead of continuing.
-        success: minimum reward of a success; None: the recorded one.
+    Raises:
+        ConfigError: an option is unknown or has a wrong value.
     """
 
-    store: str
-    rollouts: tuple[str, ...] = ()
-    file: Path | None = None
-    program: Program = field(default_factory=Program)
-    run_tools: tuple[str, ...] = ()
-    stop: bool = False
-    success: float | None = None
+    program: Program = Field(default_factory=Program)
+    """Program to run. Its subject, if there is one, answers all calls of its agents: another model is tried."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ import click
 
 from lightning_trainer.flags.answers import answered_agents_option, endpoint_option, model_option, name_by_option
 from lightning_trainer.flags.common import print_json, screen
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_option, rollouts_option, store_option
 from lightning_trainer.flags.program import isolate_option, program_options
+from lightning_trainer.kits.replay.fields import ReplayFields
 from lightning_trainer.kits.replay.flags import sampling_options, subject_of
 from lightning_trainer.options.record import split_names
 from lightning_trainer.report.terminal import decimal, printable
@@ -34,11 +36,15 @@ if TYPE_CHECKING:
 @endpoint_option("that answers them")
 @answered_agents_option("[default: those that a policy answered, otherwise all]")
 @name_by_option
-@click.option(
-    "--run-tools", default="", metavar="NAME,...", help="Tools that are called; the others return recorded results."
+@field_option(
+    ReplayFields,
+    "run_tools",
+    default="",
+    metavar="NAME,...",
+    text="Tools that are called; the others return recorded results.",
 )
-@click.option("--stop", is_flag=True, help="End a replay at its first difference.")
-@click.option("--success", type=float, help="Minimum reward of a success. [default: the recorded reward]")
+@field_option(ReplayFields, "stop", default=False)
+@field_option(ReplayFields, "success")
 @click.option("--fail-under", type=click.FloatRange(0, 1), help="Exit with status 1 if a smaller share succeeds.")
 @program_options()
 @sampling_options

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from lightning_trainer.flags.common import print_json, read_key, trust_option
-from lightning_trainer.flags.files import key_file_option, listen_options, loops_option, store_flag
+from lightning_trainer.flags.files import key_file_option, listen_options, loops_option, server_flag, store_flag
 
 if TYPE_CHECKING:
     from lightning_trainer.kits.view.routes import Views
@@ -25,7 +25,7 @@ _KEY_S: Final = 10 * 86_400.0  # lifetime of a page's key
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @store_flag("Store to show instead of a run: a path, sqlite:/// or postgresql://.")
 @trust_option
-@click.option("--server", metavar="URL", help="URL of a `lightning-rl server`, which shows its own store.")
+@server_flag("URL of a `lightning-rl server`, which shows its own store.")
 @key_file_option
 @click.option(
     "--tokenizer",
