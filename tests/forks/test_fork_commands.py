@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
+from lightning_trainer.kits.replay import ForkConfig, ReplayConfig
 from lightning_trainer.kits.replay.running import Program, from_run
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.runner.runner import Runner
@@ -146,3 +148,17 @@ def test_the_command_of_a_run_works_again_in_a_folder_of_its_own(words: list[str
     filled = from_run(Program(), store)
     assert (filled.work.workdir, filled.name_by) == (str(project), ("clerk=model:own",))
     assert from_run(Program(reward="mine:score"), store).work == Work(workdir=str(project))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: ForkConfig(store="lightning.db", call=0, times=0), "times"),
+        (lambda: ForkConfig(store="lightning.db", tools="retry"), "tools"),
+        (lambda: ReplayConfig(store="lightning.db", success="high"), "success"),
+        (lambda: ReplayConfig(store="lightning.db", rollout="r"), "rollout"),
+    ],
+)
+def test_a_wrong_option_is_refused_from_python_too(make, name):
+    with pytest.raises(ConfigError, match=name):
+        make()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,7 +18,12 @@ from lightning_trainer.options.sampling import SampleOptions
 def model_option(role: str, default: str = "") -> Callable[[F], F]:
     """Return the option that names a model, with its role and its default in the help."""
     text = f"{role}: a run, a checkpoint, a model folder or a model name."
-    return click.option("--model", help=f"{text} {default}".rstrip())
+    return model_flag(f"{text} {default}".rstrip())
+
+
+def model_flag(text: str, **more: Any) -> Callable[[F], F]:
+    """Return the option that names a model, for commands that take fewer kinds of them."""
+    return click.option("--model", help=text, **more)
 
 
 def endpoint_option(role: str, more: str = "") -> Callable[[F], F]:
@@ -37,7 +43,12 @@ def server_key_option(name: str, default: str) -> Callable[[F], F]:
 
 def answered_agents_option(default: str) -> Callable[[F], F]:
     """Return the option for the agents that the model answers, with its default in the help."""
-    return click.option("--agents", metavar="NAME,...", help=f"Agents that the model answers. {default}")
+    return agents_flag(f"Agents that the model answers. {default}")
+
+
+def agents_flag(text: str, *, dest: str = "agents", **more: Any) -> Callable[[F], F]:
+    """Return the option that names agents."""
+    return click.option("--agents", dest, metavar="NAME,...", help=text, **more)
 
 
 name_by_option = field_option(

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import click
 
 from lightning_trainer.cli.servers.serving import tls_options
-from lightning_trainer.flags.answers import name_by_option, system_messages_option
+from lightning_trainer.flags.answers import agents_flag, model_flag, name_by_option, system_messages_option
 from lightning_trainer.flags.common import allow_blocked_option
 from lightning_trainer.flags.files import admin_key_flag, default_store_flag, listen_options, loops_option
 from lightning_trainer.options.record import split_names
@@ -75,11 +75,9 @@ if TYPE_CHECKING:
     help="Endpoint for calls of named agents that are not in --agents. Default: these calls also go to --model.",
 )
 @click.option("--unrecorded", is_flag=True, help="Do not record the calls that go to --provider.")
-@click.option(
-    "--agents", "names", metavar="NAME,...", help="Agents whose calls runners send to the gateway. Default: none."
-)
+@agents_flag("Agents whose calls runners send to the gateway. Default: none.", dest="names")
 @name_by_option
-@click.option("--model", help="Upstream model for these calls. Default: the first one.")
+@model_flag("Upstream model for these calls. Default: the first one.")
 @listen_options("; 0.0.0.0 accepts other machines")
 @click.option(
     "--live-sample", default="1", show_default=True, metavar="SHARE", help="Share of production traces to keep."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lightning_trainer.flags.answers import system_messages_option
+from lightning_trainer.flags.answers import model_flag, system_messages_option
 from lightning_trainer.flags.common import print_json, read_key, screen
 from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_flag, key_file_option, server_flag, store_flag
@@ -14,7 +14,7 @@ from lightning_trainer.options.model import MessageOptions
 
 
 @click.command(name="doctor")
-@click.option("--model", help="Also check this model: its files, and what its chat template does.")
+@model_flag("Also check this model: its files, and what its chat template does.")
 @field_option(
     MessageOptions,
     "chat_template",

@@ -12,7 +12,7 @@ from lightning_spans.errors import LightningError, NothingToLearnError, RewardEr
 from lightning_spans.schema.agents import check_known
 from lightning_trainer.cli.training.agent_rows import print_joins, print_rows
 from lightning_trainer.cli.training.trial import Trial, run_trial, tell_errors
-from lightning_trainer.flags.answers import endpoint_option, name_by_option
+from lightning_trainer.flags.answers import agents_flag, endpoint_option, model_flag, name_by_option
 from lightning_trainer.flags.common import given, reading, rewards_option
 from lightning_trainer.flags.environment import environment_options, with_environment
 from lightning_trainer.flags.fields import field_option
@@ -47,11 +47,10 @@ _ALWAYS: Final = ("timeout_s", "columns")  # options that are allowed when no pr
 @isolate_option
 @work_options
 @name_by_option
-@click.option("--agents", "names", metavar="NAME,...", help="Agents that you intend to train.")
-@click.option(
-    "--model",
-    help="Model that answers those agents (without --agents: all agents that have a name): a model"
-    " folder, hub id, run or checkpoint. Default: the program's own endpoints.",
+@agents_flag("Agents that you intend to train.", dest="names")
+@model_flag(
+    "Model that answers those agents (without --agents: all agents that have a name): a model"
+    " folder, hub id, run or checkpoint. Default: the program's own endpoints."
 )
 @endpoint_option(
     "that answers those agents",

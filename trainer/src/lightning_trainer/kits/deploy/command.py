@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lightning_trainer.flags.answers import model_flag
 from lightning_trainer.flags.common import allow_blocked_option, given, print_json, reading
 from lightning_trainer.flags.files import agent_flag, json_option, key_file_option, server_flag, store_option
 from lightning_trainer.flags.group import group_options
@@ -83,7 +84,7 @@ def status(*, agent: str | None, store: str, key_file: Path | None, as_json: boo
 @click.option("--policy", metavar="NAME", help="Adapter in the checkpoint. Default: the agent's own, or the only one.")
 @click.option("--base", metavar="MODEL", help="Model of the server that loads the adapter, or gets the prompt.")
 @allow_blocked_option
-@click.option("--model", metavar="MODEL", help="Model that the server already has, instead of --checkpoint.")
+@model_flag("Model that the server already has, instead of --checkpoint.", metavar="MODEL")
 @click.option("--stable", metavar="MODEL", help="Model that answers the agent today. Needed the first time.")
 @click.option(
     "--needs-approval/--no-approval",

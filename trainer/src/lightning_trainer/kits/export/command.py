@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from lightning_trainer.flags.answers import agents_flag
 from lightning_trainer.flags.common import config_options, print_json, reading
 from lightning_trainer.flags.files import key_file_option, origin_option, store_option
 from lightning_trainer.kits.export.wanted import FORMATS
@@ -21,7 +22,7 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
 @click.command(name="export")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--format", type=click.Choice(FORMATS), required=True, help="Content of a line, see above.")
-@click.option("--agents", callback=_names, metavar="NAME,...", help="Only calls of these agents; names or globs.")
+@agents_flag("Only calls of these agents; names or globs.", callback=_names)
 @click.option(
     "--min-reward", type=float, metavar="X", help="Only rollouts in which the agent earned at least this reward."
 )
