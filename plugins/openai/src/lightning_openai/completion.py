@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_spans.chat.body import tool_call
+from lightning_spans.chat.body import tool_call as tool_call  # noqa: PLC0414 - plugins import it from here
 from lightning_spans.schema.spans import Json
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "finish_reason",
     "function_tool",
     "token_usage",
-    "tool_call",
     "tool_message",
 ]
 
