@@ -6,6 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,36 @@ def test_alarm_stands_only_as_long_as_its_reason() -> None:
     assert names(dead) == {"groups_dead"}
     alive = {"kind": "train", "step": STEPS, "groups_without_signal": 0.1}
     assert names([*dead, alive]) == set()
+
+
+def test_healthy_runs_rarely_raise_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alarm is raised in at most two of these simulated healthy runs; `bench/run.py alarms` has the rates."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    from bench_alarms import FAULTS, SimulatedRun, first_alarms
+
+    short = [seed for seed in range(60) if SimulatedRun(seed).steps <= 30]
+    raised_in = [name for seed in short for name in first_alarms(SimulatedRun(seed), list(FAULTS))]
+    assert len(short) > 20
+    assert {name: raised_in.count(name) for name in raised_in if raised_in.count(name) > 2} == {}
+
+
+def test_a_single_unread_call_is_chance() -> None:
+    few = history(calls_unread__mistral=lambda _: 1 / 40, calls_seen=[40.0])
+    assert names(few) == set()
+    assert names(history(calls_unread__mistral=lambda _: 1 / 40, calls_seen=[400.0])) == {"calls_unread/mistral"}
+
+
+def test_a_checker_that_says_yes_to_better_answers_raises_no_alarm() -> None:
+    says_yes = {"answers_alike__checker": lambda x: 0.6 + 0.32 * x}
+    assert names(history(**says_yes, reward=rising)) == set()
+    assert names(history(answers_alike__checker=lambda x: 0.6 + 0.4 * min(2 * x, 1.0), reward=stuck)) == {
+        "answers_alike/checker"
+    }
+
+
+def test_a_divergence_that_grows_steadily_raises_no_alarm() -> None:
+    assert names(history(kl_base__writer=lambda x: 3 * x, reward=stuck)) == set()
+    assert names(history(kl_base__writer=lambda x: 0.001 * 2 ** (12 * x), reward=stuck)) == {"policy_departs/writer"}
 
 
 @settings(deadline=None, max_examples=60)

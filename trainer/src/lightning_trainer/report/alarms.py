@@ -17,6 +17,8 @@ from typing import Any, Final, TypeAlias
 
 from lightning_trainer import registry
 from lightning_trainer.reasons.continuation import OTHER
+from lightning_trainer.report.teams.cliffs import fall_of
+from lightning_trainer.rl.scores import BY_TASK
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,9 @@ Points: TypeAlias = list[tuple[int, float]]  # (step, value)
 
 MOST_GAP: Final = 0.1  # between `reward` and `reward_all`
 _ALIKE: Final = 0.8  # share of different prompts that get the same answer
+_UNREAD: Final = 5  # answers in the last steps: fewer are chance
+_ONE: Final = 0.97  # what such an agent gives when it no longer decides
+_FEW: Final = 0.4  # the same share of an agent that has few answers, such as yes and no
 WINDOW: Final = 3  # steps that are averaged at either end
 
 
@@ -140,7 +145,11 @@ def held_out_falls(history: History) -> Found:
     best_step, best = max(held_out[:-2], key=lambda point: point[1])
     if any(value > best - 0.1 * abs(best) for _, value in held_out[-2:]):
         return
-    if any(high >= best for step, high in series(history, "val", "reward_high") if step >= held_out[-2][0]):
+    validations = [line for line in history if line["kind"] == "val"]
+    if all(BY_TASK in line for line in validations):
+        if fall_of(validations, "", [""]) is None:
+            return
+    elif any(high >= best for step, high in series(history, "val", "reward_high") if step >= held_out[-2][0]):
         return
     train = series(history, "train", "reward")
     then = [value for step, value in train if abs(step - best_step) < WINDOW]
@@ -163,6 +172,9 @@ def answers_alike(history: History) -> Found:
         if len(training) > WINDOW:
             sides.append((training[0][1], statistics.fmean(value for _, value in training[-WINDOW:])))
         collapsed = [(first, now) for first, now in sides if now > _ALIKE >= first]
+        # An agent with few answers, such as a checker of queries that get better, may be right to give one more often.
+        if all(first > _FEW and (now < _ONE or _better(history)) for first, now in collapsed):
+            continue
         if not collapsed:
             continue
         first, now = collapsed[0]
@@ -218,8 +230,10 @@ def calls_unread(history: History) -> Found:
     """Yield an alarm if answers look like tool calls in another format: no tool is called, and no error reports it."""
     for of, points in _each(history, "calls_unread", least=1):
         step, share = points[-1]
-        if step < _newest(history):
+        seen = dict(series(history, "train", "calls_seen"))
+        if step < _newest(history) or sum(seen.get(at, math.inf) * its for at, its in points[-WINDOW:]) < _UNREAD:
             continue
+        share = statistics.fmean(its for _, its in points[-WINDOW:])
         form = of.removeprefix("/")
         if form == OTHER and share >= 0.1:  # a smaller share is normal before a model has learned the format
             text = (
@@ -239,9 +253,9 @@ def calls_unread(history: History) -> Found:
 
 def calls_malformed(history: History) -> Found:
     """Yield an alarm if the share of malformed tool calls, which are not executed, does not fall."""
-    for of, points in _each(history, "calls_malformed"):
+    for of, points in _each(history, "calls_malformed", least=4 * WINDOW):
         first, now = ends(points)
-        if now >= 0.1 and now >= 0.8 * first and points[-1][0] == _newest(history):
+        if now >= 0.25 and now >= 0.8 * first and points[-1][0] == _newest(history):
             text = (
                 f"{now:.0%} of the answers are malformed tool calls, {first:.0%} were at first: they reached"
                 " the agent as text. Show the model how calls are written first, with lightning-rl sft, "
@@ -261,7 +275,8 @@ def rollouts_fail(history: History) -> Found:
     if len(points) < 2 * WINDOW:
         return
     first, now = ends(points)
-    if now >= 0.1 and now >= first + 0.1 and now >= 1.5 * first:
+    usual = statistics.median(abs(b - a) for (_, a), (_, b) in pairwise(points))
+    if now >= 0.1 and now >= first + max(0.1, 3 * usual) and now >= 1.5 * first:
         text = (
             f"{now:.0%} of the rollouts fail, {first:.0%} did at first. See why with lightning-rl traces and the"
             " workers' logs. If the agent raises an exception because of the policy's answer, --failed sets the reward"
@@ -323,6 +338,12 @@ def learned(history: History) -> bool:
     first, now = ends(points)
     jumps = [abs(b - a) for (_, a), (_, b) in pairwise(points)]
     return now - first > 1.5 * statistics.median(jumps)
+
+
+def _better(history: History) -> bool:
+    """Whether the newest reward is higher than the first: held out if there is one, otherwise in training."""
+    held_out = series(history, "val", "reward")
+    return held_out[-1][1] > held_out[0][1] if len(held_out) > 1 else learned(history)
 
 
 def _each(history: History, name: str, *, least: int = 2 * WINDOW) -> Iterator[tuple[str, Points]]:

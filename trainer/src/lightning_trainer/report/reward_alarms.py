@@ -11,6 +11,8 @@ from itertools import pairwise
 from typing import Final
 
 from lightning_trainer.report.alarms import WINDOW, Found, History, ends, series
+from lightning_trainer.report.teams.cliffs import fall_of
+from lightning_trainer.rl.scores import BY_TASK
 
 SOURCE: Final = "reward_source/"
 OF_OUTCOME: Final = frozenset({"run", "score", "emit_reward", "judge", "failed"})  # sources other than automatic rules
@@ -42,7 +44,7 @@ def judges_part(history: History) -> Found:
     if len(points) < 2 * WINDOW:
         return
     first, now = ends(points)
-    if now <= first - LESS and now < CHANCE:
+    if now <= first - LESS and now < CHANCE and rises([(step, -value) for step, value in points]):
         text = (
             f"The second judge agrees with the judge on {now:.0%} of the pairs of rollouts, {first:.0%} at first (50 %"
             " is chance): the policy may have learned what this judge likes, not what is good. Read both judges'"
@@ -52,9 +54,13 @@ def judges_part(history: History) -> Found:
 
 
 def rises(points: list[tuple[int, float]]) -> bool:
-    """Whether a number has risen by more than one and a half times its usual change from step to step."""
+    """Whether a number has risen by more than three times its usual change from step to step.
+
+    The usual change is the median of the absolute differences of neighbours. With normal noise that is 0.95 standard
+    deviations, so the means of three steps that nothing has changed differ by that much once in 4,000 times.
+    """
     first, now = ends(points)
-    return now - first > 1.5 * statistics.median(abs(b - a) for (_, a), (_, b) in pairwise(points))
+    return now - first > 3 * statistics.median(abs(b - a) for (_, a), (_, b) in pairwise(points))
 
 
 def _fall_of_outcome(history: History) -> str | None:
@@ -63,6 +69,9 @@ def _fall_of_outcome(history: History) -> str | None:
     rewards = series(history, "val", "reward")
     if rewards:
         changes = series(history, "val", "from_best")
+        validations = [line for line in history if line["kind"] == "val"]
+        if all(BY_TASK in line for line in validations) and fall_of(validations, "", [""]) is None:
+            return None
         if not highs or highs[-1][1] >= 0 or highs[-1][0] != rewards[-1][0]:
             return None
         return f"the held-out reward is {-changes[-1][1]:.2f} below its best (95 % interval below 0)"

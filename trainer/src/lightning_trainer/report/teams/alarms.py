@@ -16,6 +16,8 @@ MANY_NEW: Final = 0.2  # share of an agent's held-out prompts
 DRIFT: Final = 1.5  # times the median share of earlier validations
 SMALL_FALL: Final = 0.05  # share of the best reward
 FAR: Final = 0.1  # nats per token
+FASTER: Final = 1.9  # growth of the divergence within three steps. In steady growth it is 1.5 or less after six steps
+STEPS: Final = 5  # in which one agent has most of the gradient
 
 
 def agent_captures(history: History) -> Found:
@@ -58,8 +60,9 @@ def inputs_drift(history: History) -> Found:
         if len(changes) < 2 or len(new) < 2 or new[-1] < max(MANY_NEW, DRIFT * statistics.median(new[:-1])):
             continue
         (_, before), (_, now) = changes[-2:]
+        highs = series(history, "val", f"from_best_high/{agent}") or series(history, "val", "from_best_high")
         best = rewards[-1][1] - now
-        if now < before < 0 and now <= -SMALL_FALL * abs(best):
+        if now < before < 0 and now <= -SMALL_FALL * abs(best) and highs and highs[-1][1] < 0:
             usual = statistics.median(new[:-1])
             text = (
                 f"{new[-1]:.0%} of the held-out prompts of {agent} are new since the previous validation ({usual:.0%}"
@@ -75,13 +78,14 @@ def policy_departs(history: History) -> Found:
     """Yield an alarm if a policy moves away from its base ever faster, and has not improved."""
     for of in sorted({key.removeprefix("kl_base") for line in history for key in line if key.startswith("kl_base/")}):
         values = [value for _, value in series(history, "train", f"kl_base{of}")]
-        if len(values) < 2 * WINDOW or learned(history):
+        if len(values) < 4 * WINDOW or learned(history):
             continue
-        before, now = statistics.fmean(values[-2 * WINDOW : -WINDOW]), statistics.fmean(values[-WINDOW:])
-        if now > 2 * before and now > FAR:
+        before, half, now = (statistics.fmean(values[-n * WINDOW :][:WINDOW]) for n in (3, 2, 1))
+        if now > FASTER**2 * before and min(half / before, now / half) > 0.75 * FASTER and now > FAR:
             text = (
                 f"The divergence of {of.removeprefix('/')} from its base has grown from {before:.2f} to {now:.2f} nats"
-                " a token within six steps, and the reward has not risen. Lower --learning-rate, or set --kl-coef."
+                " a token within nine steps, ever faster, and the reward has not risen. Lower --learning-rate, or set"
+                " --kl-coef."
             )
             yield of, text
 
@@ -96,13 +100,13 @@ def _policies(history: History) -> Mapping[str, str]:
 
 def _gradient_shares(history: History) -> Iterator[tuple[str, list[str], list[dict[str, float]]]]:
     """Yield each policy that several agents share, those agents, and their shares of its gradient in the last steps."""
-    steps = _steps(history)[-WINDOW:]
+    steps = _steps(history)[-STEPS:]
     policy_of: Mapping[str, str] = steps[-1].get(POLICY_OF, {}) if steps else {}
     for policy in dict.fromkeys(policy_of.values()):
         agents = [agent for agent, its in policy_of.items() if its == policy]
         shares = [{a: line[f"gradient_share/{a}"] for a in agents if f"gradient_share/{a}" in line} for line in steps]
         sums = [sum(own.values()) for own in shares]
-        if len(agents) > 1 and len(shares) == WINDOW and all(len(own) > 1 for own in shares) and all(sums):
+        if len(agents) > 1 and len(shares) == STEPS and all(len(own) > 1 for own in shares) and all(sums):
             yield (
                 policy,
                 agents,
