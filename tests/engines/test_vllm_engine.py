@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -17,6 +19,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.store import open_store
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -94,6 +97,33 @@ def test_a_vllm_that_ends_is_started_again_with_the_newest_adapters(tiny_model, 
     assert all(line["failed"] == 0 for line in metrics)
     trained = [line["calls_trained"] for line in metrics]
     assert trained == [12, 12, 12], "each call is trained once"
+
+
+def end_outage(out, back):
+    """Let vLLM come back once an attempt has run out of time."""
+    while not out.exists():
+        time.sleep(0.1)
+    store = open_store(str(out))
+    while not any(attempt.status == "timeout" for attempt in store.attempts()):
+        time.sleep(0.1)
+    store.close()
+    back.touch()
+
+
+def test_attempts_that_run_out_of_time_while_vllm_restarts_are_not_learned_from(
+    tiny_model,
+    folder,  # noqa: F811
+    scripted,
+    monkeypatch,
+):
+    monkeypatch.setenv("SCRIPTED_FAULT", "outage")
+    back = Path(os.environ["SCRIPTED_LOG"]).with_suffix(".back")
+    threading.Thread(target=end_outage, args=(folder / "out" / "lightning.db", back), daemon=True).start()
+    train(config(tiny_model, engine="vllm", steps=3, timeout_s=30, max_attempts=100))
+    metrics = lines(folder / "out")
+    assert sum(line.get("infrastructure/engine_down", 0) for line in metrics) >= 1
+    assert all(line["failed"] == 0 for line in metrics)
+    assert [line["calls_trained"] for line in metrics] == [12, 12, 12], "each rollout counts, by the try that ended"
 
 
 @pytest.mark.parametrize("fault", ["", "crash"])

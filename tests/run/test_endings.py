@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ import pytest
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine_wait import engine_wait
+from lightning_trainer.report import step_metrics
 from lightning_trainer.report.progress import Silent
+from lightning_trainer.report.step_notes import infrastructure_sentence
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.endings import Ending
@@ -68,6 +73,14 @@ def score(task, said):
 def unanswered(task):
     return ask("fail")
 
+def twice(task, **options):
+    said = ask("go")
+    ask("wait", **options)
+    return 1.0 if said == "good" else 0.5
+
+def twice_impatient(task):
+    return twice(task, timeout=task.get("limit_s", 120.0))
+
 def again(task):
     said = ask("go")
     try:
@@ -96,6 +109,20 @@ class Scripted(FakeEngine):
         return said
 
 
+class Restarting(Scripted):
+    """An engine that is down for the first call that says `wait`, until this is given up."""
+
+    was_down = False
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        if "wait" in self.tokenizer.decode(prompt) and not self.was_down:
+            self.was_down = True
+            with engine_wait():
+                await asyncio.Event().wait()
+        async for piece in super().generate(prompt, sampling):
+            yield piece
+
+
 def rolled(
     folder: Path,
     target: str,
@@ -118,7 +145,7 @@ def rolled(
         options = SamplingOptions(answered=("writer",))
         with serve(store, runner, answers, options, timeouts=timeouts, failed=config.failed) as session:
             first, *rest = plan([{}], name="r:0", size=size, mode="train", max_attempts=tries, timeout_s=PATIENT_S)
-            task = {"limit_s": SHORT_S} if target == "impatient" else {}
+            task = {"limit_s": SHORT_S} if target.endswith("impatient") else {}
             rollouts = [replace(first, task=task, timeout_s=timeout_s), *rest]
             outcomes = session.run(rollouts, Silent(), "rollouts")
         batch = algorithm_by_name("grpo").batch(config, outcomes, lambda ids: traces_of(store, attempt_ids=ids))
@@ -168,6 +195,26 @@ def test_answer_that_takes_too_long_is_a_failure_with_the_tokens_sampled_until_t
     assert advantages[outcomes[0].rollout.rollout_id] < 0 < max(advantages.values())
     [row] = [row for row in batch.rows if row.advantages[row.mask][0] < 0]
     assert set(row.tokens[row.mask]) == {ord("~")}
+
+
+@pytest.mark.parametrize(
+    ("target", "timeout_s"), [("twice_impatient", PATIENT_S), ("twice", SHORT_S)], ids=["client", "attempt"]
+)
+@pytest.mark.parametrize("tries", [1, 2])
+def test_time_lost_to_an_engine_that_is_down_is_not_the_policys_failure(
+    folder: Path, target: str, timeout_s: float, tries: int
+) -> None:
+    """The first answer is the policy's; the second call waits until the time is up."""
+    [outcome], batch = rolled(folder, target, Restarting("poor", "poor"), 1, timeout_s, tries=tries)
+    ended = [outcome.endings[attempt.attempt_id] for attempt in outcome.attempts]
+    assert ended == [Ending.ENGINE_DOWN, Ending.SUCCEEDED][:tries]
+    assert outcome.crash is None
+    metrics = step_metrics.of_endings([outcome])
+    assert metrics == {"infrastructure/engine_down": 1.0}
+    assert "1 attempt ended by a fault of the infrastructure" in (infrastructure_sentence(metrics) or "")
+    counted = outcome.counts("lowest")
+    assert (None if counted is None else counted.status) == (None if tries == 1 else "succeeded")
+    assert by_rollout(batch) == {}, "the calls of the attempt that lost its time are not learned from"
 
 
 def test_timeouts_can_be_left_out(folder: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from lightning_trainer.engines.contract import EngineError
+from lightning_trainer.gateway.engine_wait import engine_wait
 
 _LOOK_S: Final = 0.05
 _ENDS_S: Final = 3600.0  # longest wait for answers in progress before weights change
@@ -24,8 +25,9 @@ class Gate:
     @asynccontextmanager
     async def passed(self) -> AsyncIterator[None]:
         """Count an answer in progress; while the gate is shut, wait before."""
-        while not self._enter():  # noqa: ASYNC110 - callers are on several event loops
-            await asyncio.sleep(_LOOK_S)
+        with engine_wait():
+            while not self._enter():  # noqa: ASYNC110 - callers are on several event loops
+                await asyncio.sleep(_LOOK_S)
         try:
             yield
         finally:

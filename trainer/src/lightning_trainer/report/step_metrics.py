@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lightning_spans.schema.spans import TOOL_NAME
 from lightning_trainer.policies import BASE
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
     from lightning_trainer.gateway.engine import Engine
     from lightning_trainer.rl.batch.batch import Batch
+    from lightning_trainer.rl.rollouts import Outcome
+
+INFRASTRUCTURE: Final = "infrastructure/"  # how names of attempts' endings begin that are its fault
 
 
 class TraceCache:
@@ -148,6 +151,13 @@ def _rates(tools: Mapping[str, int], errors: Mapping[str, int]) -> dict[str, flo
         found[f"tool_calls/{tool}"] = float(count)
         found[f"tool_error_rate/{tool}"] = errors[tool] / count
     return found
+
+
+def of_endings(outcomes: Iterable[Outcome]) -> dict[str, float]:
+    """Return how many attempts ended by a fault of the infrastructure, by ending; those tried again are among them."""
+    endings = (ending for outcome in outcomes for ending in outcome.endings.values())
+    counts = Counter(ending.slug for ending in endings if ending.responsible == "infrastructure")
+    return {f"{INFRASTRUCTURE}{slug}": float(count) for slug, count in sorted(counts.items())}
 
 
 def of_versions(engines: Sequence[Engine]) -> dict[str, float]:

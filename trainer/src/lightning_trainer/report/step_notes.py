@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.intervals import Estimate
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import nearest
+from lightning_trainer.report.step_metrics import INFRASTRUCTURE
 from lightning_trainer.report.terminal import decimal, some
 from lightning_trainer.rl.account import WHOLE, Untrained
 from lightning_trainer.rl.algorithms.distil import DISTIL
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.endings import Ending
 from lightning_trainer.rl.scores import Score
 
 
@@ -51,6 +53,19 @@ def held_out_sentence(before: Score, after: Score, rise: Estimate, tasks: int) -
         f"{rise.mean:+.3f} ({decimal(rise.low)} to {decimal(rise.high)}, 95 %), paired over {amount(tasks, 'task')}"
     )
     return f"The held-out reward {how} {ends}: difference {difference}{sure}."
+
+
+def infrastructure_sentence(metrics: Mapping[str, float]) -> str | None:
+    """Return how many attempts of a step ended by a fault of the infrastructure; None if none did."""
+    ended = [name for name in metrics if name.startswith(INFRASTRUCTURE)]
+    counts = {name.removeprefix(INFRASTRUCTURE): int(metrics[name]) for name in ended}
+    if not counts:
+        return None
+    kinds = "; ".join(f"{count} {slug}: {Ending.from_slug(slug).text}" for slug, count in counts.items())
+    return (
+        f"{amount(sum(counts.values()), 'attempt')} ended by a fault of the infrastructure and do not count as the"
+        f" policy's; they are tried again up to max_attempts ({kinds})"
+    )
 
 
 def how_they_count(crashed: int, reward: float, config: TrainConfig) -> str:

@@ -17,7 +17,14 @@ from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus
 from lightning_spans.schema.replays import ENDED
 from lightning_spans.schema.spans import ERROR_TYPE
 from lightning_trainer.choices import Timeouts
-from lightning_trainer.reasons.call_errors import CUT_CALLS, QUOTA_EXCEEDED, SCORER_FAILED, TOO_MUCH_AT_ONCE
+from lightning_trainer.reasons.call_errors import (
+    CUT_CALLS,
+    ENGINE_WAIT,
+    LONG_WAIT_S,
+    QUOTA_EXCEEDED,
+    SCORER_FAILED,
+    TOO_MUCH_AT_ONCE,
+)
 
 Responsible: TypeAlias = Literal["policy", "program", "infrastructure", "scorer", "nobody"]
 
@@ -59,6 +66,10 @@ class Ending(Enum):
     OVER_QUOTA = "the attempt had used up a quota of its key", "policy"
     NO_ANSWER = "the attempt ended before any model had answered", "program"
     SERVER_FAILED = "a model server failed or could not be reached", "infrastructure"
+    ENGINE_DOWN = (
+        "time ran out, and a call had waited for an engine that was down or taking new weights",
+        "infrastructure",
+    )
     LOST = "the runner or its lease was lost", "infrastructure"
     RELEASED = "the attempt was given back by its runner", "infrastructure"
     DISTURBED = (
@@ -140,11 +151,14 @@ def ending_of(attempt: AttemptRecord, trace: Trace | None) -> Ending:
     if _is_unscored(attempt):
         return Ending.SCORER_FAILED
     chats = () if trace is None else trace.chats
-    if not any(_policy_spoke(chat) for chat in chats):
-        return Ending.SERVER_FAILED if Ending.SERVER_FAILED in _last_failures(chats) else Ending.NO_ANSWER
-    if attempt.status == "timeout":
-        return Ending.SERVER_FAILED if Ending.SERVER_FAILED in _last_failures(chats) else Ending.TIMED_OUT
-    return _ending_of_failure(attempt.error or "", chats)
+    answered = any(_policy_spoke(chat) for chat in chats)
+    if answered and attempt.status != "timeout":
+        return _ending_of_failure(attempt.error or "", chats)
+    last = _last_failures(chats)
+    if attempt.status == "timeout" and any(_engine_waited(chat) for chat in chats):
+        last.add(Ending.ENGINE_DOWN)
+    otherwise = Ending.TIMED_OUT if answered else Ending.NO_ANSWER
+    return next((kind for kind in (Ending.ENGINE_DOWN, Ending.SERVER_FAILED) if kind in last), otherwise)
 
 
 def _ending_of_failure(error: str, chats: Sequence[Node]) -> Ending:
@@ -152,11 +166,23 @@ def _ending_of_failure(error: str, chats: Sequence[Node]) -> Ending:
     exception = error.rpartition(_IMPLICIT)[2]
     named = {_failure_of(chat) for chat in chats if not error.startswith(_COMMAND) and _names(exception, chat)}
     last = _last_failures(chats)
-    is_late = error.startswith(_COMMAND) or _LATE.match(exception.strip().rpartition("\n")[2]) is not None
-    for kind in (Ending.SERVER_FAILED, Ending.OVER_QUOTA, Ending.CALL_CUT):
+    is_late = error.startswith(_COMMAND) or _is_late(exception)
+    for kind in (Ending.SERVER_FAILED, Ending.ENGINE_DOWN, Ending.OVER_QUOTA, Ending.CALL_CUT):
         if kind in named or (kind in last and (is_late or kind is not Ending.CALL_CUT)):
             return kind
+    if _is_late(exception) and any(_engine_waited(chat) for chat in chats):
+        return Ending.ENGINE_DOWN
     return Ending.CRASHED
+
+
+def _is_late(exception: str) -> bool:
+    return _LATE.match(exception.strip().rpartition("\n")[2]) is not None
+
+
+def _engine_waited(chat: Node) -> bool:
+    """Whether a call waited because its engine could not sample: the attempt lost time by no fault of the policy."""
+    waited = None if chat.call is None else chat.call.sampling.get(ENGINE_WAIT)
+    return isinstance(waited, (int, float)) and waited >= LONG_WAIT_S
 
 
 def _last_failures(chats: Sequence[Node]) -> set[Ending]:
@@ -172,6 +198,8 @@ def _policy_spoke(chat: Node) -> bool:
         return True
     if call is None or call.error not in CUT_CALLS:
         return False
+    if _engine_waited(chat):
+        return any(choice.token_ids for choice in call.choices)
     # The embedded engine adds its choices as it begins; an upstream that answers as a whole has none before the end.
     return not call.choices or any(choice.token_ids or choice.message for choice in call.choices)
 
@@ -182,7 +210,7 @@ def _failure_of(chat: Node) -> Ending | None:
     if chat.error is None or (call is not None and call.error is None):
         return None
     if call is not None and call.error in CUT_CALLS:
-        return Ending.CALL_CUT
+        return Ending.ENGINE_DOWN if _engine_waited(chat) else Ending.CALL_CUT
     if status is not None:
         return _of_status(status, chat)
     if call is not None:

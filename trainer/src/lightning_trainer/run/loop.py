@@ -33,6 +33,7 @@ from lightning_trainer.report.speed.waits import (
 from lightning_trainer.report.step_notes import (
     all_flat,
     how_they_count,
+    infrastructure_sentence,
     no_rows,
     score_line,
     unrewarded_agents,
@@ -235,6 +236,7 @@ class Loop:
             **take_failures(),
             **step_metrics.of_groups(*step_metrics.compared(batch)),
             **step_metrics.of_traces(work.traces),
+            **step_metrics.of_endings(work.outcomes),
             **alike,
             **step_metrics.of_rows(batch.rows, work.versions),
             **token_shares(batch.rows),
@@ -249,6 +251,8 @@ class Loop:
         self._name_bottleneck()
         self._tell(batch.account, work.outcomes)
         self._tell_unrewarded(batch)
+        if (text := infrastructure_sentence(metrics)) is not None:
+            self._run.progress.note(text)
 
     def _before_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         for callback in self._callbacks:

@@ -9,6 +9,7 @@ import random
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,7 @@ from lightning_trainer.engines.vllm.running import BASE_NAME
 from lightning_trainer.engines.vllm.servers import Servers
 from lightning_trainer.engines.vllm.weights import replace_weights
 from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine_wait import add_wait, engine_wait
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
 from lightning_trainer.gateway.upstream.connection import Connection
@@ -101,10 +103,12 @@ class ServedPolicy:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_model_len}")
         most = min(room, sampling.max_tokens or room)
         for left in reversed(range(_TRIES)):
-            await self._owner.servers.ready()
-            begun = False
+            with engine_wait():
+                await self._owner.servers.ready()
+            begun, since = False, 0.0
             try:
                 async with self._owner.gate.passed():
+                    since = time.monotonic()
                     with self.names.call() as served:
                         stream = self._owner.constrained if marks(sampling) else self._owner.stream
                         async for piece in stream(served, prompt, most, sampling):
@@ -116,7 +120,9 @@ class ServedPolicy:
                 self._owner.servers.suspect()
                 if begun or not left:
                     raise refusal from error
-                await asyncio.sleep(1.0)
+                add_wait(time.monotonic() - since)
+                with engine_wait():
+                    await asyncio.sleep(1.0)
 
 
 class VllmPolicies:

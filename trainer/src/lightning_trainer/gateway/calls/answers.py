@@ -14,6 +14,7 @@ from lightning_trainer.gateway.calls.generation import Generation
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.calls.seeds import PromptCounter, seeds_of_choices
 from lightning_trainer.gateway.engine import STEERED, Engine, Sampled, Sampling, marks_steered
+from lightning_trainer.gateway.engine_wait import measure_wait
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.continuation import Continuations, RenderedPrompt
 from lightning_trainer.gateway.prompt.template import ChatFormat
@@ -21,6 +22,7 @@ from lightning_trainer.gateway.request.chat_request import ChatRequest, plainly,
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.models.merged_messages import MERGE
+from lightning_trainer.reasons.call_errors import ENGINE_WAIT, LONG_WAIT_S
 from lightning_trainer.reasons.continuation import CONTINUATION
 
 _TOKEN_BYTES: Final = 32  # no text has longer tokens on average, not even white space
@@ -148,6 +150,7 @@ class Responder:
             pending.note(system_messages=MERGE)
         pending.sample(left_out={**_unmet(request, self.chat), **pending.sampled.left_out})
         generation = Generation(request, pending, self.chat, sender, None if prompt is None else prompt.text)
+        wait = measure_wait()
         try:
             async with aclosing(self._generate_pieces(engine, ids, samplings)) as drawn:
                 async for index, piece in drawn:
@@ -155,6 +158,9 @@ class Responder:
         except BaseException:
             generation.cut()
             raise
+        finally:
+            if wait.seconds >= LONG_WAIT_S:
+                pending.note(**{ENGINE_WAIT: round(wait.seconds, 3)})
         generation.close()
         if pending.requested.grant.attempt_id is not None and prompt is not None:
             for choice in pending.sampled.choices:

@@ -2,7 +2,8 @@
 
 It notes what it is asked in the file SCRIPTED_LOG. SCRIPTED_FAULT makes it fail: `frozen` accepts adapters and does not
 use them after each one's first version, `start` ends it before it answers, `crash` ends it once, while it answers,
-`again` does so too and ends the next one before it answers, `port` finds its port taken once, `asleep` ends it once,
+`again` does so too and ends the next one before it answers, `outage` does so too, and the next one starts once the
+file SCRIPTED_LOG with the suffix `.back` exists, `port` finds its port taken once, `asleep` ends it once,
 while it sleeps, `waking` once, after it has answered /wake_up with an error, `sending` once, when it gets new weights
 after an update, and `scoring` once, when it is asked for log-probabilities after one. `trainer` kills the run,
 SCRIPTED_TRAINER, when it is to sleep for the second time. Asleep, it answers /wake_up and /health only: the real one's
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -188,6 +190,7 @@ class Server:
             yield f"data: {json.dumps({'choices': [choice]})}\n\n"
             self.crash_once("crash", self.answers > CRASH_AT)
             self.crash_once("again", self.answers > CRASH_AT)
+            self.crash_once("outage", self.answers > CRASH_AT)
             if reason:
                 break
         yield "data: [DONE]\n\n"
@@ -227,6 +230,8 @@ def main():
     if FAULT == "again" and LOG.with_suffix(".crashed").exists() and not once.exists():
         once.touch()
         sys.exit("ValueError: Free memory on device is less than desired")
+    while FAULT == "outage" and LOG.with_suffix(".crashed").exists() and not LOG.with_suffix(".back").exists():
+        time.sleep(0.1)
     server = Server(options)
     others += ["--quantization", options.quantization] if options.quantization else []
     server.note(

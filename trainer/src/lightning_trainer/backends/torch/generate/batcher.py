@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from asyncio import AbstractEventLoop
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ class Batcher:
         self._waiting: deque[Request] = deque()
         self._changed = threading.Condition()  # guards the fields below, and _waiting
         self._held = 0
+        self._held_since, self._held_s = 0.0, 0.0
         self._busy = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lightning-generate", daemon=True)
@@ -65,10 +67,17 @@ class Batcher:
             self._waiting.append(request)
             self._changed.notify_all()
 
+    def held_seconds(self) -> float:
+        """Return for how long requests have been held back since the start: a clock that runs while they are."""
+        with self._changed:
+            return self._held_s + (time.monotonic() - self._held_since if self._held else 0.0)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Wait for running requests to end, start no others, and pause the thread until the end of the block."""
         with self._changed:
+            if not self._held:
+                self._held_since = time.monotonic()
             self._held += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._busy and (not self._running or self._closed))
@@ -77,6 +86,8 @@ class Batcher:
         finally:
             with self._changed:
                 self._held -= 1
+                if not self._held:
+                    self._held_s += time.monotonic() - self._held_since
                 self._changed.notify_all()
 
     def forget(self) -> None:

@@ -21,6 +21,7 @@ from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.backends.torch.threads import available_cores
 from lightning_trainer.engines.contract import WriteWeights
 from lightning_trainer.gateway.engine import STEERED, Engine, Sampled, Sampling
+from lightning_trainer.gateway.engine_wait import add_wait
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 from lightning_trainer.policies import BASE
 
@@ -119,10 +120,14 @@ class TorchEngine:
             ids, sampling, limit, random.Random(seed), text, loop,
             adapter=adapter, adjuster=adjuster, newest=lambda: answers.version,
         )  # fmt: skip
+        held = self._batcher.held_seconds()
         self._batcher.submit(request)
         try:
-            while True:
+            try:
                 piece = await request.pieces.get()
+            finally:
+                add_wait(self._batcher.held_seconds() - held)
+            while True:
                 if isinstance(piece, Exception):
                     raise piece
                 if adjuster is not None and adjuster.failure is not None:
@@ -130,6 +135,7 @@ class TorchEngine:
                 yield piece
                 if piece.finish_reason is not None:
                     return
+                piece = await request.pieces.get()
         finally:
             request.cancelled = True
 
