@@ -106,6 +106,7 @@ def test_every_number_that_is_listed_comes(told: set[str]) -> None:
     }  # of models that write calls otherwise, or badly
     numbers |= {"shapley/writer", "shapley_error/writer"}  # of runs with coalitions
     numbers |= {"rule_failures/tool_arguments"}  # of rules that raise
+    numbers |= {"infrastructure/engine_down"}  # of an engine that was restarted
     numbers |= {"answers_alike"}  # of calls that nothing names
     numbers |= {"billed_prompt", "billed_sampled", "billed_trained", "billed_unmerged"}  # of a Tinker server
     numbers |= {"cost", "cost_unmerged", "cost_total"}  # likewise, if prices are known
