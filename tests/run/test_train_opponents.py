@@ -90,3 +90,9 @@ def test_with_turns_only_the_agents_that_have_none_are_opponents(tiny_model: Pat
 def test_what_has_no_population_is_refused(folder: Path, tiny_model: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         OpponentsKind().check(config(tiny_model, **{**AGAINST, **options}))
+
+
+def test_a_run_without_policies_says_which_policy_an_opponent_needs(folder: Path, tiny_model: Path) -> None:
+    options = {**AGAINST, "policies": {}, "agents": "writer,rewriter"}
+    with pytest.raises(ConfigError, match=r"names rewriter, which policies does not.*--policy rewriter=lora"):
+        train(config(tiny_model, **options, steps=1))

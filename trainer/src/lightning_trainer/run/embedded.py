@@ -71,10 +71,11 @@ class Embedded:
 
     def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
         """Reject what cannot work, and find the state to continue from; see `Backend.start`."""
-        self._check(config)
-        check_staleness(config)
+        # The learner's options come from these kinds: their own errors name the option that the user wrote.
         for kind in wanted_callbacks(config):
             kind.check(config)
+        self._check(config)
+        check_staleness(config)
         if config.resume is None:
             return Start()
         folder, checkpoint = find(config.resume)
