@@ -31,7 +31,8 @@ def agent_captures(history: History) -> Found:
         text = (
             f"{first} makes {statistics.fmean(own[first] for own in shares):.0%} of the gradient of the policy that it"
             f" shares with {others}, with {statistics.fmean(tokens[-WINDOW:]):.0%} of the trained tokens: the others"
-            " hardly move the weights. Use --agent-weight equal, or a policy for each agent (--policy AGENT=lora)."
+            " hardly move the weights. Give the others more weight (--agent-weight AGENT=2, or equal), or use a policy"
+            " for each agent (--policy AGENT=lora)."
         )
         yield f"/{policy}", text
 
