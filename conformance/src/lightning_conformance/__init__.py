@@ -5,6 +5,7 @@ The server needs nothing beyond the standard library.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from lightning_conformance.plugins.suite import PluginConformance
     from lightning_conformance.stores.memory import MemoryStore
     from lightning_conformance.stores.suite import StoreConformance
+
+if pytest := sys.modules.get("pytest"):  # a failing inherited test shows its values; the server works without pytest
+    pytest.register_assert_rewrite(f"{__name__}.plugins", f"{__name__}.stores")
 
 _HOMES = {
     "AgentPrograms": "plugins.programs",
