@@ -12,12 +12,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer import TrainConfig, registry
+from lightning_trainer import TrainConfig, choices, registry
 from lightning_trainer.callbacks import wanted_callbacks
 from lightning_trainer.cli import cli
 from lightning_trainer.environments import open_environment
@@ -27,10 +28,17 @@ from lightning_trainer.judges import open_judge, read_judge
 from lightning_trainer.kits.evaluation.config import EvalConfig
 from lightning_trainer.kits.lineage.callback import LineageKind
 from lightning_trainer.kits.sft.config import SftConfig
+from lightning_trainer.report import trackers
+from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.rl.algorithms.grpo import Grpo
+from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
 from lightning_trainer.rl.credit.assigners import credit_by_name
+from lightning_trainer.rl.rewards import rules
 from support.training.judged import rolled
 
-PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "how-to" / "extend.md").read_text(encoding="utf-8")
+PAGE_OF_ALGORITHMS = DOCS / "reference" / "algorithms.md"
 
 
 @pytest.fixture
@@ -60,8 +68,82 @@ def test_the_example_of_credit_gives_its_values() -> None:
 
 
 @pytest.mark.usefixtures("example")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"credit": "first", "credit_options": {"others": "abc"}}, "credit 'first': others = 'abc': .* valid number"),
+        ({"credit": "first", "credit_options": {"other": 1}}, "credit 'first' has no option 'other'. It has: others"),
+        ({"credit": "turn", "credit_options": {"gamma": "abc"}}, "credit 'turn': gamma = 'abc': .* valid number"),
+        ({"credit": "turn", "credit_options": {"gamma": 2}}, "credit 'turn': gamma = 2: .* less than or equal to 1"),
+        ({"credit": "counterfactual", "credit_options": {"group": 3}}, "'counterfactual': group = 3: .* valid boolean"),
+    ],
+)
+def test_a_credit_option_of_a_wrong_type_is_refused_when_the_configuration_is_created(options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**options)
+    assert config(credit="first", credit_options={"others": 1}).credit_options == {"others": 1}
+
+
+def test_an_option_that_a_credit_needs_is_missing() -> None:
+    def needy(transitions, rewards, *, share: float):
+        return [share for _ in transitions]
+
+    class Credits:
+        @hooks.hookimpl
+        def lightning_register_credit(self, register):
+            register("needy", needy)
+
+    hooks.register(Credits(), "needy")
+    try:
+        with pytest.raises(ConfigError, match="credit 'needy' needs the option share"):
+            config(credit="needy")
+    finally:
+        hooks.unregister("needy")
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"clip_hihg": 0.4}, "algorithm 'odd' sets 'clip_hihg' in its defaults, which is not an option"),
+        ({"clip_high": "abc"}, "algorithm 'odd' sets clip_high = 'abc' in its defaults: .* valid number"),
+    ],
+)
+def test_a_wrong_default_of_an_algorithm_names_the_algorithm(defaults, message) -> None:
+    class Algorithms:
+        @hooks.hookimpl
+        def lightning_register_algorithms(self, register):
+            register("odd", Grpo(paper="none", defaults=defaults))
+
+    hooks.register(Algorithms(), "odd")
+    try:
+        with pytest.raises(ConfigError, match=message):
+            config(algorithm="odd")
+    finally:
+        hooks.unregister("odd")
+
+
+@pytest.mark.usefixtures("example")
 def test_the_example_of_an_algorithm_sets_its_default() -> None:
     assert config(algorithm="wide-grpo").clip_high == 0.4
+
+
+def test_the_example_of_a_loss_of_ones_own_is_the_unclipped_loss() -> None:
+    page = PAGE_OF_ALGORITHMS.read_text(encoding="utf-8")
+    source = page.partition("### A loss of your own")[2].partition("```python\n")[2].partition("```")[0]
+    module = ModuleType("example_loss")
+    exec(compile(source, "example_loss", "exec"), vars(module))
+    hooks.register(module, "example_loss")
+    try:
+        assert config(algorithm="unclipped").algorithm == "unclipped"
+        ones = torch.ones(2)
+        old, advantages = torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.0])
+        tokens = TrainedTokens(torch.log(ones * 3) - 1, old, advantages, ones / 2, torch.tensor([0, 1]))
+        found = algorithm_by_name("unclipped").policy_loss(tokens, Clip(0.2, 0.2))
+        assert float(found.loss) == pytest.approx(1.5)
+        assert found.ratios.tolist() == pytest.approx([3.0, 3.0])
+        assert not found.clipped.any()
+    finally:
+        hooks.unregister("example_loss")
 
 
 @pytest.mark.usefixtures("example")
@@ -124,6 +206,11 @@ def test_the_example_of_a_command_runs_and_is_listed() -> None:
         (lambda name: config(tool_format=name), "tool format", "herms", "hermes"),
         (lambda name: read_judge("judge", {"kind": name}), "judge", "modle", "model"),
         (lambda name: TrainConfig(env=f"{name}:x", model="m"), "environment", "verifier", "verifiers"),
+        (lambda name: config(engine=name), "engine", "vlm", "vllm"),
+        (lambda name: config(judge={"kind": name}), "judge", "modle", "model"),
+        (lambda name: config(trackers=("mlflow", name)), "tracker", "wandbb", "wandb"),
+        (lambda name: config(rewards={name: 0.1}), "rule", "tool_state", "tool_status"),
+        (lambda name: TrainConfig(env=name, model="m"), "environment", "verifier", "verifiers"),
         (lambda name: SftConfig(data=("a.jsonl",), model="m", backend=name), "backend", "tourch", "torch"),
         (
             lambda name: EvalConfig(target="app:run", data=Path("d"), load={"tool_format": name}),
@@ -136,6 +223,11 @@ def test_the_example_of_a_command_runs_and_is_listed() -> None:
 def test_an_unknown_name_is_refused_when_a_configuration_is_created(make, kind, name, near) -> None:
     with pytest.raises(ConfigError, match=f"unknown {kind} '{name}'. Did you mean '{near}'\\? Use one of: .*{near}"):
         make(name)
+
+
+def test_the_names_that_a_configuration_checks_are_those_that_exist() -> None:
+    assert set(choices.TRACKERS) == set(trackers._KNOWN)
+    assert set(choices.RULES) == set(rules.RULES)
 
 
 def test_a_command_of_a_plugin_takes_no_name_of_ours() -> None:

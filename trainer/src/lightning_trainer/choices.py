@@ -15,5 +15,18 @@ Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 Timeouts: TypeAlias = Literal["count", "exclude"]
 """Whether an attempt that was too slow counts as the policy's failure or is left out, for slow infrastructure."""
 
+TRACKERS: Final = ("mlflow", "wandb")
+RULES: Final = (
+    "tool_status",
+    "tool_arguments",
+    "repeated_calls",
+    "empty_results",
+    "answer_format",
+    "latency",
+    "cost",
+    "overlong",
+)
+"""The rules of automatic rewards, see `lightning_trainer.rl.rewards.rules`."""
+
 NO_FORMAT: Final = "none"  # the tool format of a model that calls no tools
 SELF: Final = "self"  # the teacher that is the policy itself

@@ -43,6 +43,10 @@ class Opened:
     val: Path | None
 
 
+class UnknownEnvironmentError(ConfigError):
+    """An environment is not installed here, or its kind is not."""
+
+
 class EnvironmentKind(Protocol):
     """Interface of a module for a kind of environments. It also has ``run(row)``, which returns the reward of one task.
 
@@ -77,7 +81,13 @@ def open_environment(
     kind, rest = _kind(name)
     source: EnvironmentKind = registry.by_name("environment", kind)
     own = dict(options or {})
-    learned, held = source.tasks(rest, own, tasks, held_out)
+    try:
+        learned, held = source.tasks(rest, own, tasks, held_out)
+    except UnknownEnvironmentError as error:
+        if kind == name.partition(":")[0]:
+            raise
+        known = registry.unknown("environment", name, registry.offered("environment"))
+        raise ConfigError(f"{known} Not a module of verifiers either: {error}") from error
     if not learned or len(held) < held_out:
         raise DataError(
             f"environment {name} has {len(learned) + len(held)} tasks, "

@@ -17,7 +17,7 @@ import pluggy
 
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
-from lightning_trainer.choices import NO_FORMAT
+from lightning_trainer.choices import NO_FORMAT, RULES
 from lightning_trainer.commands import Listed
 
 Kind: TypeAlias = Literal[
@@ -78,10 +78,20 @@ def check(kind: Kind, name: str | None) -> None:
         by_name(kind, name)
 
 
+def check_rule(name: str) -> None:
+    """Refuse an unknown rule of automatic rewards. ``module:function`` is one of the user's own.
+
+    Raises:
+        ConfigError: names the closest match, and all available names.
+    """
+    if ":" not in name and name not in RULES:
+        raise unknown("rule", name, [*RULES, "module:function"])
+
+
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name: the closest match, all available names, and plugins that were left out."""
     listed = sorted(names)
-    near = difflib.get_close_matches(name.lower(), listed, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name).lower(), listed, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     missing = "".join(f" Left out: plugin {plugin}, because {why}" for plugin, why in hooks.left_out.items())
     return ConfigError(f"unknown {kind} {name!r}.{hint} Use one of: {', '.join(listed)}.{missing}")

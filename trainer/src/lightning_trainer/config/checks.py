@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from lightning_spans.schema.agents import is_glob
 from lightning_trainer import registry
-from lightning_trainer.choices import SELF
-from lightning_trainer.config.chosen import OF_ONE_BACKEND, backend_options, chosen_algorithm
+from lightning_trainer.choices import SELF, TRACKERS
+from lightning_trainer.config.chosen import OF_ONE_BACKEND, backend_options, check_credit, chosen_algorithm
 from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.naming import parse_rules
 
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def cross_check(config: TrainFields) -> None:
     """Reject options that contradict each other. Each message says which one to change."""
     algorithm = registry.by_name("algorithm", config.algorithm)
-    registry.check("credit", config.credit)
-    registry.check("backend", config.backend)
-    registry.check("tool format", config.tool_format)
+    _check_names(config)
     algorithm.check(config)
     parse_rules(config.name_by)
     config.work.check(command=config.command, reward=config.reward)
@@ -73,6 +71,22 @@ def cross_check(config: TrainFields) -> None:
         "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,
     }
     refuse(problems)
+    discount = {} if config.gamma is None else {"gamma": config.gamma}
+    check_credit(config.credit, {**config.credit_options, **discount})
+
+
+def _check_names(config: TrainFields) -> None:
+    """Refuse unknown names of everything that is chosen by name; the algorithm's is known already."""
+    registry.check("credit", config.credit)
+    registry.check("backend", config.backend)
+    registry.check("tool format", config.tool_format)
+    registry.check("engine", config.engine)
+    registry.check("judge", config.judge.get("kind"))
+    for tracker in config.trackers:
+        if tracker not in TRACKERS:
+            raise registry.unknown("tracker", tracker, TRACKERS)
+    for rule in config.rewards:
+        registry.check_rule(rule)
 
 
 def _of_agent_weight(config: TrainFields) -> dict[str, bool]:

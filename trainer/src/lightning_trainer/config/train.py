@@ -10,6 +10,7 @@ from pydantic import ModelWrapValidatorHandler, model_validator
 from lightning_trainer import environments as environment
 from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.config.checks import cross_check
+from lightning_trainer.config.chosen import check_defaults
 from lightning_trainer.config.defaults import with_defaults
 from lightning_trainer.config.fields import TrainFields
 from lightning_trainer.config.mistakes import refuse_unknown
@@ -30,6 +31,8 @@ class TrainConfig(TrainFields, CheckedRecord):
         """Open the environment, and check the options against each other."""
         if isinstance(values, Mapping):
             refuse_unknown(values, cls.model_fields)
+            if isinstance(values.get("algorithm"), str):
+                check_defaults(values["algorithm"], cls.model_fields)
             values = with_defaults(values)
             if environment.to_open(values):  # which may take long: first all other options are checked
                 asked = handler({**values, **environment.unopened(values)})

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.registry import unknown
 
 PROJECT: Final = "lightning-rl"  # experiment or project if the environment names none
 IDS_NAME: Final = "trackers.json"  # in the run's folder: the id of the run in each tracker
@@ -50,7 +51,7 @@ def check(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in _KNOWN:
-            raise ConfigError(f"unknown tracker {name!r}. Use one of: {', '.join(_KNOWN)}.")
+            raise unknown("tracker", name, _KNOWN)
         if find_spec(name) is None:
             raise ConfigError(f'{name} is not installed here. Run: pip install "lightning-trainer[{name}]"')
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import Json
+from lightning_trainer.environments import UnknownEnvironmentError
 
 INSTALL: Final = 'Run: pip install "lightning-trainer[verifiers]"'
 
@@ -63,7 +64,7 @@ def _generation(name: str) -> Any:
     try:
         importlib.import_module("verifiers")
     except ImportError as error:
-        raise ConfigError(
+        raise UnknownEnvironmentError(
             f"environment {name!r} is one of verifiers, which can't be imported: {error}. {INSTALL}"
         ) from None
     module = module_name(name)
@@ -96,5 +97,6 @@ def _import(name: str, module: str) -> Any:
         return importlib.import_module(module)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        kind = UnknownEnvironmentError if missing else ConfigError
         why = f"there is no module {module!r}. Install it" if missing else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"environment {name!r} of verifiers can't be imported: {why}.") from error
+        raise kind(f"environment {name!r} of verifiers can't be imported: {why}.") from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 from collections import defaultdict
@@ -23,8 +22,9 @@ from lightning_spans.schema.agents import earns
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
 from lightning_trainer import registry
+from lightning_trainer.config.keywords import check_keywords
 from lightning_trainer.rl.credit.played import AcrossAttempts
-from lightning_trainer.rl.credit.values import Credited, lost_in, places_of
+from lightning_trainer.rl.credit.values import Credited, Discount, lost_in, places_of
 
 # (transitions of one attempt, its rewards, keyword options) -> one value each; NaN if no reward concerns the call
 CreditAssigner: TypeAlias = Callable[..., list[float]]
@@ -51,7 +51,7 @@ def identical(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> l
     return sources.credited(transitions, values)
 
 
-def discounted(transitions: Sequence[Transition], rewards: Sequence[Reward], *, gamma: float = 0.9) -> list[float]:
+def discounted(transitions: Sequence[Transition], rewards: Sequence[Reward], *, gamma: Discount = 0.9) -> list[float]:
     """Credit every call with the later rewards, discounted by `gamma` for each turn in between.
 
     The return of reinforcement learning, G_t = sum of gamma**(k - t) r_k over k >= t. The attempt's rewards come at its
@@ -271,14 +271,10 @@ def credit_by_name(name: str, **options: Any) -> CreditAssigner | AcrossAttempts
     """Find a registered credit assigner and set its options.
 
     Raises:
-        ConfigError: nothing has the name, or the assigner does not have the option; the message lists the known ones.
+        ConfigError: nothing has the name, or an option is unknown, missing or of a wrong type.
     """
     found = registry.by_name("credit", name)
     function = found.assign if isinstance(found, AcrossAttempts) else found
-    parameters = inspect.signature(function).parameters.values()
-    allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    for option in options:
-        if option not in allowed:
-            raise ConfigError(f"credit {name!r} has no option {option!r}. It has: {', '.join(allowed) or 'none'}.")
+    check_keywords(f"credit {name!r}", function, options)
     assigner: Any = functools.partial(function, **options) if options else function
     return dataclasses.replace(found, assign=assigner) if isinstance(found, AcrossAttempts) else assigner

@@ -17,12 +17,12 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Json
 from lightning_spans.schema.transitions import Transition
 from lightning_trainer.rl.credit.assigners import discounted
-from lightning_trainer.rl.credit.values import Credited, Level, lost_in
+from lightning_trainer.rl.credit.values import Credited, Discount, Level, lost_in
 
 Anchor: TypeAlias = Literal["observation", "prompt"]
 
 
-def turn(transitions: Sequence[Transition], rewards: Sequence[Reward], *, gamma: float = 1.0) -> list[float]:
+def turn(transitions: Sequence[Transition], rewards: Sequence[Reward], *, gamma: Discount = 1.0) -> list[float]:
     """Compare every call with the calls at the same turn of the group's other attempts.
 
     The value of a call is its return to go, as in `discounted`; its place is its number among the calls of its agent.
@@ -44,7 +44,7 @@ def gigpo(
     transitions: Sequence[Transition],
     rewards: Sequence[Reward],
     *,
-    gamma: float = 0.95,
+    gamma: Discount = 0.95,
     omega: float = 1.0,
     anchor: Anchor = "observation",
 ) -> list[float]:

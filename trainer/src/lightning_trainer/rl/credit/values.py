@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
 
 from lightning_spans.schema.rewards import Reward
+
+Discount: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+"""A discount factor per turn; its range is checked when a configuration is created."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

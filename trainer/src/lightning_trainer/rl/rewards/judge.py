@@ -18,6 +18,7 @@ from lightning_spans.hooks import hookimpl
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
+from lightning_trainer.registry import check_rule
 from lightning_trainer.rl.rewards.callers import ToolCaller, callers
 from lightning_trainer.rl.rewards.potential import shaping
 from lightning_trainer.rl.rewards.rules import RULES, Finding, Rule
@@ -254,9 +255,7 @@ def _weight(name: str, value: Any) -> float:
 def _rule(name: str) -> Rule:
     if name in RULES:
         return RULES[name]
-    if ":" not in name:
-        known = ", ".join(sorted(RULES))
-        raise ConfigError(f"rewards: unknown rule {name!r}. Use one of: {known}, or module:function for your own.")
+    check_rule(name)
     from lightning_trainer.runner.target import load_function
 
     rule: Rule = load_function(name, option="rewards", parameters=("trace",), yields=True)
