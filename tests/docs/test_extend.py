@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,7 +17,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from lightning_spans import hooks
+import lightning_openai
+from lightning_conformance import ScriptedServer
+from lightning_spans import hooks, open_store
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.rewards import Reward
 from lightning_trainer import TrainConfig, choices, registry
@@ -105,6 +109,7 @@ def test_an_option_that_a_credit_needs_is_missing() -> None:
     ("defaults", "message"),
     [
         ({"clip_hihg": 0.4}, "algorithm 'odd' sets 'clip_hihg' in its defaults, which is not an option"),
+        ({"normalise_std": 3}, "algorithm 'odd' sets normalise_std = 3 in its defaults: .* valid boolean"),
         ({"clip_high": "abc"}, "algorithm 'odd' sets clip_high = 'abc' in its defaults: .* valid number"),
     ],
 )
@@ -188,6 +193,25 @@ def test_the_example_of_an_environment_writes_tasks_and_names_its_program(monkey
     made = TrainConfig(env="sums:small", env_tasks=3, model="m")
     assert made.target == "example_environment:run"
     assert TrainConfig(**made.model_dump()) == made  # as a run that resumes makes it
+
+
+@pytest.mark.usefixtures("example")
+def test_the_example_of_an_environment_records_its_model_calls(monkeypatch, tmp_path) -> None:
+    path = str(tmp_path / "traces.db")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("LIGHTNING_STORE", path)
+    with ScriptedServer() as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        reward = asyncio.run(sys.modules["example_environment"].run({"task": {"a": 1, "b": 2}}))
+        assert reward in (0.0, 1.0)
+        assert len(server.requests) == 1
+    attachment = lightning_openai.attach()
+    try:
+        attachment.flush(30)
+    finally:
+        attachment.detach()
+    with closing(open_store(path)) as store:
+        assert [span.operation for span in store.spans()] == ["chat"]
 
 
 @pytest.mark.usefixtures("example")
