@@ -59,10 +59,9 @@ def lightning_register_formats(register: Callable[[str, Any], None]) -> None:
 @hookimpl
 def lightning_register_alarms(register: Callable[[str, Any], None]) -> None:
     """Register the alarms of a run."""
-    from lightning_trainer.report import alarms, reward_alarms
-    from lightning_trainer.report.teams import alarms as teams
+    from lightning_trainer.report.alarms import CHECKS, rewards, teams
 
-    for check in (*alarms.CHECKS, *reward_alarms.CHECKS, *teams.CHECKS):
+    for check in (*CHECKS, *rewards.CHECKS, *teams.CHECKS):
         register(check.__name__, check)
 
 

@@ -14,7 +14,7 @@ from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind,
 from lightning_trainer.judges import DEFAULT_KIND
 from lightning_trainer.kits.judging.judge import GroupJudge
 from lightning_trainer.kits.judging.options import read_options
-from lightning_trainer.report.reward_alarms import AGREEMENT
+from lightning_trainer.report.alarms.rewards import AGREEMENT
 from lightning_trainer.runner.target import JUDGE
 
 if TYPE_CHECKING:
