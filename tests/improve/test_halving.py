@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from lightning_trainer.intervals import estimate_difference
 from lightning_trainer.kits.improve.decision import decide
 from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve, rung_count, share_of
 from lightning_trainer.kits.improve.plan import SearchPlan
+from lightning_trainer.kits.improve.selection import Tried, equivalent_comparisons
 
 METHODS = ("prompts", "sft", "rl", "distil")
 Skill = Callable[[str, int], float]  # success rate of a method after that many tokens
@@ -26,6 +28,7 @@ class Simulation:
         self.skill = skill
         self.spent: dict[str, int] = {}
         self.easy = {half: [self.random.betavariate(2, 2) for _ in range(TASKS)] for half in ("choose", "decide")}
+        self.base = {half: self.rewards(half, 0.0) for half in ("choose", "decide")}
 
     def rewards(self, half: str, gain: float) -> Rewards:
         """Rewards of an agent that solves each task more often by `gain` of what it fails."""
@@ -44,25 +47,38 @@ class Simulation:
     def search(self, methods: Sequence[str] = METHODS, budget: int = BUDGET) -> dict[str, MethodResult]:
         """Search for one agent."""
         return halve(
-            methods, budget, self.rewards("choose", 0.0), self.spend,
+            methods, budget, self.base["choose"], self.spend,
             lambda method, _: self.rewards("choose", self.skill(method, self.spent[method])),
         )  # fmt: skip
 
     def improve(self, methods: Sequence[str] = METHODS, agents: int = 1) -> tuple[dict[str, float], tuple[str, ...]]:
         """Return the true gain of each agent's candidate, and whose candidates are kept."""
-        gains = {}
+        gains, chosen, tried = {}, {}, {}
         for agent in range(agents):
             found = self.search(methods)
             method = max(found, key=lambda name: found[name].gain)
             best = found[method].best
             if best is not None and best.gain > 0:
-                gains[f"agent-{agent}"] = self.skill(method, best.tokens)
+                name = f"agent-{agent}"
+                gains[name], chosen[name] = self.skill(method, best.tokens), best.rewards
+                states = [stage.rewards for each in found.values() for stage in each.stages]
+                tried[name] = Tried(states=states, possible=len(methods) * rung_count(len(methods)))
+
+        def measure(agents: Sequence[str]) -> Rewards:
+            gain = sum(map(gains.get, agents))
+            known = chosen[agents[0]] if len(agents) == 1 else self.rewards("choose", gain)
+            return join(known, self.rewards("decide", gain))
+
         decision = decide(
-            list(gains),
-            lambda: self.rewards("decide", 0.0),
-            lambda chosen: self.rewards("decide", sum(map(gains.get, chosen))),
-        )
+            list(gains), lambda: join(self.base["choose"], self.base["decide"]), measure,
+            choices=lambda names: equivalent_comparisons(self.base["choose"], [tried[name] for name in names], TASKS),
+        )  # fmt: skip
         return gains, decision.kept
+
+
+def join(known: Rewards, fresh: Rewards) -> Rewards:
+    """Return the rewards of both halves, the second numbered after the first."""
+    return {**known, **{TASKS + task: reward for task, reward in fresh.items()}}
 
 
 def test_the_budget_is_divided_by_rungs_and_then_by_methods_and_the_best_gets_most() -> None:
@@ -117,6 +133,38 @@ def test_a_method_that_grows_worse_is_returned_as_it_was_before() -> None:
 def test_arms_that_do_nothing_replace_the_base_in_at_most_the_stated_share(agents: int) -> None:
     kept = [bool(Simulation(seed, lambda *_: 0.0).improve(agents=agents)[1]) for seed in range(300)]
     assert sum(kept) / len(kept) <= 0.025 + 0.02  # 2.5 %, and two standard errors of 300 searches
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_correction_for_a_choice_holds_its_level(alike: bool) -> None:
+    """The best of seven states, none of them better: chosen on 30 tasks, compared on these and on 30 others."""
+    numbers, wrong, found = np.random.default_rng(alike), 0, []
+    for _ in range(400):
+        base, own = numbers.normal(0, 1, 60), numbers.normal(0, 1, (7, 60))
+        states = own[:1] + 0.1 * own if alike else own
+        rewards = [dict(enumerate(base + state)) for state in states]
+        best = max(rewards, key=lambda state: sum(state[task] - base[task] for task in range(30)))
+        tried = Tried(states=[{task: state[task] for task in range(30)} for state in rewards], possible=7)
+        found.append(equivalent_comparisons(dict(enumerate(base[:30])), [tried], 30))
+        interval = estimate_difference(list(best.values()), base.tolist(), comparisons=found[-1])
+        wrong += interval.low is not None and interval.low > 0
+    assert wrong / 400 <= 0.025 + 0.016  # two standard errors of 400 choices
+    assert all(1 <= each <= 7 for each in found)
+    assert (sum(found) / 400 < 4) or not alike  # states that are alike are less of a choice
+
+
+def test_nothing_to_choose_needs_no_correction_and_more_agents_need_a_larger_one() -> None:
+    numbers = random.Random(0)
+    base, *states = ({task: numbers.random() for task in range(20)} for _ in range(8))
+    one = Tried(states=states[:1], possible=1)
+    several, unmeasured = Tried(states=states, possible=7), Tried(states=states, possible=12)
+    assert equivalent_comparisons(base, [one], 20) == 1.0
+    narrow, wide = (equivalent_comparisons(base, [each], 20) for each in (several, unmeasured))
+    assert 2 < narrow < wide < equivalent_comparisons(base, [unmeasured] * 2, 20) < 24
+    assert equivalent_comparisons(base, [several], 200) < narrow  # the choice weighs less the more tasks are fresh
+    equal = Tried(states=[base] * 7, possible=7)
+    assert 1 <= equivalent_comparisons(base, [equal], 20) <= 7
+    assert 1 <= equivalent_comparisons({0: 1.0}, [Tried(states=[{0: 0.5}] * 3, possible=4)], 1) <= 4
 
 
 def test_deciding_by_the_tasks_of_the_choice_would_replace_the_base_more_often() -> None:

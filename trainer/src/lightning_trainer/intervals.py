@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 METHOD: Final = "95 %, one value per task, exact for 0/1 rewards (Clopper-Pearson; Gaffke for graded ones)"
-_TAIL: Final = 0.025  # probability beyond each end
+TAIL: Final = 0.025  # probability beyond each end
 _GRID: Final = 4001
 _EQUAL: Final = 1e-12  # share of the reward range below which a spread is rounding error
 
@@ -94,7 +94,7 @@ def estimate_difference(
     other_N: Sequence[float],  # noqa: N803
     declared: Declared = None,
     *,
-    comparisons: int = 1,
+    comparisons: float = 1,
 ) -> Estimate:
     """Return by how much one mean over tasks exceeds another, paired by task, with its 95 % interval, by Student's t.
 
@@ -110,14 +110,14 @@ def estimate_difference(
         other_N: (N,) the same for the other side of the comparison.
         declared: range of the rewards.
         comparisons: number of differences whose intervals all contain the truth in 95 % of cases (Bonferroni): each has
-            the level 1 - 0.05 / comparisons.
+            the level 1 - 0.05 / comparisons; not necessarily a whole number.
     """
     if len(this_N) == 0:
         return Estimate(None)
     values = np.subtract(this_N, other_N, dtype=np.float64)
     lowest, highest, _ = reward_bounds([*this_N, *other_N], declared)
     width = highest - lowest
-    tail = _TAIL / comparisons
+    tail = TAIL / comparisons
     mean, error = float(values.mean()), _t_error(values, tail)
     if error <= _EQUAL * width:
         low, high = sorted((0.0, 2 * mean)) if abs(mean) > _EQUAL * width else (-width, width)
@@ -129,7 +129,7 @@ def estimate_difference(
     return Estimate(mean, low, high)
 
 
-def _ends(values: np.ndarray, bounds: Sequence[float], tail: float = _TAIL) -> tuple[float, float]:
+def _ends(values: np.ndarray, bounds: Sequence[float], tail: float = TAIL) -> tuple[float, float]:
     low, width = bounds[0], bounds[1] - bounds[0]
     shares = np.clip((values - low) / width, 0.0, 1.0)
     return low + width * _lower_share(shares, tail), low + width * (1.0 - _lower_share(1.0 - shares, tail))
@@ -150,7 +150,7 @@ def _lower_share(shares: np.ndarray, tail: float) -> float:
     return 1 / (1 + math.exp(-_beta_log_odds(mean * both, (1 - mean) * both, tail)))
 
 
-def _t_error(values: np.ndarray, tail: float = _TAIL) -> float:
+def _t_error(values: np.ndarray, tail: float = TAIL) -> float:
     """Return half the width of Student's interval; 0 for a single value."""
     count = len(values)
     if count == 1:

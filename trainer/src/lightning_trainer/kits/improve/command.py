@@ -146,7 +146,7 @@ def _show(found: Improvement) -> None:
         click.echo(printable(f"{name}: {_verdict(found, name)}"))
     if found.decision.kept:
         mean, interval = _numbers(found.decision.together)
-        click.echo(f"together: {mean} ({interval}). Corrected for {amount(found.decision.comparisons, 'comparison')}.")
+        click.echo(f"together: {mean} ({interval}). Corrected as for {found.decision.comparisons:.1f} comparisons.")
     else:
         click.echo("Nothing is better than the unchanged agents with confidence, so they are returned.")
     spent = sum(agent.tokens for agent in found.agents.values())
@@ -163,7 +163,8 @@ def _verdict(found: Improvement, agent: str) -> str:
         return "no method gained anything: the base is kept"
     mean, interval = _numbers(found.decision.differences[agent])
     kept = found.method_of(agent)
-    return f"{found.agents[agent].candidate} {mean} ({interval}) on {found.tasks[1]} other tasks: {kept} is kept"
+    tasks = amount(sum(found.tasks), "held-out task")
+    return f"{found.agents[agent].candidate} {mean} ({interval}) on all {tasks}: {kept} is kept"
 
 
 def _numbers(found: Estimate) -> tuple[str, str]:

@@ -1,8 +1,9 @@
-"""The final decision: a change is kept only if it is better than the base on tasks that were not used for any choice.
+"""The final decision: a change is kept only if it is better than the base on all held-out tasks.
 
-The methods were chosen by other held-out tasks, so each agent has one candidate here. The intervals of each candidate,
-and of all candidates together, are corrected for their number (Bonferroni). If no candidate is better than the base,
-the base is replaced in at most 2.5 % of cases: 5 % outside of all intervals together, half of them above.
+Half of these tasks chose each agent's candidate among several states of several methods. The intervals hold together
+for all states of all agents that could have been chosen (see `selection`), and for the candidates together. If no state
+is better than the base, the base is replaced in at most 2.5 % of cases: 5 % outside of all intervals together, half of
+them above.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class Decision:
         kept: agents whose candidate replaces the base.
         differences: by agent, the difference between its candidate alone and the base.
         together: the difference between everything kept and the base; 0 if nothing is kept.
-        comparisons: number of intervals for which each of them is corrected.
+        comparisons: number of independent comparisons for which each interval is corrected (Bonferroni).
     """
 
     kept: tuple[str, ...] = ()
     differences: Mapping[str, Estimate] = field(default_factory=dict)
     together: Estimate = UNCHANGED
-    comparisons: int = 1
+    comparisons: float = 1.0
 
 
 def decide(
@@ -40,6 +41,7 @@ def decide(
     measure: Callable[[Sequence[str]], Rewards],
     *,
     declared: Declared = None,
+    choices: Callable[[Sequence[str]], float] = len,
 ) -> Decision:
     """Compare candidates with the base: first each alone, then the better ones together.
 
@@ -47,14 +49,16 @@ def decide(
 
     Args:
         candidates: agents that have a candidate.
-        base: runs the tasks with the unchanged agents.
-        measure: runs the tasks with the candidates of the given agents, and the other agents unchanged.
+        base: returns the rewards of the unchanged agents on all held-out tasks.
+        measure: returns the same for the candidates of the given agents, and the other agents unchanged.
         declared: range of the rewards.
+        choices: number of comparisons that choosing the candidates was equivalent to, see `equivalent_comparisons`.
+            Called once the base has been measured. Default: one for each candidate, as if nothing had been chosen.
     """
     if not candidates:
         return Decision()
-    comparisons = len(candidates) + (len(candidates) > 1)
     unchanged = base()
+    comparisons = float(choices(candidates)) + (len(candidates) > 1)
 
     def compare(agents: Sequence[str]) -> Estimate:
         rewards = measure(agents)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from lightning_trainer.intervals import Declared, Estimate, estimate_difference
@@ -62,12 +62,14 @@ class MethodResult:
         best: the stage with the highest gain, the first of several; None if the method changed nothing.
         ended: why it got no more tokens.
         rung: the last one that it took part in.
+        stages: all that were measured, in order.
     """
 
     tokens: int = 0
     best: Stage | None = None
     ended: str = ""
     rung: int = 0
+    stages: tuple[Stage, ...] = field(default=(), repr=False)
 
     @property
     def gain(self) -> float:
@@ -161,8 +163,9 @@ def _with_stage(before: MethodResult, stage: Stage | None, spending: Spending, r
     best = before.best
     if stage is not None and (best is None or stage.gain > best.gain):
         best = stage
-    return MethodResult(tokens=spending.tokens, best=best, ended=spending.ended or "", rung=rung)
+    stages = before.stages if stage is None else (*before.stages, stage)
+    return MethodResult(tokens=spending.tokens, best=best, ended=spending.ended or "", rung=rung, stages=stages)
 
 
 def _end(result: MethodResult, why: str) -> MethodResult:
-    return MethodResult(tokens=result.tokens, best=result.best, ended=why, rung=result.rung)
+    return replace(result, ended=why)

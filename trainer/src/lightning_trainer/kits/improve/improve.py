@@ -15,13 +15,14 @@ from lightning_spans.schema.agents import selects
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.kits.improve.config import OPTIONS_NAME, ImproveConfig
 from lightning_trainer.kits.improve.decision import decide
-from lightning_trainer.kits.improve.halving import MethodResult
+from lightning_trainer.kits.improve.halving import MethodResult, rung_count
 from lightning_trainer.kits.improve.measuring import Finals, HeldOutMeasurement, rollout_tokens
 from lightning_trainer.kits.improve.methods import KINDS
 from lightning_trainer.kits.improve.plan import SearchPlan
 from lightning_trainer.kits.improve.record import write_metrics
 from lightning_trainer.kits.improve.result import RESULT_NAME, AgentResult, Improvement
 from lightning_trainer.kits.improve.search import AgentSearch
+from lightning_trainer.kits.improve.selection import Tried, equivalent_comparisons
 from lightning_trainer.kits.improve.snapshots import Snapshot, adapter_names
 from lightning_trainer.kits.improve.tasks import TaskFiles
 from lightning_trainer.report.metrics import write_atomically
@@ -131,18 +132,27 @@ class _Search:
     ) -> Improvement:
         """Compare each agent's best method with the base, and make the folder a run's folder with the kept changes."""
         results = {agent: AgentResult(methods=its, candidate=_best(its)) for agent, its in found.items()}
-        changes = {
-            agent: searches[agent].change(each.candidate, best.rung)
+        chosen = {
+            agent: (each.candidate, best.rung)
             for agent, each in results.items()
             if each.candidate is not None and (best := each.methods[each.candidate].best) is not None
         }
+        changes = {agent: searches[agent].change(*state) for agent, state in chosen.items()}
         first = next(iter(searches.values()))
         choose, names = first.held_out, first.names
         held_out = HeldOutMeasurement(
             config=self.config, tasks=first.tasks.decide, progress=self.progress, agents=choose.agents
         )
-        finals = Finals(held_out=held_out, names=names, changes=changes, folder=self.folder / "decide")
-        decision = decide(list(changes), finals.base, finals.measure, declared=self.config.train.declared)
+        finals = Finals(
+            choose=choose, fresh=held_out, names=names, changes=changes, folder=self.folder / "decide",
+            chosen_by={agent: searches[agent].evaluation(*state) for agent, state in chosen.items()},
+        )  # fmt: skip
+        decision = decide(
+            list(changes), finals.base, finals.measure, declared=self.config.train.declared,
+            choices=lambda agents: equivalent_comparisons(
+                first.base.by_task, [_tried(results[agent].methods) for agent in agents], finals.fresh_tasks
+            ),
+        )  # fmt: skip
         result = Snapshot(self.folder)
         result.write(self.config.train, names, {agent: changes[agent] for agent in decision.kept})
         before, after = finals.measured.get(()), finals.measured.get(decision.kept) if decision.kept else None
@@ -156,6 +166,12 @@ class _Search:
         kept = without_passwords(improvement.to_json())
         write_atomically(self.folder / RESULT_NAME, (json.dumps(kept, indent=2) + "\n").encode())
         return improvement
+
+
+def _tried(methods: Mapping[str, MethodResult]) -> Tried:
+    """Return the states among which an agent's candidate was chosen."""
+    stages = [stage.rewards for each in methods.values() for stage in each.stages]
+    return Tried(states=stages, possible=len(methods) * rung_count(len(methods)))
 
 
 def _best(methods: Mapping[str, MethodResult]) -> str | None:

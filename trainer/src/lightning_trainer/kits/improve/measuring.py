@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_trainer.kits.evaluation import folder as files
@@ -15,6 +15,7 @@ from lightning_trainer.kits.improve.config import ImproveConfig
 from lightning_trainer.kits.improve.halving import Rewards
 from lightning_trainer.kits.improve.snapshots import Change, Snapshot
 from lightning_trainer.report.progress import Progress
+from lightning_trainer.run.data import load_tasks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,8 +51,12 @@ class HeldOutMeasurement:
 
     def measure(self, folder: Path, snapshot: Snapshot) -> Summary:
         """Run the tasks with the weights and prompts of a snapshot; failures count as they do for the base."""
+        return self.summarise([self.samples(folder, snapshot)])[1]
+
+    def samples(self, folder: Path, snapshot: Snapshot) -> list[Sample]:
+        """Run the tasks with the weights and prompts of a snapshot, and return the samples."""
         model = self.config.train.model if snapshot.checkpoint.is_symlink() else str(snapshot.folder)
-        return self.summarise([self._measure(folder, model, snapshot.prompts)])[1]
+        return self._measure(folder, model, snapshot.prompts)
 
     def summarise(self, others: Iterable[list[Sample]]) -> list[Summary]:
         """Return the summary of the base, and of other samples."""
@@ -81,37 +86,66 @@ class HeldOutMeasurement:
 
 @dataclass(slots=True, kw_only=True)
 class Finals:
-    """Measures candidates on the tasks that decide.
+    """Measures candidates on all held-out tasks: those that chose them, then those that did not.
 
     Attributes:
-        held_out: measures on these tasks.
+        choose: has measured the base on the tasks that chose the candidates.
+        fresh: measures on the other tasks.
         names: adapter of each agent.
         changes: the candidate of each agent that has one.
+        chosen_by: folder of the evaluation that chose each agent's candidate.
         folder: folder of snapshots and evaluations.
-        measured: summaries, by the agents with their candidates; () is the base.
+        measured: summaries of all held-out tasks, by the agents with their candidates; () is the base.
     """
 
-    held_out: HeldOutMeasurement
+    choose: HeldOutMeasurement
+    fresh: HeldOutMeasurement
     names: Mapping[str, str]
     changes: Mapping[str, Change]
+    chosen_by: Mapping[str, Path]
     folder: Path
     measured: dict[tuple[str, ...], Summary] = field(default_factory=dict)
 
+    @property
+    def fresh_tasks(self) -> int:
+        """Number of tasks on which the base counts and by which nothing was chosen."""
+        return len(self.fresh.summarise([])[0].by_task)
+
     def base(self) -> Rewards:
-        """Run the tasks with the unchanged agents."""
-        self.held_out.progress.note("the held-out tasks that decide, with the unchanged agents")
+        """Run the fresh tasks with the unchanged agents."""
+        self.fresh.progress.note("the other held-out tasks, with the unchanged agents")
         self.folder.mkdir(exist_ok=True)
-        self.measured[()] = self.held_out.measure_base(self.folder / "base")
+        self.fresh.measure_base(self.folder / "base")
+        self.measured[()] = summarise_each([self._base], self.fresh.counting)[0]
         return self.measured[()].by_task
 
     def measure(self, agents: Sequence[str]) -> Rewards:
-        """Run the tasks with the candidates of some agents, and the others unchanged."""
+        """Measure the candidates of some agents, with the others unchanged."""
         name = "-".join(self.names[agent] for agent in agents)
-        self.held_out.progress.note(f"the held-out tasks that decide, with what was found for {', '.join(agents)}")
+        self.fresh.progress.note(f"the other held-out tasks, with what was found for {', '.join(agents)}")
         snapshot = Snapshot(self.folder / f"with-{name}")
-        snapshot.write(self.held_out.config.train, self.names, {agent: self.changes[agent] for agent in agents})
-        found = self.measured[tuple(agents)] = self.held_out.measure(self.folder / f"{name}-held-out", snapshot)
-        return found.by_task
+        snapshot.write(self.fresh.config.train, self.names, {agent: self.changes[agent] for agent in agents})
+        fresh = self.fresh.samples(self.folder / f"{name}-held-out", snapshot)
+        if len(agents) == 1:
+            known = files.read_samples(self.chosen_by[agents[0]])
+        else:
+            known = self.choose.samples(self.folder / f"{name}-choose", snapshot)
+        both = _join(known, fresh, self._known_tasks)
+        self.measured[tuple(agents)] = summarise_each([self._base, both], self.fresh.counting)[1]
+        return self.measured[tuple(agents)].by_task
+
+    @property
+    def _known_tasks(self) -> int:
+        return len(load_tasks(self.choose.tasks))
+
+    @property
+    def _base(self) -> list[Sample]:
+        return _join(self.choose.base, self.fresh.base, self._known_tasks)
+
+
+def _join(known: Sequence[Sample], fresh: Sequence[Sample], tasks: int) -> list[Sample]:
+    """Return the samples of both sets of tasks, the second numbered after the `tasks` of the first."""
+    return [*known, *(replace(sample, task=sample.task + tasks) for sample in fresh)]
 
 
 def rollout_tokens(samples: list[Sample]) -> float:

@@ -23,7 +23,7 @@ class SearchPlan:
         least: fewest tokens that a method needs, by method.
         rollout_tokens: tokens of a rollout of the unchanged program.
         to_choose: rollouts of one measurement on the held-out tasks for choosing.
-        to_decide: the same for the tasks that decide.
+        to_decide: the same for the other held-out tasks.
     """
 
     agents: Sequence[str]
@@ -48,7 +48,7 @@ class SearchPlan:
     def measured_rollouts(self) -> int:
         """The largest number of rollouts on held-out tasks."""
         agents = len(self.agents)
-        chosen = 1 + agents * sum(count for count, _ in self.rungs)
+        chosen = 1 + agents * sum(count for count, _ in self.rungs) + (agents > 1)
         decided = 1 + agents + (agents > 1)
         return chosen * self.to_choose + decided * self.to_decide
 

@@ -40,7 +40,7 @@ class Improvement:
     Attributes:
         agents: results by agent.
         decision: the final decision.
-        base: summary of the tasks that decide, with the unchanged agents; None if there was no candidate.
+        base: summary of all held-out tasks, with the unchanged agents; None if there was no candidate.
         kept: summary of the same tasks, with the kept changes; None if nothing is kept.
         checkpoint: the model with the kept adapters, or the base.
         prompts: file with the kept prompts; None if there is none.
@@ -83,7 +83,7 @@ class Improvement:
             "agents": agents, "checkpoint": str(self.checkpoint),
             "prompts": None if self.prompts is None else str(self.prompts),
             "difference": together.mean, "low": together.low, "high": together.high,
-            "comparisons": self.decision.comparisons,
+            "comparisons": round(self.decision.comparisons, 2),
             "base": None if self.base is None else self.base.reward.to_json(),
             "kept": None if self.kept is None else self.kept.reward.to_json(),
             "budget": self.budget, "tokens": sum(each.tokens for each in self.agents.values()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from lightning_trainer.kits.evaluation.summary import Summary
 from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve
@@ -50,6 +51,10 @@ class AgentSearch(AgentTask):
         prompts = folder / PROMPTS_NAME
         return Change(prompts=prompts) if prompts.is_file() else Change(checkpoint=folder / NEWEST)
 
+    def evaluation(self, method: str, rung: int) -> Path:
+        """Return the folder of the evaluation of this snapshot on the tasks for choosing."""
+        return self.folder / method / f"rung-{rung}-held-out"
+
     def _spend(self, name: str, rung: int, limit: int) -> Spending:
         """Run a method for a rung, or return its stored result if it has run."""
         kept = self.folder / name / f"rung-{rung}.json"
@@ -69,7 +74,7 @@ class AgentSearch(AgentTask):
     def _measure(self, name: str, rung: int) -> Rewards:
         self.progress.note(f"{self.agent}, {name}, rung {rung}: the held-out tasks to choose by")
         snapshot = self.snapshot(name, rung)
-        summary = self.held_out.measure(self.folder / name / f"rung-{rung}-held-out", snapshot)
+        summary = self.held_out.measure(self.evaluation(name, rung), snapshot)
         if summary.reward.mean is not None:
             self.progress.note(f"{self.agent}, {name}, rung {rung}: reward {decimal(summary.reward.mean)}")
         return summary.by_task

@@ -1,4 +1,4 @@
-"""Three task sets: to train on, to choose between methods, and to compare the chosen methods with the base."""
+"""Three task sets: to train on, to choose between methods, and to compare with the base what was chosen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.run.data import Task, batch_at, load_tasks
 
-FEW: Final = 20  # with fewer tasks, only large differences can be distinguished from chance
+FEW: Final = 20  # with fewer tasks in each half, only large differences can be distinguished from chance
 _LEAST: Final = 4  # fewest held-out tasks
 _SHARE: Final = 3  # without tasks to hold out, one of so many is held out
 FEWEST: Final = _SHARE * _LEAST  # fewest tasks that can be divided
@@ -43,7 +43,7 @@ class TaskFiles:
 
     @property
     def decide(self) -> Path:
-        """Held-out tasks that decide whether the base is replaced. They are not used for any choice."""
+        """The other held-out tasks. They are not used for any choice; all held-out tasks decide together."""
         return self.folder / "decide.jsonl"
 
     def write(self, config: ImproveConfig, progress: Progress) -> None:
@@ -56,10 +56,10 @@ class TaskFiles:
         _write(self.train, train)
         _write(self.choose, [held_out[place] for place in sorted(order[:half])])
         _write(self.decide, [held_out[place] for place in sorted(order[half:])])
-        if len(order) - half < FEW:
+        if len(order) < 2 * FEW:
             progress.note(
-                f"WARNING: {len(order) - half} tasks decide whether something is better than the base. With fewer than"
-                f" {FEW}, only large differences stand out from chance. Add tasks to --data or --val."
+                f"WARNING: {len(order)} held-out tasks decide whether something is better than the base. With fewer"
+                f" than {2 * FEW}, only large differences stand out from chance. Add tasks to --data or --val."
             )
 
     def some_to_learn(self, count: int, seed: int, file: Path) -> Path:
