@@ -16,7 +16,7 @@ from figures import Figure, sized
 
 from lightning_trainer.kits.improve.decision import decide
 from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve, rung_count
-from lightning_trainer.kits.improve.selection import Tried, equivalent_comparisons
+from lightning_trainer.kits.improve.selection import StatesOfAgent, equivalent_comparisons
 
 METHODS = ("prompts", "sft", "rl", "distil")
 HELPS = "rl"
@@ -71,7 +71,9 @@ class SimulatedSearch:
     def choices(self, agents: Sequence[str]) -> float:
         possible = len(METHODS) * rung_count(len(METHODS))
         tried = [
-            Tried(states=[s.rewards for each in self.searches[agent].values() for s in each.stages], possible=possible)
+            StatesOfAgent(
+                states=[s.rewards for each in self.searches[agent].values() for s in each.stages], possible=possible
+            )
             for agent in agents
         ]
         return equivalent_comparisons(dict(enumerate(self.base[: self.half])), tried, self.tasks - self.half)

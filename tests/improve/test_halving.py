@@ -12,7 +12,7 @@ from lightning_trainer.intervals import estimate_difference
 from lightning_trainer.kits.improve.decision import decide
 from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve, rung_count, share_of
 from lightning_trainer.kits.improve.plan import SearchPlan
-from lightning_trainer.kits.improve.selection import Tried, equivalent_comparisons
+from lightning_trainer.kits.improve.selection import StatesOfAgent, equivalent_comparisons
 
 METHODS = ("prompts", "sft", "rl", "distil")
 Skill = Callable[[str, int], float]  # success rate of a method after that many tokens
@@ -62,7 +62,7 @@ class Simulation:
                 name = f"agent-{agent}"
                 gains[name], chosen[name] = self.skill(method, best.tokens), best.rewards
                 states = [stage.rewards for each in found.values() for stage in each.stages]
-                tried[name] = Tried(states=states, possible=len(methods) * rung_count(len(methods)))
+                tried[name] = StatesOfAgent(states=states, possible=len(methods) * rung_count(len(methods)))
 
         def measure(agents: Sequence[str]) -> Rewards:
             gain = sum(map(gains.get, agents))
@@ -144,7 +144,7 @@ def test_the_correction_for_a_choice_holds_its_level(alike: bool) -> None:
         states = own[:1] + 0.1 * own if alike else own
         rewards = [dict(enumerate(base + state)) for state in states]
         best = max(rewards, key=lambda state: sum(state[task] - base[task] for task in range(30)))
-        tried = Tried(states=[{task: state[task] for task in range(30)} for state in rewards], possible=7)
+        tried = StatesOfAgent(states=[{task: state[task] for task in range(30)} for state in rewards], possible=7)
         found.append(equivalent_comparisons(dict(enumerate(base[:30])), [tried], 30))
         interval = estimate_difference(list(best.values()), base.tolist(), comparisons=found[-1])
         wrong += interval.low is not None and interval.low > 0
@@ -156,15 +156,15 @@ def test_the_correction_for_a_choice_holds_its_level(alike: bool) -> None:
 def test_nothing_to_choose_needs_no_correction_and_more_agents_need_a_larger_one() -> None:
     numbers = random.Random(0)
     base, *states = ({task: numbers.random() for task in range(20)} for _ in range(8))
-    one = Tried(states=states[:1], possible=1)
-    several, unmeasured = Tried(states=states, possible=7), Tried(states=states, possible=12)
+    one = StatesOfAgent(states=states[:1], possible=1)
+    several, unmeasured = StatesOfAgent(states=states, possible=7), StatesOfAgent(states=states, possible=12)
     assert equivalent_comparisons(base, [one], 20) == 1.0
     narrow, wide = (equivalent_comparisons(base, [each], 20) for each in (several, unmeasured))
     assert 2 < narrow < wide < equivalent_comparisons(base, [unmeasured] * 2, 20) < 24
     assert equivalent_comparisons(base, [several], 200) < narrow  # the choice weighs less the more tasks are fresh
-    equal = Tried(states=[base] * 7, possible=7)
+    equal = StatesOfAgent(states=[base] * 7, possible=7)
     assert 1 <= equivalent_comparisons(base, [equal], 20) <= 7
-    assert 1 <= equivalent_comparisons({0: 1.0}, [Tried(states=[{0: 0.5}] * 3, possible=4)], 1) <= 4
+    assert 1 <= equivalent_comparisons({0: 1.0}, [StatesOfAgent(states=[{0: 0.5}] * 3, possible=4)], 1) <= 4
 
 
 def test_deciding_by_the_tasks_of_the_choice_would_replace_the_base_more_often() -> None:

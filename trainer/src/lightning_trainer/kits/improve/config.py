@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -12,11 +12,13 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.kits.sft.config import RoundsConfig
 from lightning_trainer.models import look
 from lightning_trainer.policies import ADAPTERS_NAME
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.runner.target import JUDGE
 from lightning_trainer.session.answers import Endpoint
+from lightning_trainer.work import Work
 
 PROMPTS: Final = "prompts"
 SFT: Final = "sft"
@@ -127,3 +129,31 @@ def read_options(folder: Path, reflect_key: str | None) -> ImproveConfig:
         return ImproveConfig(train=TrainConfig(**train), methods=tuple(values["methods"]), reflect=reflect, **options)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} has nothing to resume: {error}. Leave --resume out.") from None
+
+
+def rounds_options(config: ImproveConfig, own: Mapping[str, Any]) -> RoundsConfig:
+    """Return the options of rounds: those of the run for program, training and sampling, and the rounds' own.
+
+    Args:
+        config: options of the search; ``--sft`` takes precedence over options of the run.
+        own: options of these rounds, which take precedence over all others.
+    """
+    train = config.train
+    same = (
+        "target", "command", "reward", "backend_options", "chat_template", "system_messages", "dtype", "device",
+        "workers", "concurrency", "isolate", "timeout_s", "max_attempts", "temperature", "name_by", "failed",
+        "timeouts", "lora_rank", "lora_alpha", *(each.name for each in fields(Work)),
+    )  # fmt: skip
+    values = {name: getattr(train, name) for name in same}
+    values |= {"samples": train.group_size, "answer_tokens": train.max_tokens}
+    values["backend_options"] = {**_loading_options(train), **train.backend_options}
+    return RoundsConfig(**{**{n: v for n, v in values.items() if v is not None}, **config.sft, **own})
+
+
+def _loading_options(train: TrainConfig) -> dict[str, Any]:
+    """Return the loading options that rounds accept only as backend options."""
+    return {
+        name: value
+        for name in ("max_model_len", "tool_format", "base_bits")
+        if (value := getattr(train, name)) is not None
+    }

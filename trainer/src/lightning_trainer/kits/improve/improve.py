@@ -22,7 +22,7 @@ from lightning_trainer.kits.improve.plan import SearchPlan
 from lightning_trainer.kits.improve.record import write_metrics
 from lightning_trainer.kits.improve.result import RESULT_NAME, AgentResult, Improvement
 from lightning_trainer.kits.improve.search import AgentSearch
-from lightning_trainer.kits.improve.selection import Tried, equivalent_comparisons
+from lightning_trainer.kits.improve.selection import StatesOfAgent, equivalent_comparisons
 from lightning_trainer.kits.improve.snapshots import Snapshot, adapter_names
 from lightning_trainer.kits.improve.tasks import TaskFiles
 from lightning_trainer.report.metrics import write_atomically
@@ -168,10 +168,10 @@ class _Search:
         return improvement
 
 
-def _tried(methods: Mapping[str, MethodResult]) -> Tried:
+def _tried(methods: Mapping[str, MethodResult]) -> StatesOfAgent:
     """Return the states among which an agent's candidate was chosen."""
     stages = [stage.rewards for each in methods.values() for stage in each.stages]
-    return Tried(states=stages, possible=len(methods) * rung_count(len(methods)))
+    return StatesOfAgent(states=stages, possible=len(methods) * rung_count(len(methods)))
 
 
 def _best(methods: Mapping[str, MethodResult]) -> str | None:

@@ -17,10 +17,9 @@ from typing import Any, ClassVar, Final
 from lightning_spans.errors import ConfigError, NothingToLearnError, UnknownAgentError
 from lightning_trainer.config.defaults import with_defaults
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.kits.improve.config import DISTIL, PROMPTS, RL, SFT, ImproveConfig
+from lightning_trainer.kits.improve.config import DISTIL, PROMPTS, RL, SFT, ImproveConfig, rounds_options
 from lightning_trainer.kits.improve.costs import Costs, costs_of
 from lightning_trainer.kits.improve.halving import Spending
-from lightning_trainer.kits.improve.rounds import rounds_options
 from lightning_trainer.kits.improve.snapshots import Change, without_empty
 from lightning_trainer.kits.improve.tasks import TaskFiles
 from lightning_trainer.lineage.blocks import search_folder

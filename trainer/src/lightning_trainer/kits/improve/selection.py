@@ -26,7 +26,7 @@ _LEAST: Final = 3  # tasks that a correlation needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class StatesOfAgent:
     """The states from which an agent's candidate was chosen.
 
     Attributes:
@@ -38,7 +38,7 @@ class Tried:
     possible: int
 
 
-def equivalent_comparisons(base: Rewards, tried: Sequence[Tried], fresh: int) -> float:
+def equivalent_comparisons(base: Rewards, tried: Sequence[StatesOfAgent], fresh: int) -> float:
     """Return the number of comparisons whose Bonferroni correction is as wide as the choice requires.
 
     It is 1 if there was nothing to choose, and at most the number of possible states.
