@@ -22,7 +22,7 @@ from lightning_trainer.report.progress import Silent
 from lightning_trainer.report.step_notes import infrastructure_sentence
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.batch import Batch
-from lightning_trainer.rl.endings import Ending
+from lightning_trainer.rl.endings import Ending, is_long_wait
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.scores import score
 from lightning_trainer.runner.runner import Runner
@@ -195,6 +195,12 @@ def test_answer_that_takes_too_long_is_a_failure_with_the_tokens_sampled_until_t
     assert advantages[outcomes[0].rollout.rollout_id] < 0 < max(advantages.values())
     [row] = [row for row in batch.rows if row.advantages[row.mask][0] < 0]
     assert set(row.tokens[row.mask]) == {ord("~")}
+
+
+def test_a_short_wait_for_the_engine_excuses_no_policy_that_runs_out_of_time() -> None:
+    assert is_long_wait(30.0, 60.0)
+    assert not is_long_wait(30.0, 600.0)
+    assert not is_long_wait(0.5, 0.6)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ class Ending(Enum):
         return self.responsible == "policy" and not (self.is_late and timeouts == "exclude")
 
 
+_EXCUSES: Final = 0.25  # share of the time
 _BY_STATUS: Final[dict[AttemptStatus, Ending]] = {
     "succeeded": Ending.SUCCEEDED,
     "lost": Ending.LOST,
@@ -153,16 +154,17 @@ def ending_of(attempt: AttemptRecord, trace: Trace | None) -> Ending:
     chats = () if trace is None else trace.chats
     answered = any(_policy_spoke(chat) for chat in chats)
     if answered and attempt.status != "timeout":
-        return _ending_of_failure(attempt.error or "", chats)
+        return _ending_of_failure(attempt, chats)
     last = _last_failures(chats)
-    if attempt.status == "timeout" and any(_engine_waited(chat) for chat in chats):
+    if attempt.status == "timeout" and _lost_to_engine(attempt, chats):
         last.add(Ending.ENGINE_DOWN)
     otherwise = Ending.TIMED_OUT if answered else Ending.NO_ANSWER
     return next((kind for kind in (Ending.ENGINE_DOWN, Ending.SERVER_FAILED) if kind in last), otherwise)
 
 
-def _ending_of_failure(error: str, chats: Sequence[Node]) -> Ending:
+def _ending_of_failure(attempt: AttemptRecord, chats: Sequence[Node]) -> Ending:
     """Classify how a failed attempt ended: with a model call's failure, or with the program's own exception."""
+    error = attempt.error or ""
     exception = error.rpartition(_IMPLICIT)[2]
     named = {_failure_of(chat) for chat in chats if not error.startswith(_COMMAND) and _names(exception, chat)}
     last = _last_failures(chats)
@@ -170,7 +172,7 @@ def _ending_of_failure(error: str, chats: Sequence[Node]) -> Ending:
     for kind in (Ending.SERVER_FAILED, Ending.ENGINE_DOWN, Ending.OVER_QUOTA, Ending.CALL_CUT):
         if kind in named or (kind in last and (is_late or kind is not Ending.CALL_CUT)):
             return kind
-    if _is_late(exception) and any(_engine_waited(chat) for chat in chats):
+    if _is_late(exception) and _lost_to_engine(attempt, chats):
         return Ending.ENGINE_DOWN
     return Ending.CRASHED
 
@@ -179,10 +181,29 @@ def _is_late(exception: str) -> bool:
     return _LATE.match(exception.strip().rpartition("\n")[2]) is not None
 
 
+def _lost_to_engine(attempt: AttemptRecord, chats: Sequence[Node]) -> bool:
+    """Whether an attempt lost much of its time because its engine could not sample: by no fault of the policy."""
+    took_s = ((attempt.ended_ns or 0) - attempt.started_ns) / 1e9
+    return is_long_wait(sum(map(_wait_of, chats)), took_s)
+
+
 def _engine_waited(chat: Node) -> bool:
-    """Whether a call waited because its engine could not sample: the attempt lost time by no fault of the policy."""
+    """Whether a call lost much of its time because its engine could not sample."""
+    return is_long_wait(_wait_of(chat), ((chat.span.end_ns or 0) - chat.span.start_ns) / 1e9)
+
+
+def is_long_wait(waited_s: float, took_s: float) -> bool:
+    """Whether a wait for the engine excuses what ran out of time: at least 1 s, and a quarter of the time it took.
+
+    With `staleness`, nearly every attempt waits for new weights for a while. A policy whose attempts would have run out
+    of time in any case must not be excused by that.
+    """
+    return waited_s >= max(LONG_WAIT_S, _EXCUSES * took_s)
+
+
+def _wait_of(chat: Node) -> float:
     waited = None if chat.call is None else chat.call.sampling.get(ENGINE_WAIT)
-    return isinstance(waited, (int, float)) and waited >= LONG_WAIT_S
+    return float(waited) if isinstance(waited, (int, float)) else 0.0
 
 
 def _last_failures(chats: Sequence[Node]) -> set[Ending]:
