@@ -105,6 +105,8 @@ def test_the_page_for_coding_agents_leads_to_a_trained_checkpoint(desk: Path, ti
 @pytest.mark.model
 @pytest.mark.timeout(3600)
 def test_the_page_for_coding_agents_leads_to_a_served_policy(desk: Path) -> None:
+    for file in desk.glob("*.jsonl"):  # SmolLM2's answers always contain an e, so no reward would differ
+        file.write_text(file.read_text().replace('"answer": "e"', '"answer": "x"'))
     for words in commands("smollm2-135m"):
         command = [sys.executable, "-m", "lightning_trainer.cli", *words]
         if words[0] != "serve":

@@ -25,12 +25,12 @@ def check_keywords(what: str, function: Callable[..., Any], options: Mapping[str
     for name, value in options.items():
         if name not in known:
             raise ConfigError(f"{what} has no option {name!r}. It has: {', '.join(known) or 'none'}.")
-        check_type(f"{what}: {name} = {value!r}", _expected(function, known[name]), value)
+        check_type(f"{what}: {name} = {value!r}", _type_of_parameter(function, known[name]), value)
     if missing := [name for name, each in known.items() if each.default is each.empty and name not in options]:
         raise ConfigError(f"{what} needs the option {missing[0]}. Set it.")
 
 
-def _expected(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+def _type_of_parameter(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     """Return the type of a parameter's annotation; that of its default if there is none that exists at run time."""
     only = types.SimpleNamespace(__annotations__={"it": parameter.annotation})
     if parameter.annotation is parameter.empty:

@@ -150,7 +150,7 @@ class _Search:
         decision = decide(
             list(changes), finals.base, finals.measure, declared=self.config.train.declared,
             choices=lambda agents: equivalent_comparisons(
-                first.base.by_task, [_tried(results[agent].methods) for agent in agents], finals.fresh_tasks
+                first.base.by_task, [_states_of(results[agent].methods) for agent in agents], finals.fresh_tasks
             ),
         )  # fmt: skip
         result = Snapshot(self.folder)
@@ -168,7 +168,7 @@ class _Search:
         return improvement
 
 
-def _tried(methods: Mapping[str, MethodResult]) -> StatesOfAgent:
+def _states_of(methods: Mapping[str, MethodResult]) -> StatesOfAgent:
     """Return the states among which an agent's candidate was chosen."""
     stages = [stage.rewards for each in methods.values() for stage in each.stages]
     return StatesOfAgent(states=stages, possible=len(methods) * rung_count(len(methods)))

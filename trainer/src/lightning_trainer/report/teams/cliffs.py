@@ -70,8 +70,8 @@ def fall_of(validations: Lines, policy: str, names: Sequence[str]) -> Fall | Non
 
     The interval of the paired difference must be below 0, and the fall must be at least a tenth of the best reward. The
     best of many validations is partly luck, so the interval of the difference from the second best must also be below
-    0. A run compares again after each validation, so the n-th comparison has the level 1 - 0.05 / n^2: in all runs
-    together the error stays bounded, because the sum of 1 / n^2 is (Bonferroni with alpha spending).
+    0. With n earlier validations, any of which could have been the best, each interval has the level 1 - 0.05 / n
+    (Bonferroni). `bench/run.py alarms` measures how often a healthy run counts as fallen.
 
     Args:
         validations: lines of the log, on the same tasks.
@@ -83,8 +83,7 @@ def fall_of(validations: Lines, policy: str, names: Sequence[str]) -> Fall | Non
         return None
     *earlier, (_, now) = points
     ranked = sorted(earlier, key=lambda point: -_mean(point[1]))
-    level = len(earlier)
-    (step, best), changes = ranked[0], [_difference(now, its, level) for _, its in ranked[:2]]
+    (step, best), changes = ranked[0], [_difference(now, its, comparisons=len(earlier)) for _, its in ranked[:2]]
     if any(each.high is None or each.high >= 0 for each in changes):
         return None
     if (changes[0].mean or 0.0) > -LEAST_FALL * abs(_mean(best)):
@@ -123,7 +122,7 @@ def _points(validations: Lines, names: Sequence[str]) -> list[tuple[int, Tasks]]
     return found
 
 
-def _difference(now: Tasks, other: Tasks, comparisons: int = 1) -> Estimate:
+def _difference(now: Tasks, other: Tasks, *, comparisons: int = 1) -> Estimate:
     both = [task for task in now if task in other]
     return estimate_difference([now[task] for task in both], [other[task] for task in both], comparisons=comparisons)
 
