@@ -58,14 +58,13 @@ def test_a_policy_falls_by_the_rewards_of_its_own_agents() -> None:
 
 
 def test_noise_around_a_level_is_rarely_taken_for_a_fall() -> None:
-    numbers, falls, count = random.Random(0), 0, 0
+    """In 5 of 150 runs with 20 comparisons each. With intervals that do not widen it would be in 49."""
+    numbers, fallen = random.Random(0), 0
     for _ in range(150):
         difficulty = [numbers.random() for _ in range(TASKS)]
-        lines = [validation(n, team=[float(numbers.random() < each) for each in difficulty]) for n in range(11)]
-        for end in range(2, 12):
-            falls += fall_of(lines[:end], "team", [""]) is not None
-            count += 1
-    assert falls / count < 0.03
+        lines = [validation(n, team=[float(numbers.random() < each) for each in difficulty]) for n in range(21)]
+        fallen += any(fall_of(lines[:end], "team", [""]) is not None for end in range(2, 22))
+    assert fallen <= 7
 
 
 def test_new_prompts_are_those_that_the_validation_before_did_not_have() -> None:
