@@ -99,6 +99,22 @@ def test_a_vllm_that_ends_is_started_again_with_the_newest_adapters(tiny_model, 
     assert trained == [12, 12, 12], "each call is trained once"
 
 
+def test_a_program_that_takes_0_for_an_answer_that_broke_off_is_not_learned_from(
+    tiny_model,
+    folder,  # noqa: F811
+    scripted,
+    monkeypatch,
+):
+    monkeypatch.setenv("SCRIPTED_FAULT", "crash")
+    train(config(tiny_model, target="policy_agent:calm", engine="vllm", steps=3, max_attempts=100))
+    metrics = lines(folder / "out")
+    assert sum(line.get("infrastructure/engine_down", 0) for line in metrics) >= 1
+    assert [line["calls_trained"] for line in metrics] == [12, 12, 12], "both calls of each rollout"
+    broken = [call for call in calls(folder / "out") if call.error is not None]
+    assert broken
+    assert all(call.sampling["engine_ended"] for call in broken)
+
+
 def end_outage(out, back):
     """Let vLLM come back once an attempt has run out of time."""
     while not out.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.gateway.engine import Sampled, Sampling
-from lightning_trainer.gateway.engine_wait import engine_wait
+from lightning_trainer.gateway.engine_wait import engine_wait, mark_ended
+from lightning_trainer.gateway.upstream.errors import failed
 from lightning_trainer.report import step_metrics
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.report.step_notes import infrastructure_sentence
@@ -81,6 +82,20 @@ def twice(task, **options):
 def twice_impatient(task):
     return twice(task, timeout=task.get("limit_s", 120.0))
 
+def calm(task, **options):
+    # Takes 0 for an answer that it does not get.
+    ask("go")
+    for _ in range(task.get("tries", 1)):
+        try:
+            ask(task.get("text", "wait"), **options)
+            return 1.0
+        except openai.APIError:
+            pass
+    return 0.0
+
+def calm_impatient(task):
+    return calm(task, timeout=task.get("limit_s", 120.0))
+
 def again(task):
     said = ask("go")
     try:
@@ -123,6 +138,23 @@ class Restarting(Scripted):
             yield piece
 
 
+class Ended(Scripted):
+    """An engine that ends in the middle of its first answer to a call that says `wait`."""
+
+    has_ended = False
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        text = self.tokenizer.decode(prompt)
+        async for piece in super().generate(prompt, sampling):
+            yield piece
+            if "refuse" in text:
+                raise failed("answered 500: this prompt is too much")
+            if "wait" in text and not self.has_ended:
+                self.has_ended = True
+                mark_ended(0.0)
+                raise failed("did not answer: ConnectionResetError")
+
+
 def rolled(
     folder: Path,
     target: str,
@@ -132,6 +164,7 @@ def rolled(
     timeouts: Any = "count",
     reward: str | None = None,
     tries: int = 1,
+    task: Mapping[str, Any] | None = None,
 ) -> tuple[list[Outcome], Batch]:
     """Run a group, one rollout after the other, and make the batch of a step of it. Only the first is short of time."""
     (folder / "slow_agent.py").write_text(PROGRAM)
@@ -145,8 +178,8 @@ def rolled(
         options = SamplingOptions(answered=("writer",))
         with serve(store, runner, answers, options, timeouts=timeouts, failed=config.failed) as session:
             first, *rest = plan([{}], name="r:0", size=size, mode="train", max_attempts=tries, timeout_s=PATIENT_S)
-            task = {"limit_s": SHORT_S} if target.endswith("impatient") else {}
-            rollouts = [replace(first, task=task, timeout_s=timeout_s), *rest]
+            limit = {"limit_s": SHORT_S} if target.endswith("impatient") else {}
+            rollouts = [replace(first, task=limit | dict(task or {}), timeout_s=timeout_s), *rest]
             outcomes = session.run(rollouts, Silent(), "rollouts")
         batch = algorithm_by_name("grpo").batch(config, outcomes, lambda ids: traces_of(store, attempt_ids=ids))
         return outcomes, batch
@@ -221,6 +254,38 @@ def test_time_lost_to_an_engine_that_is_down_is_not_the_policys_failure(
     counted = outcome.counts("lowest")
     assert (None if counted is None else counted.status) == (None if tries == 1 else "succeeded")
     assert by_rollout(batch) == {}, "the calls of the attempt that lost its time are not learned from"
+
+
+@pytest.mark.parametrize(
+    ("target", "engine"), [("calm", Ended), ("calm_impatient", Restarting)], ids=["broken", "late"]
+)
+@pytest.mark.parametrize("tries", [1, 2])
+def test_reward_without_an_answer_that_the_engine_failed_to_give_does_not_count(
+    folder: Path, target: str, engine: type[Scripted], tries: int
+) -> None:
+    """The program catches the error and returns 0, which is not what the policy earned."""
+    [outcome], batch = rolled(folder, target, engine("poor", "poor", "poor"), 1, tries=tries)
+    ended = [outcome.endings[attempt.attempt_id] for attempt in outcome.attempts]
+    assert ended == [Ending.ENGINE_DOWN, Ending.SUCCEEDED][:tries]
+    assert [reward.value for reward in outcome.rewards] == [1.0][: tries - 1]
+    assert step_metrics.of_endings([outcome]) == {"infrastructure/engine_down": 1.0}
+    assert "a call of writer failed and was not answered later" in (outcome.attempts[0].error or "")
+    assert (outcome.counts("lowest") is None) == (tries == 1)
+    assert not batch.rows or len(batch.rows) == 2, "the calls of the try that counts"
+
+
+@pytest.mark.parametrize(
+    ("task", "reward"),
+    [({"tries": 2}, 1.0), ({"text": "refuse"}, 0.0), ({"text": "go" * 60_000}, 0.0), ({"text": "fail"}, 0.0)],
+    ids=["made again", "refused by a healthy engine", "too long", "failed request"],
+)
+def test_reward_counts_if_the_engine_was_not_to_blame_or_answered_later(
+    folder: Path, task: Mapping[str, Any], reward: float
+) -> None:
+    [outcome], _ = rolled(folder, "calm", Ended("poor"), 1, tries=2, task=task)
+    assert endings([outcome]) == [Ending.SUCCEEDED]
+    assert len(outcome.attempts) == 1
+    assert [earned.value for earned in outcome.rewards] == [reward]
 
 
 def test_timeouts_can_be_left_out(folder: Path) -> None:

@@ -21,6 +21,12 @@ async def three(task):
     verdict = await say("checker", final)
     return {"writer": letters(draft), "rewriter": letters(final)}
 
+async def calm(task):
+    try:
+        return await three(task)
+    except openai.APIError:
+        return {"writer": 0.0, "rewriter": 0.0}
+
 async def alone(task):
     try:
         await say("checker", task["q"])  # nobody answers at the address that it has by itself

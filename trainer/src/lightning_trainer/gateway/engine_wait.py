@@ -1,4 +1,4 @@
-"""How long a model call waited for an engine that could not sample: it was down, or its weights were replaced."""
+"""What a model call lost to an engine that could not sample: it was down, or its weights were replaced."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ class EngineWait:
 
     Attributes:
         seconds: waited so far.
+        ended: whether the call failed because its engine ended.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.ended = False
 
 
 _CURRENT: Final[ContextVar[EngineWait | None]] = ContextVar("engine_wait", default=None)
@@ -34,6 +36,13 @@ def add_wait(seconds: float) -> None:
     """Add to the wait of the current call, if it is measured."""
     if (wait := _CURRENT.get()) is not None:
         wait.seconds += seconds
+
+
+def mark_ended(seconds: float) -> None:
+    """Note that the current call fails because its engine has ended, and the time that it lost."""
+    add_wait(seconds)
+    if (wait := _CURRENT.get()) is not None:
+        wait.ended = True
 
 
 @contextmanager

@@ -14,11 +14,14 @@ from typing import Final, Literal, TypeAlias
 
 from lightning_spans.adapter.trace import Node, Trace
 from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus
+from lightning_spans.schema.calls import Call
 from lightning_spans.schema.replays import ENDED
-from lightning_spans.schema.spans import ERROR_TYPE
+from lightning_spans.schema.spans import ERROR_TYPE, Json
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.reasons.call_errors import (
     CUT_CALLS,
+    ENGINE_DOWN,
+    ENGINE_ENDED,
     ENGINE_WAIT,
     LONG_WAIT_S,
     QUOTA_EXCEEDED,
@@ -67,7 +70,7 @@ class Ending(Enum):
     NO_ANSWER = "the attempt ended before any model had answered", "program"
     SERVER_FAILED = "a model server failed or could not be reached", "infrastructure"
     ENGINE_DOWN = (
-        "time ran out, and a call had waited for an engine that was down or taking new weights",
+        "a call failed or lost its time because its engine was down or taking new weights",
         "infrastructure",
     )
     LOST = "the runner or its lease was lost", "infrastructure"
@@ -119,15 +122,19 @@ _BY_STATUS: Final[dict[AttemptStatus, Ending]] = {
     "disturbed": Ending.DISTURBED,
     "cancelled": Ending.CANCELLED,
 }
+_BY_ERROR: Final = {SCORER_FAILED: Ending.SCORER_FAILED, f"{ENGINE_DOWN}: ": Ending.ENGINE_DOWN}
 
 
 def needs_trace(attempt: AttemptRecord) -> bool:
     """Whether an attempt's calls are needed to classify its end; otherwise its record is enough."""
-    return attempt.status in ("failed", "timeout") and not ended_early(attempt) and not _is_unscored(attempt)
+    known = ended_early(attempt) or _named_by_record(attempt) is not None
+    return attempt.status in ("failed", "timeout") and not known
 
 
-def _is_unscored(attempt: AttemptRecord) -> bool:
-    return attempt.status == "failed" and (attempt.error or "").startswith(SCORER_FAILED)
+def _named_by_record(attempt: AttemptRecord) -> Ending | None:
+    """Return the ending that the error of an attempt's record names; None if its calls tell how it ended."""
+    error = (attempt.error or "") if attempt.status == "failed" else ""
+    return next((kind for prefix, kind in _BY_ERROR.items() if error.startswith(prefix)), None)
 
 
 def ended_early(attempt: AttemptRecord) -> bool:
@@ -149,8 +156,8 @@ def ending_of(attempt: AttemptRecord, trace: Trace | None) -> Ending:
         return known
     if ended_early(attempt):
         return Ending.FORK_ENDED
-    if _is_unscored(attempt):
-        return Ending.SCORER_FAILED
+    if (named := _named_by_record(attempt)) is not None:
+        return named
     chats = () if trace is None else trace.chats
     answered = any(_policy_spoke(chat) for chat in chats)
     if answered and attempt.status != "timeout":
@@ -160,6 +167,39 @@ def ending_of(attempt: AttemptRecord, trace: Trace | None) -> Ending:
         last.add(Ending.ENGINE_DOWN)
     otherwise = Ending.TIMED_OUT if answered else Ending.NO_ANSWER
     return next((kind for kind in (Ending.ENGINE_DOWN, Ending.SERVER_FAILED) if kind in last), otherwise)
+
+
+def engine_fault(trace: Trace) -> str | None:
+    """Return why the result of an attempt does not count: its engine failed a call, which was not answered later.
+
+    The reward makes no difference: if only results with a low one were left out, those that count would be too good. A
+    call that was made again (by the same agent, with the same messages) and answered has cost the program nothing.
+
+    Args:
+        trace: of an attempt whose program ended with a reward.
+
+    Returns:
+        The error of the attempt; None if its result counts.
+    """
+    failed = (chat for chat in trace.chats if _failure_of(chat) is Ending.ENGINE_DOWN)
+    missed = next((chat for chat in failed if not any(_is_made_again(chat, other) for other in trace.chats)), None)
+    if missed is None:
+        return None
+    agent = f" of {missed.path}" if missed.path else ""
+    why = (missed.error or "").strip().partition("\n")[0][:200]
+    return f"{ENGINE_DOWN}: a call{agent} failed and was not answered later, so the reward does not count ({why})"
+
+
+def _is_made_again(failed: Node, other: Node) -> bool:
+    """Whether a call repeats a failed one, and was answered."""
+    if failed.call is None or other.call is None or other.call.error is not None:
+        return False
+    same = failed.path == other.path and _messages_of(failed.call) == _messages_of(other.call)
+    return same and other.span.end_ns >= failed.span.start_ns
+
+
+def _messages_of(call: Call) -> Json:
+    return call.request.get("messages") or call.request.get("prompt")
 
 
 def _ending_of_failure(attempt: AttemptRecord, chats: Sequence[Node]) -> Ending:
@@ -232,6 +272,8 @@ def _failure_of(chat: Node) -> Ending | None:
         return None
     if call is not None and call.error in CUT_CALLS:
         return Ending.ENGINE_DOWN if _engine_waited(chat) else Ending.CALL_CUT
+    if call is not None and call.sampling.get(ENGINE_ENDED):
+        return Ending.ENGINE_DOWN
     if status is not None:
         return _of_status(status, chat)
     if call is not None:

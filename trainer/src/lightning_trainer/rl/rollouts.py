@@ -16,7 +16,7 @@ from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.rl.account import Untrained
-from lightning_trainer.rl.endings import Ending, ending_of, needs_trace
+from lightning_trainer.rl.endings import Ending, ending_of, engine_fault, needs_trace
 
 POLL_S: Final = 0.25
 SLACK_S: Final = 60.0  # within this time, a runner notices a time-out, ends the attempt and reports it to the store
@@ -194,15 +194,28 @@ def outcomes(store: Store, rollouts: Sequence[Rollout], timeouts: Timeouts = "co
     return [_outcome(ended[i], sorted(attempts[i], key=lambda a: a.number), rewards, endings, timeouts) for i in ids]
 
 
-def is_counted(store: Store, end: End, *, timeouts: Timeouts, failed: Failed) -> bool:
-    """Whether the given end of an attempt is a failure of the policy that counts, whatever a retry does.
+def settle_end(store: Store, end: End, *, lost_answers: bool, timeouts: Timeouts, failed: Failed) -> End:
+    """Return the end of an attempt as it counts.
+
+    A result that misses an answer of its engine becomes a failure, which is tried again. A failure of the policy that
+    counts becomes final, whatever a retry would do.
 
     Args:
         store: with its calls.
         end: how it is about to end.
+        lost_answers: whether a call failed or was cut, and its engine may be to blame.
         timeouts: how rollouts that were too slow count.
         failed: what failures count as.
     """
+    if end.status == "succeeded":
+        traces = traces_of(store, attempt_ids=[end.attempt_id]) if lost_answers else []
+        faults = [fault for trace in traces if (fault := engine_fault(trace)) is not None]
+        return replace(end, status="failed", rewards=(), error=faults[0]) if faults else end
+    return replace(end, final=_is_counted(store, end, timeouts, failed))
+
+
+def _is_counted(store: Store, end: End, timeouts: Timeouts, failed: Failed) -> bool:
+    """Whether an end is a failure of the policy that counts."""
     if failed == "exclude" or end.status not in FAILED:
         return False
     ended = [replace(one, status=end.status, error=end.error) for one in store.attempts(attempt_ids=[end.attempt_id])]

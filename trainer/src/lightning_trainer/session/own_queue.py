@@ -1,27 +1,41 @@
 """A queue of one process in a store that others may share: each process runs only the rollouts that it queued.
 
-It also decides what is retried: a failure that counts is the result of its rollout, so a retry would be useless.
+It also decides what is retried: a failure that counts is the result of its rollout, so a retry would be useless. A
+result without an answer that the engine failed to give is retried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, cast
 
 from lightning_spans.errors import LightningError
 from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, End, Rollout, RolloutStatus
+from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store
+from lightning_trainer.reasons.call_errors import ENGINE_ENDED, ENGINE_WAIT
+
+_FAULTS: Final = (ENGINE_ENDED, ENGINE_WAIT)
+
+
+class SettleEnd(Protocol):
+    """Returns the end of an attempt as it counts."""
+
+    def __call__(self, store: Store, end: End, *, lost_answers: bool) -> End:
+        """Return the end, unchanged or not."""
+        ...
 
 
 class _OwnQueue:
     """Proxy of a store, except for claims: those get only what was queued through this proxy."""
 
-    def __init__(self, store: Store, is_result: Callable[[Store, End], bool]) -> None:
+    def __init__(self, store: Store, settle: SettleEnd) -> None:
         self._store = store
-        self._is_result = is_result
+        self._settle = settle
         self._began: dict[str, None] = {}  # prefixes of the ids of queued rollouts
+        # Attempts that lost an answer, perhaps because of their engine. An end may be reported twice, so they are kept.
+        self._doubted: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -54,26 +68,31 @@ class _OwnQueue:
         error: str | None = None,
     ) -> RolloutStatus:
         """End an attempt; one with a failure that counts is not retried."""
-        if not self._is_result(self._store, end := End(attempt_id, fence, status, tuple(rewards), error)):
-            return self._store.finish(attempt_id, fence, status=status, rewards=rewards, error=error)
-        (told,) = self._store.finish_all([replace(end, final=True)])
+        (told,) = self.finish_all([End(attempt_id, fence, status, tuple(rewards), error)])
         if isinstance(told, LightningError):
             raise told
         return told
 
     def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
         """End attempts, like `finish`."""
-        return self._store.finish_all([replace(end, final=self._is_result(self._store, end)) for end in ends])
+        settled = [self._settle(self._store, end, lost_answers=end.attempt_id in self._doubted) for end in ends]
+        return self._store.finish_all(settled)
+
+    def add_calls(self, calls: Sequence[Call]) -> int:
+        """Keep calls; those that their engine may have failed put the result of their attempt in doubt."""
+        failed = (call for call in calls if call.error is not None and call.attempt_id is not None)
+        self._doubted.update(str(call.attempt_id) for call in failed if not call.sampling.keys().isdisjoint(_FAULTS))
+        return self._store.add_calls(calls)
 
 
-def own_queue(store: Store, is_result: Callable[[Store, End], bool] = lambda _, __: False) -> Store:
+def own_queue(store: Store, settle: SettleEnd) -> Store:
     """Return the store with a separate queue for this process: rollouts of others, left behind or waiting, are not run.
 
     Args:
         store: the store that contains the queue.
-        is_result: whether an end of an attempt is the result of its rollout, so that no retry would count.
+        settle: returns the end of an attempt as it counts: see `rl.rollouts.settle_end`.
     """
-    return cast(Store, _OwnQueue(store, is_result))
+    return cast(Store, _OwnQueue(store, settle))
 
 
 def _beginning(rollout_id: str) -> str:

@@ -17,7 +17,7 @@ from lightning_spans.schema.attempts import Rollout, RolloutStatus
 from lightning_spans.store import Store, open_store
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.report.progress import IMPORTING, Progress
-from lightning_trainer.rl.rollouts import Failed, Outcome, is_counted, outcomes
+from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes, settle_end
 from lightning_trainer.rl.rollouts import wait as wait_for
 from lightning_trainer.runner.logs import temporary_folder
 from lightning_trainer.runner.runner import Runner
@@ -204,7 +204,7 @@ def serve(
     from lightning_trainer.gateway.auth.keys import RUN_S, Keys
     from lightning_trainer.gateway.http.serving import ServerThread
 
-    keys, store = keys or Keys.fresh(), own_queue(store, partial(is_counted, timeouts=timeouts, failed=failed))
+    keys, store = keys or Keys.fresh(), own_queue(store, partial(settle_end, timeouts=timeouts, failed=failed))
     routing = sampling.routing(answers, runner.job.command)
     app = create_app(store, keys=keys, engine=answers.engines, upstreams=answers.upstreams, routing=routing)
     if extend is not None:

@@ -182,6 +182,10 @@ class OwnServer:
         """Return whether the server ends: `Servers.ends`."""
         return self._process.ends(urls[0])
 
+    async def ended(self, urls: Sequence[str]) -> bool:
+        """Return whether the server ends: `Servers.ended`."""
+        return await self._process.ended(urls[0])
+
     def settled(self) -> None:
         """Forget earlier crashes."""
         self._process.crashes = 0

@@ -30,7 +30,7 @@ from lightning_trainer.engines.vllm.running import BASE_NAME
 from lightning_trainer.engines.vllm.servers import Servers
 from lightning_trainer.engines.vllm.weights import replace_weights
 from lightning_trainer.gateway.engine import Sampled, Sampling
-from lightning_trainer.gateway.engine_wait import add_wait, engine_wait
+from lightning_trainer.gateway.engine_wait import add_wait, engine_wait, mark_ended
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
 from lightning_trainer.gateway.upstream.connection import Connection
@@ -105,10 +105,10 @@ class ServedPolicy:
         for left in reversed(range(_TRIES)):
             with engine_wait():
                 await self._owner.servers.ready()
-            begun, since = False, 0.0
+            begun, since, urls = False, 0.0, self._owner.servers.urls
             try:
                 async with self._owner.gate.passed():
-                    since = time.monotonic()
+                    since, urls = time.monotonic(), self._owner.servers.urls
                     with self.names.call() as served:
                         stream = self._owner.constrained if marks(sampling) else self._owner.stream
                         async for piece in stream(served, prompt, most, sampling):
@@ -119,6 +119,9 @@ class ServedPolicy:
                 refusal = _failure_of(error)
                 self._owner.servers.suspect()
                 if begun or not left:
+                    lost_s = time.monotonic() - since
+                    if await self._owner.servers.ended(urls):
+                        mark_ended(lost_s)
                     raise refusal from error
                 add_wait(time.monotonic() - since)
                 with engine_wait():

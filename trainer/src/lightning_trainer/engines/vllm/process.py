@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -25,6 +26,7 @@ _START_S: Final = 1800.0  # on a busy machine, imports alone take minutes
 _STOP_S: Final = 30.0
 _LOOK_S: Final = 0.5
 _ENDING_S: Final = 10.0
+_POLL_S: Final = 0.05
 _CRASHES: Final = 3  # in a row, without new weights in between
 _PORTS: Final = 3  # ports that are tried at first
 _TAKEN: Final = "ddress already in use"  # as Python's asyncio and the system write it
@@ -178,6 +180,16 @@ class VllmProcess:
             process.wait(_ENDING_S)
         self.suspect()
         return process.poll() is not None
+
+    async def ended(self, url: str) -> bool:
+        """Return whether the server at a URL has ended, or ends soon: like `ends`, and blocks no thread."""
+        until = time.monotonic() + _ENDING_S
+        while url == self._url and self.up:
+            self.suspect()
+            if time.monotonic() > until:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
 
     def hold(self) -> None:
         """Do not restart the server before `release`."""

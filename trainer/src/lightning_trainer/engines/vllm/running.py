@@ -127,6 +127,10 @@ class RunningServers:
             self.suspect()
         return lost
 
+    async def ended(self, urls: Sequence[str]) -> bool:
+        """Return whether a request failed because the server has ended: `ends`."""
+        return await asyncio.to_thread(self.ends, urls)
+
     def settled(self) -> None:
         """Do nothing: others look after them."""
 

@@ -37,6 +37,10 @@ class Servers(Protocol):
         """Return whether a request to these URLs failed because the server has ended; ours is then started again."""
         ...
 
+    async def ended(self, urls: Sequence[str]) -> bool:
+        """Return whether a request failed because the server has ended, like `ends`."""
+        ...
+
     def settled(self) -> None:
         """Report that the servers took new weights, so that earlier crashes no longer count."""
         ...

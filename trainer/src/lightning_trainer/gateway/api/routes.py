@@ -45,6 +45,7 @@ class ApiState(Protocol):
     routing: Routing
     forget: Callable[[str], None]
     cut: Callable[[str], None]
+    settle_calls: Callable[[str], None]
     metrics: Metrics
     began_ns: int
     replays: Sessions
@@ -166,10 +167,15 @@ def _finish_all(asked: _Asked) -> list[dict[str, str]]:
 
 
 def _cut_calls(state: ApiState, ends: Sequence[End]) -> None:
-    """End the running calls of unsuccessful attempts, so that those calls are recorded with their end."""
+    """End the running calls of unsuccessful attempts, so that those calls are recorded with their end.
+
+    Of a successful one, the calls that its program gave up are recorded before its end.
+    """
     for end in ends:
         if end.status != "succeeded":
             state.cut(end.attempt_id)
+        else:
+            state.settle_calls(end.attempt_id)
 
 
 def _fairly(state: ApiState, ends: list[End]) -> list[End]:

@@ -22,7 +22,7 @@ from lightning_trainer.gateway.request.chat_request import ChatRequest, plainly,
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.models.merged_messages import MERGE
-from lightning_trainer.reasons.call_errors import ENGINE_WAIT, LONG_WAIT_S
+from lightning_trainer.reasons.call_errors import ENGINE_ENDED, ENGINE_WAIT, LONG_WAIT_S
 from lightning_trainer.reasons.continuation import CONTINUATION
 
 _TOKEN_BYTES: Final = 32  # no text has longer tokens on average, not even white space
@@ -161,6 +161,8 @@ class Responder:
         finally:
             if wait.seconds >= LONG_WAIT_S:
                 pending.note(**{ENGINE_WAIT: round(wait.seconds, 3)})
+            if wait.ended:
+                pending.note(**{ENGINE_ENDED: True})
         generation.close()
         if pending.requested.grant.attempt_id is not None and prompt is not None:
             for choice in pending.sampled.choices:

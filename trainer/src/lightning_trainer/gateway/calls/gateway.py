@@ -79,6 +79,18 @@ class Gateway:
         if self._loop is not None and attempt_id in list(self._open.values()):
             asyncio.run_coroutine_threadsafe(self._cut_calls(attempt_id), self._loop).result()
 
+    def settle_calls(self, attempt_id: str) -> None:
+        """Wait for the records of an attempt's calls that its program gave up. Must not be called on the event loop.
+
+        The attempt succeeded, so a call that still runs is not cut: it may be meant to outlive the attempt.
+        """
+        if self._loop is not None and attempt_id in list(self._open.values()):
+            asyncio.run_coroutine_threadsafe(self._settle_calls(attempt_id), self._loop).result()
+
+    async def _settle_calls(self, attempt_id: str) -> None:
+        if tasks := [task for task, its in self._open.items() if its == attempt_id]:
+            await asyncio.wait(tasks, timeout=_CUT_S)
+
     async def _cut_calls(self, attempt_id: str) -> None:
         tasks = [task for task, its in self._open.items() if its == attempt_id and task not in self._cut]
         self._cut.update(tasks)
