@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -25,6 +26,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_trainer import TrainConfig, choices, registry
 from lightning_trainer.callbacks import wanted_callbacks
 from lightning_trainer.cli import cli
+from lightning_trainer.commands import Listed
 from lightning_trainer.environments import open_environment
 from lightning_trainer.gateway.formats.reader import Dialect, parse
 from lightning_trainer.gateway.formats.table import by_name
@@ -341,3 +343,49 @@ def test_a_second_claim_to_a_name_names_both_plugins() -> None:
     finally:
         hooks.unregister("one")
         hooks.unregister("two")
+
+
+@pytest.fixture
+def listed() -> Iterator[None]:
+    class Commands:
+        @hooks.hookimpl
+        def lightning_register_commands(self, register):
+            register("count-words", Listed("no_such_module", "Count words.", after="train"))
+
+    hooks.register(Commands(), "commands")
+    yield
+    hooks.unregister("commands")
+
+
+@pytest.mark.usefixtures("listed")
+def test_a_listed_command_is_in_its_place_and_not_imported_for_help() -> None:
+    told = CliRunner().invoke(cli, ["--help"]).output
+    names = re.findall(r"^  ([a-z][a-z-]*) ", told.partition("Commands:")[2], flags=re.MULTILINE)
+    assert names[names.index("train") + 1] == "count-words"
+    assert "Count words." in told
+    assert [item.value for item in cli.shell_complete(click.Context(cli), "count")] == ["count-words"]
+
+
+@pytest.mark.usefixtures("listed")
+def test_a_listed_command_that_cannot_be_imported_names_its_module() -> None:
+    told = CliRunner().invoke(cli, ["count-words"])
+    assert told.exit_code == ConfigError.exit_status
+    wanted = "the command 'count-words' of a plugin can't be imported from no_such_module: ModuleNotFoundError"
+    assert wanted in told.output
+
+
+def test_an_unknown_tool_format_lists_none() -> None:
+    with pytest.raises(ConfigError, match=r"unknown tool format 'nome'\. Did you mean 'none'"):
+        config(tool_format="nome")
+
+
+def test_a_run_folder_in_place_of_a_store_names_the_store(tmp_path: Path) -> None:
+    (tmp_path / "lightning.db").touch()
+    told = CliRunner().invoke(cli, ["traces", "--store", str(tmp_path)])
+    wanted = f"is a run's folder, not a store. Give its store: --store {tmp_path / 'lightning.db'}"
+    assert wanted in told.output.replace("\n", "")
+
+
+def test_an_error_that_ends_in_a_parenthesis_ends_as_a_sentence() -> None:
+    told = CliRunner().invoke(cli, ["traces", "runs/x"])
+    assert "Got unexpected extra argument (runs/x). See" in told.output

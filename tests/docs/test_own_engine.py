@@ -23,6 +23,8 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.store import open_store
 from lightning_trainer import registry, train
 from lightning_trainer.backends.torch.learner import TorchLearner
+from lightning_trainer.engines.contract import EngineRequest
+from lightning_trainer.gateway.engine import set_tool_format, tool_format
 from lightning_trainer.rl.rows import Row
 from support.training.programs import put_programs
 from support.training.tiny_runs import PROGRAMS as TINY
@@ -63,6 +65,25 @@ def test_the_engine_samples_each_version_exactly(more: Any, gaps: list[str], tin
     store.close()
     assert versions <= {0, 1}
     assert {0} < versions or max(line["staleness_max"] for line in lines(folder / "out")) == 1
+
+
+def test_an_engine_that_does_not_read_the_tool_format_gets_it(tiny_model: Path, folder: Path) -> None:
+    request = EngineRequest(model=tiny_model, tool_format="lfm")
+    kind = importlib.import_module("own_engine").CopiesKind()
+    learner = TorchLearner(tiny_model, device="cpu", dtype="float32", sampler=(kind, request))
+    assert [tool_format(engine) for engine in learner.engines] == ["lfm"]
+    learner.close()
+
+
+def test_an_engine_that_accepts_no_tool_format_is_refused() -> None:
+    class Slotted:
+        __slots__ = ()
+
+    set_tool_format([Slotted()], None)
+    with pytest.raises(
+        ConfigError, match=r"--tool-format lfm can't be used: Slotted.tool_format can't be set. Make it"
+    ):
+        set_tool_format([Slotted()], "lfm")
 
 
 def test_the_learner_takes_the_step_of_the_torch_backend(tiny_model: Path, folder: Path) -> None:

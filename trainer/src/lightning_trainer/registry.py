@@ -64,7 +64,8 @@ def by_name(kind: Kind, name: str) -> Any:
     known = registered(kind)
     if name not in known:
         _refuse_removed(kind, name)
-        raise unknown(kind, name, offered(kind))
+        others = [NO_FORMAT] if kind == "tool format" else []
+        raise unknown(kind, name, [*offered(kind), *others])
     return known[name]
 
 

@@ -13,7 +13,9 @@ class TestMine(AgentPrograms, PluginConformance):
     async def pieces(self, agent, prompt):
         return [piece async for piece in agent.stream(prompt)]
 ```
-Where your framework differs, write the program of that scenario yourself: it takes the place of the one here.
+Where your framework differs, write the program of that scenario yourself: it takes the place of the one here. If a tool
+of your framework can't be a coroutine function, set `coroutine_tools = False`, override `ask` and `stream` with the
+synchronous calls, and list `effects_awaited` in `unsupported`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,13 @@ class AgentPrograms:
     """Programs of the scenarios, over the methods `make`, `answer` and `pieces` of your class.
 
     An agent with tools is given plain functions, which `tool` turns into what the framework takes.
+
+    Attributes:
+        coroutine_tools: whether a tool may be a coroutine function. If not, `nested` gives the agent a plain function,
+            which calls the other agent through `ask`.
     """
+
+    coroutine_tools = True
 
     def make(self, name: str, url: str, *tools: Any, **client: Any) -> Any:
         """Return an agent with the kit's instructions.
@@ -169,7 +177,12 @@ class AgentPrograms:
             """
             return str(await self.answer(self.make("writer", url), question))
 
-        return self.ask(self.make("boss", url, self.tool(ask)), PROMPTS["nested"])
+        def ask_now(question: str) -> str:
+            return str(self.ask(self.make("writer", url), question))
+
+        ask_now.__name__, ask_now.__doc__ = ask.__name__, ask.__doc__
+        consult = ask if self.coroutine_tools else ask_now
+        return self.ask(self.make("boss", url, self.tool(consult)), PROMPTS["nested"])
 
     def effects(self, url: str) -> Any:
         """A tool does something that must not happen twice."""

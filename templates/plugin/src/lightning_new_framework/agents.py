@@ -39,7 +39,10 @@ class NewFrameworkAgents(Tracker):
         return run
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an agent's run as a stream. What its reader does between two items is not part of the agent."""
+        """Wrap an agent's run as a stream. What its reader does between two items is not part of the agent.
+
+        `steps` takes an asynchronous generator. For a synchronous one, call `iterate` instead.
+        """
 
         def stream(agent: Any, *args: Any, **kwargs: Any) -> Any:
             pieces = original(agent, *args, **kwargs)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 
@@ -62,20 +62,23 @@ FRAME: Final = {
 }
 
 
-def _in_order(kits: Mapping[str, Listed]) -> dict[str, Listed]:
-    """Return the commands of the frame and of the kits, each kit's command after the one that it names."""
-    names = list(FRAME)
-    waiting = dict(kits)
+Command: TypeAlias = Listed | click.Command
+
+
+def _in_order(first: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all commands: of those added, each after the one that it names, and at the end if it names none."""
+    names = list(first)
+    waiting = {name: str(getattr(each, "after", "")) for name, each in added.items()}
     while waiting:
-        name = next((name for name, each in waiting.items() if each.after in names), None)
+        name = next((name for name, after in waiting.items() if after in names), None)
         if name is None:
             names += waiting
             break
-        names.insert(names.index(waiting.pop(name).after) + 1, name)
-    return {name: FRAME.get(name) or kits[name] for name in names}
+        names.insert(names.index(waiting.pop(name)) + 1, name)
+    return {name: first.get(name) or added[name] for name in names}
 
 
-COMMANDS: Final = _in_order(registry.kit_commands())
+COMMANDS: Final[Mapping[str, Listed]] = _in_order(FRAME, registry.kit_commands())
 
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -85,14 +88,13 @@ class LazyGroup(click.Group):
     """Imports commands when they are called, and prints intended errors on one screen."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Return the names of the commands in the order a user meets them, followed by those of plugins."""
-        return [*COMMANDS, *_plugin_commands()]
+        """Return the names of the commands as a user meets them. A plugin's are last, or where it says."""
+        return list(_in_order(COMMANDS, _plugin_commands()))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - likewise
         """Return a command, imported."""
-        if cmd_name not in COMMANDS:
-            return _plugin_commands().get(cmd_name)
-        return _import_command(COMMANDS[cmd_name])
+        found = COMMANDS.get(cmd_name) or _plugin_commands().get(cmd_name)
+        return _import_command(found, cmd_name) if isinstance(found, Listed) else found
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -112,13 +114,18 @@ class LazyGroup(click.Group):
         from click.shell_completion import CompletionItem
 
         own = [CompletionItem(name, help=each.help) for name, each in COMMANDS.items() if name.startswith(incomplete)]
-        return own or click.Command.shell_complete(self, ctx, incomplete)
+        # plugins are loaded only if no command of ours matches, because that takes time at each press of the key
+        others = [] if own else [CompletionItem(name) for name in _plugin_commands() if name.startswith(incomplete)]
+        return own or others or click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - likewise
-        """List the commands without importing ours."""
+        """List the commands without importing those that are `Listed`."""
         with formatter.section("Commands"):
-            others = [(name, each.get_short_help_str(200)) for name, each in _plugin_commands().items()]
-            formatter.write_dl([*((name, each.help) for name, each in COMMANDS.items()), *others])
+            every: dict[str, Command] = _in_order(COMMANDS, _plugin_commands())
+            formatter.write_dl(
+                (name, each.help if isinstance(each, Listed) else each.get_short_help_str(200))
+                for name, each in every.items()
+            )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Accept ``--debug`` at any position."""
@@ -174,7 +181,8 @@ def _without_usage(error: click.UsageError) -> click.ClickException:
         _suggest(error)
     text = error.format_message()
     more = "" if error.ctx is None else f" See {error.ctx.command_path} --help."
-    return CommandLineError(f"{text}{'' if text.endswith(('.', '?', ')')) else '.'}{more}")
+    ended = text.endswith((".", "?", "?)"))  # as click's hint at similar options does
+    return CommandLineError(f"{text}{'' if ended else '.'}{more}")
 
 
 def _suggest(error: click.NoSuchOption) -> None:
@@ -187,12 +195,23 @@ def _suggest(error: click.NoSuchOption) -> None:
             error.possibilities = [f"--{ours.replace('_', '-')}"]  # type: ignore[misc]
 
 
-def _import_command(listed: Listed) -> click.Command:
-    command: click.Command = import_module(listed.module).command
+def _import_command(listed: Listed, name: str) -> click.Command:
+    """Import a command.
+
+    Raises:
+        ConfigError: it is a plugin's, and its module can't be imported or has no `command`.
+    """
+    try:
+        command: click.Command = import_module(listed.module).command
+    except Exception as error:
+        if name in COMMANDS:
+            raise
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"the command {name!r} of a plugin can't be imported from {listed.module}: {why}") from error
     return command
 
 
-def _plugin_commands() -> dict[str, click.Command]:
+def _plugin_commands() -> dict[str, Command]:
     """Return the commands that plugins register with the hook `lightning_register_commands`.
 
     Raises:
@@ -201,7 +220,7 @@ def _plugin_commands() -> dict[str, click.Command]:
     found = {name: each for name, each in registry.registered("command").items() if COMMANDS.get(name) != each}
     if taken := sorted(found.keys() & COMMANDS.keys()):
         raise ConfigError(f"a plugin registers the command {taken[0]!r}, which lightning-rl has. Give it another name.")
-    return {name: _import_command(each) if isinstance(each, Listed) else each for name, each in found.items()}
+    return found
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -60,6 +60,8 @@ def reading(url: str, key_file: Path | None) -> Iterator[Store]:
 
     path = Path(url.removeprefix("sqlite:///")) if "://" not in url or url.startswith("sqlite:///") else None
     if path is not None and not path.is_file():
+        if (own := path / "lightning.db").is_file():
+            raise ConfigError(f"{path} is a run's folder, not a store. Give its store: --store {own}")
         raise ConfigError(
             f"there is no store {path}. Run the agent once with attach(), or give the store of a run: "
             "--store runs/.../lightning.db"

@@ -17,8 +17,8 @@ _OPTIONS: Final = {
         "env",
         metavar="NAME",
         text="Environment to use instead of TARGET and --data: the module name of a verifiers"
-        " environment, or the URL of an OpenEnv server. It provides the tasks, the loop and the"
-        " reward. Needs --model or --endpoint.",
+        " environment, the URL of an OpenEnv server, or one that a plugin registers. It provides"
+        " the tasks, the loop and the reward. Needs --model or --endpoint.",
     ),
     "env_options": field_option(EnvironmentOptions, "env_options", text="Option of the environment. May be repeated."),
     "env_tasks": field_option(

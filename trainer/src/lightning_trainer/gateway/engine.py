@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias
+
+from lightning_spans.errors import ConfigError
 
 STEERED: Final = "steered"
 """Ability of engines that say which tokens are no samples of the policy; the name of that in a call's sampling."""
@@ -107,6 +109,28 @@ class Engine(Protocol):
 def tool_format(engine: Engine) -> str | None:
     """Return the name of the chosen format of tool calls: an engine's attribute ``tool_format``, if it has one."""
     return getattr(engine, "tool_format", None)
+
+
+def set_tool_format(engines: Iterable[Engine], name: str | None) -> None:
+    """Set a run's format of tool calls on its engines, so that an engine need not read the option itself.
+
+    Args:
+        engines: of the run's policies.
+        name: the chosen format; None: nothing is set, and the format is the one of the chat template.
+
+    Raises:
+        ConfigError: an engine does not accept the attribute ``tool_format``.
+    """
+    for engine in engines:
+        if name is None or tool_format(engine) == name:
+            continue
+        try:
+            engine.tool_format = name  # type: ignore[attr-defined]  # optional, so not in the protocol
+        except AttributeError:
+            raise ConfigError(
+                f"--tool-format {name} can't be used: {type(engine).__name__}.tool_format can't be set. Make it an"
+                " attribute of the engine (docs/how-to/own-engine.md), or leave the option out."
+            ) from None
 
 
 def abilities(engine: Engine) -> frozenset[str]:

@@ -13,8 +13,8 @@ class EnvironmentOptions(OptionRecord):
     """The environment to use, and how many of its tasks."""
 
     env: str | None = None
-    """Environment to use instead of target and data: the module name of a verifiers environment, or the URL of an
-    OpenEnv server. It provides the tasks, the loop and the reward."""
+    """Environment to use instead of target and data: the module name of a verifiers environment, the URL of an OpenEnv
+    server, or one that a plugin registers. It provides the tasks, the loop and the reward."""
     env_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment."""
     env_tasks: int | None = Field(default=None, ge=1)

@@ -176,7 +176,10 @@ class Tracker:
             raise
 
     async def steps(self, span: OpenSpan | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """Return the items of a generator that works under the span; its reader's code in between does not."""
+        """Return the items of an asynchronous generator that works under the span; its reader's code does not.
+
+        For a synchronous generator, use `iterate`.
+        """
         with self.working(span):
             inner = items if span is None else entered_steps(span.context, items)
             try:

@@ -37,7 +37,7 @@ from lightning_trainer.backends.torch.model.quantised import write_dequantised
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.torch.threads import use_threads
 from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldModel, PolicyEngines, RestingEngines
-from lightning_trainer.gateway.engine import Engine
+from lightning_trainer.gateway.engine import Engine, set_tool_format
 from lightning_trainer.models.bases import read_base
 from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.rows import Row
@@ -105,6 +105,7 @@ class TorchLearner:
         own = replace(request, model=source, dtype=dtype, policies=self.options.served)
         engine = kind.open(own, held)
         try:
+            set_tool_format(engine.engines, own.tool_format)
             engine.publish({each.model: each.version for each in self._trained_engines(engine)}, self._write)
         except BaseException:
             engine.close()
