@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lightning_spans.adapter.nodes import MissingHalf
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
@@ -17,6 +18,7 @@ from lightning_spans.schema.spans import (
     OUTPUT_TOKENS,
     REQUEST,
     REROUTABLE,
+    REROUTED,
     UNASKABLE,
     Span,
 )
@@ -34,11 +36,10 @@ def trace(*spans: tuple[str, str | None, dict[str, Any]], rewards: dict[str | No
             operation=operation,
             name="x",
             trace_id="1" * 32,
-            span_id=f"{number:016x}",
             start_ns=number,
             end_ns=number,
             agent=agent,
-            **{"status": "ok", **more},
+            **{"status": "ok", "span_id": f"{number:016x}", **more},
             **ids,
         )
         for number, (operation, agent, more) in enumerate(spans, 1)
@@ -155,14 +156,29 @@ def test_calls_that_only_a_gateway_saw_are_not_said_to_be_at_their_own_endpoint(
     call = Call(call_id="c", response_id="c", start_ns=1, end_ns=2, policy="p", policy_version=0, agent="shell", **ids)
     print_joins([Trace.build([], [call])], as_json=False)
     told = capsys.readouterr().err
-    assert "1 model calls recorded, by the gateway alone: the program is not attached.\n" in told
+    assert "1 model call recorded, by the gateway alone: the program is not attached.\n" in told
     assert "tools are not visible" in told
     print_joins([trace((CHAT, "writer", {}))], as_json=False)
     told = capsys.readouterr().err
-    assert "1 model calls recorded, at their own endpoint" in told
+    assert "1 model call recorded, at their own endpoint" in told
     assert "attach its plugin, or write one" in told
     print_joins([trace((CHAT, "writer", {})), Trace.build([], [call])], as_json=False)
-    assert "0 of 2 model calls are joined" in capsys.readouterr().out
+    assert "0 of 1 model calls are joined" in capsys.readouterr().out
+
+
+def test_calls_at_an_untrained_agents_own_endpoint_are_not_called_unjoined(capsys) -> None:
+    sent = {"attributes": {REROUTED: True}, "span_id": "a" * 16}
+    calls = trace((CHAT, "writer", sent), (CHAT, "checker", {}), (CHAT, "checker", {}), (CHAT, "checker", FAILED))
+    ids = {"rollout_id": "r", "attempt_id": "a", "trace_id": "1" * 32, "span_id": "a" * 16}
+    call = Call(call_id="c", response_id="c", start_ns=1, end_ns=2, policy="p", policy_version=0, agent="writer", **ids)
+    whole = Trace.build([node.span for node in calls], [call])
+    print_joins([whole], as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "1 of 2 model calls are joined with the gateway's records",
+        f"1 not joined: {MissingHalf.NOT_SEEN}",
+        "2 calls of checker went to its own endpoint, where no tokens are recorded",
+    ]
 
 
 ELSEWHERE = {"attributes": {FRAMEWORK: "langchain"}}

@@ -95,7 +95,7 @@ def test_the_last_line_is_about_the_agents_that_were_trained(train: Train) -> No
     assert told["difference_low"] < 0.5 < told["difference_high"]
     assert told["by_agent"]["router"]["difference"] == 0.5
     assert (told["by_agent"]["worker"]["difference"], told["by_agent"]["worker"]["n"]) == (0.0, 8)
-    assert "difference of worker: +0.000 (" in told["stderr"]
+    assert "difference of worker, not trained: +0.000 (" in told["stderr"]
     assert "The held-out reward rose from 0.500 to 1.000: difference +0.500 (" in told["stderr"]
 
 

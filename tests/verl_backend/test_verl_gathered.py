@@ -23,7 +23,7 @@ from lightning_trainer.backends.verl.steps.gathered import Gathered, waits_of_st
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Silent
-from lightning_trainer.rl.account import Account
+from lightning_trainer.rl.account import Account, Untrained
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rollouts import Outcome
@@ -116,6 +116,28 @@ def test_dead_groups_raise_an_alarm_and_a_silent_agent_a_warning(tmp_path: Path)
         "WARNING: answerer not seen in 1 step",
         "WARNING: answerer not seen in 3 steps",
     ]
+
+
+@pytest.mark.parametrize(
+    ("named", "why"), [(None, "no rollout got a reward"), ("writer", "the rewards name only writer")]
+)
+def test_a_selected_agent_without_a_reward_is_warned_of_once(tmp_path: Path, named: str | None, why: str) -> None:
+    found, progress = Gathered("exclude"), Told()
+    ids = {"rollout_id": "r", "attempt_id": "r.1"}
+    rollout = Rollout(rollout_id="r", group_id="g", task={})
+    attempt = AttemptRecord(attempt_id="r.1", rollout=rollout, number=1, fence=1, worker="w", status="succeeded")
+    rewards = (Reward(value=0.5, agent=named, **ids),) if named else ()
+    outcome = Outcome(rollout=rollout, attempt=attempt, attempts=(attempt,), rewards=rewards)
+    missed = Judged(Transition(agent="solver", turn=0, span_id="s", **ids), "g", 0.0, 0.0, left_out=Untrained.NO_REWARD)
+    batch = Batch(rows=[], account=Account(), agents={"solver": 1}, calls=(missed,), given=rewards)
+    with closing(MetricLog(tmp_path)) as log:
+        reporter = Reporter(log, progress, options(tmp_path))
+        for step in (1, 2):
+            found.add([outcome], batch, [])
+            numbers, _ = found.take([])
+            reporter.told("train", step, {f"lightning/{name}": value for name, value in numbers.items()})
+        assert not [name for line in log.lines("train") for name in line if "unrewarded" in name]
+    assert progress.notes == [f"WARNING: no reward for solver, so nothing is learned there: {why}. Reward solver too."]
 
 
 S = 10**9

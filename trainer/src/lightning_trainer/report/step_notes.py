@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
@@ -17,6 +18,9 @@ from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.endings import Ending
 from lightning_trainer.rl.scores import Score
+
+UNREWARDED: Final = "unrewarded/"
+"""Before the name of a selected agent without a reward, in what verl's process reports. The log does not have it."""
 
 
 def score_line(result: Score) -> str:
@@ -105,9 +109,13 @@ def unrewarded_agents(calls: Iterable[Judged]) -> list[str]:
     return sorted(by_reward[False] - by_reward[True])
 
 
-def unrewarded_note(agents: Sequence[str], batch: Batch) -> str:
-    """Return a warning about selected agents that learn nothing, because the rewards name only others."""
-    named = sorted({reward.agent for reward in batch.given if reward.agent is not None})
+def unrewarded_note(agents: Sequence[str], named: Sequence[str]) -> str:
+    """Return a warning about selected agents that learn nothing.
+
+    Args:
+        agents: these.
+        named: the agents that rewards name; empty if there is no reward at all.
+    """
     why = f"the rewards name only {some(named)}" if named else "no rollout got a reward"
     them = ", ".join(agents)
     return f"WARNING: no reward for {them}, so nothing is learned there: {why}. Reward {them} too."

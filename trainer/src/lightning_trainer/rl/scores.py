@@ -15,7 +15,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_trainer.intervals import Declared, Estimate, estimate_difference, estimate_mean, reward_bounds
 from lightning_trainer.rl.rollouts import Failed, Outcome
 
-_AGENT: Final = "reward/"
+BY_AGENT: Final = "reward/"  # before an agent's name: the metric of its own reward
 BY_TASK: Final = "by_task"  # in the line of a validation
 
 
@@ -50,7 +50,7 @@ class Score:
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, Any], declared: Declared = None) -> Score:
         """Read the result of `metrics`, and `BY_TASK` if a line of a log has it; other numbers are ignored."""
-        agents = {n.removeprefix(_AGENT): value for n, value in metrics.items() if n.startswith(_AGENT)}
+        agents = {n.removeprefix(BY_AGENT): value for n, value in metrics.items() if n.startswith(BY_AGENT)}
         rollouts, failed = int(metrics.get("rollouts", 0)), int(metrics.get("failed", 0))
         return cls(
             reward=metrics.get("reward"),
@@ -69,7 +69,7 @@ class Score:
         """Return the score as numbers by name, for logs."""
         found = {"reward": self.reward, "reward_low": self.low, "reward_high": self.high, "reward_all": self.reward_all}
         known = {name: value for name, value in found.items() if value is not None}
-        agents = {f"{_AGENT}{name}": value for name, value in self.by_agent.items()}
+        agents = {f"{BY_AGENT}{name}": value for name, value in self.by_agent.items()}
         counts = {"rollouts": self.rollouts, "failed": self.failed, "tasks": self.tasks}
         return {**known, **agents, **{name: float(count) for name, count in counts.items()}}
 

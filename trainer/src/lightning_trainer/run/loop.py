@@ -310,7 +310,8 @@ class Loop:
         """Warn once of each selected agent whose calls get no reward."""
         new = [name for name in unrewarded_agents(batch.calls) if name not in self._unrewarded]
         if new:
-            self._run.progress.note(unrewarded_note(new, batch))
+            named = sorted({reward.agent for reward in batch.given if reward.agent is not None})
+            self._run.progress.note(unrewarded_note(new, named))
             self._unrewarded |= set(new)
 
     def _tell_unheard(self) -> None:

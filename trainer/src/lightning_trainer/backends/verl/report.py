@@ -12,8 +12,8 @@ from lightning_trainer.report.log.lines import WAITED_FOR
 from lightning_trainer.report.metrics import Kind, MetricLog
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.speed.waits import longest_wait, name_bottleneck
-from lightning_trainer.report.step_notes import score_line
-from lightning_trainer.rl.scores import BY_TASK, Score
+from lightning_trainer.report.step_notes import UNREWARDED, score_line, unrewarded_note
+from lightning_trainer.rl.scores import BY_AGENT, BY_TASK, Score
 
 # verl's name of a number, and the name in the torch backend.
 _NAMES: Final = {
@@ -51,6 +51,7 @@ class Reporter:
         self._progress = progress
         self._config = config
         self._steps: list[Mapping[str, float]] = []  # since the run started or was resumed
+        self._unrewarded: set[str] = set()  # agents of which the user was warned
 
     def told(
         self,
@@ -73,6 +74,7 @@ class Reporter:
             self._progress.note(f"held out after {amount(step, 'step')}: {score_line(Score.from_metrics(values))}")
             return
         numbers = ours(values, cpu=self._config.device == "cpu")
+        self._warn_of_unrewarded(numbers)
         longest = longest_wait(numbers)
         self._log.add("train", step - 1, numbers, {WAITED_FOR: longest[0]} if longest is not None else {})
         self._progress.step(step - 1, numbers)
@@ -83,6 +85,15 @@ class Reporter:
             self._progress.note(bottleneck)
         if step == 1:
             self.warn_of_unheard(1)
+
+    def _warn_of_unrewarded(self, numbers: dict[str, float]) -> None:
+        """Warn once of each selected agent whose calls get no reward, and take its mark out of the numbers."""
+        marks = [name for name in numbers if name.startswith(UNREWARDED)]
+        new = {mark.removeprefix(UNREWARDED) for mark in marks if numbers.pop(mark)} - self._unrewarded
+        if new:
+            named = [name.removeprefix(BY_AGENT) for name in numbers if name.startswith(BY_AGENT)]
+            self._progress.note(unrewarded_note(sorted(new), sorted(named)))
+            self._unrewarded |= new
 
     def warn_of_unheard(self, steps: int) -> None:
         """Warn of agents that should be trained but have made no call so far."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from lightning_spans.schema.spans import CHAT
+from lightning_spans.adapter.nodes import MissingHalf
+from lightning_spans.schema.spans import CHAT, REROUTED
 from lightning_trainer.flags.common import print_json, screen
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal, printable, tokens
 
 if TYPE_CHECKING:
-    from lightning_spans.adapter.trace import Trace
+    from lightning_spans.adapter.nodes import Node
+    from lightning_spans.adapter.trace import Joins, Trace
     from lightning_trainer.report.agents import AgentRow
 
 _ONLY_CALLS: Final = (
@@ -31,26 +36,46 @@ def print_rows(rows: Sequence[AgentRow], *, as_json: bool) -> None:
 
 
 def print_joins(traces: Sequence[Trace], *, as_json: bool) -> None:
-    """Print how rewards and calls were joined. Calls at the agents' own endpoints have no tokens, which is expected."""
+    """Print how rewards and calls were joined.
+
+    Calls that an agent's own endpoint answered are counted separately: the gateway has no record to join them with.
+    """
     from lightning_spans.adapter.trace import count_joins
     from lightning_trainer.report.agents import misspelt_rewards
 
     if (warning := misspelt_rewards(traces)) is not None:
         click.echo(printable(warning), err=True)
     joins = count_joins(traces)
+    outside = Counter(
+        node.span.agent or "(no name)" for trace in traces for node in trace.chats if _is_outside_gateway(node)
+    )
     at_gateway = sum(node.call is not None for trace in traces for node in trace.chats)
     if joins.joined or 0 < at_gateway < joins.calls:
-        for line in joins.lines():
+        for line in _without(joins, outside.total()).lines():
             click.echo(line, err=as_json)
+        for agent, count in sorted(outside.items()):
+            calls = f"{amount(count, 'call')} of {agent}"
+            click.echo(printable(f"{calls} went to its own endpoint, where no tokens are recorded"), err=as_json)
     else:
         where = (
             "by the gateway alone: the program is not attached."
             if at_gateway
             else "at their own endpoint: tokens are recorded while training."
         )
-        click.echo(f"{joins.calls} model calls recorded, {where}", err=True)
+        click.echo(f"{amount(joins.calls, 'model call')} recorded, {where}", err=True)
     if joins.calls and all(node.span.operation == CHAT for trace in traces for node in trace):
         click.echo(_ONLY_CALLS, err=True)
+
+
+def _is_outside_gateway(node: Node) -> bool:
+    """Whether the agent's own endpoint answered the call. Rerouted and failed ones should have a record."""
+    return node.call is None and not node.span.attributes.get(REROUTED) and node.span.status != "error"
+
+
+def _without(joins: Joins, outside: int) -> Joins:
+    """Return the counts without so many calls that the gateway was not to record."""
+    unjoined = Counter(joins.unjoined) - Counter({MissingHalf.NOT_SEEN: outside})
+    return replace(joins, calls=joins.calls - outside, unjoined=dict(unjoined))
 
 
 def _print_table(rows: Sequence[AgentRow]) -> None:

@@ -18,6 +18,8 @@ from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.terminal import decimal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning_trainer.run.result import Result
 
 EXAMPLE = (
@@ -83,7 +85,7 @@ def command(
             config = with_folder(config)
             watched = stack.enter_context(Viewed(watched, config.resume or config.out))
         result = train(config, watched)
-    _print_sentences(result)
+    _print_sentences(result, config.agents)
     print_json(_facts(result))
 
 
@@ -97,8 +99,10 @@ def _planning(config: TrainConfig, memory: float | None) -> AbstractContextManag
     return plan_for(memory, max([config.gpus, *named]))
 
 
-def _print_sentences(result: Result) -> None:
-    """Print the results for people, on stderr."""
+def _print_sentences(result: Result, agents: Sequence[str] | None) -> None:
+    """Print the results for people, on stderr. `agents` names the trained ones; None: all are."""
+    from lightning_trainer.rl.scores import trained_names
+
     if result.checkpoint is not None:
         click.echo(f"curve: {result.folder / 'curve.png'}\nserve it: lightning-rl serve {result.folder}", err=True)
     for name, told in zip(("before", "after"), result.scores(), strict=True):
@@ -113,11 +117,14 @@ def _print_sentences(result: Result) -> None:
             )
     if (sentence := result.sentence()) is not None:
         click.echo(sentence, err=True)
-    for name, (rise, tasks) in result.differences().items():
+    differences = result.differences()
+    trained = trained_names(filter(None, differences), agents)
+    for name, (rise, tasks) in differences.items():
         if name and rise.mean is not None and rise.low is not None and rise.high is not None:
+            untrained = "" if trained is None or name in trained else ", not trained"
             ends = f"{decimal(rise.low)} to {decimal(rise.high)}, 95 %"
             click.echo(
-                f"difference of {name}: {rise.mean:+.3f} ({ends}), paired over {amount(tasks, 'task')}",
+                f"difference of {name}{untrained}: {rise.mean:+.3f} ({ends}), paired over {amount(tasks, 'task')}",
                 err=True,
             )
 

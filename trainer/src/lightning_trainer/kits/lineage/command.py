@@ -9,6 +9,7 @@ import click
 
 from lightning_trainer.flags.common import print_json, screen
 from lightning_trainer.flags.files import json_option, key_file_option, runs_option, store_option
+from lightning_trainer.reasons.amounts import amount
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,16 +156,17 @@ def _show_checkpoint(lineage: CheckpointLineage, runs: Sequence[Path]) -> None:
     facts = _checkpoint_json(lineage, runs)
     signature = {True: "signature checked", False: "not signed", None: "signed, not checked: give --signing-key"}
     given = ", ".join(facts["sources"]) or "no source"
+    calls = amount(len(facts["calls"]), "call")
     lines = [
-        f"{lineage.checkpoint}: {facts['steps']} steps, chain intact, {signature[lineage.signed]}",
+        f"{lineage.checkpoint}: {amount(facts['steps'], 'step')}, chain intact, {signature[lineage.signed]}",
         *(f"BLOCKED: {lineage.blocked}" for _ in range(lineage.blocked is not None)),
         f"started from {facts['model']}",
         *(f"from checkpoint {folder}" for folder in facts["checkpoints"][1:]),
-        f"{len(facts['calls'])} calls of {len(facts['rollouts'])} rollouts, {len(facts['rewards'])} rewards ({given})",
+        f"{calls} of {amount(len(facts['rollouts']), 'rollout')}, {amount(len(facts['rewards']), 'reward')} ({given})",
         *(f"tenant {tenant}" for tenant in facts["tenants"]),
         *(f"data {file['path']}  sha256 {file['sha256'][:16]}" for file in facts["data"] or ()),
         *(f"code {file['path']}  sha256 {file['sha256'][:16]}" for file in facts["code"] or ()),
-        *(f"{len(digests)} system prompts of {agent}" for agent, digests in facts["prompts"].items()),
+        *(f"{amount(len(digests), 'system prompt')} of {agent}" for agent, digests in facts["prompts"].items()),
     ]
     _print(lines)
 

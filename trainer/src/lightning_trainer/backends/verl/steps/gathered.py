@@ -12,8 +12,10 @@ from lightning_trainer.intervals import Declared
 from lightning_trainer.report import step_metrics
 from lightning_trainer.report.answers import of_answers
 from lightning_trainer.report.speed.waits import RolloutTime, Window, divide_step, time_rollouts
+from lightning_trainer.report.step_notes import UNREWARDED, unrewarded_agents
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Failed, Outcome
 from lightning_trainer.rl.scores import by_source, given_to, score
@@ -45,6 +47,7 @@ class Gathered:
             self._account += batch.account
             self._automatic += batch.automatic
             self._traces += traces
+            self._calls += batch.calls
             self._compared += compared
             self._flat += flat
 
@@ -66,6 +69,7 @@ class Gathered:
                 **step_metrics.of_groups(self._compared, self._flat),
                 **step_metrics.of_traces(self._traces),
                 **of_answers(self._traces, self._agents)[0],
+                **{f"{UNREWARDED}{name}": 1.0 for name in unrewarded_agents(self._calls)},
             }
             self._clear()
         return numbers, waited
@@ -75,6 +79,7 @@ class Gathered:
         self._account = Account()
         self._automatic: list[Reward] = []
         self._traces: list[Trace] = []
+        self._calls: list[Judged] = []
         self._compared: int = 0
         self._flat: int = 0
 
