@@ -25,7 +25,7 @@ from lightning_trainer.cli import cli
 from lightning_trainer.kits.export import choose, files
 from lightning_trainer.kits.export import episodes as room
 from lightning_trainer.kits.export.candidates import LineCandidate
-from lightning_trainer.kits.export.export import Exported, export
+from lightning_trainer.kits.export.export import ExportResult, export
 from lightning_trainer.kits.export.wanted import Wanted
 from lightning_trainer.rl.endings import Ending
 from support.training.stores import ADD, Made, Said, calls_tool, make_store, read, says, user
@@ -38,7 +38,7 @@ def made(tmp_path: Path) -> Iterator[Made]:
     made.store.close()
 
 
-def run(made: Made, out: Path, **wanted: Any) -> tuple[list[dict[str, Any]], Exported]:
+def run(made: Made, out: Path, **wanted: Any) -> tuple[list[dict[str, Any]], ExportResult]:
     done = export(made.store, Wanted(**{"format": "sft", **wanted}), out)
     return read(out), done
 

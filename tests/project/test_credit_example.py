@@ -52,7 +52,7 @@ def test_each_setup_has_options_of_a_run(tmp_path: Path, quick: bool) -> None:
         options = {name.replace("-", "_"): value for name, value in comparison.options(setup).items()}
         policies = options.pop("policy")
         found.append(TrainConfig(**options, policies=policies, data=data, val=data, steps=1))
-    assert [config.forked for config in found] == [False, True]
+    assert [config.uses_forks for config in found] == [False, True]
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_until_its_tokens_are_spent(

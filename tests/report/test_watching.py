@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_trainer.backends.verl import report
-from lightning_trainer.kits.forks.steps import ForkPlan, forked
+from lightning_trainer.kits.forks.steps import ForkPlan, count_forks
 from lightning_trainer.rl.account import Account
 
 DOC = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
@@ -98,7 +98,7 @@ def test_every_number_that_is_listed_comes(told: set[str]) -> None:
     numbers = told | Account(unjoined={"span without a record": 1}).metrics().keys()
     numbers |= {"teacher_kl", "teacher_seconds", "taught_tokens", "calls_forked"}  # of runs with a teacher; reasoning
     numbers |= Account(seen=2, trained=2, taught=1, untaught={"nothing to tell": 1}).metrics().keys()
-    numbers |= {*forked(ForkPlan(), [], lambda _: []).metrics, "fork_seconds"}  # of runs with forks
+    numbers |= {*count_forks(ForkPlan(), [], lambda _: []).metrics, "fork_seconds"}  # of runs with forks
     numbers |= {
         "calls_unread",
         "calls_unread/mistral",

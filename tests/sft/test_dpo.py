@@ -17,7 +17,7 @@ from lightning_spans.errors import DataError
 from lightning_trainer.kits.sft import sft as module
 from lightning_trainer.kits.sft.config import SftConfig
 from lightning_trainer.kits.sft.dpo import Dpo
-from lightning_trainer.kits.sft.pairs import preferred
+from lightning_trainer.kits.sft.pairs import read_pair
 from lightning_trainer.kits.sft.sft import sft
 from support.training.stores import Said, make_store
 
@@ -43,7 +43,7 @@ def opened(wanted: SftConfig) -> tuple[Any, list[tuple[Any, Any]]]:
     data = module.read(wanted)
     assert data.worse is not None
     better, worse = (module._rows(wanted, learner, side) for side in (data.training, data.worse[0]))
-    return learner, module.matched(better, worse)[0]
+    return learner, module.match_pairs(better, worse)[0]
 
 
 def test_the_gradient_is_that_of_the_formula(tmp_path: Path, tiny_model: Path) -> None:
@@ -179,13 +179,13 @@ def test_pairs_of_a_store_are_learned_from(tmp_path: Path, tiny_model: Path) -> 
 )
 def test_what_is_no_pair_is_told(line: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError, match=told):
-        preferred(line, "here, line 1")
+        read_pair(line, "here, line 1")
 
 
 def test_conversations_that_begin_alike_are_a_pair() -> None:
     asked = {"role": "user", "content": "a"}
     both = [[asked, {"role": "assistant", "content": text}] for text in "bc"]
-    pair = preferred({"chosen": both[0], "rejected": both[1]}, "here")
+    pair = read_pair({"chosen": both[0], "rejected": both[1]}, "here")
     assert (pair.chosen.answers, pair.rejected.answers) == ((1,), (1,))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_trainer.kits.sft.data import Example, conversation
-from lightning_trainer.kits.sft.render import Rendered, Renderer, UnrenderableError
+from lightning_trainer.kits.sft.render import RenderedExample, Renderer, UnrenderableError
 from support.fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
@@ -18,7 +18,7 @@ def renderer(template: str = HERMES_TEMPLATE) -> Renderer:
     return Renderer(ByteTokenizer(template), frozenset({257}))
 
 
-def parts(rendered: Rendered) -> list[tuple[str, bool]]:
+def parts(rendered: RenderedExample) -> list[tuple[str, bool]]:
     """Pieces of text, each with whether it is learned."""
     tokenizer, found = ByteTokenizer(), list[tuple[list[int], bool]]()
     for token, learned in zip(rendered.ids, rendered.learned, strict=True):

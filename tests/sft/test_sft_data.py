@@ -15,9 +15,9 @@ import pytest
 
 from lightning_spans.errors import DataError
 from lightning_trainer.kits.export.wanted import Unexported
-from lightning_trainer.kits.sft.batches import batches, held_out, named
+from lightning_trainer.kits.sft.batches import agent_reader, batches, split_held_out
 from lightning_trainer.kits.sft.data import conversation, read_file
-from lightning_trainer.kits.sft.pairs import preferred, read_pairs
+from lightning_trainer.kits.sft.pairs import read_pair, read_pairs
 
 USER, DONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
@@ -227,16 +227,16 @@ def test_a_folder_of_a_data_set_names_its_files(tmp_path: Path) -> None:
 
 def test_data_without_agents_is_of_the_one_that_is_named() -> None:
     data = [conversation({"messages": [USER, DONE]}, "here")]
-    assert named(data, ("writer",))(data[0]) == "writer"
-    assert named(data, None)(data[0]) is None
+    assert agent_reader(data, ("writer",))(data[0]) == "writer"
+    assert agent_reader(data, None)(data[0]) is None
     with pytest.raises(DataError, match="could belong to any of writer, rewriter"):
-        named(data, ("writer", "rewriter"))
+        agent_reader(data, ("writer", "rewriter"))
 
 
 def test_a_group_and_a_question_are_held_out_whole() -> None:
     lines = [{"messages": [{**USER, "content": f"q{n % 60}"}, DONE], "group_id": f"g{n // 2}"} for n in range(120)]
     data = [conversation(line, "here") for line in lines]
-    training, out = held_out(data, 0.2, left_out := Counter())
+    training, out = split_held_out(data, 0.2, left_out := Counter())
     assert len(training) + len(out) == 120
     assert not left_out
     assert 10 <= len(out) <= 50
@@ -251,7 +251,7 @@ def test_a_task_of_several_runs_is_held_out_whole() -> None:
         return [{"messages": m, "group_id": f"r{run}.{task}", "task_id": f"t{task}"} for task, m in enumerate(said)]
 
     data = [conversation(line, "here") for run in range(3) for line in lines(run)]
-    training, out = held_out(data, 0.2, left_out := Counter())
+    training, out = split_held_out(data, 0.2, left_out := Counter())
     assert len(training) + len(out) == 180
     assert not left_out
     assert 12 <= len(out) <= 90
@@ -261,7 +261,7 @@ def test_a_task_of_several_runs_is_held_out_whole() -> None:
 @pytest.mark.parametrize("name", ["task_id", "group_id"])
 def test_a_task_and_a_group_with_a_number_are_held_out_whole(name: str) -> None:
     lines = [{"messages": [{**USER, "content": f"q{number}"}, DONE], name: number % 40} for number in range(200)]
-    training, out = held_out([conversation(line, "here") for line in lines], 0.2, Counter())
+    training, out = split_held_out([conversation(line, "here") for line in lines], 0.2, Counter())
     parts = [{int(one.messages[0]["content"][1:]) % 40 for one in part} for part in (training, out)]
     assert all(parts)
     assert not parts[0] & parts[1]
@@ -271,7 +271,7 @@ def test_what_is_held_out_but_asked_in_training_is_counted() -> None:
     lines = [{"messages": [{**USER, "content": "go on"}, DONE], "task_id": f"t{number}"} for number in range(60)]
     data = [conversation(line, "here") for line in lines]
     left_out: Counter[str] = Counter()
-    training, out = held_out(data, 0.2, left_out)
+    training, out = split_held_out(data, 0.2, left_out)
     assert training
     assert len(training) + len(out) + left_out[Unexported.SEEN_IN_TRAINING] == 60
     assert left_out[Unexported.SEEN_IN_TRAINING] > 0
@@ -320,20 +320,20 @@ def test_a_line_that_says_something_else_than_it_holds_is_refused(line: dict[str
 
 def test_conversations_beside_their_prompt_hold_it_once() -> None:
     sides = {name: [SAID[0], {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
-    pair = preferred({"prompt": "a", **sides}, "x")
+    pair = read_pair({"prompt": "a", **sides}, "x")
     assert [len(pair.chosen.messages), pair.chosen.answers] == [2, (1,)]
 
 
 def test_conversations_that_a_system_prompt_begins_hold_their_prompt_once() -> None:
     sides = {name: [SYSTEM, SAID[0], {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
-    pair = preferred({"prompt": "a", **sides}, "x")
+    pair = read_pair({"prompt": "a", **sides}, "x")
     assert (pair.chosen.messages, pair.chosen.answers) == ((*sides["chosen"],), (2,))
     assert (pair.rejected.messages, pair.rejected.answers) == ((*sides["rejected"],), (2,))
 
 
 def test_a_pair_with_too_few_rewards_is_told() -> None:
     with pytest.raises(DataError, match="Expected: prompt"):
-        preferred({"prompt": "a", "chosen": "b", "rejected": "c", "rewards": [1]}, "x")
+        read_pair({"prompt": "a", "chosen": "b", "rejected": "c", "rewards": [1]}, "x")
 
 
 @pytest.mark.parametrize(
@@ -356,17 +356,17 @@ def test_a_pair_with_too_few_rewards_is_told() -> None:
 )
 def test_a_line_that_is_no_pair_of_answers_to_one_prompt_is_refused(line: dict[str, Any], told: str) -> None:
     with pytest.raises(DataError, match=f"line 1: .*{told}"):
-        preferred({"chosen": "b", "rejected": "c", **line}, "f.jsonl, line 1")
+        read_pair({"chosen": "b", "rejected": "c", **line}, "f.jsonl, line 1")
 
 
 def test_a_pair_of_the_same_tokens_has_no_better_answer() -> None:
     line = {"prompt": "a", "chosen": "b", "rejected": "c", "prompt_ids": [1], "chosen_ids": [2]}
-    assert preferred({**line, "rejected_ids": [2]}, "x").same
-    assert not preferred({**line, "rejected_ids": [3]}, "x").same
-    assert not preferred({**line, "rejected": "b", "rejected_ids": [3]}, "x").same
+    assert read_pair({**line, "rejected_ids": [2]}, "x").same
+    assert not read_pair({**line, "rejected_ids": [3]}, "x").same
+    assert not read_pair({**line, "rejected": "b", "rejected_ids": [3]}, "x").same
 
 
 def test_a_system_prompt_beside_a_pair_is_told() -> None:
-    pair = preferred({"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "x")
+    pair = read_pair({"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "x")
     for side in (pair.chosen, pair.rejected):
         assert ([m["role"] for m in side.messages], side.answers) == (["system", "user", "assistant"], (2,))

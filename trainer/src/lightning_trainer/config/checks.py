@@ -113,7 +113,7 @@ def _of_forks(config: TrainFields) -> dict[str, bool]:
     """Return the conflicts of options with forks, and the options that need forks."""
     if config.by_coalitions:
         return _of_coalitions(config)
-    if not config.forked:
+    if not config.uses_forks:
         given = (config.forks, config.alternatives, config.fork_at, config.fork_tools) != (None, 3, "agents", {})
         return {
             "forks, alternatives, fork_at and fork_tools need credit = counterfactual. Set it, or leave these out.": (
@@ -146,7 +146,7 @@ def _of_coalitions(config: TrainFields) -> dict[str, bool]:
     what, agents = f"orders = {config.orders}", config.agents or ()
     return {
         f"{what} runs coalitions of agents, credit = {config.credit} alternatives of calls, and both would take the"
-        " forks of a step. Leave one of them out.": config.forked,
+        " forks of a step. Leave one of them out.": config.uses_forks,
         f"{what} runs whole rollouts again, no alternatives of calls. Leave alternatives and fork_at out.": (
             (config.alternatives, config.fork_at) != (3, "agents")
         ),

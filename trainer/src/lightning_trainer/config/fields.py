@@ -75,7 +75,7 @@ class ModelFields(OptionRecord):
     engine_gpus: str | None = None
     """GPUs for vLLM, such as 1 or 1,2. Default: the learner's GPUs (torch)."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    """Further options of `vllm serve`, such as gpu_memory_utilization (torch)."""
+    """Further options of `vllm serve`, such as gpu_memory_utilization, or of a plugin's engine (torch)."""
 
 
 class MethodFields(OptionRecord):
@@ -240,7 +240,7 @@ class TrainFields(
         return divergence or self.entropy_coef > 0 or chosen_algorithm(self.algorithm).critic
 
     @property
-    def forked(self) -> bool:
+    def uses_forks(self) -> bool:
         """Whether calls of a step's rollouts are sampled again."""
         return looks_at_forks(self.credit)
 
@@ -250,7 +250,7 @@ class TrainFields(
         if self.forks is not None:
             return self.forks
         each = self.coalitions if self.by_coalitions else self.alternatives
-        return self.batch_size * self.group_size * each if self.forked or self.by_coalitions else 0
+        return self.batch_size * self.group_size * each if self.uses_forks or self.by_coalitions else 0
 
     @property
     def by_coalitions(self) -> bool:

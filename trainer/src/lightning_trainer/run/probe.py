@@ -181,7 +181,7 @@ def _run(
         began = time.monotonic()
         outcomes = judge.judge(outcomes)
         seconds += time.monotonic() - began
-    tried = config.model_copy(update={"credit": "identical", "algorithm": "grpo"}) if config.forked else config
+    tried = config.model_copy(update={"credit": "identical", "algorithm": "grpo"}) if config.uses_forks else config
     algorithm = algorithm_by_name(tried.algorithm)  # nothing is forked here: all calls learn instead
     batch = algorithm.batch(tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids), (), penalty=None)
     groups = batch if algorithm.grouped else GRPO.batch(tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids))

@@ -24,7 +24,7 @@ from lightning_trainer.runner.workers import Blocking, Death
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AttemptEnd:
     """The end of an attempt, for the store."""
 
     status: AttemptStatus
@@ -53,7 +53,7 @@ class Victim:
     scoring: bool = False
 
 
-def verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Blocking | None) -> Ended:
+def verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Blocking | None) -> AttemptEnd:
     """Return how an attempt ended with its worker.
 
     Args:
@@ -66,23 +66,23 @@ def verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Blocki
     return blame_scorer(ended) if victim.scoring else ended
 
 
-def _verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Blocking | None) -> Ended:
+def _verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Blocking | None) -> AttemptEnd:
     if victim.told:
         return too_late(victim.record)
     if death.outside:
-        return Ended("released", error=f"its worker ended with {death.how}")
+        return AttemptEnd("released", error=f"its worker ended with {death.how}")
     if stood_still:
         return _stood_still(victim, blocking)
     if victim.company > 1:
-        return Ended(
+        return AttemptEnd(
             "disturbed", error=f"its worker process ended with {death.how} while {victim.company} attempts ran"
         )
     if death.killed:
         return killed(victim.record, "its worker process")
-    return Ended("failed", error=f"the agent ended its worker process with {death.how}")
+    return AttemptEnd("failed", error=f"the agent ended its worker process with {death.how}")
 
 
-def killed(record: AttemptRecord, what: str, told: str | None = None) -> Ended:
+def killed(record: AttemptRecord, what: str, told: str | None = None) -> AttemptEnd:
     """Return the end of an attempt that ran alone when the system or a user killed it.
 
     Linux does so when memory runs out, whichever process used it. Only if it happens again to the same attempt is the
@@ -95,26 +95,28 @@ def killed(record: AttemptRecord, what: str, told: str | None = None) -> Ended:
     """
     more = "" if told is None else f"\n{told}"
     if not record.disturbed:
-        return Ended(
+        return AttemptEnd(
             "disturbed", error=f"{what} was killed (SIGKILL), perhaps because memory ran out; it runs once more{more}"
         )
-    return Ended(
+    return AttemptEnd(
         "failed",
         error=f"{what} was killed (SIGKILL) again while the attempt ran alone. If it needs too much memory, the"
         f" kernel's log says so (dmesg).{more}",
     )
 
 
-def _stood_still(victim: Victim, blocking: Blocking | None) -> Ended:
+def _stood_still(victim: Victim, blocking: Blocking | None) -> AttemptEnd:
     holder = None if blocking is None else blocking.number
     if holder is not None and holder != victim.number:
-        return Ended("released", error="its worker process was ended, because another attempt blocked it")
+        return AttemptEnd("released", error="its worker process was ended, because another attempt blocked it")
     where = "" if blocking is None or holder is None else f"; it blocks the event loop at {blocking.where}"
     if victim.overdue and (holder is not None or victim.company == 1):
         return too_late(victim.record, where)
     if blocking is None or holder is None:
-        return Ended("disturbed", error=f"the event loop of its worker stood still while {victim.company} attempts ran")
-    return Ended(
+        return AttemptEnd(
+            "disturbed", error=f"the event loop of its worker stood still while {victim.company} attempts ran"
+        )
+    return AttemptEnd(
         "disturbed",
         error=f"it blocked the event loop for {blocking.seconds:.0f} s at {blocking.where}, so that other attempts in"
         " its worker had to wait: "
@@ -122,16 +124,16 @@ def _stood_still(victim: Victim, blocking: Blocking | None) -> Ended:
     )
 
 
-def blame_scorer(ended: Ended) -> Ended:
+def blame_scorer(ended: AttemptEnd) -> AttemptEnd:
     """Return the end of an attempt whose agent had answered: a later failure is the scorer's fault."""
     if ended.status not in ("failed", "timeout"):
         return ended
-    return Ended("failed", error=f"{SCORER_FAILED}: {ended.error}")
+    return AttemptEnd("failed", error=f"{SCORER_FAILED}: {ended.error}")
 
 
-def too_late(record: AttemptRecord, more: str = "") -> Ended:
+def too_late(record: AttemptRecord, more: str = "") -> AttemptEnd:
     """Return the end of an attempt whose time was up, or that nobody waits for any more."""
     limit_s = record.rollout.timeout_s
     if limit_s is None:
-        return Ended("timeout", error=f"no result, and nothing was waiting for it any more{more}")
-    return Ended("timeout", error=f"no result after {limit_s:g} s, the time limit of an attempt{more}")
+        return AttemptEnd("timeout", error=f"no result, and nothing was waiting for it any more{more}")
+    return AttemptEnd("timeout", error=f"no result after {limit_s:g} s, the time limit of an attempt{more}")

@@ -16,7 +16,7 @@ from lightning_spans.errors import LightningError
 from lightning_spans.record import stalls
 from lightning_spans.schema.attempts import Attempt, AttemptRecord
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer.runner.crashes import Ended, Victim, blame_scorer, killed, too_late, verdict
+from lightning_trainer.runner.crashes import AttemptEnd, Victim, blame_scorer, killed, too_late, verdict
 from lightning_trainer.runner.places import RunningAttempt, WorkerPlace, watch_loop
 from lightning_trainer.runner.protocol import Message, attempt_to_json
 from lightning_trainer.runner.workers import Blocking, Start
@@ -59,7 +59,7 @@ class Fleet:
         *,
         workers: int,
         concurrency: int,
-        on_end: Callable[[AttemptRecord, Ended], None],
+        on_end: Callable[[AttemptRecord, AttemptEnd], None],
         grace_s: float = 5.0,
         isolate: bool = False,
         wait_for_all: bool = True,
@@ -142,7 +142,7 @@ class Fleet:
     async def stop(self) -> None:
         """Stop all workers. Attempts that still run are released, so that another runner takes them."""
         self._stopping = True
-        stopped = Ended("released", error="the runner stopped")
+        stopped = AttemptEnd("released", error="the runner stopped")
         for record in self._waiting:
             self._on_end(record, stopped)
         for place in self._places:
@@ -291,12 +291,12 @@ class Fleet:
         else:
             self._end_standing(place, place.worker.blocking)
 
-    def _end(self, place: WorkerPlace, running: RunningAttempt, ended: Ended) -> None:
+    def _end(self, place: WorkerPlace, running: RunningAttempt, ended: AttemptEnd) -> None:
         del place.running[running.number]
         self._tell(running, ended)
         self._advance(place)
 
-    def _tell(self, running: RunningAttempt, ended: Ended) -> None:
+    def _tell(self, running: RunningAttempt, ended: AttemptEnd) -> None:
         running.stop_timers()
         rollout_id = running.record.rollout.rollout_id
         if ended.status == "disturbed":
@@ -356,11 +356,11 @@ class Fleet:
                 return
 
 
-def _end_of_message(running: RunningAttempt, message: Message) -> Ended:
+def _end_of_message(running: RunningAttempt, message: Message) -> AttemptEnd:
     if message["status"] == "killed":
         return killed(running.record, "the command", message["error"])
-    return Ended(message["status"], tuple(Reward(**reward) for reward in message["rewards"]), message["error"])
+    return AttemptEnd(message["status"], tuple(Reward(**reward) for reward in message["rewards"]), message["error"])
 
 
-def _too_late(running: RunningAttempt) -> Ended:
+def _too_late(running: RunningAttempt) -> AttemptEnd:
     return blame_scorer(too_late(running.record)) if running.scoring else too_late(running.record)

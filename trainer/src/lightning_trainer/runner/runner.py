@@ -25,7 +25,7 @@ from lightning_spans.errors import ConfigError, LeaseLostError, LightningError, 
 from lightning_spans.record import stalls
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.store import Store
-from lightning_trainer.runner.crashes import Ended
+from lightning_trainer.runner.crashes import AttemptEnd
 from lightning_trainer.runner.environment import explained
 from lightning_trainer.runner.fleet import Fleet
 from lightning_trainer.runner.own_users import OwnUsers
@@ -275,7 +275,7 @@ class Runner:
     def _explain_error(self, error: str) -> str:
         return error if self._passed is None else explained(error, os.environ, self._passed)
 
-    def _finish_attempt(self, record: AttemptRecord, ended: Ended) -> None:
+    def _finish_attempt(self, record: AttemptRecord, ended: AttemptEnd) -> None:
         if ended.error is not None:
             ended = replace(ended, error=self._explain_error(ended.error))
         self._finishing[record.attempt_id] = record
@@ -284,7 +284,7 @@ class Runner:
         task.add_done_callback(self._tasks.discard)
         self._woken.set()  # there is room for another one
 
-    async def _finish(self, record: AttemptRecord, ended: Ended) -> None:
+    async def _finish(self, record: AttemptRecord, ended: AttemptEnd) -> None:
         end = functools.partial(self._store.finish, status=ended.status, rewards=ended.rewards, error=ended.error)
         began, failures = time.monotonic(), 0
         wait = stalls.begin("runner result", f"the store {_name(self._store)} to take the end of {record.attempt_id}")
@@ -303,7 +303,7 @@ class Runner:
                         logger.exception("the end of attempt %s is refused", record.attempt_id)
                         return
                     logger.warning("the end of attempt %s is refused: %s", record.attempt_id, error)
-                    ended = Ended("failed", error=f"its end was refused: {error}")
+                    ended = AttemptEnd("failed", error=f"its end was refused: {error}")
                     end = functools.partial(self._store.finish, status="failed", error=ended.error)
                     continue
                 except Exception as error:

@@ -94,10 +94,10 @@ class Cohere:
     def answer(self, completion: Mapping[str, Json], since_ns: int) -> Mapping[str, Json]:  # noqa: ARG002 - likewise
         """See `ForeignDialect`."""
         message, reason = next(choices_of(completion), ({}, None))
-        said: dict[str, Json] = {"role": "assistant", "content": _content(message)}
+        written: dict[str, Json] = {"role": "assistant", "content": _content(message)}
         if calls := objects(message.get("tool_calls")):
-            said["tool_calls"] = calls
-        return {"id": completion.get("id"), "message": said, **_last(reason, completion.get("usage") or {})}
+            written["tool_calls"] = calls
+        return {"id": completion.get("id"), "message": written, **_last(reason, completion.get("usage") or {})}
 
     def stream(self, since_ns: int) -> _CohereEvents:  # noqa: ARG002 - it tells no times
         """See `ForeignDialect`."""
@@ -170,13 +170,13 @@ def _last(reason: Json, usage: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _of_answer(answer: Mapping[str, Json]) -> dict[str, Json]:
-    said = answer.get("message")
-    if not isinstance(said, Mapping):
-        return {"object": "chat.completion", "id": answer.get("id"), "choices": [], "error": said}
-    blocks = objects(said.get("content"))
-    texts = [said.get("tool_plan") or "", *(block.get("text") or "" for block in blocks)]
+    own = answer.get("message")
+    if not isinstance(own, Mapping):
+        return {"object": "chat.completion", "id": answer.get("id"), "choices": [], "error": own}
+    blocks = objects(own.get("content"))
+    texts = [own.get("tool_plan") or "", *(block.get("text") or "" for block in blocks)]
     thought = "".join(block.get("thinking") or "" for block in blocks)
-    message = assistant_message("".join(texts), thought, objects(said.get("tool_calls")))
+    message = assistant_message("".join(texts), thought, objects(own.get("tool_calls")))
     return _completed(answer.get("id"), message, answer)
 
 
@@ -228,8 +228,8 @@ class _CohereEvents:
         deltas = self._read.take(chunk)
         if not self._begun:
             self._begun = True
-            said = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
-            yield {"type": "message-start", "id": self._read.head.get("id"), "delta": {"message": said}}
+            empty = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
+            yield {"type": "message-start", "id": self._read.head.get("id"), "delta": {"message": empty}}
         for _, delta in deltas:
             yield from self._grow("thinking", thought_of(delta))
             yield from self._grow("text", delta.get("content") or "")

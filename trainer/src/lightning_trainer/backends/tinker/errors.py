@@ -25,14 +25,14 @@ def explain(error: BaseException, doing: str, url: str) -> TinkerError:
         doing: what the server was asked to do, after "to".
         url: of the server.
     """
-    said = " ".join(str(error).split())[:_LINE] or type(error).__name__
+    message = " ".join(str(error).split())[:_LINE] or type(error).__name__
     status = getattr(error, "status_code", None)
-    return TinkerError(f"the Tinker server {url} failed to {doing}: {said}.{_advice(status, said, error)}")
+    return TinkerError(f"the Tinker server {url} failed to {doing}: {message}.{_advice(status, message, error)}")
 
 
-def _advice(status: int | None, said: str, error: BaseException) -> str:
+def _advice(status: int | None, message: str, error: BaseException) -> str:
     """Return what to do about an error; empty if unknown."""
-    low = said.lower()
+    low = message.lower()
     mismatch = isinstance(error, AssertionError | AttributeError | TypeError) or "proto response" in low
     cases = (
         (mismatch, f"The SDK and the server do not match: {PAIRS}."),

@@ -30,7 +30,7 @@ from lightning_trainer.gateway.prompt.equality import (
     same_answer,
     same_data,
 )
-from lightning_trainer.gateway.prompt.forks import Known, forked
+from lightning_trainer.gateway.prompt.forks import Known, fork_tokens
 from lightning_trainer.gateway.prompt.template import ChatFormat, Message, Switches, joined, reasoning_of
 from lightning_trainer.reasons.continuation import ContinuationReason
 
@@ -228,7 +228,7 @@ class Continuations:
             for place, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
-        return forked(self._chat, text, answers, tools)
+        return fork_tokens(self._chat, text, answers, tools)
 
     def remember(self, attempt_id: str, prompt: RenderedPrompt, ids: Sequence[int], message: Message) -> None:
         """Keep an answered call, so that the attempt's next prompts continue its tokens.

@@ -31,7 +31,7 @@ class Known:
     opened: bool
 
 
-def forked(
+def fork_tokens(
     chat: ChatFormat, text: str, answers: Sequence[Known | None], tools: Sequence[Message]
 ) -> tuple[int, ...] | None:
     """Return a prompt's tokens.

@@ -199,7 +199,7 @@ class UpstreamPolicy:
         """Answer one request as it arrived; `why` says why it is not sent as token ids, if that could be expected."""
         sampling = self._sampling.in_force(pending, routing)
         if why is not None:
-            sampling[CONTINUATION] = why if _goes_on(pending.requested.request) else ContinuationReason.BEGINS
+            sampling[CONTINUATION] = why if _continues(pending.requested.request) else ContinuationReason.BEGINS
         self._stamp(pending, routing, sampling=dict(sampling))
         tried: list[Replica] = []
         stale = False
@@ -212,7 +212,7 @@ class UpstreamPolicy:
             assembly = Assembly(pending)
             try:
                 with self.replicas.answering(replica), self.names.call() as served:
-                    last = await self._ask_replica(replica, pending, sampling, assembly, sender, served=served.name)
+                    last = await self._call_replica(replica, pending, sampling, assembly, sender, served=served.name)
                 replica.failure = None
                 break
             except BrokenError as error:
@@ -232,7 +232,7 @@ class UpstreamPolicy:
         else:
             await sender.whole(last)
 
-    async def _ask_replica(
+    async def _call_replica(
         self,
         replica: Replica,
         pending: PendingCall,
@@ -242,9 +242,9 @@ class UpstreamPolicy:
         *,
         served: str,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Ask one replica, and again without a soft limit if it rejects it: only it can count the prompt's tokens."""
+        """Call one replica, and again without a soft limit if it rejects it: only it can count the prompt's tokens."""
         try:
-            return await self._asked_once(replica, pending, sampling, assembly, sender, served=served)
+            return await self._call_once(replica, pending, sampling, assembly, sender, served=served)
         except Refusal as refusal:
             if refusal.status != 400 or not pending.requested.soft_limit or "max_tokens" not in sampling:
                 raise
@@ -252,7 +252,7 @@ class UpstreamPolicy:
         before = pending.sampled.left_out
         pending.sample(left_out={**before, "max_tokens": sampling.pop("max_tokens")})
         try:
-            return await self._asked_once(replica, pending, sampling, assembly, sender, served=served)
+            return await self._call_once(replica, pending, sampling, assembly, sender, served=served)
         except Refusal as refusal:
             if refusal.status != 400:
                 raise
@@ -260,7 +260,7 @@ class UpstreamPolicy:
             pending.sample(left_out=before)
             raise first from None
 
-    async def _asked_once(
+    async def _call_once(
         self,
         replica: Replica,
         pending: PendingCall,
@@ -270,7 +270,7 @@ class UpstreamPolicy:
         *,
         served: str,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Ask one replica. Returns a whole answer, or the chunks that end a stream; earlier ones are sent."""
+        """Call one replica. Returns a whole answer, or the chunks that end a stream; earlier ones are sent."""
         dialect = await self._http.dialect(replica)
         if pending.requested.grant.attempt_id is not None and not self.upstream.any_model:
             refuse_unknown(dialect, pending.requested.request)
@@ -282,7 +282,7 @@ class UpstreamPolicy:
         async with self._http.response(replica, path, body) as response:
             if response.content_type == "text/event-stream":
                 return await self._stream(replica, response, assembly, sender, usage=pending.requested.wants_usage)
-            completion = taken(assembly, await self._http.read(response))
+            completion = record_reply(assembly, await self._http.read(response))
         if pending.requested.request.get("stream") is not True:
             return completion
         return chunks_of(completion, usage=pending.requested.wants_usage)
@@ -304,7 +304,7 @@ class UpstreamPolicy:
                 news: list[dict[str, Any]] = []
                 try:
                     for data in events_of(events, piece):
-                        chunk = taken(assembly, data)
+                        chunk = record_reply(assembly, data)
                         if not usage and _is_usage_alone(chunk):
                             continue
                         (held if assembly.ended else news).append(chunk)
@@ -367,8 +367,8 @@ class UpstreamPolicy:
             except BrokenError as error:
                 tried.append(replica)
                 self._unwell(replica, error)
-                told = error.refusal
-        raise told
+                refusal = error.refusal
+        raise refusal
 
 
 def _is_usage_alone(chunk: dict[str, Any]) -> bool:
@@ -376,12 +376,12 @@ def _is_usage_alone(chunk: dict[str, Any]) -> bool:
     return bool(chunk.pop("usage", None)) and not chunk.get("choices")
 
 
-def _goes_on(request: Mapping[str, Any]) -> bool:
+def _continues(request: Mapping[str, Any]) -> bool:
     messages = messages_of(request) or ()
     return any(isinstance(message, dict) and message.get("role") == "assistant" for message in messages)
 
 
-def taken(assembly: Assembly, data: bytes) -> dict[str, Any]:
+def record_reply(assembly: Assembly, data: bytes) -> dict[str, Any]:
     """Record a reply or a chunk; return what the agent gets of it.
 
     Raises:

@@ -38,7 +38,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """The result of an export.
 
     Attributes:
@@ -56,7 +56,7 @@ class Exported:
     files: tuple[Path, ...] = field(default=())
 
 
-def export(store: Store, wanted: Wanted, out: Path) -> Exported:
+def export(store: Store, wanted: Wanted, out: Path) -> ExportResult:
     """Write the selected lines of a store.
 
     Args:
@@ -80,7 +80,7 @@ def export(store: Store, wanted: Wanted, out: Path) -> Exported:
             f"was held out from another export, and {out} could then contain its lines. Give --split, choose another"
             " name, or delete it."
         )
-    with selected(store, wanted) as chosen, ExitStack() as stack:
+    with open_selection(store, wanted) as chosen, ExitStack() as stack:
         files = [stack.enter_context(closing(Draft(out)))]
         if wanted.held_out:
             files.append(stack.enter_context(closing(Draft(beside))))
@@ -94,7 +94,7 @@ def export(store: Store, wanted: Wanted, out: Path) -> Exported:
             draft.end()
         for draft in files:
             draft.name()
-        return Exported(
+        return ExportResult(
             lines=files[0].lines,
             held_out=files[1].lines if wanted.held_out else 0,
             left_out=dict(sorted(chosen.left_out.items())),
@@ -104,7 +104,7 @@ def export(store: Store, wanted: Wanted, out: Path) -> Exported:
 
 
 @contextmanager
-def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
+def open_selection(store: Store, wanted: Wanted) -> Iterator[Selection]:
     """Read a store and choose the lines.
 
     Raises:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind, Extra, StepRollouts
-from lightning_trainer.kits.forks.steps import SPREAD, Forked, ForkPlan, agent_shares, forked, plan_forks, refuse_ended
+from lightning_trainer.kits.forks.steps import (
+    SPREAD,
+    ForkPlan,
+    ForkResults,
+    agent_shares,
+    count_forks,
+    plan_forks,
+    refuse_ended,
+)
 from lightning_trainer.policies import BASE
 from lightning_trainer.rl.batch.attempts import played_of
 from lightning_trainer.rl.credit.counterfactual import Cells
@@ -26,7 +34,7 @@ class ForksKind(CallbackKind):
 
     def wanted(self, config: TrainConfig) -> bool:
         """Whether rollouts are forked."""
-        return config.forked or config.by_coalitions
+        return config.uses_forks or config.by_coalitions
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
         """Return the callback that forks the rollouts of each step.
@@ -64,7 +72,7 @@ class ForksCallback(Callback):
             plan = plan_forks(config, self._session.store, rollouts)
         run = partial(self._session.run, check=self._run.check)
         forks = run(plan.rollouts, self._run.progress, plan.phase) if plan.rollouts else []
-        found = forked(plan, forks, rollouts.traces)
+        found = count_forks(plan, forks, rollouts.traces)
         if rollouts.step == 0:
             refuse_ended(plan, found)
             self._run.progress.note(found.line)
@@ -86,7 +94,7 @@ class ForksCallback(Callback):
             shares = agent_shares(played_of(outcomes, rollouts.traces, config.failed, config.agents))
         return shares, spread
 
-    def _log_reasons(self, plan: ForkPlan, found: Forked) -> None:
+    def _log_reasons(self, plan: ForkPlan, found: ForkResults) -> None:
         """Log why forks ended or could not be made, each reason once."""
         for reasons, text in (
             (found.ended, "forks deviated from the recording"),

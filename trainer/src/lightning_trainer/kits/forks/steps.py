@@ -194,7 +194,7 @@ def _learns(config: TrainConfig, call: Transition) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Forked:
+class ForkResults:
     """The results of a step's forks.
 
     Attributes:
@@ -219,7 +219,7 @@ class Forked:
         )
 
 
-def forked(plan: ForkPlan, outcomes: Sequence[Outcome], traces: Traces) -> Forked:
+def count_forks(plan: ForkPlan, outcomes: Sequence[Outcome], traces: Traces) -> ForkResults:
     """Count forks and their cost.
 
     Args:
@@ -252,7 +252,7 @@ def forked(plan: ForkPlan, outcomes: Sequence[Outcome], traces: Traces) -> Forke
         "fork_tokens_saved": sum(sum(tokens_of(node)) for node in given),
         "fork_continuations": rest,
     }
-    return Forked(dict(ended), {name: float(value) for name, value in metrics.items()}, plan.phase)
+    return ForkResults(dict(ended), {name: float(value) for name, value in metrics.items()}, plan.phase)
 
 
 def agent_shares(played: Sequence[Played]) -> dict[str, float]:
@@ -263,7 +263,7 @@ def agent_shares(played: Sequence[Played]) -> dict[str, float]:
     return {**values, **errors}
 
 
-def refuse_ended(plan: ForkPlan, found: Forked) -> None:
+def refuse_ended(plan: ForkPlan, found: ForkResults) -> None:
     """Reject a program if none of its forks reached their call.
 
     Raises:

@@ -76,7 +76,7 @@ class Improvement:
             agents[name] = {
                 "method": self.method_of(name), "difference": found.mean, "low": found.low, "high": found.high,
                 "tokens": each.tokens, "candidate": each.candidate,
-                "methods": {method: _method_json(bought) for method, bought in each.methods.items()},
+                "methods": {method: _method_json(result) for method, result in each.methods.items()},
             }  # fmt: skip
         together = self.decision.together
         return {
@@ -92,9 +92,9 @@ class Improvement:
         }  # fmt: skip
 
 
-def _method_json(bought: MethodResult) -> dict[str, Any]:
-    best = bought.best
+def _method_json(result: MethodResult) -> dict[str, Any]:
+    best = result.best
     found = UNCHANGED if best is None else best.difference
     stage = None if best is None else best.rung
     differences = {"difference": found.mean, "low": found.low, "high": found.high}
-    return {"tokens": bought.tokens, **differences, "rungs": bought.rung, "best_rung": stage, "ended": bought.ended}
+    return {"tokens": result.tokens, **differences, "rungs": result.rung, "best_rung": stage, "ended": result.ended}

@@ -29,7 +29,7 @@ from lightning_trainer.options.record import split_names
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
-    from lightning_trainer.kits.prompts.search import Optimised
+    from lightning_trainer.kits.prompts.search import PromptResult
     from lightning_trainer.session.answers import Subject
 
 
@@ -107,7 +107,7 @@ def _subject(model: str | None, url: str | None, key_file: Path | None) -> Subje
     return read_subject(model, key=key) if model else AsItIs()
 
 
-def _show(found: Optimised, budget: int) -> None:
+def _show(found: PromptResult, budget: int) -> None:
     if found.diff:
         click.echo(printable(found.diff, lines=True))
     rewards = f"{decimal(found.before)} to {decimal(found.after)}" if found.diff else decimal(found.before)

@@ -17,7 +17,7 @@ from lightning_trainer.config.workers import cores
 from lightning_trainer.kits.prompts import journal
 from lightning_trainer.kits.prompts.options import LOOK, PromptsConfig
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
-from lightning_trainer.kits.prompts.search import Optimised, Search
+from lightning_trainer.kits.prompts.search import PromptResult, Search
 from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
 from lightning_trainer.lineage.blocks import search_folder
 from lightning_trainer.lineage.facts import read_facts
@@ -43,7 +43,7 @@ _STATE: Final = "prompts.json"
 _LINEAGE: Final = "lineage"  # folder of the manifest, in that of the search
 
 
-def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume: bool = False) -> Optimised:
+def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume: bool = False) -> PromptResult:
     """Search for better prompts.
 
     Args:

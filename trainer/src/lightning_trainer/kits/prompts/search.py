@@ -19,7 +19,7 @@ from lightning_trainer.run.data import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimised:
+class PromptResult:
     """Result of `optimise()`.
 
     Attributes:
@@ -72,7 +72,7 @@ class Search:
         self._reflection = Reflection(config.reflect, self._paid, self._wait)
         self._adapter = SpansAdapter(opened, before, self._paid)
 
-    def run(self, train: Sequence[Task], val: Sequence[Task]) -> Optimised:
+    def run(self, train: Sequence[Task], val: Sequence[Task]) -> PromptResult:
         """Search until the budget is spent or nothing is left to improve, and write the best prompts.
 
         Raises:
@@ -97,7 +97,7 @@ class Search:
         )
         return self._write_best(found.candidates, found.val_aggregate_scores)
 
-    def _write_best(self, candidates: Sequence[dict[str, str]], scores: Sequence[float]) -> Optimised:
+    def _write_best(self, candidates: Sequence[dict[str, str]], scores: Sequence[float]) -> PromptResult:
         config, reflection, rollouts = self._config, self._reflection, self._rollouts
         best = max(range(len(scores)), key=lambda place: (scores[place], -place))
         if best or reflection.failed is None:
@@ -105,7 +105,7 @@ class Search:
             written = result.write(config.out, self._before, candidates[best], facts)
         if reflection.failed is not None:
             raise LightningError(_failure_message(reflection.failed, config.out if best else None, rollouts))
-        return Optimised(
+        return PromptResult(
             before=scores[0],
             after=scores[best],
             file=config.out,

@@ -78,7 +78,7 @@ class OpponentsKind(CallbackKind):
                 ),
                 "opponents change between steps, but staleness samples ahead. Set staleness = 0.": config.staleness > 0,
                 "forks would continue a rollout against other opponents. Leave opponents out, or credit ="
-                f" {config.credit} and orders.": config.forked or config.orders > 0,
+                f" {config.credit} and orders.": config.uses_forks or config.orders > 0,
                 "opponents is for backend = torch. Leave it out.": config.backend == "tinker",
             }
         )

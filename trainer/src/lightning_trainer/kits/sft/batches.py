@@ -17,7 +17,7 @@ from lightning_trainer.kits.export.episodes import digest
 from lightning_trainer.kits.export.wanted import Unexported, Wanted
 from lightning_trainer.kits.sft.data import Example
 from lightning_trainer.kits.sft.reasons import Unlearned
-from lightning_trainer.kits.sft.render import Rendered, Renderer, UnrenderableError
+from lightning_trainer.kits.sft.render import RenderedExample, Renderer, UnrenderableError
 from lightning_trainer.policies import Policies
 from lightning_trainer.rl.account import Untrained
 from lightning_trainer.rl.rows import Row
@@ -48,12 +48,12 @@ def check_agents(data: Sequence[Example], agents: tuple[str, ...] | None) -> Non
     Raises:
         UnknownAgentError: `agents` names an agent that the data does not have.
     """
-    seen = {said.path for said in data if said.path is not None}
+    seen = {example.path for example in data if example.path is not None}
     if seen:
         check_known(agents or (), seen)
 
 
-def named(data: Sequence[Example], agents: tuple[str, ...] | None) -> Callable[[Example], str | None]:
+def agent_reader(data: Sequence[Example], agents: tuple[str, ...] | None) -> Callable[[Example], str | None]:
     """Return a function that gives the agent of a conversation.
 
     If the data names no agent, all of it belongs to the one in `agents`.
@@ -61,13 +61,12 @@ def named(data: Sequence[Example], agents: tuple[str, ...] | None) -> Callable[[
     Raises:
         DataError: the data names no agent, and `agents` names several.
     """
-    if agents is None or any(said.path is not None for said in data):
-        return lambda said: None if said.path is None else label(said.path, agents)
+    if agents is None or any(example.path is not None for example in data):
+        return lambda example: None if example.path is None else label(example.path, agents)
     if len(agents) > 1:
         raise DataError(
             f"the data does not name agents, so each line could belong to any of {', '.join(agents)}. Give --agents one"
-            " name,"
-            " or give each line its agent."
+            " name, or give each line its agent."
         )
     return lambda _: agents[0]
 
@@ -94,21 +93,21 @@ def make_rows(
     Raises:
         DataError: nothing is left to learn from; the message lists the reasons.
     """
-    agent_of = named(data, agents)
+    agent_of = agent_reader(data, agents)
     left_out: Counter[str] = Counter()
     rows: list[Row] = []
     recorded = 0
-    for number, said in enumerate(data):
-        agent = agent_of(said)
-        adapter = _adapter(said.path or agent, policies)
-        reason = _why_not(said, said.path or agent, agents, min_reward)
+    for number, example in enumerate(data):
+        agent = agent_of(example)
+        adapter = _adapter(example.path or agent, policies)
+        reason = _why_not(example, example.path or agent, agents, min_reward)
         if reason is None and policies.by_agent and adapter is None:
             reason = Unlearned.NO_ADAPTER
         if reason is not None:
             left_out[reason] += 1
             continue
         try:
-            parts = renderer.render(said)
+            parts = renderer.render(example)
         except UnrenderableError as error:
             left_out[str(error)] += 1
             continue
@@ -122,14 +121,16 @@ def make_rows(
     return RowsToLearn(rows=rows, left_out=left_out, recorded=recorded)
 
 
-def _why_not(said: Example, agent: str | None, agents: tuple[str, ...] | None, min_reward: float | None) -> str | None:
+def _why_not(
+    example: Example, agent: str | None, agents: tuple[str, ...] | None, min_reward: float | None
+) -> str | None:
     if agents is not None and not selects(agents, agent):
         return Untrained.NOT_SELECTED
     if min_reward is None:
         return None
-    if said.reward is None:
+    if example.reward is None:
         return Unexported.NO_REWARD
-    return Unexported.LOW_REWARD if said.reward < min_reward else None
+    return Unexported.LOW_REWARD if example.reward < min_reward else None
 
 
 def _adapter(agent: str | None, policies: Policies) -> str | None:
@@ -137,7 +138,7 @@ def _adapter(agent: str | None, policies: Policies) -> str | None:
     return adapter if adapter in policies.adapters and adapter not in policies.fixed else None
 
 
-def _row(part: Rendered, agent: str | None, adapter: str | None, number: int) -> Row:
+def _row(part: RenderedExample, agent: str | None, adapter: str | None, number: int) -> Row:
     mask = np.array(part.learned, np.bool_)
     name = str(number)
     return Row(
@@ -159,7 +160,9 @@ def _nothing(data: Sequence[Example], left_out: Counter[str]) -> str:
     return f"there is nothing to learn: all {len(data)} conversations are left out.\n{why}"
 
 
-def held_out(data: Sequence[Example], share: float, left_out: Counter[str]) -> tuple[list[Example], list[Example]]:
+def split_held_out(
+    data: Sequence[Example], share: float, left_out: Counter[str]
+) -> tuple[list[Example], list[Example]]:
     """Split conversations so that no task, group or first prompt is in both parts.
 
     Args:
@@ -171,23 +174,23 @@ def held_out(data: Sequence[Example], share: float, left_out: Counter[str]) -> t
         return list(data), []
     candidates = [
         LineCandidate(
-            place=place, calls=1, agent=said.agent, reward=said.reward, group=said.group or f"line {place}",
-            attempt=str(place), task=said.task or said.group, opening=_opening(said), validation=False,
-            prompt=_opening(said), content=str(place),
+            place=place, calls=1, agent=example.agent, reward=example.reward, group=example.group or f"line {place}",
+            attempt=str(place), task=example.task or example.group, opening=_opening(example), validation=False,
+            prompt=_opening(example), content=str(place),
         )
-        for place, said in enumerate(data)
+        for place, example in enumerate(data)
     ]  # fmt: skip
     parts = choose.split(candidates, Wanted(format="sft", held_out=share), left_out)
     return [data[each.place] for each in parts.training], [data[each.place] for each in parts.held_out]
 
 
-def _opening(said: Example) -> str:
+def _opening(example: Example) -> str:
     """Return a digest of everything before the first answer."""
-    if said.messages:
-        return digest(list(said.messages[: said.answers[0]] if said.answers else said.messages))
-    labels = said.labels or ()
+    if example.messages:
+        return digest(list(example.messages[: example.answers[0]] if example.answers else example.messages))
+    labels = example.labels or ()
     first = next((place for place, label in enumerate(labels) if label >= 0), len(labels))
-    return digest((said.ids or ())[:first])
+    return digest((example.ids or ())[:first])
 
 
 def batches(rows: Sequence[Row], size: int, steps: int, seed: int, together: int = 1) -> Iterator[list[Row]]:

@@ -88,7 +88,7 @@ def _weigh_row(row: Row, advantage: float) -> Row:
     return replace(row, advantages=np.where(row.mask, advantage, 0.0))
 
 
-def matched(chosen: RowsToLearn, rejected: RowsToLearn) -> tuple[list[tuple[Row, Row]], Counter[str]]:
+def match_pairs(chosen: RowsToLearn, rejected: RowsToLearn) -> tuple[list[tuple[Row, Row]], Counter[str]]:
     """Join the rows of each pair; if one answer of a pair is left out, the pair is left out.
 
     Raises:

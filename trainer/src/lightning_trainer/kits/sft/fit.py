@@ -29,7 +29,7 @@ _SELDOMEST: Final = 50  # maximum steps between two evaluations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class FitResult:
     """Result of the loop.
 
     Attributes:
@@ -97,7 +97,7 @@ class Fit:
     _began: float = field(default_factory=time.monotonic, init=False)
     _kept_at: float = field(default_factory=time.monotonic, init=False)
 
-    def run(self) -> Fitted:
+    def run(self) -> FitResult:
         """Take the steps.
 
         Raises:
@@ -130,7 +130,7 @@ class Fit:
                 self._keep()
             raise
         now = self.standing
-        return Fitted(
+        return FitResult(
             before=before, after=math.inf if now.lowest is None else now.lowest, steps=now.taken, best=now.best,
             tokens=now.tokens, seconds=self._seconds,
         )  # fmt: skip

@@ -34,7 +34,7 @@ _OF_BOTH: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Preferred:
+class PreferencePair:
     """Two answers to one prompt."""
 
     chosen: Example
@@ -49,7 +49,7 @@ class Preferred:
         return one.messages == other.messages
 
 
-def read_pairs(path: Path) -> list[Preferred]:
+def read_pairs(path: Path) -> list[PreferencePair]:
     """Read a file of preference pairs.
 
     Raises:
@@ -58,7 +58,7 @@ def read_pairs(path: Path) -> list[Preferred]:
     found = []
     for row, faulty in read_rows(path):
         try:
-            found.append(preferred(row.value, f"{path}, {row.where}"))
+            found.append(read_pair(row.value, f"{path}, {row.where}"))
         except DataError as error:
             faulty.reject(row, str(error).removeprefix(f"{path}, {row.where}: "))
     if not found:
@@ -66,7 +66,7 @@ def read_pairs(path: Path) -> list[Preferred]:
     return found
 
 
-def preferred(line: Mapping[str, Any], source: str) -> Preferred:
+def read_pair(line: Mapping[str, Any], source: str) -> PreferencePair:
     """Read one pair: ``prompt``, ``chosen`` and ``rejected``, or two conversations with the same beginning.
 
     Raises:
@@ -101,7 +101,7 @@ def preferred(line: Mapping[str, Any], source: str) -> Preferred:
             made.append(conversation(own, source))
         if not first or _opening(sides[0]) != _opening(sides[1]):
             raise ValueError("chosen and rejected do not answer the same prompt")
-        return Preferred(*made)
+        return PreferencePair(*made)
     except (UnreadableError, ValueError, TypeError, LookupError, AttributeError) as error:
         said = f"there is no {error}" if isinstance(error, KeyError) else error
         wanted = "prompt, chosen and rejected, as text or messages"

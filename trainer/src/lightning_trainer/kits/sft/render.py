@@ -19,7 +19,7 @@ from lightning_trainer.kits.sft.reasons import Unlearned
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedExample:
     """Tokens to learn from.
 
     Attributes:
@@ -51,7 +51,7 @@ class Renderer:
         self._end_texts = [self._format.decode([token]) for token in end_tokens]
         self._close = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(end_tokens)
 
-    def render(self, said: Example) -> list[Rendered]:
+    def render(self, said: Example) -> list[RenderedExample]:
         """Return the tokens of a conversation: several sequences if its template rewrites earlier turns.
 
         Raises:
@@ -61,7 +61,7 @@ class Renderer:
             learned = [label >= 0 for label in said.labels]
             if not any(learned[1:]):
                 raise UnrenderableError(Unlearned.NO_ANSWER)
-            return [Rendered(list(said.ids), [False, *learned[1:]], recorded=True)]
+            return [RenderedExample(list(said.ids), [False, *learned[1:]], recorded=True)]
         if not said.messages:
             raise UnrenderableError(Unlearned.OTHER_TOKENIZER)
         if not is_text([*said.messages, *said.tools]):
@@ -86,20 +86,20 @@ class Renderer:
         asked = next((m["content"].strip() for m in said.messages if m["content"].strip()), "")
         return self._format.encode(text) == prompt and asked in text
 
-    def _render_answers(self, said: Example) -> Iterator[Rendered]:
+    def _render_answers(self, said: Example) -> Iterator[RenderedExample]:
         """Render answer by answer. An answer that continues the text before it shares its tokens, as in the gateway."""
         text, ids, learned = "", list[int](), list[bool]()
         for place in said.answers:
             prompt, answer = self._turn(said.messages[: place + 1], said.tools)
             if ids and not prompt.startswith(text):
-                yield Rendered(ids, learned)
+                yield RenderedExample(ids, learned)
                 text, ids, learned = "", [], []
             between = self._format.encode(prompt[len(text) :])
             words, own = self._answer(answer)
             ids = [*ids, *between, *own]
             learned = [*learned, *[False] * len(between), *[True] * len(own)]
             text = prompt + words
-        yield Rendered(ids, learned)
+        yield RenderedExample(ids, learned)
 
     def _answer(self, text: str) -> tuple[str, list[int]]:
         """Return an answer up to its end-of-turn token, as text and as tokens.

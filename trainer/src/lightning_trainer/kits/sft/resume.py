@@ -59,10 +59,10 @@ def read(folder: Path, name: str) -> dict[str, Any]:
             f" weights, give --model {folder / CHECKPOINT}."
         ) from None
     except (OSError, ValueError, TypeError) as error:
-        raise damaged(folder, name, error) from None
+        raise damaged_file(folder, name, error) from None
 
 
-def damaged(folder: Path, name: str, error: Exception) -> ConfigError:
+def damaged_file(folder: Path, name: str, error: Exception) -> ConfigError:
     """Return the error for a file with unexpected content."""
     return ConfigError(f"{folder / name} can't be read: {error!r}. Start a new run.")
 

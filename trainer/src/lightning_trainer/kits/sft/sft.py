@@ -17,16 +17,16 @@ from lightning_trainer import registry
 from lightning_trainer.backend_protocol import Backend, Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.kits.export.episodes import digest
-from lightning_trainer.kits.export.export import selected
+from lightning_trainer.kits.export.export import open_selection
 from lightning_trainer.kits.export.files import Line
 from lightning_trainer.kits.export.wanted import Wanted
-from lightning_trainer.kits.sft.batches import RowsToLearn, check_agents, held_out, make_rows
+from lightning_trainer.kits.sft.batches import RowsToLearn, check_agents, make_rows, split_held_out
 from lightning_trainer.kits.sft.config import SftConfig, with_current_names
 from lightning_trainer.kits.sft.data import Example, is_store, read_file, read_lines_of_store
-from lightning_trainer.kits.sft.dpo import BETA, Dpo, matched
-from lightning_trainer.kits.sft.fit import Fit, Fitted, schedule
+from lightning_trainer.kits.sft.dpo import BETA, Dpo, match_pairs
+from lightning_trainer.kits.sft.fit import Fit, FitResult, schedule
 from lightning_trainer.kits.sft.lineage import LineageWriter, sft_facts
-from lightning_trainer.kits.sft.pairs import Preferred, preferred, read_pairs
+from lightning_trainer.kits.sft.pairs import PreferencePair, read_pair, read_pairs
 from lightning_trainer.kits.sft.reasons import Unlearned
 from lightning_trainer.kits.sft.render import Renderer
 from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, forget, learning_folder
@@ -45,7 +45,7 @@ _EPOCHS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
+class SftResult:
     """Result of `sft()`.
 
     Attributes:
@@ -58,7 +58,7 @@ class Learned:
         left_out: conversations in no row, by reason.
     """
 
-    fitted: Fitted
+    fitted: FitResult
     folder: Path
     checkpoint: Path
     rows: int
@@ -67,7 +67,7 @@ class Learned:
     left_out: dict[str, int] = field(default_factory=dict)
 
 
-def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | None = None) -> Learned:
+def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | None = None) -> SftResult:
     """Learn from conversations.
 
     Args:
@@ -114,7 +114,7 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
             then = f". Continue with: lightning-rl sft --resume {folder}" if (folder / STATE_NAME).exists() else ""
             raise Interrupted(f"stopped: {what}{then}") from None
         forget(folder, STATE_NAME)
-        return Learned(
+        return SftResult(
             fitted=fitted, folder=folder, checkpoint=folder / CHECKPOINT, rows=len(task.rows),
             held_out=len(task.held_out), recorded=task.recorded, left_out=dict(task.left_out),
         )  # fmt: skip
@@ -189,16 +189,16 @@ def read(config: SftConfig) -> Data:
     check_agents([*found, *looked_at], config.agents)
     if config.val is not None:
         return Data(training=found, held_out=looked_at, left_out=left_out)
-    training, looked_at = held_out(found, config.held_out, left_out)
+    training, looked_at = split_held_out(found, config.held_out, left_out)
     return Data(training=training or found, held_out=looked_at if training else [], left_out=left_out)
 
 
 def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
-    found: list[Preferred] = []
+    found: list[PreferencePair] = []
     for name in config.data:
         if is_store(name):
             lines = _from_store(name, config, left_out)
-            found += [preferred(line, f"{name}, pair {number}") for number, line in enumerate(lines, 1)]
+            found += [read_pair(line, f"{name}, pair {number}") for number, line in enumerate(lines, 1)]
         else:
             found += read_pairs(Path(name))
     of_file = read_pairs(config.val) if config.val is not None else []
@@ -208,7 +208,7 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
         training, looked_at = found, _different(of_file, left_out, f"--val {config.val}")
     else:
         worse = {id(pair.chosen): pair for pair in found}
-        parts = held_out([pair.chosen for pair in found], config.held_out, left_out)
+        parts = split_held_out([pair.chosen for pair in found], config.held_out, left_out)
         training, looked_at = ([worse[id(each)] for each in part] for part in parts)
     training, looked_at = (training, looked_at) if training else (found, [])
     return Data(
@@ -219,7 +219,7 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
     )
 
 
-def _different(pairs: Sequence[Preferred], left_out: Counter[str], place: str) -> list[Preferred]:
+def _different(pairs: Sequence[PreferencePair], left_out: Counter[str], place: str) -> list[PreferencePair]:
     """Leave out pairs whose answers are the same, and count them.
 
     Args:
@@ -249,7 +249,7 @@ def _from_store(name: str, config: SftConfig, left_out: Counter[str]) -> list[Li
         format="dpo" if config.loss == "dpo" else "sft", agents=config.agents, min_reward=config.min_reward,
         best=config.best, origin=config.origin, permits=config.permits,
     )  # fmt: skip
-    with closing(open_store(name)) as store, selected(store, wanted) as chosen:
+    with closing(open_store(name)) as store, open_selection(store, wanted) as chosen:
         left_out += chosen.left_out
         found = list(chosen.training())
     if not found:
@@ -278,11 +278,11 @@ def _task(config: SftConfig, learner: Learner, data: Data) -> _Task:
         recorded = rows.recorded + looked_at.recorded
         return _Task(rows=rows.rows, held_out=looked_at.rows, recorded=recorded, left_out=left_out)
     anything = config.model_copy(update={"min_reward": None})  # for the worse answers: any reward
-    pairs, left_out = matched(rows, _rows(anything, learner, data.worse[0]))
+    pairs, left_out = match_pairs(rows, _rows(anything, learner, data.worse[0]))
     held: list[tuple[Row, Row]] = []
     if looked_at.rows:
         try:
-            held, more = matched(looked_at, _held_out_rows(anything, learner, data.worse[1]))
+            held, more = match_pairs(looked_at, _held_out_rows(anything, learner, data.worse[1]))
         except DataError:
             if config.val is not None:
                 raise

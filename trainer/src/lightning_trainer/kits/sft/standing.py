@@ -63,7 +63,7 @@ class Kept:
         try:
             kept = cls(folder=folder, **{**values, "standing": Standing(**values["standing"])})
         except (TypeError, KeyError) as error:
-            raise resume.damaged(folder, STATE_NAME, error) from None
+            raise resume.damaged_file(folder, STATE_NAME, error) from None
         check_unchanged(folder, {"data": kept.data}, {"data": data})
         return kept
 

@@ -69,7 +69,7 @@ class Grpo:
     def check(self, config: TrainConfig) -> None:
         """Reject options that contradict the algorithm; see `Algorithm.check`."""
         alone = f"group_size = 1 leaves nothing to compare for algorithm = {config.algorithm}. Use 2 or more."
-        refuse({alone: config.group_size == 1 and not config.forked, **value_head_asked(config)})
+        refuse({alone: config.group_size == 1 and not config.uses_forks, **value_head_asked(config)})
         refuse({} if self.divides else division_asked(config))
 
     def credit(self, config: TrainConfig) -> CreditAssigner | AcrossAttempts:

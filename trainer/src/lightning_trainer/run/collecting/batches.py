@@ -44,7 +44,7 @@ def check_staleness(config: TrainConfig) -> None:
     refuse(
         {
             f"{first}, and credit = {config.credit} samples alternatives with the newest. Set staleness = 0.": (
-                config.forked
+                config.uses_forks
             ),
             f"{first}, and orders = {config.orders} compares with runs of the newest. Set staleness = 0.": (
                 config.by_coalitions

@@ -75,7 +75,7 @@ def _again(causal: nn.Module, plan: ForwardPlan) -> Iterator[None]:
             layer.forward,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), recurrent.planned(plan)),
+            context_fn=lambda: (nullcontext(), recurrent.use_plan(plan)),
         )
     try:
         yield

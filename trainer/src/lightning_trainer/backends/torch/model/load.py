@@ -62,7 +62,7 @@ class LoadedModel:
     def hidden(self, tokens_N: Tensor, positions_N: Tensor, plan: ForwardPlan) -> Tensor:
         """(N, width) last hidden states of packed tokens."""
         body = self.causal.base_model
-        with recurrent.planned(plan):
+        with recurrent.use_plan(plan):
             out: Tensor = body(
                 input_ids=tokens_N[None], position_ids=positions_N[None], plan=plan, use_cache=False
             ).last_hidden_state
@@ -292,7 +292,7 @@ def _prove(loaded: LoadedModel) -> None:
         except (RuntimeError, TypeError, AttributeError) as error:
             form = "its attention has another form"
             if loaded.shape.recurrent:
-                form = "its recurrent layers have an unsupported form (with transformers 5.23 they are not)"
+                form = "its recurrent layers have an unsupported form (with transformers 5.23 it is supported)"
             reason = f"{form}: {str(error).partition(chr(10))[0]}"
             raise _refusal(loaded.causal, loaded.source, reason) from error
         loaded.causal.set_attn_implementation("eager")  # the only one that supports sinks and caps

@@ -86,7 +86,7 @@ _IN_HAND: ContextVar[slice | None] = ContextVar("tokens in hand", default=None)
 
 
 @contextmanager
-def planned(plan: RecurrentPlan) -> Iterator[None]:
+def use_plan(plan: RecurrentPlan) -> Iterator[None]:
     """Let the recurrent layers of a model that is called in the block follow a plan."""
     token = _PLAN.set(plan)
     try:
@@ -116,7 +116,7 @@ def layers_of(causal: nn.Module) -> list[nn.Module]:
 
 
 def follow_plans(causal: nn.Module) -> None:
-    """Let recurrent layers follow the plan that is `planned`; without one they run as in transformers."""
+    """Let recurrent layers follow the plan of `use_plan`; without one they run as in transformers."""
     for module in layers_of(causal):
         _follow(module)
 

@@ -149,7 +149,7 @@ def _of_sampling(config: TrainConfig) -> dict[str, bool]:
     """Return error messages about options of sampling, each with whether it applies."""
     return {
         "verl's trainer samples a batch once: calls are sampled again on backend = torch only. Choose another credit"
-        " than counterfactual, and leave orders out.": config.forked or config.by_coalitions,
+        " than counterfactual, and leave orders out.": config.uses_forks or config.by_coalitions,
         "verl's trainer samples a batch once: groups are replaced on backend = torch only. Set resample = 0.": (
             config.resample > 0
         ),

@@ -15,13 +15,13 @@ from lightning_spans.schema.agents import earns
 from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.judges import RolloutJudge
-from lightning_trainer.kits.export.export import selected
+from lightning_trainer.kits.export.export import open_selection
 from lightning_trainer.kits.export.files import Line
 from lightning_trainer.kits.export.wanted import Wanted
 from lightning_trainer.kits.sft.batches import make_rows
 from lightning_trainer.kits.sft.config import RoundsConfig
 from lightning_trainer.kits.sft.data import read_lines_of_store
-from lightning_trainer.kits.sft.fit import Fit, Fitted
+from lightning_trainer.kits.sft.fit import Fit, FitResult
 from lightning_trainer.kits.sft.lineage import LineageWriter
 from lightning_trainer.kits.sft.reasons import Unlearned
 from lightning_trainer.kits.sft.render import Renderer
@@ -183,14 +183,14 @@ class RoundLoop:
             rollout_ids=rollout_ids, some_silent=True,
         )  # fmt: skip
         try:
-            with selected(self.session.store, wanted) as chosen:
+            with open_selection(self.session.store, wanted) as chosen:
                 return list(chosen.training()), Counter(chosen.left_out)
         except UnknownAgentError as error:
             if not self.steps:
                 raise
             raise NothingToLearnError(f"in its samples, {error}") from None
 
-    def _learn(self, rows: list[Row]) -> Fitted:
+    def _learn(self, rows: list[Row]) -> FitResult:
         config = self.config
         if not (self.folder / CONFIG_NAME).exists():  # from here on, the folder is kept
             write_atomically(self.folder / CONFIG_NAME, to_json(config).encode())

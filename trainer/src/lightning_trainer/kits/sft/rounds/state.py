@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_trainer.kits.sft import resume
-from lightning_trainer.kits.sft.fit import Fitted
+from lightning_trainer.kits.sft.fit import FitResult
 
 STATE_NAME: Final = "rounds.json"  # in the run's folder, until the last round is done
 RESULT_NAME: Final = "result.json"  # also there, after the last round: the results
@@ -30,7 +30,7 @@ class Round:
     number: int
     reward: float | None
     rows: int
-    fitted: Fitted
+    fitted: FitResult
     held_out: float | None = None
     left_out: dict[str, int] = field(default_factory=dict)
 
@@ -45,7 +45,7 @@ class Round:
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> Round:
         """Read the output of `dataclasses.asdict`."""
-        return cls(**{**values, "fitted": Fitted(**values["fitted"])})
+        return cls(**{**values, "fitted": FitResult(**values["fitted"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class RoundsState:
         try:
             return cls(**{**values, "done": tuple(Round.from_state(each) for each in values["done"])})
         except (TypeError, KeyError) as error:
-            raise resume.damaged(folder, STATE_NAME, error) from None
+            raise resume.damaged_file(folder, STATE_NAME, error) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
