@@ -54,6 +54,9 @@ def test_two_adapters_learn_from_what_vllm_samples_and_none_is_left_loaded(tiny_
     assert begun[begun.index("--max-loras") + 1] == "4", "of each policy the newest and the one to come"
     assert begun[begun.index("--max-lora-rank") + 1] == "8"
     assert "--no-enable-chunked-prefill" in begun, "its CPU build ends at a seeded prompt that is read in parts"
+    targets = begun[begun.index("--lora-target-modules") + 1 :]
+    assert "q_proj" in targets
+    assert "lm_head" not in targets, "its CPU build ends at a prompt that is scored next to other requests"
     assert most_loaded(events) <= 4
     for step, line in enumerate(metrics):
         for name in ("writer", "rewriter"):

@@ -89,6 +89,7 @@ class HeldModel:
         write: writes the model into a folder with the weights that the learner computes with; None: they are those of
             the request's model.
         options: the learner's own.
+        lora_targets: names of the layers that have adapters; empty: none, or unknown.
     """
 
     name: str
@@ -97,6 +98,7 @@ class HeldModel:
     loaded: Any = None
     write: Callable[[Path], None] | None = None
     options: Any = None
+    lora_targets: tuple[str, ...] = ()
 
 
 class PolicyEngines(Protocol):

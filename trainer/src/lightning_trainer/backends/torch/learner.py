@@ -23,6 +23,7 @@ from lightning_trainer.backends.torch.learn.adapters import (
     has_adapters,
     saved_shape,
     select,
+    target_names,
 )
 from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, check_model, engine_gaps, without_older
 from lightning_trainer.backends.torch.learn.candidates import likeliest
@@ -100,6 +101,7 @@ class TorchLearner:
             loaded=self._model,
             write=partial(write_dequantised, self._model.causal, bits, source) if bits is not None else None,
             options=self.options,
+            lora_targets=target_names(self._model),
         )
         dtype = str(self._model.shape.dtype).removeprefix("torch.")
         own = replace(request, model=source, dtype=dtype, policies=self.options.served)

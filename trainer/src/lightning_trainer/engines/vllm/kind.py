@@ -276,6 +276,8 @@ def _options(request: EngineRequest, held: HeldModel, memory: MemoryPlan | None)
         # vLLM's sampler rewinds the seed of a request whose prompt is read in parts, which ends its CPU build (0.27.1)
         "no_enable_chunked_prefill": on_cpu,
         "max_num_batched_tokens": max(held.max_model_len, _CPU_TOKENS) if on_cpu else None,
+        # Its CPU build (0.27.1) ends if it scores a prompt next to other requests while the head may have an adapter
+        "lora_target_modules": held.lora_targets or None if on_cpu and request.lora_rank else None,
         "gpu_memory_utilization": None if memory is None else memory.share,
         "enable_sleep_mode": memory is not None and memory.sleeps,
         **_given_options(request),

@@ -307,13 +307,15 @@ def command_of(python: Path | None, model: Path, options: Mapping[str, Any]) -> 
         python: interpreter of its environment; None: this one.
         model: folder of the model.
         options: options of ``vllm serve`` by name, with underscores for hyphens; true is a flag, false and None omit
-            it.
+            it, a tuple has several values.
     """
     command = [str(python or sys.executable), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             command.append(flag)
+        elif isinstance(value, tuple):
+            command += [flag, *map(str, value)]
         elif value not in (False, None):
             command += [flag, json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
     return command

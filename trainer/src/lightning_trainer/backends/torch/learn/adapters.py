@@ -212,6 +212,14 @@ def has_adapters(model: LoadedModel) -> bool:
     return bool(getattr(model.causal, "peft_config", None))
 
 
+def target_names(model: LoadedModel) -> tuple[str, ...]:
+    """Return the names of the layers that have LoRA adapters; empty if there are none, or a pattern names them."""
+    targets = [config.target_modules for config in (getattr(model.causal, "peft_config", None) or {}).values()]
+    if any(isinstance(names, str) for names in targets):
+        return ()
+    return tuple(sorted({name for names in targets for name in names}))
+
+
 def _linear_names(causal: Any) -> list[str]:
     """Return the names of all linear layers except the head; peft's own `all-linear` needs a wrapped model."""
     head = causal.get_output_embeddings()
