@@ -21,6 +21,7 @@ from lightning_trainer.report.teams.cliffs import (
     new_prompts,
     rewarded_names,
 )
+from lightning_trainer.report.teams.shares import policies_of
 from lightning_trainer.rl.scores import BY_TASK
 from lightning_trainer.run.cliffs import ROLLBACK, SLOWER, CliffGuard
 from lightning_trainer.run.state import State
@@ -203,6 +204,23 @@ def test_a_team_returns_from_the_cliff_to_which_one_agent_leads_it(tmp_path: Pat
     assert all(line["learning_rate_factor"] <= SLOWER for line in back)
     bottom = next(line["step"] for line in fallen if line["kind"] == "val" and line["step"] and line["exact"] < 0.3)
     assert max(first_raised(fallen, name) for name in ("cliff/writer", "inputs_drift/checker")) < bottom
+
+
+@pytest.mark.parametrize(
+    ("turns", "alarms"),
+    [
+        pytest.param([], {"cliff"}, id="no agent has a name"),
+        pytest.param(["writer"], {"cliff/writer"}, id="one agent is trained"),
+        pytest.param(["writer", "checker"], {"cliff/writer", "cliff/checker"}, id="one agent at a time"),
+    ],
+)
+def test_a_fall_raises_an_alarm_also_if_no_step_trains_two_agents(turns: list[str], alarms: set[str]) -> None:
+    rows = [SimpleNamespace(agent=name, policy=name) for name in turns or [""]]
+    trained = [{"kind": "train", "step": n, **policies_of([row])} for n, row in enumerate(rows)]  # type: ignore[list-item]
+    held_out = [validation(0, team=[1.0] * TASKS), validation(5, team=[0.0] * TASKS)]
+    found = [alarm for alarm in raised([held_out[0], *trained, held_out[1]]) if alarm.name.startswith("cliff")]
+    assert {alarm.name for alarm in found} == alarms
+    assert all("has fallen from 1.00 after 0 steps to 0.00" in alarm.text for alarm in found)
 
 
 def test_an_agent_that_only_hurts_returns_to_what_it_was_at_the_start(tmp_path: Path) -> None:

@@ -40,21 +40,23 @@ def agent_captures(history: History) -> Found:
 def cliff(history: History) -> Found:
     """Yield an alarm if the held-out reward of a policy is significantly below its best."""
     validations = [line for line in history if line["kind"] == "val"]
-    for policy, names in rewarded_names(validations, _policies(history)).items():
+    # agents without names have one policy, and the reward of the team
+    for policy, names in (rewarded_names(validations, _policies(history)) or {"": [""]}).items():
         fall = fall_of(validations, policy, names)
         if fall is not None:
             text = (
-                f"The held-out reward of {policy} has fallen from {fall.best:.2f} after {fall.best_step} steps to"
-                f" {fall.now:.2f} (95 % interval of the change: {fall.difference.low:.2f} to"
-                f" {fall.difference.high:.2f}). Lower --learning-rate and start from its best weights:"
-                " --rollback-on-cliff does both."
+                f"The held-out reward{policy and f' of {policy}'} has fallen from {fall.best:.2f} after"
+                f" {fall.best_step} steps to {fall.now:.2f} (95 % interval of the change: {fall.difference.low:.2f} to"
+                f" {fall.difference.high:.2f}). Lower --learning-rate and start from its best weights,"
+                " as --rollback-on-cliff does."
             )
-            yield f"/{policy}", text
+            yield policy and f"/{policy}", text
 
 
 def inputs_drift(history: History) -> Found:
     """Yield an alarm if an agent gets other prompts than before, and its held-out reward falls twice in a row."""
-    for agent in sorted(_policies(history)):
+    agents = _policies(history)
+    for agent in sorted(agents) if len(agents) > 1 else ():
         new = [share for _, share in series(history, "val", f"new_prompts/{agent}")]
         changes = series(history, "val", f"from_best/{agent}") or series(history, "val", "from_best")
         rewards = series(history, "val", f"reward/{agent}") or series(history, "val", "reward")

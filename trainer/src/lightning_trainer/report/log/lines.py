@@ -20,7 +20,7 @@ Check: TypeAlias = Callable[[Any], bool]
 HELD_OUT: Final = "held_out"  # in the line of a validation: its tasks, see `MetricLog`
 PROMPTS: Final = "prompts"  # in the line of a validation: digests of each agent's prompts
 MOST_FREQUENT: Final = "most_frequent"  # by agent: its most frequent short answer, and that answer's share
-POLICY_OF: Final = "policy_of"  # in the line of a step: the policy that answered each agent, if there are several
+POLICY_OF: Final = "policy_of"  # in the line of a step: the policy of each trained agent
 WAITED_FOR: Final = "waited_for"  # in the line of a step: the part that took longest
 
 _MOST_BYTES: Final = 1 << 28  # most bytes read from a file: a run of 10,000 steps writes less than 100 MB

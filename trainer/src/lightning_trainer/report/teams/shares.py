@@ -35,6 +35,6 @@ def agent_entropies(seen: Mapping[Row, SeenTokens]) -> dict[str, float]:
 
 
 def policies_of(rows: Iterable[Row]) -> dict[str, Any]:
-    """Return the fact `POLICY_OF`; empty for a single agent."""
+    """Return the fact `POLICY_OF`; empty if no agent has a name."""
     found = {row.agent: row.policy for row in rows if row.agent}
-    return {POLICY_OF: found} if len(found) > 1 else {}
+    return {POLICY_OF: found} if found else {}
