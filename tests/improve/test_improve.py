@@ -298,7 +298,8 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
     )
     loaded = {"max_model_len": 99, "tool_format": "hermes", "slots": 3}
     assert asked["base"].load == asked["prompts"].load == {**loaded, "system_messages": "as-sent"}
-    assert asked["sft"].backend_options == {**loaded, "micro_batch_tokens": 512}
+    assert asked["sft"].backend_options == {"max_model_len": 99, "slots": 3, "micro_batch_tokens": 512}
+    assert asked["sft"].tool_format == "hermes"
     assert {asked[name].policies["clerk"] for name in ("sft", "rl", "distil")} == {"lora:clerk"}
     distil = asked["distil"]
     assert (distil.algorithm, distil.teacher, distil.teacher_options) == ("distil", "self", {"told": ["best"]})

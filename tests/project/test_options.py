@@ -13,7 +13,7 @@ RECORDS = ("Config", "Fields", "Options")  # how the classes end whose fields ar
 TABLES = {"JudgeOptions": "judge", "SelfOptions": "teacher_options"}
 # What options are turned into by one function, `sampling_of` and `make`: nobody writes their fields.
 VALUES = {"SamplingOptions", "TinkerOptions"}
-REPEATED = 112  # lower it with each option that moves into a record
+REPEATED = 52  # lower it with each option that moves into a record
 
 
 def declarations(sources: Path) -> Iterator[str]:

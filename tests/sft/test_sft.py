@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from lightning_spans.errors import ConfigError, DataError, UnknownAgentError
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.sft import sft as module
-from lightning_trainer.kits.sft.config import SftConfig
+from lightning_trainer.kits.sft.config import SftConfig, with_current_names
 from lightning_trainer.kits.sft.fit import mean_loss
 from lightning_trainer.kits.sft.sft import sft
 from lightning_trainer.models import resolve
@@ -251,3 +251,12 @@ def test_bad_input_is_told_and_leaves_no_folder(
     with pytest.raises(error, match=told):
         sft(config(tmp_path, tiny_model, **{"data": (str(data),), **options}))
     assert not (tmp_path / "out").exists()
+
+
+def test_options_that_an_earlier_version_kept_for_the_backend_are_read_in_their_new_places() -> None:
+    old = {"model": "m", "max_tokens": 9, "backend_options": {"tool_format": "hermes", "base_bits": 4, "slots": 2}}
+    read = with_current_names(old)
+    assert read == {
+        "model": "m", "max_length": 9, "tool_format": "hermes", "base_bits": 4, "backend_options": {"slots": 2}
+    }  # fmt: skip
+    assert SftConfig(data=("a.jsonl",), lora_rank=1, **read).learner_options()["base_bits"] == 4

@@ -17,46 +17,36 @@ from lightning_trainer.choices import Alone
 from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.options.environment import EnvironmentOptions
-from lightning_trainer.options.learning import AdapterOptions, LossOptions
+from lightning_trainer.options.files import PortOptions, ResumeOptions, RunFolderOptions, StoreOptions
+from lightning_trainer.options.learning import (
+    AdapterOptions,
+    AlgorithmOptions,
+    CreditOptions,
+    GradientOptions,
+    LengthOptions,
+    LossOptions,
+    RateOptions,
+)
 from lightning_trainer.options.limits import FailureOptions, LimitOptions
 from lightning_trainer.options.model import MessageOptions, PrecisionOptions
+from lightning_trainer.options.policies import NameRuleOptions, PolicyOptions, StartOptions
 from lightning_trainer.options.program import AgentOptions
 from lightning_trainer.options.record import OptionRecord
-from lightning_trainer.options.sampling import SampleOptions
+from lightning_trainer.options.sampling import AnswerOptions, ContextOptions, SampleOptions, SeedOptions
+from lightning_trainer.options.tasks import ColumnOptions, HeldOutOptions, TaskOptions
 from lightning_trainer.options.work import WorkOptions
 
 
 class DataFields(OptionRecord):
-    """The training tasks and the held-out tasks."""
+    """The held-out tasks."""
 
-    data: Path
-    """Training tasks: a JSON Lines, JSON, CSV or Parquet file, or the folder of a Hugging Face data set."""
     val: Path | None = None
     """Held-out tasks, evaluated before and after training."""
-    columns: tuple[str, ...] = ()
-    """Columns of data and val to read. Default: all, so each must be of a type that JSON can hold."""
 
 
 class ModelFields(OptionRecord):
-    """The agents and the model to train, and the backend and engine."""
+    """The backend and the engine."""
 
-    agents: tuple[str, ...] | None = None
-    """Names or globs of the agents to train. Default: all agents that have a name."""
-    name_by: tuple[str, ...] = ()
-    """Rule that names the agents of calls without an agent header: `[NAME=]WHERE[:REGEX]`. WHERE is `system` (the
-    system prompt), `model` (the requested model) or `header:FIELD`. The first match counts."""
-    policies: dict[str, str] = Field(default_factory=dict)
-    """Adapters of agents over one frozen model, separated by commas: AGENT=lora (its own adapter), AGENT=lora:NAME (an
-    adapter shared by all agents with that NAME), AGENT=fixed (the adapter in the checkpoint given as model, not
-    trained), AGENT=base (no adapter). Agents to train that are not listed share one adapter."""
-    model: str
-    """Model to start from: a model folder, a run's folder or checkpoint, a hub id (owner/model or
-    owner/model@revision), or smollm2-135m."""
-    backend: str = "torch"
-    """Backend that generates and updates: `torch`, `verl`, `tinker` (a server that speaks the Tinker API), or one that
-    a plugin registers."""
-    backend_options: dict[str, Any] = Field(default_factory=dict)
-    """Further options of the backend, such as slots or micro_batch_tokens of torch."""
     tinker_url: str | None = None
     """URL of the Tinker server, such as http://127.0.0.1:8000. The key is read from TINKER_API_KEY (tinker)."""
     max_cost: float | None = Field(default=None, gt=0)
@@ -78,8 +68,8 @@ class ModelFields(OptionRecord):
     """Further options of `vllm serve`, such as gpu_memory_utilization, or of a plugin's engine (torch)."""
 
 
-class MethodFields(OptionRecord):
-    """The hardware, length and method of training."""
+class HardwareFields(OptionRecord):
+    """What training runs on."""
 
     gpus: int = Field(default=1, ge=1)
     """GPUs per node (verl backend)."""
@@ -91,11 +81,10 @@ class MethodFields(OptionRecord):
     verl: dict[str, Any] = Field(default_factory=dict)
     """Options of verl itself, nested or dotted, passed to verl unchanged (verl backend)."""
 
-    # How long.
-    steps: int | None = Field(default=None, ge=1)
-    """Number of training steps, one batch each."""
-    epochs: float | None = Field(default=None, gt=0)
-    """Passes over the tasks, instead of steps. Default: 1 if neither is given."""
+
+class BatchFields(OptionRecord):
+    """How large a step is, and when training ends early."""
+
     until: float | None = None
     """Early stopping: end the run once the training reward has reached this value in two consecutive steps."""
     batch_size: int = Field(default=8, ge=1)
@@ -103,10 +92,10 @@ class MethodFields(OptionRecord):
     group_size: int = Field(default=8, ge=1)
     """Rollouts per task and step; their returns are compared with each other. ppo and reinforce++ also accept 1."""
 
-    # How it learns.
-    algorithm: str = "grpo"
-    """`grpo`, `dr-grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`, `reinforce++-baseline`, `rae`, `ppo`,
-    `distil`, or one that a plugin registers. Each sets the hyperparameters of its paper as defaults."""
+
+class MethodFields(OptionRecord):
+    """How the policies learn."""
+
     teacher: str | None = None
     """Teacher for algorithm = distil, which gives the probability of each sampled token: a model folder or name, or
     MODEL=URL of a vLLM server, with the same vocabulary as the policy. Or `self`: the policy itself, after it has read
@@ -129,15 +118,6 @@ class MethodFields(OptionRecord):
     from LIGHTNING_REFLECT_KEY. Default: the model that is trained, with policies without its adapters."""
     prompt_options: dict[str, Any] = Field(default_factory=dict)
     """Options of with_prompts: visits, tasks, rollouts, proposals, tokens, solved, weight."""
-    learning_rate: float = Field(default=1e-5, gt=0)
-    """Learning rate of AdamW. With LoRA, the default is 1e-4."""
-    credit: str = "identical"
-    """Credit assignment, from the rewards of an attempt to its calls: identical, discounted, last, per-agent, turn,
-    gigpo, counterfactual, or one that a plugin registers."""
-    gamma: float | None = Field(default=None, ge=0, le=1)
-    """Discount factor per turn for credit = discounted (default 0.9), turn (1) and gigpo (0.95)."""
-    credit_options: dict[str, Any] = Field(default_factory=dict)
-    """Further options of the credit assignment, such as omega and anchor of gigpo."""
     forks: int | None = Field(default=None, ge=1)
     """Maximum number of continuations per step that start at a call of a recorded rollout, for credit = counterfactual.
     Default: alternatives times the number of rollouts. With orders: maximum number of runs in which the frozen base
@@ -155,9 +135,6 @@ class MethodFields(OptionRecord):
     fork_tools: dict[str, Literal["replay", "run", "refuse"]] = Field(default_factory=dict)
     """What a fork does with tools, by name or glob: replay returns the recorded result if the call was recorded
     (default for all tools), run calls the tool again, refuse never calls it."""
-    rewards: dict[str, Any] = Field(default_factory=dict)
-    """Automatic rewards, by the name of the rule: its weight, such as tool_status = 0.1, or a table of weight and
-    options. Default: none."""
     normalise_std: bool = True
     """Divide advantages by the standard deviation of their group."""
     alone: Alone = "skip"
@@ -168,32 +145,50 @@ class MethodFields(OptionRecord):
 
 
 class OrderFields(OptionRecord):
-    """The tasks to train on, and how far a step goes."""
+    """The tasks to train on."""
 
     resample: int = Field(default=0, ge=0)
     """Rounds per step in which groups without a signal (all rollouts have the same reward) are replaced by groups of
     other tasks."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Maximum gradient norm; larger gradients are scaled down to it."""
     task_order: Literal["shuffled", "curriculum"] = "shuffled"
     """Order of the tasks after the first pass over them: shuffled again in each pass, or sampled by how often the
     policies solve them, so that fewer groups have no signal (curriculum, torch and tinker)."""
 
 
 class TrainFields(
+    HeldOutOptions,
+    PortOptions,
+    StoreOptions,
+    ResumeOptions,
+    RunFolderOptions,
     WorkOptions,
     LimitOptions,
+    SeedOptions,
+    ContextOptions,
+    AnswerOptions,
     SampleOptions,
     FailureOptions,
+    GradientOptions,
     OrderFields,
     LossOptions,
     MethodFields,
+    CreditOptions,
+    RateOptions,
+    AlgorithmOptions,
+    BatchFields,
+    LengthOptions,
+    HardwareFields,
     PrecisionOptions,
     AdapterOptions,
     MessageOptions,
     ModelFields,
+    StartOptions,
+    NameRuleOptions,
+    PolicyOptions,
     EnvironmentOptions,
+    ColumnOptions,
     DataFields,
+    TaskOptions,
     AgentOptions,
 ):
     """The options, each with its type, default and help. Use `TrainConfig`, which checks them.
@@ -202,14 +197,8 @@ class TrainFields(
     """
 
     # What is kept.
-    out: Path | None = None
-    """Folder of the run. Default: runs/DATE."""
-    resume: Path | None = None
-    """Resume this run folder or checkpoint exactly where it stopped."""
     val_every: int | None = Field(default=None, ge=1)
     """Also validate every N steps, in addition to before and after training."""
-    val_samples: int = Field(default=1, ge=1)
-    """Rollouts per held-out task, sampled as in training."""
     rollback_on_cliff: bool = False
     """If a policy's held-out reward falls significantly below its best, return the policy to its best weights and
     continue at a tenth of its learning rate (torch)."""
@@ -222,10 +211,6 @@ class TrainFields(
     in bfloat16): the `newest`, each (full), or none (weights), so that the run cannot be resumed (torch)."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers that get the metrics, separated by commas: mlflow, wandb. TensorBoard always gets them."""
-    store: str | None = None
-    """Store URL for traces and rollouts. Default: SQLite in the run's folder."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port of the run's server on 127.0.0.1; 0 picks a free port."""
 
     def step_count(self, task_count: int) -> int:
         """Return the number of steps of the whole run over this many tasks."""

@@ -12,7 +12,8 @@ from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.group import F, group_options
 from lightning_trainer.options.measuring import RequestOptions
 from lightning_trainer.options.model import MessageOptions, PrecisionOptions
-from lightning_trainer.options.sampling import SampleOptions
+from lightning_trainer.options.policies import EndpointOptions, PolicyOptions, StartOptions
+from lightning_trainer.options.sampling import ContextOptions
 
 
 def model_option(role: str, default: str = "") -> Callable[[F], F]:
@@ -23,13 +24,13 @@ def model_option(role: str, default: str = "") -> Callable[[F], F]:
 
 def model_flag(text: str, **more: Any) -> Callable[[F], F]:
     """Return the option that names a model, for commands that take fewer kinds of them."""
-    return click.option("--model", help=text, **more)
+    return field_option(StartOptions, "model", text=text, **more)
 
 
 def endpoint_option(role: str, more: str = "") -> Callable[[F], F]:
     """Return the option that names a server for this role."""
     text = f"OpenAI-compatible server {role}; --model is then the model name in the requests."
-    return click.option("--endpoint", metavar="URL", help=f"{text} {more}".rstrip())
+    return field_option(EndpointOptions, "endpoint", metavar="URL", text=f"{text} {more}".rstrip())
 
 
 def server_key_option(name: str, default: str) -> Callable[[F], F]:
@@ -41,6 +42,13 @@ def server_key_option(name: str, default: str) -> Callable[[F], F]:
     )
 
 
+def reflect_option(**more: Any) -> Callable[[F], F]:
+    """Return the option for the model that proposes prompts."""
+    return click.option(
+        "--reflect", metavar="[MODEL=]URL", help="OpenAI-compatible server that proposes prompts.", **more
+    )
+
+
 def answered_agents_option(default: str) -> Callable[[F], F]:
     """Return the option for the agents that the model answers, with its default in the help."""
     return agents_flag(f"Agents that the model answers. {default}")
@@ -48,7 +56,7 @@ def answered_agents_option(default: str) -> Callable[[F], F]:
 
 def agents_flag(text: str, *, dest: str = "agents", **more: Any) -> Callable[[F], F]:
     """Return the option that names agents."""
-    return click.option("--agents", dest, metavar="NAME,...", help=text, **more)
+    return field_option(PolicyOptions, "agents", dest=dest, metavar="NAME,...", text=text, **more)
 
 
 name_by_option = field_option(
@@ -80,7 +88,7 @@ dtype_option = field_option(
     PrecisionOptions, "dtype", text="Data type of the weights: auto, float32 or bfloat16. [default: auto]", type=str
 )
 max_model_len_option = field_option(
-    SampleOptions,
+    ContextOptions,
     "max_model_len",
     text="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
 )

@@ -16,8 +16,9 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.complete import for_option
-from lightning_trainer.flags.fields import default_of, text_of
+from lightning_trainer.flags.fields import default_of, field_option, text_of
 from lightning_trainer.flags.group import F
+from lightning_trainer.options.learning import CreditOptions
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 
     from lightning_spans.store import Store
 
-rewards_option = click.option(
-    "--rewards",
-    "automatic",
-    multiple=True,
+rewards_option = field_option(
+    CreditOptions,
+    "rewards",
+    dest="automatic",
     metavar="NAME=WEIGHT",
-    help="Also show the reward of this automatic rule, as in training. May be repeated.",
+    text="Also show the reward of this automatic rule, as in training. May be repeated.",
 )
 
 

@@ -8,14 +8,18 @@ from typing import Any, Final
 
 import click
 
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.group import F, group_options
+from lightning_trainer.options.files import PortOptions, ResumeOptions, RunFolderOptions, StoreOptions
+from lightning_trainer.options.permits import PermitOptions
+from lightning_trainer.options.selection import SelectionOptions
 
 DEFAULT_STORE: Final = "lightning.db"  # where attach() writes outside a runner
 
 
 def store_flag(text: str, **more: Any) -> Callable[[F], F]:
     """Return the option that names a store."""
-    return click.option("--store", metavar="URL", help=text, **more)
+    return field_option(StoreOptions, "store", metavar="URL", text=text, **more)
 
 
 def default_store_flag(text: str) -> Callable[[F], F]:
@@ -60,25 +64,28 @@ def config_file_option(text: str) -> Callable[[F], F]:
 
 def out_option(text: str) -> Callable[[F], F]:
     """Return the option that names the folder that a command writes."""
-    return click.option("--out", type=click.Path(path_type=Path), help=text)
+    return field_option(RunFolderOptions, "out", text=text)
 
 
 def resume_option(text: str) -> Callable[[F], F]:
     """Return the option that names the folder to resume from."""
-    return click.option("--resume", type=click.Path(path_type=Path), help=text)
+    return field_option(ResumeOptions, "resume", text=text)
 
 
 def listen_options(more: str = "") -> Callable[[F], F]:
     """Return the options for a server's address and port; `more` is added to the help of the address."""
     return group_options(
         click.option("--host", default="127.0.0.1", show_default=True, help=f"Address to listen on{more}."),
-        click.option(
-            "--port",
-            default=0,
-            show_default=True,
-            type=click.IntRange(0, 65535),
-            help="Port to listen on; 0 picks a free port.",
-        ),
+        field_option(PortOptions, "port", text="Port to listen on; 0 picks a free port.", filled=True),
+    )
+
+
+def plain_http_option(keys: str) -> Callable[[F], F]:
+    """Return the flag that allows a server without encryption; the text names the keys that can be read then."""
+    return click.option(
+        "--plain-http",
+        is_flag=True,
+        help=f"Serve other machines without encryption. {keys} can then be read on the network.",
     )
 
 
@@ -94,11 +101,11 @@ def traces_option(text: str) -> Callable[[F], F]:
 
 def tenant_option(text: str) -> Callable[[F], F]:
     """Return the option that names a tenant."""
-    return click.option("--tenant", metavar="NAME", help=text)
+    return field_option(PermitOptions, "tenant", metavar="NAME", text=text)
 
 
-origin_option = click.option(
-    "--origin", metavar="NAME", help="Only traces of this origin: training, live, or your own label."
+origin_option = field_option(
+    SelectionOptions, "origin", metavar="NAME", text="Only traces of this origin: training, live, or your own label."
 )
 store_option = default_store_flag("Store: a path, sqlite:///, postgresql:// or http://.")
 key_file_option = key_file_flag("File with the key of the server. Default: LIGHTNING_KEY.")

@@ -51,7 +51,9 @@ def timeout_option(note: str = "") -> Callable[[F], F]:
     return field_option(LimitOptions, "timeout_s", text=f"{LimitOptions.model_fields['timeout_s'].description}{note}")
 
 
-workers_option = click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
+workers_option = field_option(
+    LimitOptions, "workers", type=click.IntRange(1), text="Worker processes. Default: one per core."
+)
 concurrency_option = field_option(LimitOptions, "concurrency")
 columns_option = field_option(MeasuringOptions, "columns", metavar="NAME,...", callback=_names)
 isolate_option = field_option(LimitOptions, "isolate")

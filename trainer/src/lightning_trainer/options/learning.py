@@ -1,13 +1,66 @@
-"""Options of a learner: its adapters and its loss. Both the commands that learn and the learner itself have them."""
+"""Options of learning, which the commands that learn and the learner itself have."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
 from lightning_trainer.options.record import OptionRecord
+
+
+class LengthOptions(OptionRecord):
+    """How long training takes."""
+
+    steps: int | None = Field(default=None, ge=1)
+    """Number of training steps, one batch each."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the tasks or conversations, instead of steps. Default: 1 if neither is given; for sft 2."""
+
+
+class AlgorithmOptions(OptionRecord):
+    """The algorithm."""
+
+    algorithm: str = "grpo"
+    """`grpo`, `dr-grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`, `reinforce++-baseline`, `rae`, `ppo`,
+    `distil`, or one that a plugin registers. Each sets the hyperparameters of its paper as defaults."""
+
+
+class CreditOptions(OptionRecord):
+    """The rewards of an attempt, and how its calls share them."""
+
+    credit: str = "identical"
+    """Credit assignment, from the rewards of an attempt to its calls: identical, discounted, last, per-agent, turn,
+    gigpo, counterfactual, or one that a plugin registers."""
+    gamma: float | None = Field(default=None, ge=0, le=1)
+    """Discount factor per turn for credit = discounted (default 0.9), turn (1) and gigpo (0.95)."""
+    credit_options: dict[str, Any] = Field(default_factory=dict)
+    """Further options of the credit assignment, such as omega and anchor of gigpo."""
+    rewards: dict[str, Any] = Field(default_factory=dict)
+    """Automatic rewards, by the name of the rule: its weight, such as tool_status = 0.1, or a table of weight and
+    options. Default: none."""
+
+
+class RateOptions(OptionRecord):
+    """The learning rate."""
+
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Learning rate of AdamW. With LoRA, the default is 1e-4."""
+
+
+class GradientOptions(OptionRecord):
+    """How gradients are limited."""
+
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Maximum gradient norm; larger gradients are scaled down to it."""
+
+
+class OptimizerOptions(GradientOptions):
+    """How the optimiser moves the weights."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of AdamW."""
 
 
 class AdapterOptions(OptionRecord):

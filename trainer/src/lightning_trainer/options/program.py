@@ -22,9 +22,13 @@ class TargetOptions(OptionRecord):
     of a group (see judge). Default: the agent returns the reward."""
 
 
-class AgentOptions(TargetOptions):
-    """The agent, and what gives its reward."""
+class JudgingOptions(OptionRecord):
+    """The judge."""
 
     judge: dict[str, Any] = Field(default_factory=dict)
     """Options of the judge: endpoint, model, rubric, weight (1) and others. With reward = judge, the judge gives the
     reward. With another reward, the judge's score times the weight is added (torch backend)."""
+
+
+class AgentOptions(JudgingOptions, TargetOptions):
+    """The agent, and what gives its reward."""

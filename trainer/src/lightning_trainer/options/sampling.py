@@ -9,6 +9,27 @@ from pydantic import Field
 from lightning_trainer.options.record import OptionRecord
 
 
+class SeedOptions(OptionRecord):
+    """The seed."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of the order of the data, of sampling and of initialisation."""
+
+
+class AnswerOptions(OptionRecord):
+    """How long an answer may be."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of an answer if the agent's request sets no limit."""
+
+
+class ContextOptions(OptionRecord):
+    """How long a conversation may be."""
+
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Maximum tokens of prompt and answer together. Default: the model's own limit."""
+
+
 class SampleOptions(OptionRecord):
     """How the trained agents are sampled."""
 
@@ -18,9 +39,3 @@ class SampleOptions(OptionRecord):
     sampling: Literal["plain", "asked"] = "plain"
     """`plain` samples from the policy itself: the top_p, top_k, min_p and penalties of the agent's requests are ignored
     and recorded. `asked` applies them, and leaves the tokens that they changed out of training."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens of an answer if the agent's request sets no limit."""
-    max_model_len: int | None = Field(default=None, ge=2)
-    """Maximum tokens of prompt and answer together. Default: the model's own limit."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of task order, sampling and initialisation."""

@@ -17,14 +17,32 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import Divergence, TeacherWeights
 from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.config.mistakes import refuse
-from lightning_trainer.options.learning import AdapterOptions, LossOptions
+from lightning_trainer.options.learning import (
+    AdapterOptions,
+    AlgorithmOptions,
+    LossOptions,
+    OptimizerOptions,
+    RateOptions,
+)
 from lightning_trainer.options.model import MessageOptions, PrecisionOptions
+from lightning_trainer.options.sampling import ContextOptions, SeedOptions
 from lightning_trainer.rl.algorithms import algorithm_by_name
 
 _DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
 
 
-class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions, CheckedRecord):
+class TorchOptions(
+    LossOptions,
+    OptimizerOptions,
+    RateOptions,
+    AlgorithmOptions,
+    AdapterOptions,
+    ContextOptions,
+    SeedOptions,
+    PrecisionOptions,
+    MessageOptions,
+    CheckedRecord,
+):
     """How the embedded backend loads, generates with and updates one policy. Options that a run has too are inherited.
 
     With ``dtype`` = auto, float16 becomes bfloat16. Master weights and moments are always float32. A ``kl_coef`` above
@@ -33,9 +51,7 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
     Attributes:
         model: folder of the model to start from.
         name: name under which the policy is served; the folder's by default.
-        seed: of all randomness: samples without their own seed, and the start of LoRA adapters.
         slots: most requests that generate at once; more wait.
-        max_model_len: most tokens of prompt and answer; None: the model's own limit.
         threads: threads of the update on a CPU; None: one for each core; ``auto``: as many as cores are free when it
             begins, so that the rounding of its sums depends on other programs.
         generate_threads: cores that generation uses; None: as many as suit the model's size.
@@ -44,11 +60,7 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
         fixed: those of them that the model's folder must contain, and that are served but not trained.
         copies: names of further adapters that are served: frozen copies of earlier weights, in no checkpoint.
         lora_targets: names of the modules that get adapters; None: all linear ones except the head.
-        algorithm: name of the algorithm whose loss is used.
-        learning_rate: step size of AdamW.
         betas: decay of AdamW's moments.
-        weight_decay: AdamW's decoupled decay.
-        max_grad_norm: gradients are scaled down to this norm.
         clip_dual: of `losses.policy_loss`.
         old_logprobs: log-probabilities in the denominator of the ratio: the engine's, or recomputed before the update.
         gae_lambda: decay of generalised advantage estimation, with ``algorithm`` = ppo.
@@ -69,20 +81,14 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
 
     model: Path
     name: str | None = None
-    seed: int = 0
     slots: SkipValidation[int] = 64
-    max_model_len: int | None = Field(default=None, ge=2)
     threads: SkipValidation[int | Literal["auto"] | None] = None
     generate_threads: SkipValidation[int | None] = None
     adapters: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] | None = None
-    algorithm: str = "grpo"
-    learning_rate: float = Field(default=1e-5, gt=0)
     betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: SkipValidation[float] = 0.0
-    max_grad_norm: float = Field(default=1.0, gt=0)
     clip_dual: SkipValidation[float | None] = None
     old_logprobs: Literal["engine", "recompute"] = "engine"
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
@@ -116,7 +122,6 @@ class TorchOptions(LossOptions, AdapterOptions, PrecisionOptions, MessageOptions
             "lora_targets needs lora_rank": self.lora_targets is None or self.lora_rank > 0,
             "base_bits must be 4 or 8": self.base_bits in (None, 4, 8),
             "betas must lie in [0, 1)": all(0 <= beta < 1 for beta in self.betas),
-            "weight_decay must be 0 or more": 0 <= self.weight_decay < math.inf,
             "activation_checkpointing must be auto, on or off": self.activation_checkpointing in ("auto", "on", "off"),
             "micro_batch_tokens must be at least 1": self.micro_batch_tokens >= 1,
         }

@@ -12,7 +12,9 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_spans.store.urls import without_secrets
 from lightning_trainer.flags.common import given, print_json, reading, rewards_option, screen, trust_option
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_flag, key_file_option, rollouts_option, store_flag
+from lightning_trainer.options.learning import CreditOptions
 
 if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
@@ -26,8 +28,8 @@ _OF_FORKS: Final = ("forks", "alternatives", "orders", "fork_at", "fork_tools")
 
 @click.command(name="blame")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--credit", help="Use this credit assignment instead of the run's.")
-@click.option("--gamma", type=float, help="Discount factor of that credit assignment.")
+@field_option(CreditOptions, "credit", text="Use this credit assignment instead of the run's.")
+@field_option(CreditOptions, "gamma", type=float, text="Discount factor of that credit assignment.")
 @click.option("--step", "steps", multiple=True, type=int, help="Only rollouts of this step. May be repeated.")
 @click.option("--val", "held_out", is_flag=True, help="Show rollouts of held-out tasks instead of training tasks.")
 @rollouts_option("Show the calls of this rollout")

@@ -16,6 +16,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import name_of, selects
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
 from lightning_trainer.flags.common import config_options, given, print_json, reading, rewards_option, screen
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import (
     agent_flag,
     json_flag,
@@ -27,6 +28,7 @@ from lightning_trainer.flags.files import (
 )
 from lightning_trainer.lineage.permits import Permits, tenants_of
 from lightning_trainer.options.permits import PermitOptions, take_permits
+from lightning_trainer.options.selection import SelectionOptions
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import printable, some
 
@@ -59,7 +61,7 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards from the user's ow
 @json_flag("Print one span per line as JSON.")
 @click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="Number of newest traces to show.")
 @agent_flag("Only traces in which this agent called a model.", dest="agents", multiple=True)
-@click.option("--min-reward", type=float, help="Only traces with at least this reward.")
+@field_option(SelectionOptions, "min_reward", text="Only traces with at least this reward.")
 @click.option("--max-reward", type=float, help="Only traces with at most this reward.")
 @click.option("--errors", is_flag=True, help="Only traces with an error.")
 @click.option("--text", metavar="TEXT", help="Only traces with this text in a prompt or an answer.")

@@ -18,6 +18,7 @@ import click
 
 from lightning_spans.errors import ConfigError, StoreError
 from lightning_trainer.flags.common import print_json
+from lightning_trainer.flags.files import plain_http_option
 from lightning_trainer.flags.group import group_options
 
 if TYPE_CHECKING:
@@ -87,11 +88,7 @@ def opened_when_ready(url: str, *, wait_s: float = STORE_S, pause_s: float = 1.0
 tls_options = group_options(
     click.option("--tls-cert", type=click.Path(path_type=Path), help="TLS certificate with its chain (PEM)."),
     click.option("--tls-key", type=click.Path(path_type=Path), help="Private key of the TLS certificate (PEM)."),
-    click.option(
-        "--plain-http",
-        is_flag=True,
-        help="Serve other machines without encryption. Keys can then be read on the network.",
-    ),
+    plain_http_option("Keys"),
 )
 
 

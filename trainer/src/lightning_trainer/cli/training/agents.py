@@ -27,7 +27,8 @@ from lightning_trainer.flags.program import (
 )
 from lightning_trainer.options.limits import LimitOptions
 from lightning_trainer.options.record import split_names
-from lightning_trainer.options.sampling import SampleOptions
+from lightning_trainer.options.sampling import AnswerOptions, SampleOptions
+from lightning_trainer.options.tasks import CountOptions
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
@@ -42,7 +43,7 @@ _ALWAYS: Final = ("timeout_s", "columns")  # options that are allowed when no pr
 @data_option()
 @columns_option
 @environment_options(tasks=False)
-@click.option("--tasks", "count", default=4, show_default=True, type=click.IntRange(1), help="Run the first N tasks.")
+@field_option(CountOptions, "tasks", dest="count", text="Run the first N tasks.", default=4, show_default=True)
 @program_options()
 @isolate_option
 @work_options
@@ -57,7 +58,7 @@ _ALWAYS: Final = ("timeout_s", "columns")  # options that are allowed when no pr
     "Its key: LIGHTNING_UPSTREAM_KEY, or OPENAI_API_KEY if the URL equals OPENAI_BASE_URL.",
 )
 @field_option(
-    SampleOptions,
+    AnswerOptions,
     "max_tokens",
     text="With --model: maximum tokens of an answer if the request sets no limit.",
 )

@@ -8,7 +8,9 @@ from typing import Final
 
 import click
 
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.group import F, group_options
+from lightning_trainer.kits.deploy.options import CanaryOptions
 
 GATE_OPTIONS: Final = ("wait_days", "worse", "better", "false_promotion", "power")
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
@@ -24,13 +26,8 @@ def parse_share(context: click.Context, option: click.Parameter, value: str) -> 
 
 def share_option(default: str) -> Callable[[F], F]:
     """Return the option for a share of the conversations."""
-    return click.option(
-        "--share",
-        default=default,
-        show_default=True,
-        callback=parse_share,
-        metavar="SHARE",
-        help="Share of the conversations.",
+    return field_option(
+        CanaryOptions, "share", default=default, show_default=True, type=str, callback=parse_share, metavar="SHARE"
     )
 
 
@@ -41,8 +38,6 @@ outcomes_option = click.option(
 
 def gate_options(function: F) -> F:
     """Add the gate's options, with defaults and help from the record that the loop also uses."""
-    from lightning_trainer.kits.deploy.options import CanaryOptions
-
     fields = {name: CanaryOptions.model_fields[name] for name in GATE_OPTIONS}
     options = (
         click.option(f"--{name.replace('_', '-')}", default=field.default, show_default=True, help=field.description)

@@ -35,6 +35,7 @@ from lightning_trainer.flags.program import (
 )
 from lightning_trainer.kits.evaluation.fields import EvalFields
 from lightning_trainer.options.limits import FailureOptions
+from lightning_trainer.options.measuring import SuccessOptions
 from lightning_trainer.options.record import split_names
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal, printable, tokens
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 @field_option(EvalFields, "judge", text="Option of the judge: endpoint, model, ... May be repeated.")
 @answered_agents_option("Default: the agents of the run, otherwise all that have a name.")
 @name_by_option
-@click.option("--success", type=float, help="Minimum reward of a success, for pass@k and pass^k. [default: 1]")
+@field_option(SuccessOptions, "success", text="Minimum reward of a success, for pass@k and pass^k. [default: 1]")
 @field_option(
     FailureOptions,
     "failed",

@@ -9,10 +9,12 @@ import click
 
 from lightning_trainer.flags.answers import agents_flag
 from lightning_trainer.flags.common import config_options, print_json, reading
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import key_file_option, origin_option, store_option
 from lightning_trainer.kits.export.wanted import FORMATS
 from lightning_trainer.options.permits import PermitOptions, take_permits
 from lightning_trainer.options.record import split_names
+from lightning_trainer.options.selection import SelectionOptions
 
 
 def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -23,11 +25,18 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--format", type=click.Choice(FORMATS), required=True, help="Content of a line, see above.")
 @agents_flag("Only calls of these agents; names or globs.", callback=_names)
-@click.option(
-    "--min-reward", type=float, metavar="X", help="Only rollouts in which the agent earned at least this reward."
+@field_option(
+    SelectionOptions,
+    "min_reward",
+    metavar="X",
+    text="Only rollouts in which the agent earned at least this reward.",
 )
-@click.option(
-    "--best", type=int, metavar="N", help="Only the N attempts with the highest reward of each group and agent."
+@field_option(
+    SelectionOptions,
+    "best",
+    metavar="N",
+    type=int,
+    text="Only the N attempts with the highest reward of each group and agent.",
 )
 @click.option("--sources", callback=_names, metavar="NAME,...", help="Count only rewards from these sources.")
 @origin_option

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.flags.answers import server_key_option
+from lightning_trainer.flags.answers import reflect_option, server_key_option
 from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json, read_key, screen
-from lightning_trainer.flags.files import config_file_option, json_option, out_option, resume_option
+from lightning_trainer.flags.fields import field_option
+from lightning_trainer.flags.files import config_file_option, dry_run_flag, json_option, out_option, resume_option
+from lightning_trainer.kits.improve.fields import ImproveFields
 from lightning_trainer.options.record import split_names
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal, printable
@@ -36,28 +38,14 @@ _TEACHER: Final = ("teacher", "teacher_options")  # options of the method distil
 
 @click.command(name="improve", cls=GroupedCommand)
 @click.argument("target", required=False)
-@click.option(
-    "--budget",
-    type=click.IntRange(1),
-    metavar="TOKENS",
-    help="Tokens that all methods of all agents may spend together: those of model calls on training tasks (prompts and"
-    " answers), and those that updates compute.",
-)
-@click.option(
-    "--methods",
-    metavar="NAME,...",
-    help="Methods to choose between: prompts (optimisation of system prompts; needs --reflect), sft (rejection"
-    " sampling: fine-tuning on the best rollouts), rl, distil (needs --teacher). [default: all that have what they"
-    " need]",
-)
-@click.option("--samples", type=click.IntRange(1), help="Rollouts per held-out task. [default: 4]")
-@click.option(
-    "--sft", multiple=True, metavar="NAME=VALUE", help="Option of sft --rounds, such as learning_rate. May be repeated."
-)
-@click.option("--reflect", metavar="[MODEL=]URL", help="OpenAI-compatible server that proposes prompts.")
+@field_option(ImproveFields, "budget", metavar="TOKENS")
+@field_option(ImproveFields, "methods", metavar="NAME,...")
+@field_option(ImproveFields, "samples")
+@field_option(ImproveFields, "sft")
+@reflect_option()
 @server_key_option("reflect", "LIGHTNING_REFLECT_KEY")
 @config_file_option("options of train as keys")
-@click.option("--dry-run", is_flag=True, help="Run a few tasks, print how the budget would be divided, and stop.")
+@dry_run_flag("Run a few tasks, print how the budget would be divided, and stop.")
 @out_option("Folder of the search. Default: runs/DATE.")
 @resume_option("Resume the search in this folder.")
 @json_option

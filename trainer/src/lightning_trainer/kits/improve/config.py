@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import Field
+
 from lightning_spans.errors import ConfigError
+from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.kits.improve.fields import ImproveFields
 from lightning_trainer.kits.sft.config import RoundsConfig
 from lightning_trainer.models import look
 from lightning_trainer.policies import ADAPTERS_NAME
@@ -31,27 +35,19 @@ _GENERATING: Final = ("slots", "generate_threads", "threads")  # among the backe
 _OWN: Final = ("budget", "samples", "sft", "distil")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImproveConfig:
+class ImproveConfig(ImproveFields, CheckedRecord):
     """The options of a search.
 
-    Attributes:
-        train: agents, tasks, held-out tasks, model and the other options of a training run.
-        budget: tokens that all methods of all agents may spend together.
-        methods: names of the methods, see `METHODS`.
-        samples: rollouts per held-out task in each measurement.
-        sft: further options of `RoundsConfig`.
-        reflect: the model that proposes prompts; None: prompts are not optimised.
-        distil: further options of distillation: its ``teacher``, and ``teacher_options`` of the teacher ``self``.
+    Raises:
+        ConfigError: an option is unknown or has a wrong value.
     """
 
     train: TrainConfig
-    budget: int
-    methods: tuple[str, ...]
-    samples: int = 4
-    sft: Mapping[str, Any] = field(default_factory=dict)
+    """Agents, tasks, held-out tasks, model and the other options of a training run."""
     reflect: Endpoint | None = None
-    distil: Mapping[str, Any] = field(default_factory=dict)
+    """The model that proposes prompts. Default: prompts are not optimised."""
+    distil: dict[str, Any] = Field(default_factory=dict)
+    """Further options of distillation: its `teacher`, and `teacher_options` of the teacher `self`."""
 
     @property
     def load(self) -> dict[str, Any]:
@@ -142,18 +138,10 @@ def rounds_options(config: ImproveConfig, own: Mapping[str, Any]) -> RoundsConfi
     same = (
         "target", "command", "reward", "backend_options", "chat_template", "system_messages", "dtype", "device",
         "workers", "concurrency", "isolate", "timeout_s", "max_attempts", "temperature", "name_by", "failed",
-        "timeouts", "lora_rank", "lora_alpha", *(each.name for each in fields(Work)),
+        "timeouts", "lora_rank", "lora_alpha", "base_bits", "tool_format", *(each.name for each in fields(Work)),
     )  # fmt: skip
     values = {name: getattr(train, name) for name in same}
     values |= {"samples": train.group_size, "answer_tokens": train.max_tokens}
-    values["backend_options"] = {**_loading_options(train), **train.backend_options}
+    if train.max_model_len is not None:
+        values["backend_options"] = {"max_model_len": train.max_model_len, **train.backend_options}
     return RoundsConfig(**{**{n: v for n, v in values.items() if v is not None}, **config.sft, **own})
-
-
-def _loading_options(train: TrainConfig) -> dict[str, Any]:
-    """Return the loading options that rounds accept only as backend options."""
-    return {
-        name: value
-        for name in ("max_model_len", "tool_format", "base_bits")
-        if (value := getattr(train, name)) is not None
-    }

@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +19,7 @@ from lightning_trainer.kits.improve.halving import MethodResult, rung_count
 from lightning_trainer.kits.improve.measuring import Finals, HeldOutMeasurement, rollout_tokens
 from lightning_trainer.kits.improve.methods import KINDS
 from lightning_trainer.kits.improve.plan import SearchPlan
-from lightning_trainer.kits.improve.record import write_metrics
-from lightning_trainer.kits.improve.result import RESULT_NAME, AgentResult, Improvement
+from lightning_trainer.kits.improve.result import RESULT_NAME, AgentResult, Improvement, write_metrics
 from lightning_trainer.kits.improve.search import AgentSearch
 from lightning_trainer.kits.improve.selection import StatesOfAgent, equivalent_comparisons
 from lightning_trainer.kits.improve.snapshots import Snapshot, adapter_names
@@ -83,7 +82,7 @@ def plan_search(config: ImproveConfig, progress: Progress | None = None) -> Sear
         tasks = TaskFiles(Path(name) / "tasks")
         tasks.write(config, progress)
         tried = tasks.some_to_learn(_TRIED, config.train.seed, Path(name) / "tried.jsonl")
-        few = replace(config, samples=1)
+        few = config.with_values(samples=1)
         held_out = HeldOutMeasurement(config=few, tasks=tried, progress=progress, agents=config.train.agents)
         held_out.measure_base(Path(name) / "base")
         return _plan(config, held_out, tasks)
@@ -125,7 +124,7 @@ class _Search:
         return self._decide(found, searches, began)
 
     def _name_agents(self, agents: Sequence[str]) -> ImproveConfig:
-        return replace(self.config, train=self.config.train.model_copy(update={"agents": tuple(agents)}))
+        return self.config.with_values(train=self.config.train.model_copy(update={"agents": tuple(agents)}))
 
     def _decide(
         self, found: Mapping[str, Mapping[str, MethodResult]], searches: Mapping[str, AgentSearch], began: float

@@ -10,7 +10,13 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer.flags.answers import endpoint_option, model_option, name_by_option, server_key_option
+from lightning_trainer.flags.answers import (
+    endpoint_option,
+    model_option,
+    name_by_option,
+    reflect_option,
+    server_key_option,
+)
 from lightning_trainer.flags.common import given, print_json, read_key
 from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_option
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 @columns_option
 @field_option(PromptsFields, "val")
 @field_option(PromptsFields, "agents", required=True, metavar="NAME,...")
-@click.option("--reflect", required=True, metavar="[MODEL=]URL", help="OpenAI-compatible server that proposes prompts.")
+@reflect_option(required=True)
 @server_key_option("reflect", "LIGHTNING_REFLECT_KEY")
 @field_option(PromptsFields, "budget", required=True)
 @field_option(PromptsFields, "tokens")

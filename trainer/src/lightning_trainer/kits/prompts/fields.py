@@ -7,9 +7,10 @@ from pathlib import Path
 from pydantic import Field
 
 from lightning_trainer.options.measuring import MeasuringOptions
+from lightning_trainer.options.sampling import SeedOptions
 
 
-class PromptsFields(MeasuringOptions):
+class PromptsFields(SeedOptions, MeasuringOptions):
     """Which prompts to optimise, and how far."""
 
     agents: tuple[str, ...]
@@ -24,5 +25,3 @@ class PromptsFields(MeasuringOptions):
     """Maximum number of tokens, rollouts and proposals together."""
     minibatch: int = Field(default=3, ge=1)
     """Tasks per proposal."""  # on which it is also tried first
-    seed: int = Field(default=0, ge=0)
-    """Of GEPA's choices, and of answers that are sampled here: each batch is sampled with the same numbers."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from lightning_spans.schema.replays import ToolPolicy
+from lightning_trainer.options.measuring import SuccessOptions
 from lightning_trainer.options.record import OptionRecord
 
 
@@ -42,7 +43,7 @@ class ForkFields(RecordFields):
     """Replay the whole record, and report where the program deviates from it."""
 
 
-class ReplayFields(RecordFields):
+class ReplayFields(SuccessOptions, RecordFields):
     """Which records are replayed, and what counts as a success."""
 
     rollouts: tuple[str, ...] = ()
@@ -52,5 +53,3 @@ class ReplayFields(RecordFields):
     recorded, the `task`."""
     stop: bool = False
     """End a replay at its first difference."""
-    success: float | None = None
-    """Minimum reward of a success. [default: the recorded reward]"""

@@ -9,7 +9,7 @@ from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.group import group_options
 from lightning_trainer.flags.program import timeout_option, workers_option
 from lightning_trainer.options.measuring import RequestOptions
-from lightning_trainer.options.sampling import SampleOptions
+from lightning_trainer.options.sampling import SeedOptions
 
 if TYPE_CHECKING:
     from lightning_trainer.session.answers import Subject
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 sampling_options = group_options(
     field_option(RequestOptions, "temperature", text="Sampling temperature, set on all sampled calls."),
     max_tokens_option,
-    field_option(SampleOptions, "seed", text="Sampling seed.", filled=True),
+    field_option(SeedOptions, "seed", text="Sampling seed.", filled=True),
     timeout_option(),
     workers_option,
 )

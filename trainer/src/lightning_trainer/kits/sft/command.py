@@ -9,17 +9,23 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.common import config_options, given, print_json
+from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import resume_option
 from lightning_trainer.kits.sft.config import RoundsConfig, SftConfig
+from lightning_trainer.options.tasks import TaskOptions
 
 
 def _note(name: str) -> str:
+    if name == "agents":
+        return "(if the data names no agent: the agent to which its rows belong)"
+    if name == "backend":
+        return "(only torch in sft)"
     return "" if name in SftConfig.model_fields else "(rounds)"
 
 
 @click.command(name="sft")
 @click.argument("data", nargs=-1, metavar="[DATA... | TARGET]")
-@click.option("--data", "tasks", type=click.Path(path_type=Path), help="Tasks to sample on (rounds).")
+@field_option(TaskOptions, "data", dest="tasks", text="Tasks to sample on (rounds).")
 @resume_option("Resume the interrupted run in this folder, after its last complete round or from its saved state.")
 @click.option("--max-tokens", hidden=True)  # name in earlier versions; the configuration's error gives the new one
 @config_options(RoundsConfig, leave_out=frozenset({"data", "target", "tasks"}), notes=_note)

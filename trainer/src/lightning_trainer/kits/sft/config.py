@@ -13,15 +13,24 @@ from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.config.defaults import with_adapters
 from lightning_trainer.config.mistakes import refuse, refuse_unknown
 from lightning_trainer.naming import parse_rules
+from lightning_trainer.options.files import RunFolderOptions
+from lightning_trainer.options.learning import AdapterOptions, LengthOptions, OptimizerOptions
 from lightning_trainer.options.limits import FailureOptions, LimitOptions
+from lightning_trainer.options.model import MessageOptions, PrecisionOptions
 from lightning_trainer.options.permits import PermitOptions
+from lightning_trainer.options.policies import NameRuleOptions, PolicyOptions, StartOptions
 from lightning_trainer.options.program import AgentOptions
+from lightning_trainer.options.record import OptionRecord
+from lightning_trainer.options.sampling import SeedOptions
+from lightning_trainer.options.selection import SelectionOptions
+from lightning_trainer.options.tasks import ColumnOptions, HeldOutOptions
 from lightning_trainer.options.work import WorkOptions
 
 OF_FILES: Final = frozenset(
     {"data", "eval_every", "held_out", "loss", "origin", "patience", *PermitOptions.model_fields}
 )  # not options of rounds
 
+_MOVED: Final = ("base_bits", "tool_format")  # among the options of the backend in earlier versions
 _RENAMED: Final = (
     "max_tokens limits an answer in all commands, so the limit of a conversation in sft is now max_length. Write"
     " max_length, or answer_tokens for the answers of rounds."
@@ -29,18 +38,16 @@ _RENAMED: Final = (
 
 
 def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run that an earlier version began, under their current names."""
-    return {"max_length" if name == "max_tokens" else name: value for name, value in values.items()}
+    """Return the options of a run that an earlier version began, under their current names and in their places."""
+    renamed = {"max_length" if name == "max_tokens" else name: value for name, value in values.items()}
+    own = renamed.get("backend_options") or {}
+    moved = {name: own[name] for name in _MOVED if name in own}
+    return {**renamed, **moved, "backend_options": {n: value for n, value in own.items() if n not in moved}}
 
 
-class SftConfig(PermitOptions, CheckedRecord):
-    """Options of `lightning-rl sft`.
+class ConversationFields(OptionRecord):
+    """What is learned from."""
 
-    Raises:
-        ConfigError: an option is unknown, has a wrong value, or contradicts another one.
-    """
-
-    # What is learned from.
     data: tuple[str, ...] = ()
     """Files of conversations (.jsonl, .json, .parquet; from `export`, or any data set with messages), and stores."""
     val: Path | None = None
@@ -49,48 +56,34 @@ class SftConfig(PermitOptions, CheckedRecord):
     """Share of the tasks held out for early stopping; 0 holds out none."""
     max_length: int | None = Field(default=None, ge=2)
     """Maximum tokens of a conversation; longer ones are left out and counted. Default: the model's own limit."""
-    min_reward: float | None = None
-    """Minimum reward of a line, for lines that have rewards."""
-    best: int | None = Field(default=None, ge=1)
-    """Use only the N attempts with the highest reward of each group and agent (stores)."""
-    origin: str | None = None
-    """Use only traces of this origin: training, live, or your own label (stores)."""
 
-    # What is trained.
-    agents: tuple[str, ...] | None = None
-    """Names or globs of the agents to train. If the data names no agent: the agent to which its rows belong."""
-    policies: dict[str, str] = Field(default_factory=dict)
-    """Adapters of agents over one frozen model, as in train: AGENT=lora, AGENT=lora:NAME, separated by commas."""
-    model: str
-    """The model to start from: a folder, a run or checkpoint, a hub id, or smollm2-135m."""
-    backend: str = "torch"
-    """Backend that learns: `torch`."""
-    backend_options: dict[str, Any] = Field(default_factory=dict)
-    """Further options of the backend, such as micro_batch_tokens of torch."""
-    chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template, or `hermes` for the built-in template, which supports
-    tools."""
-    system_messages: Literal["as-sent", "merge"] = "as-sent"
-    """`merge` joins system and user messages that the chat template refuses otherwise, as in train."""
-    lora_rank: int = Field(default=0, ge=0)
-    """Rank of LoRA adapters; 0 trains all weights. With policies, the default is 16."""
-    lora_alpha: float | None = Field(default=None, gt=0)
-    """LoRA scale. Default: twice the rank."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the weights in the forward pass; auto uses the model's own."""
-    device: str = "auto"
-    """Device: auto, cpu, cuda, cuda:1, ..."""
 
-    # How it learns.
+class SftConfig(
+    PermitOptions,
+    RunFolderOptions,
+    SeedOptions,
+    OptimizerOptions,
+    LengthOptions,
+    AdapterOptions,
+    PrecisionOptions,
+    MessageOptions,
+    StartOptions,
+    PolicyOptions,
+    SelectionOptions,
+    ConversationFields,
+    CheckedRecord,
+):
+    """Options of `lightning-rl sft`.
+
+    Raises:
+        ConfigError: an option is unknown, has a wrong value, or contradicts another one.
+    """
+
     loss: Literal["likelihood", "dpo"] = "likelihood"
     """`likelihood` (supervised fine-tuning), or `dpo` (direct preference optimisation on pairs of answers to one
     prompt)."""
     beta: float | None = Field(default=None, gt=0)
     """KL coefficient of dpo. Default: 0.1."""
-    epochs: float | None = Field(default=None, gt=0)
-    """Passes over the data. Default: 2 if neither epochs nor steps is given."""
-    steps: int | None = Field(default=None, ge=1)
-    """Number of optimiser steps, instead of epochs."""
     batch_size: int = Field(default=16, ge=1)
     """Conversations per step."""
     group_by_prefix: int = Field(default=1, ge=1)
@@ -99,21 +92,11 @@ class SftConfig(PermitOptions, CheckedRecord):
     learning_rate: float = Field(default=5e-5, gt=0)
     """Maximum learning rate of AdamW. With LoRA, the default is 2e-4; with dpo, a tenth of these. Warmup takes the
     first tenth of the steps, at most 20; then the rate decays to a tenth."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Maximum gradient norm; larger gradients are scaled down to it."""
     eval_every: int | None = Field(default=None, ge=1)
     """Steps between measurements of the held-out loss. Default: four per epoch, and at least every 50 steps."""
     patience: int = Field(default=3, ge=1)
     """Early stopping: measurements without a lower held-out loss after which training stops. The weights with the
     lowest loss are kept."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of data order and initialisation. What is held out depends only on the data."""
-
-    # What is kept.
-    out: Path | None = None
-    """Folder of the run. Default: runs/DATE."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -128,7 +111,7 @@ class SftConfig(PermitOptions, CheckedRecord):
                 values["learning_rate"] = 5e-6
         config = handler(values)
         registry.check("backend", config.backend)
-        registry.check("tool format", config.backend_options.get("tool_format"))
+        registry.check("tool format", config.tool_format)
         refuse(
             {
                 "steps and epochs both set the length. Give one of them.": None not in (config.steps, config.epochs),
@@ -149,8 +132,8 @@ class SftConfig(PermitOptions, CheckedRecord):
         from lightning_trainer.policies import parse
 
         names = (
-            "chat_template", "device", "dtype", "learning_rate", "lora_alpha", "lora_rank", "max_grad_norm", "seed",
-            "system_messages", "weight_decay",
+            "base_bits", "chat_template", "device", "dtype", "learning_rate", "lora_alpha", "lora_rank",
+            "max_grad_norm", "seed", "system_messages", "tool_format", "weight_decay",
         )  # fmt: skip
         options = {name: getattr(self, name) for name in names}
         own = parse(self.policies)
@@ -165,7 +148,7 @@ class SftConfig(PermitOptions, CheckedRecord):
         return {**options, **self.backend_options}
 
 
-class RoundFields(SftConfig):
+class RoundFields(HeldOutOptions, ColumnOptions, NameRuleOptions, SftConfig):
     """Options that only rounds have."""
 
     rounds: int = Field(ge=1)
@@ -173,18 +156,12 @@ class RoundFields(SftConfig):
     the best rollouts of each group are learned. val then names held-out tasks."""
     tasks: Path
     """Tasks to sample on."""
-    columns: tuple[str, ...] = ()
-    """Columns of tasks and val to read. Default: all."""
     samples: int = Field(default=8, ge=2)
     """Rollouts per task and round."""
-    val_samples: int = Field(default=1, ge=1)
-    """Rollouts per held-out task, before and after each round."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature, set on all calls of the agents."""
     answer_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of an answer if the request sets no limit."""
-    name_by: tuple[str, ...] = ()
-    """Rule that names the agents of calls without an agent header, as in train: [NAME=]WHERE[:REGEX]."""
 
 
 class RoundsConfig(WorkOptions, LimitOptions, FailureOptions, AgentOptions, RoundFields):

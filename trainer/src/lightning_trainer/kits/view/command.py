@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from lightning_trainer.flags.common import print_json, read_key, trust_option
-from lightning_trainer.flags.files import key_file_option, listen_options, loops_option, server_flag, store_flag
+from lightning_trainer.flags.files import (
+    key_file_option,
+    listen_options,
+    loops_option,
+    plain_http_option,
+    server_flag,
+    store_flag,
+)
 
 if TYPE_CHECKING:
     from lightning_trainer.kits.view.routes import Views
@@ -37,11 +44,7 @@ _KEY_S: Final = 10 * 86_400.0  # lifetime of a page's key
 )
 @loops_option
 @listen_options()
-@click.option(
-    "--plain-http",
-    is_flag=True,
-    help="Serve other machines without encryption. The key can then be read on the network.",
-)
+@plain_http_option("The key")
 @click.option(
     "--save-marks",
     type=click.Path(path_type=Path, dir_okay=False),
