@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -101,3 +102,25 @@ def test_an_upstream_is_read(text, upstream):
 def test_a_malformed_upstream_says_its_form(text):
     with pytest.raises(ConfigError, match="MODEL=URL"):
         parse_upstream(text)
+
+
+async def test_an_end_that_is_reported_twice_waits_for_the_record_of_the_cut_call_both_times(server):
+    gateway = create_app(server.store, keys=Keys.fresh(), engine=FakeEngine()).state.gateway
+    begun, recorded, cuts = asyncio.Event(), asyncio.Event(), []
+
+    async def call():
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cuts.append("cut")
+            await recorded.wait()
+
+    gateway._open[running := asyncio.ensure_future(call())] = "attempt"
+    await begun.wait()
+    ends = [asyncio.ensure_future(gateway._cut_calls("attempt")) for _ in range(2)]
+    _done, waiting = await asyncio.wait(ends, timeout=0.2)
+    assert waiting == set(ends)
+    recorded.set()
+    await asyncio.gather(running, *ends)
+    assert cuts == ["cut"]

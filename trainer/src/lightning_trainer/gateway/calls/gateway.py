@@ -23,7 +23,8 @@ from lightning_trainer.gateway.surfaces.messages import MessagesSurface
 from lightning_trainer.gateway.surfaces.surface import Surface
 from lightning_trainer.reasons.call_errors import ATTEMPT_ENDED, CLIENT_GONE
 
-_CUT_S: Final = 5.0  # for the records of calls that are cut off
+_CUT_S: Final = 30.0  # for the records of calls that are cut off
+_GIVEN_UP_S: Final = 5.0  # for the records of calls that a program gave up, which may also go on
 
 
 class Gateway:
@@ -89,13 +90,14 @@ class Gateway:
 
     async def _settle_calls(self, attempt_id: str) -> None:
         if tasks := [task for task, its in self._open.items() if its == attempt_id]:
-            await asyncio.wait(tasks, timeout=_CUT_S)
+            await asyncio.wait(tasks, timeout=_GIVEN_UP_S)
 
     async def _cut_calls(self, attempt_id: str) -> None:
-        tasks = [task for task, its in self._open.items() if its == attempt_id and task not in self._cut]
-        self._cut.update(tasks)
-        for task in tasks:
+        """Cut calls off once, and wait for their records also if the end of the attempt is reported again."""
+        tasks = [task for task, its in self._open.items() if its == attempt_id]
+        for task in set(tasks) - self._cut:
             task.cancel()
+        self._cut.update(tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=_CUT_S)
 
