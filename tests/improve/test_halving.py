@@ -118,6 +118,20 @@ def test_a_method_that_has_ended_gets_no_more_and_one_that_changed_nothing_is_no
     assert found["sft"].best.rung == 1  # the first of equal ones
 
 
+@pytest.mark.parametrize("barren", [("rl", "sft"), ("rl", "sft", "prompts")])
+def test_methods_that_find_nothing_take_no_place_of_one_that_can_continue(barren: tuple[str, ...]) -> None:
+    def spend(method: str, _rung: int, limit: int) -> Spending:
+        return Spending(tokens=limit, changed=method not in barren, ended="nothing" if method in barren else None)
+
+    found = halve(
+        ("rl", "sft", "prompts"), 900, dict.fromkeys(range(9), 0.5), spend,
+        lambda *_: dict.fromkeys(range(9), 0.5),  # no gain yet
+    )  # fmt: skip
+    assert {name for name, result in found.items() if result.ended == "nothing"} == set(barren)
+    assert sum(result.tokens for result in found.values()) == (900 if len(barren) == 2 else 300)
+    assert found["prompts"].rung == (3 if len(barren) == 2 else 1)
+
+
 def test_a_method_that_grows_worse_is_returned_as_it_was_before() -> None:
     gains = {1: 0.6, 2: -0.4, 3: -0.5}
     found = halve(

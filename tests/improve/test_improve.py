@@ -138,6 +138,8 @@ def test_where_nothing_helps_the_base_is_returned(folder: Path, model: Path) -> 
     assert "Nothing is better than the unchanged agents with confidence" in result.stdout
     assert (folder / "found" / "checkpoint").resolve() == model.resolve()
     assert not (folder / "found" / "prompts.json").exists()
+    methods_of = json.loads((folder / "found" / "result.json").read_text())["agents"]["writer"]["methods"]
+    assert min(its["tokens"] for its in methods_of.values()) > 0  # of samples from which nothing was learned
     options = ["--data", "val.jsonl", "--model", "found", "--device", "cpu", "--out", "again", "--json"]
     assert told(CliRunner().invoke(cli, ["eval", "program:flat", *options]))["mean"] == 0.5
 

@@ -88,9 +88,13 @@ def share_of(budget: int, spent: int, rungs_left: int, methods: int) -> int:
 
 
 def survivors(results: Mapping[str, MethodResult], declared: Declared = None) -> list[str]:
-    """Return the better half of the methods, best first, without those significantly worse than the best."""
-    ranked = sorted(results, key=lambda name: -results[name].gain)
-    best = results[ranked[0]].best
+    """Return the better half of the methods, best first, without those significantly worse than the best.
+
+    A method that has ended without a gain is not one of them, and takes no place of a method that can continue.
+    """
+    able = [name for name in results if not results[name].ended or results[name].gain > 0]
+    ranked = sorted(able, key=lambda name: -results[name].gain)
+    best = results[ranked[0]].best if ranked else None
     return [
         name
         for name in ranked[: math.ceil(len(ranked) / 2)]

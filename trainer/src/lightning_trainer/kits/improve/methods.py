@@ -204,6 +204,7 @@ class SftMethod(Method):
         from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME
 
         folder, ended = self._folder(rung), None
+        removed: list[Costs] = []  # of samples without anything to learn
         if not (folder / RESULT_NAME).exists():
             before = self._costs(rung - 1).tokens
             try:
@@ -212,10 +213,14 @@ class SftMethod(Method):
                 else:
                     shutil.rmtree(folder, ignore_errors=True)
                     options = self._options(limit - before, rung)
-                    rejection_sampling(rounds_options(self.config, options), self.progress)
+                    rejection_sampling(
+                        rounds_options(self.config, options), self.progress,
+                        before_removal=lambda its: removed.append(costs_of(its)),
+                    )  # fmt: skip
             except NothingToLearnError as error:
                 ended = str(error)
-        return Spending(tokens=self._costs(rung).tokens, changed=self._newest is not None, ended=ended)
+        costs = sum(removed, self._costs(rung if (folder / RESULT_NAME).exists() else rung - 1))
+        return Spending(tokens=costs.tokens, changed=self._newest is not None, ended=ended)
 
     def change(self) -> Change:
         """Return the checkpoint of the last rung."""

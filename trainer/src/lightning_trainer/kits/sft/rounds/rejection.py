@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 
+from lightning_spans.errors import NothingToLearnError
 from lightning_trainer import registry
 from lightning_trainer.backend_protocol import Backend
 from lightning_trainer.config.workers import worker_count
@@ -27,6 +29,7 @@ from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.endings import LATE_LEFT_OUT
 from lightning_trainer.run.data import digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.answers import AnswerSource
 from lightning_trainer.session.folder import check_unchanged
@@ -34,13 +37,20 @@ from lightning_trainer.session.sampling import SamplingOptions
 from lightning_trainer.session.session import STORE_NAME, cancel_left_over, open_database, open_runner, serve
 
 
-def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *, resume: Path | None = None) -> Rounds:
+def rejection_sampling(
+    config: RoundsConfig,
+    progress: Progress | None = None,
+    *,
+    resume: Path | None = None,
+    before_removal: Callable[[Path], None] | None = None,
+) -> Rounds:
     """Sample, keep the best attempts, learn them, and repeat.
 
     Args:
         config: the options; to resume, those that `resumed` returned.
         progress: callback for progress events. Default: none.
         resume: folder of rounds to resume, after the last completed one.
+        before_removal: called with the folder, which has the samples, if there is nothing to learn.
 
     Raises:
         LightningError: an option, a file or the agent is wrong, or the first round has nothing to learn. Then no folder
@@ -58,17 +68,7 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         check = stack.enter_context(deferred(progress.stopping))
         folder = stack.enter_context(learning_folder(config.out, resume))
         state = RoundsState(data=data) if resume is None else _resumable(folder, data)
-        runner = stack.enter_context(
-            open_runner(
-                Job.of(config),
-                workers=worker_count(
-                    config.workers, len(tasks) * config.samples, 1 if config.isolate else config.concurrency
-                ),
-                concurrency=config.concurrency,
-                progress=progress,
-                logs=folder / "logs",
-            )
-        )
+        runner = stack.enter_context(_runner_of(config, len(tasks), progress, folder / "logs"))
         check()
         store = stack.enter_context(open_database(str(folder / STORE_NAME)))
         cancel_left_over(store)
@@ -90,10 +90,24 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
             log=log, progress=progress, check=check, state=state, steps=state.steps,
             lineage=LineageWriter(folder, _facts(config), state.steps), began=began - state.seconds,
         )  # fmt: skip
-        try:
-            return loop.run()
-        except Interrupted:
-            raise Interrupted(_stop_message(folder)) from None
+        return _run(loop, before_removal)
+
+
+def _run(loop: RoundLoop, before_removal: Callable[[Path], None] | None) -> Rounds:
+    try:
+        return loop.run()
+    except Interrupted:
+        raise Interrupted(_stop_message(loop.folder)) from None
+    except NothingToLearnError:
+        if before_removal is not None:
+            before_removal(loop.folder)
+        raise
+
+
+def _runner_of(config: RoundsConfig, tasks: int, progress: Progress, logs: Path) -> AbstractContextManager[Runner]:
+    at_once = 1 if config.isolate else config.concurrency
+    workers = worker_count(config.workers, tasks * config.samples, at_once)
+    return open_runner(Job.of(config), workers=workers, concurrency=config.concurrency, progress=progress, logs=logs)
 
 
 def _stop_message(folder: Path) -> str:
