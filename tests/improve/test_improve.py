@@ -23,6 +23,7 @@ from lightning_trainer.cli import cli
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.improve import improve as improving
 from lightning_trainer.kits.improve import methods
+from lightning_trainer.kits.improve.command import _why
 from lightning_trainer.kits.improve.config import ImproveConfig
 from lightning_trainer.kits.improve.costs import costs_of, learned_from
 from lightning_trainer.kits.improve.decision import Decision
@@ -321,3 +322,10 @@ def test_what_an_interrupted_process_sampled_after_its_checkpoint_is_not_counted
 def test_adapters_have_names_that_folders_can_have() -> None:
     names = adapter_names(["a b", "a_b", "base", "Schreiber/Prüfer", "!"])
     assert list(names.values()) == ["a_b", "a_b-2", "base-2", "Schreiber_Pr_fer", "agent"]
+
+
+def test_the_line_of_a_method_says_why_it_ended() -> None:
+    nothing = "no sample is worth learning (0 failed).\n  78: truncated\n  2: other\nGive tasks."
+    assert _why(nothing) == "no sample is worth learning (0 failed). 78: truncated"
+    assert _why("another method did better") == "another method did better"
+    assert _why("it ended.\nDo this.") == "it ended."

@@ -206,3 +206,9 @@ def test_noise_around_a_level_is_never_called_a_collapse(seed: int) -> None:
         groups_without_signal=around(0.4), tool_error_rate=around(0.2), reward=around(0.4),
     )  # fmt: skip
     assert raised(lines) == []
+
+
+def test_groups_from_which_prompts_taught_are_not_dead() -> None:
+    dead = {"groups_without_signal": [0.95], "reward": [0.0]}
+    assert names(history(**dead, distilled_calls=[0.0])) == {"groups_dead"}
+    assert names(history(**dead, distilled_calls=[4.0])) == set()

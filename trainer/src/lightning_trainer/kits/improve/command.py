@@ -125,7 +125,7 @@ def _show(found: Improvement) -> None:
         for method, bought in agent.methods.items():
             best = bought.best
             numbers = ("-", "-") if best is None else _numbers(best.difference)
-            note = "candidate" if method == agent.candidate else bought.ended.split("\n")[0]
+            note = "candidate" if method == agent.candidate else _why(bought.ended)
             cells = (str(bought.tokens), *numbers, str(bought.rung), Text(printable(note)))
             table.add_row(Text(printable(name)), method, *cells)
     screen().print(table)
@@ -144,6 +144,13 @@ def _show(found: Improvement) -> None:
     if found.prompts is not None:
         click.echo(f'prompts: attach(prompts="{found.prompts}"), eval --prompts {found.prompts}')
     click.echo(f"weights: lightning-rl serve {found.folder}")
+
+
+def _why(ended: str) -> str:
+    """Return why a method ended, as one line: what happened, and the most common reason if there are some."""
+    what, *reasons = ended.split("\n")
+    first = reasons[0].strip() if reasons and reasons[0].startswith("  ") else ""
+    return f"{what} {first}".strip()
 
 
 def _verdict(found: Improvement, agent: str) -> str:

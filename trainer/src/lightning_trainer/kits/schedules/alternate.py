@@ -52,6 +52,10 @@ def turn_of(step: int, policies: Sequence[str], steps: int) -> str:
     return policies[step // steps % len(policies)]
 
 
+def _divisors(steps: int) -> str:
+    return " or ".join(str(number) for number in range(1, steps + 1) if steps % number == 0)
+
+
 class AlternateKind(CallbackKind):
     """Takes part in runs with a schedule."""
 
@@ -67,8 +71,10 @@ class AlternateKind(CallbackKind):
                 f"schedule = {config.schedule} alternates between policies. Give at least two agents their own, such"
                 " as --policy writer=lora,checker=lora.": len(trained_policies(config)) < 2,
                 f"schedule = {config.schedule} returns policies to their best weights, which only validations find."
-                " Set val, and set val_every to a divisor of the steps of a turn.": (
-                    config.val is None or config.val_every is None or steps % config.val_every != 0
+                " Set val and val_every.": config.val is None or config.val_every is None,
+                f"schedule = {config.schedule}: a turn ends with a validation, but val_every = {config.val_every} does"
+                f" not divide {steps}. Set val_every to {_divisors(steps)}.": (
+                    config.val_every is not None and steps % config.val_every != 0
                 ),
                 f"schedule = {config.schedule} changes weights between"
                 " steps, but staleness samples ahead. Set staleness = 0.": config.staleness > 0,

@@ -125,7 +125,8 @@ def groups_dead(history: History) -> Found:
     """Yield an alarm if hardly any group has two different rewards, so that hardly anything is learned."""
     points = series(history, "train", "groups_without_signal")
     newest = [value for _, value in points[-WINDOW:]]
-    if len(newest) == WINDOW and min(newest) >= 0.8:
+    distilled = sum(value for _, value in series(history, "train", "distilled_calls")[-WINDOW:])  # with_prompts
+    if len(newest) == WINDOW and min(newest) >= 0.8 and not distilled:
         rewards = [value for _, value in series(history, "train", "reward")[-WINDOW:]]
         mean = f", at a mean of {statistics.fmean(rewards):.2f}" if rewards else ""
         text = (
