@@ -34,6 +34,8 @@ from lightning_spans.record.context import current_attempt
 async def run(task):
     how = task.get("how")
     if how == "wait":
+        with open("waits", "a") as file:
+            file.write(".")
         while not Path("go").exists():
             await asyncio.sleep(0.01)
     if how in ("block", "lock", "loop"):
@@ -300,7 +302,7 @@ def test_worker_that_can_not_be_started_is_tried_again(
     monkeypatch.setattr(WorkerProcess, "start", stingy)
     ids = enqueue(store, [{"how": "wait"} for _ in range(2)], max_attempts=1)
     with running(store, JOB, folder) as runner:
-        until(lambda: all(r.status == "running" for r in store.rollouts(rollout_ids=ids)))
+        until(lambda: (folder / "waits").exists() and (folder / "waits").read_text() == "..")  # both are in the worker
         os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
         (folder / "go").touch()
         assert ends(store, ids) == [["disturbed", "succeeded"]] * 2

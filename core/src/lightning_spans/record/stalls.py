@@ -210,9 +210,9 @@ def _look_on() -> None:
         now = time.monotonic()
         for wait in list(_open.values()):
             if not wait.told and (stall := wait.stall(now)) is not None:
-                wait.told = True
-                _counts[stall.part] += 1
                 logger.warning("lightning: %s", stall)
+                wait.told = True
+                _counts[stall.part] += 1  # last: who sees the count finds the message
 
 
 def _after_fork() -> None:
