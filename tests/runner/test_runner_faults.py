@@ -120,10 +120,16 @@ def ends(store: Store, ids: list[str]) -> list[list[str]]:
     return [[attempt.status for attempt in each] for each in results(store, ids)]
 
 
+def until_they_wait(folder: Path, count: int) -> None:
+    """Wait until so many attempts have begun in their worker: `running` only says that the runner claimed them."""
+    file = folder / "waits"
+    until(lambda: file.exists() and len(file.read_text()) == count)
+
+
 def test_worker_killed_from_outside_costs_no_try_of_those_in_company(store: Store, folder: Path) -> None:
     ids = enqueue(store, [{"how": "wait"} for _ in range(6)], max_attempts=1)
     with running(store, JOB, folder) as runner:
-        until(lambda: all(r.status == "running" for r in store.rollouts(rollout_ids=ids)))
+        until_they_wait(folder, len(ids))
         os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
         (folder / "go").touch()
         assert ends(store, ids) == [["disturbed", "succeeded"]] * 6
@@ -176,7 +182,7 @@ def test_command_that_is_killed_fails_if_it_happens_again(store: Store, folder: 
 def test_worker_killed_from_outside_costs_no_try_of_the_one_that_ran_alone(store: Store, folder: Path) -> None:
     ids = enqueue(store, [{"how": "wait"}], max_attempts=1)
     with running(store, JOB, folder) as runner:
-        until(lambda: all(r.status == "running" for r in store.rollouts(rollout_ids=ids)))
+        until_they_wait(folder, len(ids))
         os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
         (folder / "go").touch()
         assert ends(store, ids) == [["disturbed", "succeeded"]]
@@ -302,7 +308,7 @@ def test_worker_that_can_not_be_started_is_tried_again(
     monkeypatch.setattr(WorkerProcess, "start", stingy)
     ids = enqueue(store, [{"how": "wait"} for _ in range(2)], max_attempts=1)
     with running(store, JOB, folder) as runner:
-        until(lambda: (folder / "waits").exists() and (folder / "waits").read_text() == "..")  # both are in the worker
+        until_they_wait(folder, len(ids))
         os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
         (folder / "go").touch()
         assert ends(store, ids) == [["disturbed", "succeeded"]] * 2
