@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -124,3 +125,24 @@ async def test_an_end_that_is_reported_twice_waits_for_the_record_of_the_cut_cal
     recorded.set()
     await asyncio.gather(running, *ends)
     assert cuts == ["cut"]
+
+
+async def test_a_call_whose_record_is_being_written_is_not_cut(server):
+    """The end of its attempt waits for the record, on which it depends how the attempt counts."""
+    gateway = create_app(server.store, keys=Keys.fresh(), engine=FakeEngine()).state.gateway
+    begun, written = asyncio.Event(), asyncio.Event()
+
+    async def record():
+        begun.set()
+        await written.wait()
+        return "written"
+
+    gateway._open[running := asyncio.ensure_future(record())] = "attempt"
+    gateway._records[running] = SimpleNamespace(begun=True)
+    await begun.wait()
+    end = asyncio.ensure_future(gateway._cut_calls("attempt"))
+    _done, waiting = await asyncio.wait([end], timeout=0.2)
+    assert waiting == {end}
+    written.set()
+    await end
+    assert running.result() == "written"

@@ -23,7 +23,7 @@ from lightning_trainer.gateway.surfaces.messages import MessagesSurface
 from lightning_trainer.gateway.surfaces.surface import Surface
 from lightning_trainer.reasons.call_errors import ATTEMPT_ENDED, CLIENT_GONE
 
-_CUT_S: Final = 30.0  # for the records of calls that are cut off
+_CUT_S: Final = 10.0  # for the records of calls that are cut off
 _GIVEN_UP_S: Final = 5.0  # for the records of calls that a program gave up, which may also go on
 
 
@@ -49,6 +49,7 @@ class Gateway:
         self._deciders: list[Decider] = []
         self._at_end: list[Callable[[], Awaitable[None]]] = []
         self._open: dict[asyncio.Task[None], str | None] = {}  # with the attempt of each
+        self._records: dict[asyncio.Task[None], CallRecord] = {}
         self._cut: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         writer.expected = lambda: len(self._open)
@@ -93,16 +94,21 @@ class Gateway:
             await asyncio.wait(tasks, timeout=_GIVEN_UP_S)
 
     async def _cut_calls(self, attempt_id: str) -> None:
-        """Cut calls off once, and wait for their records also if the end of the attempt is reported again."""
+        """Cut calls off once, and wait for their records also if the end of the attempt is reported again.
+
+        A call whose record is being written, such as one whose client is gone, is not cut: it would end before that.
+        """
         tasks = [task for task, its in self._open.items() if its == attempt_id]
-        for task in set(tasks) - self._cut:
+        running = {task for task in tasks if task not in self._records or not self._records[task].begun}
+        for task in running - self._cut:
             task.cancel()
-        self._cut.update(tasks)
+        self._cut.update(running)
         if tasks:
             await asyncio.wait(tasks, timeout=_CUT_S)
 
     def _forget_task(self, task: asyncio.Task[None]) -> None:
         self._open.pop(task, None)
+        self._records.pop(task, None)
         self._cut.discard(task)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
@@ -144,12 +150,11 @@ class Gateway:
         self, surface: Surface, pending: PendingCall, sent: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
         """Answer one model call and record it, whatever its outcome; `sent` are its headers."""
-        task = asyncio.current_task()
+        task, kept = asyncio.current_task(), CallRecord(self._writer, self._metrics)
         if task is not None:
             self._loop = asyncio.get_running_loop()
-            self._open[task] = pending.requested.grant.attempt_id
+            self._open[task], self._records[task] = pending.requested.grant.attempt_id, kept
             task.add_done_callback(self._forget_task)
-        kept = CallRecord(self._writer, self._metrics)
         call = IncomingCall(surface, pending, sent, self._routing(), self._models, kept, self._metrics, receive, send)
         decider = next((decider for decider in self._deciders if decider.takes(pending.requested.grant)), None)
         try:
