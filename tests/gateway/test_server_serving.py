@@ -117,9 +117,9 @@ async def test_an_end_that_is_reported_twice_waits_for_the_record_of_the_cut_cal
             cuts.append("cut")
             await recorded.wait()
 
-    gateway._open[running := asyncio.ensure_future(call())] = "attempt"
+    gateway._open[running := asyncio.ensure_future(call())] = SimpleNamespace(attempt_id="attempt", begun=False)
     await begun.wait()
-    ends = [asyncio.ensure_future(gateway._cut_calls("attempt")) for _ in range(2)]
+    ends = [asyncio.ensure_future(gateway._end_calls({"attempt": True})) for _ in range(2)]
     _done, waiting = await asyncio.wait(ends, timeout=0.2)
     assert waiting == set(ends)
     recorded.set()
@@ -137,10 +137,9 @@ async def test_a_call_whose_record_is_being_written_is_not_cut(server):
         await written.wait()
         return "written"
 
-    gateway._open[running := asyncio.ensure_future(record())] = "attempt"
-    gateway._records[running] = SimpleNamespace(begun=True)
+    gateway._open[running := asyncio.ensure_future(record())] = SimpleNamespace(attempt_id="attempt", begun=True)
     await begun.wait()
-    end = asyncio.ensure_future(gateway._cut_calls("attempt"))
+    end = asyncio.ensure_future(gateway._end_calls({"attempt": True}))
     _done, waiting = await asyncio.wait([end], timeout=0.2)
     assert waiting == {end}
     written.set()

@@ -179,8 +179,7 @@ def create_app(
 
     app = _bare_app(settle)
     app.state.routing = routing or Routing(model=engines[0].model if engines else "policy")
-    app.state.gateway, app.state.replays = gateway, sessions
-    app.state.cut, app.state.settle_calls = gateway.cut, gateway.settle_calls
+    app.state.gateway, app.state.end_calls, app.state.replays = gateway, gateway.end_calls, sessions
     parts.share(app, sessions)
     app.hot = _hot_paths(app, parts, gateway, sessions, live)
     app.include_router(router)

@@ -127,11 +127,11 @@ _BY_ERROR: Final = {SCORER_FAILED: Ending.SCORER_FAILED, f"{ENGINE_DOWN}: ": End
 
 def needs_trace(attempt: AttemptRecord) -> bool:
     """Whether an attempt's calls are needed to classify its end; otherwise its record is enough."""
-    known = ended_early(attempt) or _named_by_record(attempt) is not None
+    known = ended_early(attempt) or _ending_in_record(attempt) is not None
     return attempt.status in ("failed", "timeout") and not known
 
 
-def _named_by_record(attempt: AttemptRecord) -> Ending | None:
+def _ending_in_record(attempt: AttemptRecord) -> Ending | None:
     """Return the ending that the error of an attempt's record names; None if its calls tell how it ended."""
     error = (attempt.error or "") if attempt.status == "failed" else ""
     return next((kind for prefix, kind in _BY_ERROR.items() if error.startswith(prefix)), None)
@@ -156,7 +156,7 @@ def ending_of(attempt: AttemptRecord, trace: Trace | None) -> Ending:
         return known
     if ended_early(attempt):
         return Ending.FORK_ENDED
-    if (named := _named_by_record(attempt)) is not None:
+    if (named := _ending_in_record(attempt)) is not None:
         return named
     chats = () if trace is None else trace.chats
     answered = any(_policy_spoke(chat) for chat in chats)

@@ -44,8 +44,7 @@ class ApiState(Protocol):
     limits: Limits
     routing: Routing
     forget: Callable[[str], None]
-    cut: Callable[[str], None]
-    settle_calls: Callable[[str], None]
+    end_calls: Callable[[Mapping[str, bool]], None]
     metrics: Metrics
     began_ns: int
     replays: Sessions
@@ -133,7 +132,7 @@ def _finish(asked: _Asked) -> str:
     state.leases.check(asked.grant, [given["attempt_id"]])
     rewards = given_by(asked.grant, given.pop("rewards"), state.store)
     [end] = _fairly(state, [End(**given | {"error": _mask_error(given["error"])}, rewards=rewards)])
-    _cut_calls(state, [end])
+    _end_calls(state, [end])
     try:
         status = state.store.finish(end.attempt_id, end.fence, status=end.status, rewards=end.rewards, error=end.error)
     except LeaseLostError:
@@ -153,7 +152,7 @@ def _finish_all(asked: _Asked) -> list[dict[str, str]]:
     ]
     answers = []
     ends = _fairly(state, ends)
-    _cut_calls(state, ends)
+    _end_calls(state, ends)
     for end, told in zip(ends, state.store.finish_all(ends), strict=True):
         if isinstance(told, LightningError):
             if isinstance(told, LeaseLostError):
@@ -166,16 +165,12 @@ def _finish_all(asked: _Asked) -> list[dict[str, str]]:
     return answers
 
 
-def _cut_calls(state: ApiState, ends: Sequence[End]) -> None:
-    """End the running calls of unsuccessful attempts, so that those calls are recorded with their end.
+def _end_calls(state: ApiState, ends: Sequence[End]) -> None:
+    """Cut the running calls of unsuccessful attempts, and wait until all that ended are recorded.
 
-    Of a successful one, the calls that its program gave up are recorded before its end.
+    Of a successful attempt, the calls that its program gave up are recorded before its end.
     """
-    for end in ends:
-        if end.status != "succeeded":
-            state.cut(end.attempt_id)
-        else:
-            state.settle_calls(end.attempt_id)
+    state.end_calls({end.attempt_id: end.status != "succeeded" for end in ends})
 
 
 def _fairly(state: ApiState, ends: list[End]) -> list[End]:

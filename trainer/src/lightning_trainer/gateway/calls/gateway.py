@@ -48,8 +48,7 @@ class Gateway:
         self._routing = routing
         self._deciders: list[Decider] = []
         self._at_end: list[Callable[[], Awaitable[None]]] = []
-        self._open: dict[asyncio.Task[None], str | None] = {}  # with the attempt of each
-        self._records: dict[asyncio.Task[None], CallRecord] = {}
+        self._open: dict[asyncio.Task[None], CallRecord] = {}
         self._cut: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         writer.expected = lambda: len(self._open)
@@ -72,43 +71,33 @@ class Gateway:
         for work in self._at_end:
             await work()
 
-    def cut(self, attempt_id: str) -> None:
-        """End an attempt's running calls, and wait for their records. Must not be called on the event loop.
+    def end_calls(self, attempts: Mapping[str, bool]) -> None:
+        """Wait for the records of the calls of attempts that end. Must not be called on the event loop.
 
-        Nobody waits for the answers any more. The tokens sampled so far tell whether the policy contributed to the
-        failure.
+        Args:
+            attempts: ids of attempts, and whether their running calls are cut off, because nobody waits for the answers
+                any more. Their records have the tokens sampled so far, which tell whether the policy contributed to a
+                failure. Calls of an attempt that succeeded may be meant to outlive it, so they go on.
         """
-        if self._loop is not None and attempt_id in list(self._open.values()):
-            asyncio.run_coroutine_threadsafe(self._cut_calls(attempt_id), self._loop).result()
+        if self._loop is not None and any(record.attempt_id in attempts for record in list(self._open.values())):
+            asyncio.run_coroutine_threadsafe(self._end_calls(attempts), self._loop).result()
 
-    def settle_calls(self, attempt_id: str) -> None:
-        """Wait for the records of an attempt's calls that its program gave up. Must not be called on the event loop.
-
-        The attempt succeeded, so a call that still runs is not cut: it may be meant to outlive the attempt.
-        """
-        if self._loop is not None and attempt_id in list(self._open.values()):
-            asyncio.run_coroutine_threadsafe(self._settle_calls(attempt_id), self._loop).result()
-
-    async def _settle_calls(self, attempt_id: str) -> None:
-        if tasks := [task for task, its in self._open.items() if its == attempt_id]:
-            await asyncio.wait(tasks, timeout=_GIVEN_UP_S)
-
-    async def _cut_calls(self, attempt_id: str) -> None:
+    async def _end_calls(self, attempts: Mapping[str, bool]) -> None:
         """Cut calls off once, and wait for their records also if the end of the attempt is reported again.
 
         A call whose record is being written, such as one whose client is gone, is not cut: it would end before that.
         """
-        tasks = [task for task, its in self._open.items() if its == attempt_id]
-        running = {task for task in tasks if task not in self._records or not self._records[task].begun}
+        records = {task: record for task, record in self._open.items() if record.attempt_id in attempts}
+        cut = {task for task, record in records.items() if attempts[record.attempt_id or ""]}
+        running = {task for task in cut if not records[task].begun}
         for task in running - self._cut:
             task.cancel()
         self._cut.update(running)
-        if tasks:
-            await asyncio.wait(tasks, timeout=_CUT_S)
+        waits = ((cut, _CUT_S), (records.keys() - cut, _GIVEN_UP_S))
+        await asyncio.gather(*(asyncio.wait(tasks, timeout=limit_s) for tasks, limit_s in waits if tasks))
 
     def _forget_task(self, task: asyncio.Task[None]) -> None:
         self._open.pop(task, None)
-        self._records.pop(task, None)
         self._cut.discard(task)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
@@ -150,10 +139,11 @@ class Gateway:
         self, surface: Surface, pending: PendingCall, sent: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
         """Answer one model call and record it, whatever its outcome; `sent` are its headers."""
-        task, kept = asyncio.current_task(), CallRecord(self._writer, self._metrics)
+        kept = CallRecord(self._writer, self._metrics, pending.requested.grant.attempt_id)
+        task = asyncio.current_task()
         if task is not None:
             self._loop = asyncio.get_running_loop()
-            self._open[task], self._records[task] = pending.requested.grant.attempt_id, kept
+            self._open[task] = kept
             task.add_done_callback(self._forget_task)
         call = IncomingCall(surface, pending, sent, self._routing(), self._models, kept, self._metrics, receive, send)
         decider = next((decider for decider in self._deciders if decider.takes(pending.requested.grant)), None)

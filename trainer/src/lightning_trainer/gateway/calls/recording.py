@@ -14,9 +14,16 @@ logger = masking_logger(__name__)
 
 
 class CallRecord:
-    """Keeps the record of one call, once."""
+    """Keeps the record of one call, once.
 
-    def __init__(self, writer: RecordWriter, metrics: Metrics) -> None:
+    Args:
+        writer: writes it.
+        metrics: count it.
+        attempt_id: of the attempt that made the call; None: it was made outside of one.
+    """
+
+    def __init__(self, writer: RecordWriter, metrics: Metrics, attempt_id: str | None) -> None:
+        self.attempt_id = attempt_id
         self._writer = writer
         self._metrics = metrics
         self.begun = False  # whether the record is being kept, or has been
