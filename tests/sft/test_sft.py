@@ -242,6 +242,12 @@ def test_a_share_that_is_held_out_and_lacks_an_agent_is_looked_at(tmp_path: Path
         ({"backend": "verl"}, ConfigError, "sft_trainer"),
         ({"steps": 1, "epochs": 1}, ConfigError, "both set the length"),
         ({"backend_options": {"learning_rate": 1}}, ConfigError, "a separate option"),
+        ({"base_bits": 4}, ConfigError, "Set lora_rank or policies"),
+        (
+            {"base_bits": 4, "lora_rank": 1, "backend": "tinker"},
+            ConfigError,
+            "base_bits is an option of backend = torch",
+        ),
     ],
 )
 def test_bad_input_is_told_and_leaves_no_folder(

@@ -13,6 +13,23 @@ from lightning_trainer.naming import parse_rules
 
 if TYPE_CHECKING:
     from lightning_trainer.config.fields import TrainFields
+    from lightning_trainer.options.learning import AdapterOptions
+
+
+def of_adapters(config: AdapterOptions, backend: str) -> dict[str, bool]:
+    """Return the problems of adapters, by error message, and whether the options have them."""
+    return {
+        "lora_alpha needs lora_rank. Give a rank, or leave alpha out.": (
+            config.lora_alpha is not None and not config.lora_rank
+        ),
+        "base_bits must be 4 or 8, or left out.": config.base_bits not in (None, 4, 8),
+        "base_bits quantises the frozen model under adapters. Set lora_rank or policies, or leave it out.": (
+            config.base_bits is not None and not config.lora_rank
+        ),
+        f"base_bits is an option of backend = torch, not {backend}. Leave it out.": (
+            config.base_bits is not None and backend != "torch"
+        ),
+    }
 
 
 def cross_check(config: TrainFields) -> None:
@@ -29,16 +46,7 @@ def cross_check(config: TrainFields) -> None:
         "target and command both name an agent. Give one of them.": None not in (config.target, config.command),
         "steps and epochs both set the length. Give one of them.": None not in (config.steps, config.epochs),
         "agents is empty. Name the agents to train, or leave it out to train all.": config.agents == (),
-        "lora_alpha needs lora_rank. Give a rank, or leave alpha out.": (
-            config.lora_alpha is not None and not config.lora_rank
-        ),
-        "base_bits must be 4 or 8, or left out.": config.base_bits not in (None, 4, 8),
-        "base_bits quantises the frozen model under adapters. Set lora_rank or policies, or leave it out.": (
-            config.base_bits is not None and not config.lora_rank
-        ),
-        f"base_bits is an option of backend = torch, not {config.backend}. Leave it out.": (
-            config.base_bits is not None and config.backend != "torch"
-        ),
+        **of_adapters(config, config.backend),
         **_of_agent_weight(config),
         "gamma has no effect with credit = identical. Set credit to discounted, or leave gamma out.": (
             config.gamma is not None and config.credit == "identical"

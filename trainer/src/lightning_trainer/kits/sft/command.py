@@ -19,7 +19,7 @@ def _note(name: str) -> str:
     if name == "agents":
         return "(if the data names no agent: the agent to which its rows belong)"
     if name == "backend":
-        return "(only torch in sft)"
+        return "(in sft: torch or tinker)"
     return "" if name in SftConfig.model_fields else "(rounds)"
 
 

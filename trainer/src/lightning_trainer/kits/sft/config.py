@@ -10,6 +10,7 @@ from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from lightning_trainer import registry
 from lightning_trainer.config.checked import CheckedRecord
+from lightning_trainer.config.checks import of_adapters
 from lightning_trainer.config.defaults import with_adapters
 from lightning_trainer.config.mistakes import refuse, refuse_unknown
 from lightning_trainer.naming import parse_rules
@@ -120,9 +121,7 @@ class SftConfig(
                     config.loss == "dpo" and config.best is not None
                 ),
                 "agents is empty. Name the agents to train, or leave it out.": config.agents == (),
-                "lora_alpha needs lora_rank. Give a rank, or leave alpha out.": (
-                    config.lora_alpha is not None and not config.lora_rank
-                ),
+                **of_adapters(config, config.backend),
             }
         )
         return config
