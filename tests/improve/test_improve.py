@@ -199,6 +199,12 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(folder: Path, model: Path)
     small = improve("program:run", model, "--budget", "900", "--out", "found")
     assert small.exit_code == 2, small.output
     assert "rl needs about" in small.stderr
+    assert "tasks to choose by" in small.stderr
+    assert not (folder / "found").exists()
+    smaller = improve("program:run", model, "--budget", "10", "--out", "found")
+    assert smaller.exit_code == 2, smaller.output
+    assert "rl needs at least" in smaller.stderr
+    assert "tasks to choose by" not in smaller.stderr
     assert not (folder / "found").exists()
 
 

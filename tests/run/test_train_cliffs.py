@@ -15,6 +15,7 @@ pytestmark = pytest.mark.torch
 
 from lightning_trainer import train
 from lightning_trainer.report.progress import Silent
+from lightning_trainer.run.cliffs import PolicyReturn
 from lightning_trainer.run.state import read_state
 from support.training.policies import config, folder  # noqa: F401 - a fixture among them
 from support.training.tiny_runs import lines
@@ -50,6 +51,7 @@ def test_a_fallen_policy_returns_to_its_best_weights_and_learns_slowly(tiny_mode
     result = train(config(tiny_model, steps=1, **options), progress=Falling())
     [back] = lines(folder / "out", "rollback")
     assert (back["policy"], back["step"], back["to_step"], back["learning_rate_factor"]) == ("writer", 1, 0, 0.1)
+    assert result.rollbacks == (PolicyReturn("writer", after_steps=1, to_step=0, learning_rate_factor=0.1),)
     assert "cliff/writer" in {alarm.name for alarm in result.alarms}
     assert result.checkpoint is not None
     weights = {name: (folder / "out" / "best" / name / "adapter_model.safetensors") for name in ("writer", "rewriter")}

@@ -129,7 +129,7 @@ class MetricLog:
             if given_up:
                 del self._trackers[tracker]
 
-    def lines(self, kind: Kind | Literal["alarm"]) -> list[Line]:
+    def lines(self, kind: Kind | Literal["alarm", "rollback"]) -> list[Line]:
         """Return every line of a kind."""
         return [line for line in self._lines if line["kind"] == kind]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
@@ -16,11 +16,34 @@ from lightning_trainer.rl.scores import BY_TASK
 
 if TYPE_CHECKING:
     from lightning_trainer.backend_protocol import Learner, OpenRun
+    from lightning_trainer.report.log.lines import Line
     from lightning_trainer.run.state import State
 
 BEST_WEIGHTS: Final = "best"  # in a run's folder: the best weights of each policy
 SLOWER: Final = 0.1  # factor of the learning rate of a policy that fell
 ROLLBACK: Final = "rollback"  # kind of a line in the log
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyReturn:
+    """A return of a policy to its best weights.
+
+    Attributes:
+        policy: its name.
+        after_steps: steps taken when it fell.
+        to_step: steps after which its weights were best.
+        learning_rate_factor: multiplies the scheduled learning rate from then on.
+    """
+
+    policy: str
+    after_steps: int
+    to_step: int
+    learning_rate_factor: float
+
+    @classmethod
+    def from_line(cls, line: Line) -> PolicyReturn:
+        """Read it from a line of the log of the kind `rollback`."""
+        return cls(str(line["policy"]), line["step"], line["to_step"], line["learning_rate_factor"])
 
 
 @runtime_checkable

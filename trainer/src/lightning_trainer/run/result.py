@@ -13,6 +13,7 @@ from lightning_trainer.report.alarms import Alarm
 from lightning_trainer.report.metrics import best_step
 from lightning_trainer.report.step_notes import held_out_sentence
 from lightning_trainer.rl.scores import Score, difference
+from lightning_trainer.run.cliffs import ROLLBACK, PolicyReturn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Result:
         folder: the run's.
         seconds: time that the run took, earlier parts of a resumed run included.
         alarms: every alarm of the run, in the order in which they were raised.
+        rollbacks: every return of a policy to its best weights, in order.
         first: score of the first step's rollouts.
         last: likewise of the last step's.
         best: the checkpoint with the highest held-out reward, which `lightning-rl serve RUN` takes; None where that was
@@ -43,6 +45,7 @@ class Result:
     folder: Path
     seconds: float
     alarms: tuple[Alarm, ...] = ()
+    rollbacks: tuple[PolicyReturn, ...] = ()
     first: Score | None = None
     last: Score | None = None
     best: Path | None = None
@@ -143,6 +146,7 @@ def result_of(run: OpenRun, steps: int, seconds: float) -> Result:
         folder=run.folder,
         seconds=run.start.seconds + seconds,
         alarms=tuple(run.log.raised()),
+        rollbacks=tuple(PolicyReturn.from_line(line) for line in run.log.lines(ROLLBACK)),
         first=steps_scores.get(0),
         last=steps_scores.get(steps - 1),
         best=best if best.exists() else None,

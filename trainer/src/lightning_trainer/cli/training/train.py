@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,7 @@ def _facts(result: Result) -> dict[str, Any]:
         "by_agent_after": agents_after,
         "steps": result.steps,
         "alarms": [{"name": alarm.name, "after_steps": alarm.step, "text": alarm.text} for alarm in result.alarms],
+        "rollbacks": [asdict(rollback) for rollback in result.rollbacks],
         "folder": str(result.folder),
         "checkpoint": str(result.checkpoint) if result.checkpoint else None,
         "checkpoint_best": str(result.best) if result.best else None,

@@ -33,6 +33,7 @@ from lightning_trainer.session.folder import open_folder
 
 _PLAN: Final = "plan.json"  # in the folder, once the budget is known to be sufficient
 _TRIED: Final = 4  # tasks of a dry run
+_FEWEST_TOKENS: Final = 2.0  # of any rollout with a call: one of the prompt and one of the answer
 
 
 def improve(
@@ -85,7 +86,7 @@ def plan_search(config: ImproveConfig, progress: Progress | None = None) -> Sear
         few = config.with_values(samples=1)
         held_out = HeldOutMeasurement(config=few, tasks=tried, progress=progress, agents=config.train.agents)
         held_out.measure_base(Path(name) / "base")
-        return _plan(config, held_out, tasks)
+        return _plan_from(config, held_out, tasks)
 
 
 @dataclass(slots=True)
@@ -99,12 +100,14 @@ class _Search:
     def run(self) -> Improvement:
         """Search for each agent, then decide what is kept."""
         began, tasks = time.monotonic(), TaskFiles(self.folder / "tasks")
+        if not (self.folder / "base").exists():
+            _plan(self.config, ["*"], _FEWEST_TOKENS, tasks).check(measured=False)  # before anything is sampled
         self.progress.note("the held-out tasks to choose by, with the unchanged agents")
         choose = HeldOutMeasurement(
             config=self.config, tasks=tasks.choose, progress=self.progress, agents=self.config.train.agents
         )
         choose.measure_base(self.folder / "base")
-        plan = _plan(self.config, choose, tasks)
+        plan = _plan_from(self.config, choose, tasks)
         plan.check()
         write_atomically(self.folder / _PLAN, (json.dumps(plan.to_json(), indent=2) + "\n").encode())
         for line in plan.lines():
@@ -179,7 +182,7 @@ def _best(methods: Mapping[str, MethodResult]) -> str | None:
     return best if methods[best].gain > 0 else None
 
 
-def _plan(config: ImproveConfig, held_out: HeldOutMeasurement, tasks: TaskFiles) -> SearchPlan:
+def _plan_from(config: ImproveConfig, held_out: HeldOutMeasurement, tasks: TaskFiles) -> SearchPlan:
     """Name the agents that were seen, and divide the budget between them."""
     chosen = config.train.agents or ("*",)
     seen = held_out.summarise([])[0].by_agent
@@ -187,11 +190,16 @@ def _plan(config: ImproveConfig, held_out: HeldOutMeasurement, tasks: TaskFiles)
     if not agents:
         listed = ", ".join(filter(None, seen)) or "none that has a name"
         raise UnknownAgentError(f"no agent is called {', '.join(chosen)}. Agents seen: {listed}.")
-    each, names = rollout_tokens(held_out.base), adapter_names(agents)
+    return _plan(config, agents, rollout_tokens(held_out.base), tasks)
+
+
+def _plan(config: ImproveConfig, agents: Sequence[str], each: float, tasks: TaskFiles) -> SearchPlan:
+    """Divide the budget between these agents, with so many tokens in each rollout."""
+    names = adapter_names(agents)
     methods = {
         name: KINDS[name](
             config=config, agent=agents[0], names=names, folder=tasks.folder / name, tasks=tasks, rollout_tokens=each,
-            progress=held_out.progress,
+            progress=Silent(),
         )
         for name in config.methods
     }  # fmt: skip

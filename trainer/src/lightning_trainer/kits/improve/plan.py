@@ -52,22 +52,29 @@ class SearchPlan:
         decided = 1 + agents + (agents > 1)
         return chosen * self.to_choose + decided * self.to_decide
 
-    def check(self) -> None:
+    def check(self, *, measured: bool = True) -> None:
         """Reject a budget that is too small for the first rung.
+
+        Args:
+            measured: whether `rollout_tokens` was measured; otherwise no rollout can have fewer.
 
         Raises:
             ConfigError: the budget is too small; the message says how much is needed.
         """
         _, share = self.rungs[0]
         method = max(self.methods, key=lambda name: self.least[name])
-        if share < self.least[method]:
-            factor = len(self.agents) * len(self.methods) * len(self.rungs)
-            raise ConfigError(
-                f"--budget {self.budget} gives each method {share} tokens in the first of"
-                f" {amount(len(self.rungs), 'rung')}, and {method} needs about {self.least[method]}. Give"
-                f" {self.least[method] * factor} or more, name fewer methods with --methods, or make a step smaller"
-                " (--batch-size, --group-size)."
-            )
+        if share >= self.least[method]:
+            return
+        needed = self.least[method] * len(self.agents) * len(self.methods) * len(self.rungs)
+        about, give = "about", f"Give {needed} or more"
+        if not measured:
+            about, give = "at least", f"Give more than {needed} (--dry-run measures how many)"
+        rungs = amount(len(self.rungs), "rung")
+        raise ConfigError(
+            f"--budget {self.budget} gives each method {share} tokens in the first of {rungs}, and {method} needs"
+            f" {about} {self.least[method]}. {give}, name fewer methods with --methods, or make a step smaller"
+            " (--batch-size, --group-size)."
+        )
 
     def lines(self) -> list[str]:
         """Return the plan as lines of text."""
