@@ -9,12 +9,12 @@ from lightning_spans.schema.agents import (
     check_known,
     check_spelling,
     earns,
+    escape_name,
     label,
     name_of,
     parts_of,
     selects,
     unheard,
-    written,
 )
 
 
@@ -105,7 +105,7 @@ def test_a_name_is_the_end_of_a_path(pattern, path, meant):
 
 @given(st.lists(st.text(alphabet="ab/*", min_size=1).filter(lambda name: name.strip("/") == name), min_size=1))
 def test_a_path_is_read_as_it_was_written(names):
-    path = "/".join(map(written, names))
+    path = "/".join(map(escape_name, names))
     assert parts_of(path) == tuple(names)
     assert name_of(path) == names[-1]
     assert selects([path], path)

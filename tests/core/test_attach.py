@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import SpanProcessor
 import lightning_spans
 from lightning_spans import agent, attach, hookimpl, hooks, open_store, use_attempt
 from lightning_spans.errors import AttachError, ConfigError
-from lightning_spans.record.attach import attached
+from lightning_spans.record.attach import attached_frameworks
 from lightning_spans.record.context import current_agent
 from lightning_spans.record.delivery.deliver import Delivery
 from lightning_spans.record.delivery.sink import BatchSink
@@ -128,7 +128,7 @@ def test_an_unknown_framework_is_refused_and_leaves_nothing_live(toy):
         attach("nothing")
     with pytest.raises(ConfigError, match="tracer"):
         attach("toy", tracer="paper")
-    assert attached() == []
+    assert attached_frameworks() == []
     assert live_recorder() is None
 
 

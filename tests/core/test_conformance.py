@@ -365,12 +365,12 @@ BROKEN = {
         TRACKER + ".log_failure", lets_everything_through, "tool_call",
     ),
     "test_a_failing_store_harms_nothing": ("lightning_spans.record.delivery.sink.BatchSink.put", drops_spans, None),
-    "test_no_tool_is_run_again_in_a_replay": ("lightning_spans.record.replay.agiven_to", runs_it_again, "effects"),
+    "test_no_tool_is_run_again_in_a_replay": ("lightning_spans.record.replay.aoutcome_for", runs_it_again, "effects"),
     "test_a_tool_that_is_to_run_in_a_replay_runs_once": (
-        "lightning_new_framework.tools.acalled", runs_twice, "effects",
+        "lightning_new_framework.tools.arun_or_replay", runs_twice, "effects",
     ),
     "test_a_tool_that_is_not_in_the_record_is_not_run": (
-        "lightning_spans.record.replay.agiven_to", takes_an_error_for_leave, "effects",
+        "lightning_spans.record.replay.aoutcome_for", takes_an_error_for_leave, "effects",
     ),
     "test_attach_twice_is_attach_once": ("lightning_spans.record.attach._attached", knows_of_none, None),
     "test_detach_stops_recording_and_restores_everything": (

@@ -11,10 +11,10 @@ from lightning_spans.record import context as contexts
 from lightning_spans.record.context import (
     current_agent,
     current_attempt,
-    entered,
     entered_steps,
     overlaid,
-    settled,
+    settle_context,
+    use_context,
     with_agent,
     with_attempt,
 )
@@ -40,7 +40,7 @@ async def agents_inside(times):
 
 def test_a_generator_is_inside_and_its_reader_outside():
     async def work():
-        with entered(with_agent("reader")):
+        with use_context(with_agent("reader")):
             steps = entered_steps(with_agent("generator"), agents_inside(2))
             return [(inside, current_agent()) async for inside in steps], current_agent()
 
@@ -122,8 +122,8 @@ def test_what_a_scope_that_is_over_entered_goes(before):
         assert (current_agent(), current_attempt()) == ("worker", Attempt("r", "a"))
         ended_in_a_copy(scope)
         assert otel_context.get_current() is scope.entered
-        assert (current_agent(), current_attempt(), current_scope(settled())) == (before, None, None)
-        assert settled()["theirs"] == "kept"
+        assert (current_agent(), current_attempt(), current_scope(settle_context())) == (before, None, None)
+        assert settle_context()["theirs"] == "kept"
 
     copy_context().run(work)
 
@@ -139,7 +139,7 @@ def test_what_was_put_on_top_of_a_scope_scopes_when_it_is_over():
             "theirs": otel_context.set_value("theirs", 1),
         }
         ended_in_a_copy(scope)
-        left = {name: settled(top) for name, top in tops.items()}
+        left = {name: settle_context(top) for name, top in tops.items()}
         assert {name: current_agent(top) for name, top in left.items()} == {
             "agent": "judge",
             "attempt": "reader",
@@ -156,10 +156,10 @@ def test_what_was_put_on_top_of_a_scope_scopes_when_it_is_over():
 def test_scopes_that_are_over_hold_none_before_them(top):
     def work():
         outer = Scope()
-        outer.enter(settled())
+        outer.enter(settle_context())
         for _ in range(3):
             scope = Scope()
-            scope.enter(settled())
+            scope.enter(settle_context())
             otel_context.attach(otel_context.Context({**otel_context.get_current(), **top}))
             ended_in_a_copy(scope)
             assert current_scope(scope.previous) is outer

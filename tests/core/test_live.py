@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from lightning_conformance import ScriptedServer
 from lightning_conformance.stores.samples import a_span
 from lightning_spans.errors import ConfigError
-from lightning_spans.record.production import Live, read_live, sampled
+from lightning_spans.record.production import Live, is_sampled, read_live
 from lightning_spans.record.redaction import HIDES, MASK, read_rules
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.calls import Call, Choice
@@ -214,17 +214,17 @@ def test_settings_that_make_no_sense_are_refused(environ: dict[str, str], named:
 @given(st.integers(0, 2**128 - 1), st.floats(0, 1))
 def test_sampling_is_the_same_for_all_spans_of_a_trace_and_grows_with_the_rate(trace: int, rate: float) -> None:
     trace_id = f"{trace:032x}"
-    assert sampled(trace_id, rate) == sampled(trace_id, rate)
-    assert not sampled(trace_id, rate) or sampled(trace_id, min(1.0, rate * 1.1))
-    assert sampled(trace_id, 1.0)
-    assert not sampled(trace_id, 0.0)
+    assert is_sampled(trace_id, rate) == is_sampled(trace_id, rate)
+    assert not is_sampled(trace_id, rate) or is_sampled(trace_id, min(1.0, rate * 1.1))
+    assert is_sampled(trace_id, 1.0)
+    assert not is_sampled(trace_id, 0.0)
 
 
 def test_sampling_keeps_its_share() -> None:
     import random
 
     draw = random.Random(0)
-    kept = sum(sampled(f"{draw.getrandbits(128):032x}", 0.2) for _ in range(20_000))
+    kept = sum(is_sampled(f"{draw.getrandbits(128):032x}", 0.2) for _ in range(20_000))
     assert 3_700 < kept < 4_300
 
 

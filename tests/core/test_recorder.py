@@ -14,8 +14,8 @@ from lightning_spans import Attempt, use_attempt
 from lightning_spans.record.context import (
     current_agent,
     current_attempt,
-    entered,
     from_environment,
+    use_context,
     with_agent,
     with_attempt,
 )
@@ -40,7 +40,7 @@ def recorder(request, sink):
 
 def test_a_span_lands_under_the_one_that_is_open_around_it(recorder, sink):
     outer = recorder.start(names.INVOKE_AGENT, "writer", agent="writer")
-    with entered(outer.context):
+    with use_context(outer.context):
         inner = recorder.start(names.CHAT, "model")
         inner.end()
     outer.end()
@@ -63,7 +63,7 @@ def test_a_root_takes_its_attempt_from_the_context_and_a_child_from_its_parent(r
 
 def test_two_attempts_in_one_process_never_mix(recorder, sink):
     async def rollout(number: int) -> None:
-        with use_attempt(Attempt(f"r{number}", f"a{number}")), entered(with_agent(f"agent{number}")):
+        with use_attempt(Attempt(f"r{number}", f"a{number}")), use_context(with_agent(f"agent{number}")):
             for _ in range(5):
                 await asyncio.sleep(0)
                 recorder.start(names.CHAT, "model").end()
@@ -228,7 +228,7 @@ def test_the_environment_of_a_runner_is_an_attempt(monkeypatch):
 
 
 def test_the_context_does_not_leak_out_of_its_block():
-    with entered(with_agent("writer")):
+    with use_context(with_agent("writer")):
         assert current_agent() == "writer"
     assert current_agent() is None
     seen = []
@@ -281,7 +281,7 @@ def test_a_span_that_has_ended_keeps_its_place_and_nothing_of_what_was_around_it
 
     attempt, thing = Attempt("r", "a"), Thing()
     kept = weakref.ref(thing)
-    with entered(Context({**with_attempt(attempt), "theirs": thing})):
+    with use_context(Context({**with_attempt(attempt), "theirs": thing})):
         span = recorder.start(names.INVOKE_AGENT, "writer", agent="writer")
         assert span.context["theirs"] is thing
         span.end()
@@ -309,8 +309,8 @@ def test_a_span_of_another_store_is_no_parent(sink, kind, given):
 )
 def test_a_span_of_an_earlier_recorder_is_a_parent_where_both_go_to_one_store(sink, store, attempt):
     earlier, later = (SpanRecorder(make_tracer("embedded", sink), store=path) for path in ("one.db", store))
-    with use_attempt(attempt) if attempt is not None else entered(Context()):
+    with use_attempt(attempt) if attempt is not None else use_context(Context()):
         outer = earlier.start(names.INVOKE_AGENT, "writer", agent="writer")
-        with entered(outer.context):
+        with use_context(outer.context):
             span = later.start(names.CHAT, "m")
     assert (span.parent, span.trace_id, span.agent, span.attempt) == (outer, outer.trace_id, "writer", attempt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 
 from lightning_spans.record.instrument.tracebacks import without_our_frames
-from lightning_spans.record.replay import called
+from lightning_spans.record.replay import run_or_replay
 
 
 def fail():
@@ -26,7 +26,7 @@ def stack_of(error):
 
 def test_the_stack_of_an_exception_is_as_without_us():
     def through_us():
-        return called(fail)
+        return run_or_replay(fail)
 
     def chained():
         try:

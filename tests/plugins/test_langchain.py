@@ -53,7 +53,7 @@ from lightning_langchain import agent, attach, libraries
 from lightning_langchain.agents import ChainRun
 from lightning_openai import patch
 from lightning_spans import Attempt, emit_reward, open_store, use_attempt
-from lightning_spans.record.context import current_agent, settled
+from lightning_spans.record.context import current_agent, settle_context
 from lightning_spans.record.instrument.scope import current_scope
 from lightning_spans.record.recorder import current_span
 from lightning_spans.schema import spans as names
@@ -1218,7 +1218,7 @@ def test_contexts_that_outlive_their_run_are_settled():
     assert otel_context.get_current() is left
     runs.end_run(2)
     assert current_scope() is None
-    assert current_scope(settled(left)) is None
+    assert current_scope(settle_context(left)) is None
 
 
 # Tools in a replay

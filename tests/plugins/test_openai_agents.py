@@ -54,7 +54,7 @@ from lightning_conformance.plugins.suite import (
 from lightning_openai import other_clients
 from lightning_openai_agents.agents import SdkScope, SdkTracker
 from lightning_spans import Attempt, use_attempt
-from lightning_spans.record.context import settled
+from lightning_spans.record.context import settle_context
 from lightning_spans.schema import spans as names
 
 
@@ -524,10 +524,10 @@ def test_detaching_ends_what_is_open_while_others_begin(recorder, sink):
 
     class Busy(SdkScope):
         def is_mask(self):
-            tracker.scopes.setdefault("another", SdkScope(None, "agent", settled()))  # as a thread does
+            tracker.scopes.setdefault("another", SdkScope(None, "agent", settle_context()))  # as a thread does
             return False
 
-    tracker.scopes["one"] = Busy(None, "agent", settled())
+    tracker.scopes["one"] = Busy(None, "agent", settle_context())
     tracker.begin_agent("writer")
     tracker.stop()
     assert [span.name for span in sink.spans] == ["writer"]

@@ -68,8 +68,8 @@ class ReplayPromises:
     def test_no_tool_is_run_again_in_a_replay(self, scenario: str, tmp_path: Path) -> None:
         """A replay has the same output and no new effects; its tool spans are the same, and marked as replayed.
 
-        If it fails: wrap the place where the framework runs a tool's own code with `replay.called` or `acalled`, inside
-        the tool's span; the arguments must be on the span by then.
+        If it fails: wrap the place where the framework runs a tool's own code with `replay.run_or_replay` or
+        `arun_or_replay`, inside the tool's span; the arguments must be on the span by then.
         """
         recorded, first = self._run(scenario, tmp_path / "record")
         effects = len(NOTES)

@@ -230,7 +230,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         """An attempt and an agent that begin after a run, in the task that awaited it, are not part of the run.
 
         If it fails: the run's end came in a copy of the context, and what the run entered is still current. Begin from
-        `settled()`, and enter what the framework reports by start and end as a `Scope`.
+        `settle_context()`, and enter what the framework reports by start and end as a `Scope`.
         """
         program = self.program("awaited")
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Final
 
-from lightning_spans.adapter.nodes import MissingHalf, Node, Unjoined
+from lightning_spans.adapter.nodes import HalfCall, MissingHalf, Node
 from lightning_spans.adapter.tree import Key, start_of
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.agents import name_of
@@ -31,7 +31,7 @@ def response_id(node: Node) -> str | None:
     return node.call.response_id if node.call is not None else None
 
 
-def join_by_traceparent(nodes: Mapping[Key, Node], calls: Iterable[Call]) -> tuple[list[Call], list[Unjoined]]:
+def join_by_traceparent(nodes: Mapping[Key, Node], calls: Iterable[Call]) -> tuple[list[Call], list[HalfCall]]:
     """Join calls to the chat spans that they name.
 
     Returns:
@@ -45,10 +45,10 @@ def join_by_traceparent(nodes: Mapping[Key, Node], calls: Iterable[Call]) -> tup
             rest.append(call)
         else:
             named.setdefault(node, []).append(call)
-    spare: list[Unjoined] = []
+    spare: list[HalfCall] = []
     for node, its in named.items():
         node.call = its[0] if len(its) == 1 else _answering_call(node, its)
-        spare += [Unjoined(MissingHalf.SPARE, call=call) for call in its if call is not node.call]
+        spare += [HalfCall(MissingHalf.SPARE, call=call) for call in its if call is not node.call]
     return rest, spare
 
 
@@ -61,7 +61,7 @@ def _answering_call(node: Node, calls: Sequence[Call]) -> Call:
     return next((call for call in reversed(calls) if call.error is None), calls[-1])
 
 
-def merge_doubles(order: Sequence[Node]) -> tuple[dict[Node, Node], list[Unjoined]]:
+def merge_doubles(order: Sequence[Node]) -> tuple[dict[Node, Node], list[HalfCall]]:
     """Merge chat spans of the same model call: the agent's, and a gateway's or another instrumentation's.
 
     Args:
@@ -71,12 +71,12 @@ def merge_doubles(order: Sequence[Node]) -> tuple[dict[Node, Node], list[Unjoine
         The merged nodes, each with the one that remains; and the spare calls of pairs in which both had one.
     """
     into: dict[Node, Node] = {}
-    spare: list[Unjoined] = []
+    spare: list[HalfCall] = []
 
     def merge(outer: Node, inner: Node) -> None:
         into[inner] = outer
         if outer.call is not None and inner.call is not None:
-            spare.append(Unjoined(MissingHalf.SPARE, call=inner.call))
+            spare.append(HalfCall(MissingHalf.SPARE, call=inner.call))
         _absorb(outer, inner)
 
     above = _chats_above(order)

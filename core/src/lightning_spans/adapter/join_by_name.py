@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_spans.adapter.join import response_id
-from lightning_spans.adapter.nodes import MissingHalf, Node, Unjoined
+from lightning_spans.adapter.nodes import HalfCall, MissingHalf, Node
 from lightning_spans.chat.body import messages_of
 from lightning_spans.schema.agents import name_of
 from lightning_spans.schema.calls import Call
@@ -28,7 +28,7 @@ class _Match:
     calls: list[Call] = field(default_factory=list)
 
 
-def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[Unjoined], list[Unjoined]]:
+def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[HalfCall], list[HalfCall]]:
     """Join calls to spans of their agent that have the same request and neither answer nor call.
 
     Args:
@@ -39,12 +39,12 @@ def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[Unj
         The calls without a match, each with the reason, and the spare ones: a client's earlier tries.
     """
     matches: defaultdict[Asked, _Match] = defaultdict(_Match)
-    lone: list[Unjoined] = []
+    lone: list[HalfCall] = []
     for call in calls:
         wanted = _asked_for(call.request)
         if call.agent is None or call.trace_id is not None or wanted is None:
             nameless = call.agent is None and call.trace_id is None
-            lone.append(Unjoined(MissingHalf.UNNAMED if nameless else MissingHalf.NO_SPAN, call=call))
+            lone.append(HalfCall(MissingHalf.UNNAMED if nameless else MissingHalf.NO_SPAN, call=call))
         else:
             matches[name_of(call.agent), wanted].calls.append(call)
     for node in chats if matches else ():
@@ -52,27 +52,27 @@ def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[Unj
             asked = _question_of(node)
             if asked is not None and asked in matches:
                 matches[asked].nodes.append(node)
-    spare: list[Unjoined] = []
+    spare: list[HalfCall] = []
     for match in matches.values():
         _settle(match, lone, spare)
     place = {call.call_id: at for at, call in enumerate(calls)}
     return sorted(lone, key=lambda half: place[half.call.call_id] if half.call else 0), spare
 
 
-def _settle(match: _Match, lone: list[Unjoined], spare: list[Unjoined]) -> None:
+def _settle(match: _Match, lone: list[HalfCall], spare: list[HalfCall]) -> None:
     """Join what is unambiguous: one call for each span, or one span whose client retried until it was answered."""
     nodes, calls = match.nodes, match.calls
     answered = [call for call in calls if call.error is None]
     if not nodes:
-        lone += [Unjoined(MissingHalf.NO_SPAN, call=call) for call in calls]
+        lone += [HalfCall(MissingHalf.NO_SPAN, call=call) for call in calls]
     elif len(nodes) == len(calls):
         for node, call in zip(nodes, calls, strict=True):
             node.call = call
     elif len(nodes) == 1 and len(answered) <= 1:
         nodes[0].call = answered[0] if answered else calls[-1]
-        spare += [Unjoined(MissingHalf.SPARE, call=call) for call in calls if call is not nodes[0].call]
+        spare += [HalfCall(MissingHalf.SPARE, call=call) for call in calls if call is not nodes[0].call]
     else:
-        lone += [Unjoined(MissingHalf.AMBIGUOUS, call=call) for call in calls]
+        lone += [HalfCall(MissingHalf.AMBIGUOUS, call=call) for call in calls]
 
 
 def _question_of(node: Node) -> Asked | None:

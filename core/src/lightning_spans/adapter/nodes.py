@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lightning_spans.chat.response import NO_ANSWER, Answer, read_answer
-from lightning_spans.schema.agents import name_of, written
+from lightning_spans.schema.agents import escape_name, name_of
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.spans import (
     AGENT_PATH,
@@ -67,7 +67,7 @@ class Node:
             if isinstance(known, str) and name_of(known) == agent and at.span.operation != INVOKE_WORKFLOW:
                 return known
             at = at.parent
-        return None if agent is None else written(agent)
+        return None if agent is None else escape_name(agent)
 
     @property
     def is_chat(self) -> bool:
@@ -179,7 +179,7 @@ class MissingHalf(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Unjoined:
+class HalfCall:
     """Half a model call: a call without a span, a span without a recorded call, or a spare call.
 
     Attributes:

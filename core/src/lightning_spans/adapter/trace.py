@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from lightning_spans.adapter.join import join_by_response_id, join_by_traceparent, merge_doubles, node_of_call
 from lightning_spans.adapter.join_by_name import Joins, join_by_name
-from lightning_spans.adapter.nodes import MissingHalf, Node, Unjoined
+from lightning_spans.adapter.nodes import HalfCall, MissingHalf, Node
 from lightning_spans.adapter.tree import Key, complete, descend, link, make_nodes, start_of, tidy
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, Json, Span
 
-__all__ = ["Joins", "Node", "Trace", "Unjoined", "count_joins"]
+__all__ = ["HalfCall", "Joins", "Node", "Trace", "count_joins"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Trace:
     rewards: tuple[Reward, ...]
     rollout_id: str | None
     attempt_id: str | None
-    lone_calls: tuple[Unjoined, ...] = ()
+    lone_calls: tuple[HalfCall, ...] = ()
 
     @classmethod
     def build(
@@ -74,7 +74,7 @@ class Trace:
         order += made
         orphans += [node for node in made if node.parent is None and node.span.parent_id is not None]
         lone += [*doubled, *tries]
-        lone += [Unjoined(half.reason, node=node, call=node.call) for half, node in zip(alone, made, strict=True)]
+        lone += [HalfCall(half.reason, node=node, call=node.call) for half, node in zip(alone, made, strict=True)]
         records: list[Span | Call | Reward] = [*its_spans, *its_calls, *its_rewards]
         rollout_id = rollout_id or _only(record.rollout_id for record in records)
         attempt_id = attempt_id or _only(record.attempt_id for record in records)
@@ -110,9 +110,9 @@ class Trace:
         return tuple(dict.fromkeys(path for node in self.chats if (path := node.path) is not None))
 
     @property
-    def unjoined(self) -> tuple[Unjoined, ...]:
+    def unjoined(self) -> tuple[HalfCall, ...]:
         """Model calls with a missing half, and calls without a node, each with the reason."""
-        unseen = (Unjoined(MissingHalf.NOT_SEEN, node=node) for node in self.chats if node.call is None)
+        unseen = (HalfCall(MissingHalf.NOT_SEEN, node=node) for node in self.chats if node.call is None)
         return (*unseen, *self.lone_calls)
 
     def to_json_lines(self) -> list[dict[str, Json]]:

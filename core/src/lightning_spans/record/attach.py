@@ -201,7 +201,7 @@ def _bind(framework: str, recorder: Recorder) -> Callable[[], None]:
     return undo
 
 
-def attached() -> list[str]:
+def attached_frameworks() -> list[str]:
     """Name the frameworks that are currently attached."""
     return list(_attached)
 
@@ -263,11 +263,11 @@ def _open_pipeline(told: Options) -> Pipeline:
 
 def _seen_by(options: Options, spool: Spool) -> tuple[Sequence[SpanProcessor], Collector | None]:
     """Return the SDK processors that get the spans: the user's, and the exporter to the user's collector."""
-    from lightning_spans.record.tracing.tracers import sdk_disabled
+    from lightning_spans.record.tracing.tracers import is_sdk_disabled
 
     if options.tracer != "otel" or not (options.otlp or options.span_processors):
         return options.span_processors, None
-    if sdk_disabled():
+    if is_sdk_disabled():
         logger.warning("lightning: OTEL_SDK_DISABLED is set: no span processor and no collector gets spans")
         return (), None
     if options.otlp is None:

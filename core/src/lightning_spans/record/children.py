@@ -6,7 +6,7 @@ import os
 from typing import Final
 from urllib.parse import quote
 
-from lightning_spans.record.context import AGENT_VARIABLE, current_agent, current_attempt, given_attempt, settled
+from lightning_spans.record.context import AGENT_VARIABLE, current_agent, current_attempt, given_attempt, settle_context
 from lightning_spans.record.delivery.outbox import default_spool
 from lightning_spans.schema.attempts import Attempt
 
@@ -37,7 +37,7 @@ def child_environment(agent: str | None = None) -> dict[str, str]:
 
 def attempt_variables() -> dict[str, str]:
     """Return what a child process started here needs; empty outside attempts, and if the child inherits it."""
-    context = settled()
+    context = settle_context()
     attempt = given_attempt(context)
     return {} if attempt is None else variables_of(attempt, current_agent(context))
 

@@ -81,7 +81,7 @@ class Entry:
         self.closed = False
 
 
-def settled(context: Context | None = None) -> Context:
+def settle_context(context: Context | None = None) -> Context:
     """Return a context without what ended entries have left in it.
 
     A framework may report the end of its work in a copy of its context (asyncio shields callbacks), so the awaiting
@@ -111,13 +111,13 @@ def _without(context: Context, entry: Entry, entered: Context) -> Context:
 
 def current_agent(context: Context | None = None) -> str | None:
     """Return the agent at work in this context; None if nothing named one."""
-    name = (settled() if context is None else context).get(_AGENT)
+    name = (settle_context() if context is None else context).get(_AGENT)
     return name if isinstance(name, str) else os.environ.get(AGENT_VARIABLE) or None
 
 
 def current_attempt(context: Context | None = None) -> Attempt | None:
     """Return the attempt of this context, otherwise the environment's, otherwise None."""
-    attempt = given_attempt(settled() if context is None else context)
+    attempt = given_attempt(settle_context() if context is None else context)
     return from_environment() if attempt is None else attempt
 
 
@@ -129,7 +129,7 @@ def given_attempt(context: Context) -> Attempt | None:
 
 def with_agent(name: str | None, context: Context | None = None) -> Context:
     """Return a context with this agent as the current one."""
-    return Context({**(settled() if context is None else context), _AGENT: name})
+    return Context({**(settle_context() if context is None else context), _AGENT: name})
 
 
 def current_terms(context: Context) -> Mapping[str, Any]:
@@ -140,13 +140,13 @@ def current_terms(context: Context) -> Mapping[str, Any]:
 
 def with_terms(terms: Mapping[str, Any]) -> Context:
     """Return a context in which data has these terms, in addition to existing ones."""
-    context = settled()
+    context = settle_context()
     return Context({**context, _TERMS: {**current_terms(context), **terms}})
 
 
 def with_attempt(attempt: Attempt, context: Context | None = None) -> Context:
     """Return a context that belongs to this attempt."""
-    return Context({**(settled() if context is None else context), _ATTEMPT: attempt})
+    return Context({**(settle_context() if context is None else context), _ATTEMPT: attempt})
 
 
 def at_work(agent: str | None, attempt: Attempt | None, values: Mapping[str, object]) -> Context:
@@ -156,7 +156,7 @@ def at_work(agent: str | None, attempt: Attempt | None, values: Mapping[str, obj
 
 
 @contextmanager
-def entered(context: Context) -> Iterator[Context]:
+def use_context(context: Context) -> Iterator[Context]:
     """Make `context` the current one within the block."""
     token = attach(context)
     try:
@@ -261,5 +261,5 @@ def entered_iteration(context: Context, items: Generator[T, None, None]) -> Gene
 @contextmanager
 def use_attempt(attempt: Attempt) -> Iterator[Attempt]:
     """Run the block as part of this attempt: root spans begun inside belong to it. See docs/how-to/own-loop.md."""
-    with entered(with_attempt(attempt)):
+    with use_context(with_attempt(attempt)):
         yield attempt

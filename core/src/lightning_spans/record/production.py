@@ -39,7 +39,7 @@ class Live:
 
     def keeps(self, span: Span | EndedSpan, attempt: Attempt | None) -> bool:
         """Whether the span is recorded."""
-        return attempt is not None or sampled(span.trace_id, self.rate)
+        return attempt is not None or is_sampled(span.trace_id, self.rate)
 
     def prepare(self, span: Span, attempt: Attempt | None) -> Span:
         """Label and mask a span, before it leaves the process."""
@@ -54,7 +54,7 @@ class Live:
 EVERYTHING: Final = Live()
 
 
-def sampled(trace_id: str, rate: float) -> bool:
+def is_sampled(trace_id: str, rate: float) -> bool:
     """Whether a trace is kept at a rate. It is decided by its id, whose second half is random (W3C trace context)."""
     return rate >= 1.0 or int(trace_id[16:] or "0", 16) < rate * _HALF
 

@@ -19,11 +19,11 @@ from lightning_spans.record.context import (
     current_attempt,
     current_terms,
     overlaid,
-    settled,
+    settle_context,
 )
 from lightning_spans.record.process import in_child
 from lightning_spans.schema import spans as names
-from lightning_spans.schema.agents import path_of, selects, written
+from lightning_spans.schema.agents import escape_name, path_of, selects
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import Json, Span, Status
 
@@ -198,7 +198,7 @@ def _without_none(attributes: Mapping[str, Json]) -> dict[str, Json]:
 
 def current_span(context: Context | None = None) -> RecordingSpan | None:
     """Return our span that is open in this context; None if there is none."""
-    found = (settled() if context is None else context).get(_SPAN)
+    found = (settle_context() if context is None else context).get(_SPAN)
     return found if isinstance(found, RecordingSpan) else None
 
 
@@ -207,10 +207,10 @@ def agent_path(name: str, context: Context | None = None) -> str:
     around = current_span(context)
     while around is not None and around.operation != names.INVOKE_AGENT and names.AGENT_PATH not in around.attributes:
         around = around.parent
-    own = written(name)
+    own = escape_name(name)
     if around is None:
         return own
-    return f"{around.attributes.get(names.AGENT_PATH) or written(around.name)}/{own}"
+    return f"{around.attributes.get(names.AGENT_PATH) or escape_name(around.name)}/{own}"
 
 
 def standing(agent: str, context: Context | None = None) -> str:
@@ -267,7 +267,7 @@ class SpanRecorder:
         if parent is not None:
             context = parent.context
         elif context is None:
-            context = settled()
+            context = settle_context()
         above = parent if isinstance(parent, RecordingSpan) else current_span(context)
         if above is not None and above._recorder is not self and not self._joins(above):
             above = None

@@ -1,8 +1,8 @@
 """Tools in a replay: the recorded result replaces the tool's own code, so that nothing happens twice.
 
-A plugin wraps the innermost function that runs a tool's own code with `called` or `acalled`. Outside a replay these
-record what the code returned or raised, if the model's text differs from it. In a replay they ask the gateway, once per
-span: it returns the recorded result, or says that the tool must run.
+A plugin wraps the innermost function that runs a tool's own code with `run_or_replay` or `arun_or_replay`. Outside a
+replay these record what the code returned or raised, if the model's text differs from it. In a replay they ask the
+gateway, once per span: it returns the recorded result, or says that the tool must run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_spans.record.delivery.http import HttpResponse, Posts
 from lightning_spans.record.process import in_child
 from lightning_spans.record.recorder import RecordingSpan, current_span, log_failure
 from lightning_spans.record.redaction import MASK
-from lightning_spans.record.returned import Returned, error_of, read, write, write_again, write_error
+from lightning_spans.record.returned import RestoredValue, error_of, read, write, write_again, write_error
 from lightning_spans.record.stalls import waiting
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import dumps, loads
@@ -42,7 +42,7 @@ _told: Final[set[tuple[str, str]]] = set()  # tools and types for which a warnin
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RecordedOutcome:
     """The recorded outcome of a tool call.
 
     Attributes:
@@ -68,14 +68,14 @@ class Given:
         """
         return self.whole().outcome()
 
-    def whole(self) -> Returned:
+    def whole(self) -> RestoredValue:
         """Return what the tool's own code returned or raised: as recorded, otherwise made from the texts."""
         try:
             if self.returned is not None:
                 return read(self.returned)
             if self.failed:
-                return Returned(error=error_of(self.error_type, self.error or self.result))
-            return Returned(self.result)
+                return RestoredValue(error=error_of(self.error_type, self.error or self.result))
+            return RestoredValue(self.result)
         except ValueError as error:
             raise ReplayEndedError(f"what a tool gave in the record can't be read: {error}") from None
 
@@ -94,7 +94,7 @@ class Replaying:
 
     def tool(
         self, agent: str | None, name: str, call_id: str | None, arguments: str, marks: Mapping[str, Json] | None = None
-    ) -> Given | None:
+    ) -> RecordedOutcome | None:
         """Return the recorded outcome of a tool call; None: run it.
 
         Args:
@@ -112,7 +112,7 @@ class Replaying:
 
     async def atool(
         self, agent: str | None, name: str, call_id: str | None, arguments: str, marks: Mapping[str, Json] | None = None
-    ) -> Given | None:
+    ) -> RecordedOutcome | None:
         """Return the recorded outcome while the event loop runs; see `tool`. Parallel calls are answered in order.
 
         Some frameworks pass results to the model in the order in which they arrive.
@@ -153,7 +153,7 @@ def _after_fork() -> None:
 in_child(_after_fork)
 
 
-def _read(name: str, answer: HttpResponse) -> Given | None:
+def _read(name: str, answer: HttpResponse) -> RecordedOutcome | None:
     try:
         told = loads(answer.content)
         error = told.get("error") if answer.status != 200 else None
@@ -166,7 +166,7 @@ def _read(name: str, answer: HttpResponse) -> Given | None:
         return None
     if told.get("result") is None and told.get("returned") is None and told.get("status") != "error":
         raise ReplayEndedError(f"the record does not say what {name!r} gave.")
-    given = Given(
+    given = RecordedOutcome(
         result=told.get("result") or "",
         failed=told.get("status") == "error",
         error=told.get("error") or "",
@@ -209,7 +209,7 @@ def _question(span: RecordingSpan) -> tuple[str | None, str, str | None, str, di
     return span.agent, known.get(names.TOOL_NAME) or span.name, known.get(names.TOOL_CALL_ID), arguments, told
 
 
-def _take(span: RecordingSpan, given: Given | None) -> Given | None:
+def _take(span: RecordingSpan, given: RecordedOutcome | None) -> RecordedOutcome | None:
     """Note on a tool's span that its outcome was replayed; None if its own code must run."""
     if given is None or (given.returned is not None and given.whole().again):
         return None
@@ -222,7 +222,7 @@ def _take(span: RecordingSpan, given: Given | None) -> Given | None:
     return given
 
 
-def given_to(span: RecordingSpan) -> Given | None:
+def outcome_for(span: RecordingSpan) -> RecordedOutcome | None:
     """Return the replayed outcome for a tool's span; None if its own code must run.
 
     Raises:
@@ -232,8 +232,8 @@ def given_to(span: RecordingSpan) -> Given | None:
     return span.given if asker is None else _take(span, asker.tool(*_question(span)))
 
 
-async def agiven_to(span: RecordingSpan) -> Given | None:
-    """Return the replayed outcome while the event loop runs; see `given_to`."""
+async def aoutcome_for(span: RecordingSpan) -> RecordedOutcome | None:
+    """Return the replayed outcome while the event loop runs; see `outcome_for`."""
     asker = _asker(span)
     return span.given if asker is None else _take(span, await asker.atool(*_question(span)))
 
@@ -272,9 +272,9 @@ def tell_unreturned(name: str, error: Exception) -> None:
         logger.warning("lightning: what the tool %r returns holds %s, which can't be kept for a replay", name, error)
 
 
-def called(
+def run_or_replay(
     run: Callable[[], T],
-    outcome: Callable[[Given], T] = Given.outcome,
+    outcome: Callable[[RecordedOutcome], T] = RecordedOutcome.outcome,
     *,
     keep: Callable[[OpenSpan, T], None] = keep_returned,
     waits: Callable[[BaseException], bool] = lambda _: False,
@@ -293,7 +293,7 @@ def called(
     span = tool_around()
     if span is None:
         return run()
-    given = given_to(span)
+    given = outcome_for(span)
     if given is not None:
         return outcome(given)
     try:
@@ -305,18 +305,18 @@ def called(
     return answer
 
 
-async def acalled(
+async def arun_or_replay(
     run: Callable[[], Awaitable[T]],
-    outcome: Callable[[Given], T] = Given.outcome,
+    outcome: Callable[[RecordedOutcome], T] = RecordedOutcome.outcome,
     *,
     keep: Callable[[OpenSpan, T], None] = keep_returned,
     waits: Callable[[BaseException], bool] = lambda _: False,
 ) -> T:
-    """Run or replay asynchronous code; see `called`."""
+    """Run or replay asynchronous code; see `run_or_replay`."""
     span = tool_around()
     if span is None:
         return await run()
-    given = await agiven_to(span)
+    given = await aoutcome_for(span)
     if given is not None:
         return outcome(given)
     try:

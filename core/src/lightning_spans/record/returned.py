@@ -28,7 +28,7 @@ AGAIN: Final = "again"  # the tool ended with a framework's way to wait: its own
 _DEEPEST: Final = 60
 
 
-class Returned:
+class RestoredValue:
     """A restored value; a class, because None is a value too.
 
     Attributes:
@@ -57,10 +57,10 @@ def write(value: object) -> str:
     Raises:
         TypeError: it contains something that cannot be restored; the message names its type.
     """
-    return dumps(encoded(value)).decode()
+    return dumps(encode(value)).decode()
 
 
-def encoded(value: object) -> Json:
+def encode(value: object) -> Json:
     """Return a value as JSON.
 
     Raises:
@@ -85,7 +85,7 @@ def write_again() -> str:
     return dumps({_TYPE: AGAIN}).decode()
 
 
-def read(text: str) -> Returned:
+def read(text: str) -> RestoredValue:
     """Read what one of the functions above wrote.
 
     Raises:
@@ -93,15 +93,15 @@ def read(text: str) -> Returned:
     """
     data = loads(text)
     if isinstance(data, dict) and data.get(_TYPE) == AGAIN:
-        return Returned(again=True)
+        return RestoredValue(again=True)
     if isinstance(data, dict) and data.get(_TYPE) == "lost":
         raise ValueError(f"it contained {data['reason']}, which can't be stored")
     if isinstance(data, dict) and data.get(_TYPE) == "error":
         if not data["exception"]:
             raise ValueError(f"the tool was cut short by {data['class'].rpartition(':')[2]}")
-        return Returned(error=error_of(data["class"], data["message"], data["args"]))
+        return RestoredValue(error=error_of(data["class"], data["message"], data["args"]))
     try:
-        return Returned(_decode_value(data))
+        return RestoredValue(_decode_value(data))
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 

@@ -19,7 +19,7 @@ _ANY: Final = "**"  # in a pattern: any number of parts, including none
 _ALIKE: Final = 0.8  # of difflib's ratio: one wrong letter of five, or two swapped ones in a longer name
 
 
-def written(name: str) -> str:
+def escape_name(name: str) -> str:
     """Return a name as a part of a path."""
     return name.replace("/", "//")
 
@@ -40,7 +40,7 @@ def path_of(agent: str, path: object) -> str:
 
     An agent that is counted by its path (`label`) is named by it.
     """
-    return path if isinstance(path, str) and agent in {name_of(path), path} else written(agent)
+    return path if isinstance(path, str) and agent in {name_of(path), path} else escape_name(agent)
 
 
 def is_glob(pattern: str) -> bool:

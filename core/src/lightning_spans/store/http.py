@@ -29,7 +29,7 @@ from lightning_spans.store.commit import GroupCommit
 from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.keys import read_bearer
 from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, check_rollouts, listing_of
-from lightning_spans.store.tls import trusted
+from lightning_spans.store.tls import trusted_certificates
 
 R = TypeVar("R")
 V = TypeVar("V")
@@ -86,7 +86,7 @@ class HttpStore(Store):
             timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
             transport=transport,
             auth=auth,
-            verify=trusted(),
+            verify=trusted_certificates(),
             trust_env=base.host not in _LOOPBACK,  # a proxy configured for the internet does not reach our own machine
         )
 

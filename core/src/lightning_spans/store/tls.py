@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import ssl
 
 
-def trusted() -> ssl.SSLContext | bool:
+def trusted_certificates() -> ssl.SSLContext | bool:
     """Return httpx's ``verify``: the certificates in the file named by `SSL_CERT_FILE`, otherwise its own.
 
     Our clients ignore the environment's proxies, and httpx then ignores this variable too, so it is read here.

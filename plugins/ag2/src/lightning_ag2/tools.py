@@ -13,7 +13,7 @@ from lightning_ag2 import FRAMEWORK
 from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.replay import Given, acalled, keep_whole
+from lightning_spans.record.replay import RecordedOutcome, arun_or_replay, keep_whole
 from lightning_spans.record.returned import error_of
 from lightning_spans.schema import spans as names
 
@@ -55,7 +55,7 @@ class Ag2Tools(Tracker):
         """Wrap the tool's own code. AG2 turns its errors into events whose text has the traceback."""
 
         async def call(tool: Any, event: Any, context: Any) -> Any:
-            return await acalled(
+            return await arun_or_replay(
                 lambda: original(tool, event, context), lambda given: _outcome(event, given), keep=_keep
             )
 
@@ -82,7 +82,7 @@ def _keep(span: OpenSpan, outcome: Any) -> None:
         keep_whole(span, {"parts": values, "final": result.final})
 
 
-def _outcome(call: Any, given: Given) -> Any:
+def _outcome(call: Any, given: RecordedOutcome) -> Any:
     """Return the event for a recorded outcome of a tool."""
     if given.failed:
         error = error_of(given.error_type, given.error)

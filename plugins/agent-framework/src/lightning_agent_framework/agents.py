@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from agent_framework import Agent, RawAgent, ResponseStream, Workflow
 
 from lightning_agent_framework import FRAMEWORK
-from lightning_spans.record.context import entered
+from lightning_spans.record.context import use_context
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.schema import spans as names
@@ -89,7 +89,7 @@ class _Pull(AbstractContextManager[None]):
     """Computes one item of a stream."""
 
     def __init__(self, tracker: Tracker, span: OpenSpan) -> None:
-        self._tracker, self._span, self._entered = tracker, span, entered(span.context)
+        self._tracker, self._span, self._entered = tracker, span, use_context(span.context)
 
     def __enter__(self) -> None:
         self._entered.__enter__()

@@ -11,7 +11,7 @@ from lightning_agent_framework import FRAMEWORK
 from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.replay import acalled
+from lightning_spans.record.replay import arun_or_replay
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -73,6 +73,6 @@ class AgentFrameworkTools(Tracker):
         """Wrap the tool's own code."""
 
         async def invoke(tool: Any, call_kwargs: Any) -> Any:
-            return await acalled(lambda: original(tool, call_kwargs))
+            return await arun_or_replay(lambda: original(tool, call_kwargs))
 
         return invoke

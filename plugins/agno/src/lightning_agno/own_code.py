@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.record.replay import (
-    acalled,
-    agiven_to,
-    called,
-    given_to,
+    aoutcome_for,
+    arun_or_replay,
     keep_raised,
     keep_returned,
+    outcome_for,
+    run_or_replay,
     tool_around,
 )
 
@@ -93,13 +93,13 @@ def wrapped(code: Callable[..., Any]) -> Callable[..., Any]:
 
         async def arun(*args: Any, **kwargs: Any) -> Any:
             with _noting():
-                return await acalled(lambda: code(*args, **kwargs), keep=_keep)
+                return await arun_or_replay(lambda: code(*args, **kwargs), keep=_keep)
 
         return functools.wraps(code)(arun)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _noting():
-            return called(lambda: code(*args, **kwargs), keep=_keep)
+            return run_or_replay(lambda: code(*args, **kwargs), keep=_keep)
 
     return functools.wraps(code)(run)
 
@@ -107,7 +107,7 @@ def wrapped(code: Callable[..., Any]) -> Callable[..., Any]:
 def _of_generator(code: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Iterator[Any]:
         span = tool_around()
-        given = None if span is None else given_to(span)
+        given = None if span is None else outcome_for(span)
         if given is not None:
             yield given.outcome()
             return
@@ -124,7 +124,7 @@ def _of_generator(code: Callable[..., Any]) -> Callable[..., Any]:
 def _of_async_generator(code: Callable[..., Any]) -> Callable[..., Any]:
     async def run(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         span = tool_around()
-        given = None if span is None else await agiven_to(span)
+        given = None if span is None else await aoutcome_for(span)
         if given is not None:
             yield given.outcome()
             return

@@ -19,7 +19,7 @@ from agno.tools.function import FunctionCall
 from lightning_agno import FRAMEWORK
 from lightning_agno.own_code import OwnCode
 from lightning_openai.json_text import to_json
-from lightning_spans.record.context import entered, entered_iteration, entered_steps
+from lightning_spans.record.context import entered_iteration, entered_steps, use_context
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.replay import keep_whole
@@ -149,7 +149,7 @@ class AgnoTools(Tracker):
     @contextmanager
     def _inside(self, running: Running, call: Any) -> Iterator[None]:
         try:
-            with entered(running.span.context), OwnCode(call.function, running.span, running.raised):
+            with use_context(running.span.context), OwnCode(call.function, running.span, running.raised):
                 yield
         except BaseException as error:
             self._running.pop(id(call), None)

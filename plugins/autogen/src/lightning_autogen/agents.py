@@ -17,7 +17,7 @@ from autogen_core._message_handler_context import MessageHandlerContext
 from opentelemetry.context import Context
 
 from lightning_autogen import FRAMEWORK
-from lightning_spans.record.context import Steps, attach, current, entered, overlaid, settled, with_agent
+from lightning_spans.record.context import Steps, attach, current, overlaid, settle_context, use_context, with_agent
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.scope import Scope, current_scope
 from lightning_spans.record.instrument.tracker import Tracker
@@ -130,7 +130,7 @@ class AutogenAgents(Tracker):
             _tool_call.set(isinstance(envelope.message, FunctionCall))
             if sender is None or not self.live:
                 return await original(runtime, envelope)
-            with entered(overlaid(sender)):
+            with use_context(overlaid(sender)):
                 return await original(runtime, envelope)
 
         return process
@@ -151,7 +151,7 @@ class AutogenAgents(Tracker):
             with self.guard():
                 team = self._teams.get(agent_id.key)
                 name = agent_id.type.removesuffix(f"_{agent_id.key}")
-                context = settled() if team is None else overlaid(team)
+                context = settle_context() if team is None else overlaid(team)
                 handling = Handling(self, name, context)
                 handling.enter(with_agent(name, context))
             failed: BaseException | None = None
@@ -224,4 +224,4 @@ def _sender() -> Context:
     scope, context = current_scope(), None
     if isinstance(scope, Handling) and (scope.span is not None or current_span() is None):
         context = scope.call_begins()
-    return settled() if context is None else context
+    return settle_context() if context is None else context

@@ -13,7 +13,7 @@ from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import place_of_call
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.recorder import current_span
-from lightning_spans.record.replay import Given, acalled
+from lightning_spans.record.replay import RecordedOutcome, arun_or_replay
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class AutogenCode(Tracker):
             with self.guard():
                 span = self.begin_tool(TOOL, None, _arguments(code_blocks), place_of_call())
             with self.inside(span):
-                result = await acalled(lambda: original(executor, code_blocks, *args, **kwargs), _result)
+                result = await arun_or_replay(lambda: original(executor, code_blocks, *args, **kwargs), _result)
                 with self.guard(span):
                     failed = result.output or f"exit code {result.exit_code}" if result.exit_code else None
                     self.end(span, error=failed, attributes={names.TOOL_RESULT: result.output})
@@ -55,7 +55,7 @@ class AutogenCode(Tracker):
         return execute_code_blocks
 
 
-def _result(given: Given) -> Any:
+def _result(given: RecordedOutcome) -> Any:
     """Convert a recorded result to the executor's type."""
     if given.returned is not None:
         return given.outcome()

@@ -18,7 +18,14 @@ from lightning_spans.record.instrument.patches import replace, replace_in_subcla
 from lightning_spans.record.instrument.scope import place_of_call
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.recorder import current_span
-from lightning_spans.record.replay import Given, acalled, agiven_to, keep_raised, keep_returned, tool_around
+from lightning_spans.record.replay import (
+    RecordedOutcome,
+    aoutcome_for,
+    arun_or_replay,
+    keep_raised,
+    keep_returned,
+    tool_around,
+)
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -37,7 +44,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield replace_in_subclasses(BaseStreamTool, "run_json_stream", tools.wrap_run_json_stream)
 
 
-def _tool_result(name: str, given: Given) -> ToolResult:
+def _tool_result(name: str, given: RecordedOutcome) -> ToolResult:
     """Convert a recorded result to a workbench's type. Most results are one text."""
     if given.returned is not None:
         result: ToolResult = given.outcome()
@@ -54,11 +61,11 @@ def _keep(span: OpenSpan, answer: Any) -> None:
 
 
 async def _replayed_steps(
-    items: AsyncGenerator[Any, None], outcome: Callable[[Given], Any], keep: Callable[[OpenSpan, Any], None]
+    items: AsyncGenerator[Any, None], outcome: Callable[[RecordedOutcome], Any], keep: Callable[[OpenSpan, Any], None]
 ) -> AsyncGenerator[Any, None]:
     """Return a streaming tool's items; in a replay only the last one, its result."""
     span = tool_around()
-    given = None if span is None else await agiven_to(span)
+    given = None if span is None else await aoutcome_for(span)
     last = None
     try:
         if given is not None:
@@ -108,7 +115,7 @@ class AutogenTools(Tracker):
 
             async def call() -> Any:
                 carry_out = partial(original, workbench, name, *args, **kwargs)
-                return await acalled(carry_out, partial(_tool_result, name), keep=_keep)
+                return await arun_or_replay(carry_out, partial(_tool_result, name), keep=_keep)
 
             return await self._call(span, call, result_of)
 
@@ -132,7 +139,9 @@ class AutogenTools(Tracker):
             def result_of(answer: Any) -> tuple[str, bool]:
                 return tool.return_value_as_string(answer), False
 
-            return await self._call(span, lambda: acalled(lambda: original(tool, args, *more, **rest)), result_of)
+            return await self._call(
+                span, lambda: arun_or_replay(lambda: original(tool, args, *more, **rest)), result_of
+            )
 
         return run_json
 
@@ -141,7 +150,7 @@ class AutogenTools(Tracker):
 
         def run_json_stream(tool: Any, args: Any, *more: Any, **rest: Any) -> Any:
             items = original(tool, args, *more, **rest)
-            items = _replayed_steps(items, Given.outcome, keep_returned) if self.live else items
+            items = _replayed_steps(items, RecordedOutcome.outcome, keep_returned) if self.live else items
             span = self._begin(tool.name, rest.get("call_id", more[1] if len(more) > 1 else None), args)
             return self._steps(span, items, tool) if self.live else items
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_openai.attributes import response_attributes
 from lightning_openai.json_text import to_json
-from lightning_spans.record.context import settled
+from lightning_spans.record.context import settle_context
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Turn:
     def __init__(self, tracker: Tracker, span: OpenSpan | None) -> None:
         self._tracker = tracker
         self._span = span
-        self._context = settled() if span is None else span.context
+        self._context = settle_context() if span is None else span.context
         self._tools: dict[str, OpenSpan] = {}  # by the model's id of the call
         self._since_ns = time.time_ns()  # when the model was called: at the start of the turn or at a tool's result
         self._said: dict[str, Any] | None = None  # the model's message, which arrives in parts

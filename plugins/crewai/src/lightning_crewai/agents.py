@@ -23,7 +23,7 @@ from lightning_crewai import FRAMEWORK, tools
 from lightning_crewai.models import begin_call, response_body, uses_openai, wrap_started
 from lightning_crewai.tools import nobody_of, requests_in, take_request, tell_tool
 from lightning_openai.json_text import to_json
-from lightning_spans.record.context import current, current_agent, settled, with_agent
+from lightning_spans.record.context import current, current_agent, settle_context, with_agent
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.scope import Scope, scopes_around
 from lightning_spans.record.instrument.tracker import EventTracker, begins
@@ -176,7 +176,7 @@ class CrewTracker(EventTracker[CrewScope]):
         agent = agent_of(kind, source, event) or current_agent(here)
         self._begun += 1
         scope = CrewScope(kind, source, self._begun)
-        context = with_agent(agent, settled(here))
+        context = with_agent(agent, settle_context(here))
         if kind == MODEL:
             scope.call_id = event.call_id
             if not uses_openai(source.__class__):
@@ -204,7 +204,7 @@ class CrewTracker(EventTracker[CrewScope]):
 
     def _refused(self, event: Any) -> None:
         """Record a tool call with unreadable arguments. No tool runs, and CrewAI reports only the failure."""
-        context = settled()
+        context = settle_context()
         agent = stripped(event.agent_role) or current_agent(context)
         self.end(self._tool(event, with_agent(agent, context)), error=event.failure.message)
 

@@ -15,7 +15,7 @@ from crewai.tools.structured_tool import CrewStructuredTool
 from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take
-from lightning_spans.record.replay import Given, acalled, called, keep_whole, tool_around
+from lightning_spans.record.replay import RecordedOutcome, arun_or_replay, keep_whole, run_or_replay, tool_around
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import dumps
 
@@ -58,14 +58,16 @@ def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
                 return original(tool, *args, **kwargs)
             with tracker.guard():
                 _tell_call(tool, args, kwargs)
-            return called(lambda: original(tool, *args, **kwargs), lambda given: _used(tool, given), keep=keep_whole)
+            return run_or_replay(
+                lambda: original(tool, *args, **kwargs), lambda given: _used(tool, given), keep=keep_whole
+            )
 
         async def arun(tool: Any, *args: Any, **kwargs: Any) -> Any:
             if not tracker.live:
                 return await original(tool, *args, **kwargs)
             with tracker.guard():
                 _tell_call(tool, args, kwargs)
-            return await acalled(
+            return await arun_or_replay(
                 lambda: original(tool, *args, **kwargs), lambda given: _used(tool, given), keep=keep_whole
             )
 
@@ -117,7 +119,7 @@ def _tell_call(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
         span.set(**{names.TOOL_ARGUMENTS: given if isinstance(given, str) else to_json(given)})
 
 
-def _used(tool: Any, given: Given) -> Any:
+def _used(tool: Any, given: RecordedOutcome) -> Any:
     """Count the use of a tool whose code is not run, and return or raise the recorded outcome."""
     claim = getattr(tool, "_claim_usage", None) or getattr(tool, "_increment_usage_count", None)
     if claim is not None:

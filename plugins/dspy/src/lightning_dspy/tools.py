@@ -24,7 +24,7 @@ from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.recorder import current_span
-from lightning_spans.record.replay import acalled, called
+from lightning_spans.record.replay import arun_or_replay, run_or_replay
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class DspyTools(Tracker):
                 return original(tool, **kwargs)
             span = self._begin(tool.name, kwargs)
             with self.inside(span):
-                result = called(lambda: original(tool, **kwargs))
+                result = run_or_replay(lambda: original(tool, **kwargs))
                 self.end(span, attributes={names.TOOL_RESULT: _text(result)})
                 return result
 
@@ -75,7 +75,7 @@ class DspyTools(Tracker):
                 return await original(tool, **kwargs)
             span = self._begin(tool.name, kwargs)
             with self.inside(span):
-                result = await acalled(lambda: original(tool, **kwargs))
+                result = await arun_or_replay(lambda: original(tool, **kwargs))
                 self.end(span, attributes={names.TOOL_RESULT: _text(result)})
                 return result
 
@@ -188,7 +188,7 @@ def _replayed(name: str, functions: Any) -> dict[str, Callable[..., Any]]:
         function = functions.get(name)
     else:
         function = next((tool.func for tool in functions if tool.name == name), None)
-    return {} if function is None else {name: lambda **arguments: called(lambda: function(**arguments))}
+    return {} if function is None else {name: lambda **arguments: run_or_replay(lambda: function(**arguments))}
 
 
 def _is_inner(span: OpenSpan) -> bool:

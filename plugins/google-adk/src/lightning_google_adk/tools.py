@@ -15,7 +15,7 @@ from lightning_google_adk import FRAMEWORK
 from lightning_spans.record.instrument.imports import when_imported
 from lightning_spans.record.instrument.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.replay import acalled, keep_whole
+from lightning_spans.record.replay import arun_or_replay, keep_whole
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class AdkTools(Tracker):
 
     async def _own_code(self, tool: Any, run: Callable[[], Awaitable[Any]]) -> Any:
         return await (
-            run() if tool.name in _OF_THE_RUN else acalled(run, keep=keep_whole)
+            run() if tool.name in _OF_THE_RUN else arun_or_replay(run, keep=keep_whole)
         )  # also for text, because the model gets an object
 
     def wrap_error(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,14 @@ from lightning_haystack import FRAMEWORK
 from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.replay import Given, agiven_to, given_to, keep_raised, keep_returned, tool_around
+from lightning_spans.record.replay import (
+    RecordedOutcome,
+    aoutcome_for,
+    keep_raised,
+    keep_returned,
+    outcome_for,
+    tool_around,
+)
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -163,7 +170,7 @@ class HaystackTools(Tracker):
             span = tool_around() if self.live else None
             if span is None:
                 return original(tool, *args, **kwargs)
-            given = given_to(span)
+            given = outcome_for(span)
             if given is not None:
                 return original(_giving(tool, given), *args, **kwargs)
             with _Outcome(span) as kept:
@@ -178,7 +185,7 @@ class HaystackTools(Tracker):
             span = tool_around() if self.live and tool.async_function is not None else None
             if span is None:
                 return await original(tool, *args, **kwargs)
-            given = await agiven_to(span)
+            given = await aoutcome_for(span)
             if given is not None:
                 return await original(_giving(tool, given), *args, **kwargs)
             with _Outcome(span) as kept:
@@ -244,7 +251,7 @@ class _Outcome:
         return answer
 
 
-def _giving(tool: Any, given: Given) -> Any:
+def _giving(tool: Any, given: RecordedOutcome) -> Any:
     """Return a tool that gives the recorded result, so that errors get Haystack's own message."""
 
     async def awaited(**_: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_langchain.libraries import AGENTS, LIBRARY, graph_below, packages_of
 from lightning_langchain.tools import Conversation, WaitingRequests
 from lightning_openai.json_text import to_json
-from lightning_spans.record.context import current_agent, current_attempt, settled
+from lightning_spans.record.context import current_agent, current_attempt, settle_context
 from lightning_spans.record.instrument.scope import Scope
 from lightning_spans.record.instrument.tracker import EventTracker
 from lightning_spans.record.recorder import current_span
@@ -46,7 +46,7 @@ class ChainRun(Scope):
     )  # fmt: skip
 
     def __init__(self, parent: ChainRun | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
-        here = settled()
+        here = settle_context()
         super().__init__(here)
         self.parent = parent
         # Shared by the whole tree: its open runs, and the tool calls that models asked for and that have not run yet.
@@ -198,7 +198,7 @@ class ChainRuns(EventTracker[ChainRun]):
     def _begin_workflow(self, root: ChainRun) -> OpenSpan | None:
         with self._lock:
             if root.span is None:
-                context = settled(root.context)
+                context = settle_context(root.context)
                 if (around := current_span(context)) is not None:
                     return around
                 root.span = self._begin(names.INVOKE_WORKFLOW, root, root.name, context)
@@ -209,7 +209,7 @@ class ChainRuns(EventTracker[ChainRun]):
 
         A context may be within it through the user's `with agent(...)`, and outside it if it was not passed on.
         """
-        context = settled(context)
+        context = settle_context(context)
         inside = current_span(context)
         if inside is not None and names.FRAMEWORK not in inside.attributes and _began_in_chain(inside, run):
             return context
@@ -241,7 +241,7 @@ def _began_in_chain(span: OpenSpan, run: ChainRun | None) -> bool:
                 above = above.parent
             return above is None
         if run.parent is None:
-            return run.kind == "chain" and span is not current_span(settled(run.context))
+            return run.kind == "chain" and span is not current_span(settle_context(run.context))
         run = run.parent
     return False
 

@@ -16,7 +16,7 @@ from langchain_core.tools import BaseTool
 from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take
-from lightning_spans.record.replay import acalled, called
+from lightning_spans.record.replay import arun_or_replay, run_or_replay
 
 if TYPE_CHECKING:
     from langchain_core.outputs import LLMResult
@@ -59,7 +59,7 @@ def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
         def run(tool: Any, *args: Any, **kwargs: Any) -> Any:
             if not tracker.live:
                 return original(tool, *args, **kwargs)
-            return called(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
+            return run_or_replay(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
 
         return run
 
@@ -67,7 +67,7 @@ def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
         async def arun(tool: Any, *args: Any, **kwargs: Any) -> Any:
             if not tracker.live:
                 return await original(tool, *args, **kwargs)
-            return await acalled(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
+            return await arun_or_replay(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
 
         return arun
 

@@ -20,7 +20,7 @@ from llama_index.core.agent.workflow.base_agent import BaseWorkflowAgent
 from llama_index.core.workflow import Workflow
 
 from lightning_llama_index import FRAMEWORK
-from lightning_spans.record.context import entered, settled
+from lightning_spans.record.context import settle_context, use_context
 from lightning_spans.record.instrument.caller import following
 from lightning_spans.record.instrument.patches import Undo, replace
 from lightning_spans.record.instrument.tracker import Tracker
@@ -100,8 +100,8 @@ class LlamaIndexAgents(Tracker):
 
     def _begin_run(self, workflow: Any) -> OpenSpan | None:
         if isinstance(workflow, BaseWorkflowAgent):
-            return self.begin_agent(workflow.name, settled(), by_default=workflow.name == UNNAMED)
-        span = self.begin(names.INVOKE_WORKFLOW, type(workflow).__name__, context=settled())
+            return self.begin_agent(workflow.name, settle_context(), by_default=workflow.name == UNNAMED)
+        span = self.begin(names.INVOKE_WORKFLOW, type(workflow).__name__, context=settle_context())
         if span is not None and isinstance(workflow, AgentWorkflow):
             self._turns[span.span_id] = None
         return span
@@ -121,7 +121,7 @@ class LlamaIndexAgents(Tracker):
                 turn = self._turn_of(getattr(ev, "current_agent_name", None))
             if turn is None:
                 return await original(workflow, ctx, ev)
-            with entered(turn.context):
+            with use_context(turn.context):
                 return await original(workflow, ctx, ev)
 
         return step

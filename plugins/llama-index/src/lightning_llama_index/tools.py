@@ -14,7 +14,7 @@ from lightning_llama_index import FRAMEWORK
 from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.replay import Given, acalled, keep_returned
+from lightning_spans.record.replay import RecordedOutcome, arun_or_replay, keep_returned
 from lightning_spans.record.returned import error_of
 from lightning_spans.schema import spans as names
 
@@ -67,7 +67,7 @@ class LlamaIndexTools(Tracker):
             if not self.live or name == _HANDOFF:
                 return await original(workflow, ctx, tool, tool_input)
             own_code = partial(original, workflow, ctx, tool, tool_input)
-            return await acalled(own_code, partial(_output, name, tool_input), keep=_keep, waits=_waits)
+            return await arun_or_replay(own_code, partial(_output, name, tool_input), keep=_keep, waits=_waits)
 
         return call
 
@@ -81,7 +81,7 @@ async def _handed_over(span: OpenSpan, ctx: Any, ev: Any, text: str) -> str | No
     return None
 
 
-def _output(name: str, tool_input: Any, given: Given) -> ToolOutput:
+def _output(name: str, tool_input: Any, given: RecordedOutcome) -> ToolOutput:
     """Convert a recorded result to a tool's output."""
     raw = given.result if given.returned is None else given.outcome()
     error = error_of(given.error_type, given.error) if given.failed else None

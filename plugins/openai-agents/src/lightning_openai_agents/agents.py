@@ -18,7 +18,7 @@ from lightning_openai_agents import FRAMEWORK
 from lightning_openai_agents.models import MODEL, begin_call, response_of
 from lightning_openai_agents.requests import requests_of, taken, tell_handoff
 from lightning_openai_agents.tools import error_text, tool_facts
-from lightning_spans.record.context import current, settled
+from lightning_spans.record.context import current, settle_context
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.scope import Scope, current_scope
 from lightning_spans.record.instrument.tracker import EventTracker, begins, ends
@@ -136,7 +136,7 @@ class SdkTracker(EventTracker[SdkScope]):
     @begins
     def _started(self, sdk: Any, kind: str) -> None:
         here = current()
-        context = settled(here)
+        context = settle_context(here)
         scope = SdkScope(sdk, kind, here)
         if kind == "trace" and isinstance(scope.outer, SdkScope) and scope.is_mask():
             return

@@ -21,7 +21,7 @@ from lightning_spans.record.instrument.patches import replace, replace_in_subcla
 from lightning_spans.record.instrument.scope import Scope, scopes_around
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.recorder import current_span
-from lightning_spans.record.replay import Given, acalled, tool_around
+from lightning_spans.record.replay import RecordedOutcome, arun_or_replay, tool_around
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class _Invoked(_Proxy):
                 span.set(
                     **{names.TOOL_ARGUMENTS: arguments, names.TOOL_CALL_ID: getattr(context, "tool_call_id", None)}
                 )
-        answer = await acalled(lambda: _invoked(self.__wrapped__, context, arguments), _outcome)
+        answer = await arun_or_replay(lambda: _invoked(self.__wrapped__, context, arguments), _outcome)
         if span is not None and isinstance(answer, str):  # the SDK may be configured to leave it out of its span
             with guard(span):
                 span.set(**{names.TOOL_RESULT: answer})
@@ -119,7 +119,7 @@ async def _invoked(invoke: Any, context: Any, arguments: str) -> Any:
     return await answer if isawaitable(answer) else answer
 
 
-def _outcome(given: Given) -> Any:
+def _outcome(given: RecordedOutcome) -> Any:
     """Return a tool's result, also if it is the model's message about a failure; the failure is noted."""
     scope = _tool_scope()
     if given.failed and scope is not None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_openai.other_clients import OtherCall
-from lightning_spans.record.context import settled
+from lightning_spans.record.context import settle_context
 from lightning_spans.record.instrument.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ModelTracker(Tracker):
 
     def place(self) -> Context:
         """Return the context for the span of a call that starts now."""
-        return settled()
+        return settle_context()
 
     def call_of(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, streamed: bool) -> OtherCall:
         """Return the call that starts with these arguments."""

@@ -13,8 +13,15 @@ from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.foreign.begin import unaskable_in
 from lightning_openai.json_text import to_json
 from lightning_openai.reroute import ASKS, LEFT, agent_header
-from lightning_spans.record.context import current, current_attempt, entered, entered_iteration, entered_steps, settled
-from lightning_spans.record.instrument.scope import Scope, scoped, scopes_around
+from lightning_spans.record.context import (
+    current,
+    current_attempt,
+    entered_iteration,
+    entered_steps,
+    settle_context,
+    use_context,
+)
+from lightning_spans.record.instrument.scope import Scope, scopes_around, with_scope
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.spans import Json
 
@@ -104,7 +111,7 @@ class OtherCall:
         provider: str | None = None,
         streamed: bool = False,
         endpoint: str = "/chat/completions",
-        place: Callable[[], Context] = settled,
+        place: Callable[[], Context] = settle_context,
         scope: Scope | None = None,
         known: Mapping[str, Json] | None = None,
         leads: bool = False,
@@ -124,7 +131,7 @@ class OtherCall:
             **(known or {}),
         }
         self._place = place
-        self._outer = settled()
+        self._outer = settle_context()
         self._start_ns = time.time_ns()
         self._span: OpenSpan | None = None  # begun before the end if a request carries its id
         self._ask = ask
@@ -143,7 +150,7 @@ class OtherCall:
     def start_inside(self) -> Iterator[None]:
         """Enter the call's scope for a block that starts the call. If the block raises, the call has failed."""
         try:
-            with entered(scoped(self.scope)):
+            with use_context(with_scope(self.scope)):
                 yield
         except BaseException as error:
             self.end(error=error)
@@ -165,7 +172,7 @@ class OtherCall:
     ) -> AsyncGenerator[T, None]:
         """Return the items of a streamed answer. `body`, as in `asked`, gets the last `kept` of them, or all."""
         seen = deque[T](maxlen=kept)
-        steps = entered_steps(scoped(self.scope, current()), items)
+        steps = entered_steps(with_scope(self.scope, current()), items)
         with self.end_after(lambda: body(seen) if seen else None):
             try:
                 async for item in steps:
@@ -190,7 +197,7 @@ class OtherCall:
     ) -> Generator[T, None, None]:
         """Return the items of a synchronous generator; see `steps`."""
         seen = deque[T](maxlen=kept)
-        steps = entered_iteration(scoped(self.scope, current()), items)
+        steps = entered_iteration(with_scope(self.scope, current()), items)
         with self.end_after(lambda: body(seen) if seen else None):
             try:
                 for item in steps:
@@ -257,7 +264,7 @@ class OtherCall:
             self.scope.call_began()
 
     def _begin(self) -> OpenSpan:
-        with entered(self._outer):
+        with use_context(self._outer):
             context = self._place()
         return _begin(self._recorder, self._asks(), self._known, context, self._start_ns)
 

@@ -29,7 +29,7 @@ from openai._compat import model_copy
 from lightning_spans.record.process import in_child
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import Json
-from lightning_spans.store.tls import trusted
+from lightning_spans.store.tls import trusted_certificates
 
 if TYPE_CHECKING:
     from openai._models import FinalRequestOptions
@@ -182,7 +182,7 @@ _by_loop: dict[asyncio.AbstractEventLoop, dict[tuple[str, bool], Any]] = {}  # b
 def _sync_client(base_url: str, strict: bool) -> _Client:
     with _lock:
         if (base_url, strict) not in _sync:
-            http = DefaultHttpxClient(trust_env=False, verify=trusted())
+            http = DefaultHttpxClient(trust_env=False, verify=trusted_certificates())
             client = _Client(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
             weakref.finalize(client, http.close)  # streams hold the client, so none is cut off
             _sync[base_url, strict] = _anonymous(client)
@@ -192,7 +192,7 @@ def _sync_client(base_url: str, strict: bool) -> _Client:
 def _async_client(base_url: str, strict: bool) -> _AsyncClient:
     clients = _of_loop()
     if (base_url, strict) not in clients:
-        http = DefaultAsyncHttpxClient(trust_env=False, verify=trusted())
+        http = DefaultAsyncHttpxClient(trust_env=False, verify=trusted_certificates())
         client = _AsyncClient(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
         clients[base_url, strict] = _anonymous(client)
     made: _AsyncClient = clients[base_url, strict]
@@ -214,12 +214,12 @@ def http_client(library: ModuleType, *, asynchronous: bool) -> Any:
     if not asynchronous:
         with _lock:
             if library.__name__ not in _http:
-                _http[library.__name__] = library.Client(trust_env=False, verify=trusted())
+                _http[library.__name__] = library.Client(trust_env=False, verify=trusted_certificates())
             return _http[library.__name__]
     clients = _of_loop()
     key = library.__name__, False
     if key not in clients:
-        clients[key] = library.AsyncClient(trust_env=False, verify=trusted())
+        clients[key] = library.AsyncClient(trust_env=False, verify=trusted_certificates())
     return clients[key]
 
 

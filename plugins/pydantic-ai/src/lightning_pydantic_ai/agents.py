@@ -11,7 +11,7 @@ from pydantic_ai import Agent, CallToolsNode, ModelRequestNode
 from pydantic_ai.run import AgentRun
 
 from lightning_pydantic_ai import FRAMEWORK
-from lightning_spans.record.context import Steps, attach, current, entered, entered_steps, overlaid
+from lightning_spans.record.context import Steps, attach, current, entered_steps, overlaid, use_context
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.recorder import current_span
@@ -98,7 +98,7 @@ class PydanticAgents(Tracker):
             span = self._runs.get(_state(run))
             if span is None or current_span() is span:
                 return await original(run, *args, **kwargs)
-            with entered(overlaid(span.context)):
+            with use_context(overlaid(span.context)):
                 return await original(run, *args, **kwargs)
 
         return step

@@ -27,7 +27,7 @@ from lightning_openai.other_clients import OtherCall
 from lightning_pydantic_ai import FRAMEWORK
 from lightning_spans.record.context import attach, current, overlaid
 from lightning_spans.record.instrument.patches import replace_in_subclasses
-from lightning_spans.record.instrument.scope import scoped
+from lightning_spans.record.instrument.scope import with_scope
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
@@ -89,7 +89,7 @@ class PydanticModels(ModelTracker):
 @asynccontextmanager
 async def _streaming(stream: AbstractAsyncContextManager[Any], call: OtherCall) -> AsyncIterator[Any]:
     outer = current()
-    attach(scoped(call.scope))
+    attach(with_scope(call.scope))
     read: Any = None
     with call.end_after(lambda: None if read is None else response_body(read.get())):
         try:

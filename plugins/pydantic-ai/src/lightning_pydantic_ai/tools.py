@@ -12,7 +12,7 @@ from pydantic_ai.toolsets import AbstractToolset
 from lightning_pydantic_ai import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.replay import acalled
+from lightning_spans.record.replay import arun_or_replay
 from lightning_spans.schema import spans as names
 
 try:
@@ -67,7 +67,7 @@ class PydanticTools(Tracker):
         async def call_tool(toolset: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.live:
                 return await original(toolset, *args, **kwargs)
-            return await acalled(lambda: original(toolset, *args, **kwargs), waits=_waits)
+            return await arun_or_replay(lambda: original(toolset, *args, **kwargs), waits=_waits)
 
         return call_tool
 

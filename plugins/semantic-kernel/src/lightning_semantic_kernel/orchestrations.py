@@ -14,7 +14,7 @@ from semantic_kernel.agents.runtime import InProcessRuntime
 from semantic_kernel.agents.runtime.in_process import in_process_runtime as runtimes
 
 from lightning_semantic_kernel import FRAMEWORK
-from lightning_spans.record.context import entered, overlaid, settled
+from lightning_spans.record.context import overlaid, settle_context, use_context
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.schema import spans as names
@@ -98,7 +98,7 @@ class KernelOrchestrations(Tracker):
             metadata = original()
             if self.live:
                 with self.guard():
-                    setattr(metadata, _SENDER, settled())
+                    setattr(metadata, _SENDER, settle_context())
             return metadata
 
         return get_telemetry_envelope_metadata
@@ -108,7 +108,7 @@ class KernelOrchestrations(Tracker):
 
         async def process(runtime: Any, envelope: Any) -> Any:
             sender = getattr(envelope.metadata, _SENDER, None)
-            with nullcontext() if sender is None or not self.live else entered(overlaid(sender)):
+            with nullcontext() if sender is None or not self.live else use_context(overlaid(sender)):
                 return await original(runtime, envelope)
 
         return process

@@ -15,7 +15,7 @@ from lightning_openai.json_text import to_json
 from lightning_semantic_kernel import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.replay import acalled, tool_around
+from lightning_spans.record.replay import arun_or_replay, tool_around
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class KernelTools(Tracker):
                 return None if context.result is None else context.result.value
 
             try:
-                value = await acalled(run)
+                value = await arun_or_replay(run)
             except Exception as error:
                 self._raised[span.span_id] = error
                 raise

@@ -21,7 +21,7 @@ from lightning_smolagents import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.replay import Given, called, keep_returned, tool_around
+from lightning_spans.record.replay import RecordedOutcome, keep_returned, run_or_replay, tool_around
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class SmolTools(Tracker):
             given = {key: value for key, value in kwargs.items() if key != "sanitize_inputs_outputs"}
             sanitized = kwargs.get("sanitize_inputs_outputs", False)
 
-            def outcome(record: Given) -> Any:
+            def outcome(record: RecordedOutcome) -> Any:
                 value = record.outcome()
                 return handle_agent_output_types(value, tool.output_type) if sanitized else value
 
@@ -124,24 +124,24 @@ class SmolTools(Tracker):
             if not self.live or not agent.name:
                 return original(agent, *args, **kwargs)
             arguments = _named(["task"], args, kwargs)
-            return self._run(agent.name, arguments, lambda: original(agent, *args, **kwargs), Given.outcome)
+            return self._run(agent.name, arguments, lambda: original(agent, *args, **kwargs), RecordedOutcome.outcome)
 
         return call
 
     def _run(
-        self, name: str, arguments: dict[str, Any], work: Callable[[], Any], outcome: Callable[[Given], Any]
+        self, name: str, arguments: dict[str, Any], work: Callable[[], Any], outcome: Callable[[RecordedOutcome], Any]
     ) -> Any:
         around = tool_around()
         if around is not None and self._waiting.get(around.span_id) == name:
             del self._waiting[around.span_id]
-            return called(work, outcome, keep=_keep)
+            return run_or_replay(work, outcome, keep=_keep)
         span = None
         with self.guard():
             span = self.begin_tool(name, None, to_json(arguments))
         if span is None:
             return work()
         with self.inside(span):
-            result = called(work, outcome, keep=_keep)
+            result = run_or_replay(work, outcome, keep=_keep)
             self.end(span, attributes={names.TOOL_RESULT: observed(result)})
             return result
 

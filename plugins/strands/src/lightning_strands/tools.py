@@ -13,7 +13,7 @@ from lightning_openai.json_text import to_json
 from lightning_spans.record.context import entered_steps
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.replay import Given, agiven_to, keep_whole, tool_around
+from lightning_spans.record.replay import RecordedOutcome, aoutcome_for, keep_whole, tool_around
 from lightning_spans.schema import spans as names
 from lightning_strands import FRAMEWORK
 
@@ -56,7 +56,7 @@ class StrandsTools(Tracker):
 
         async def stream(tool: Any, tool_use: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             span = tool_around() if self.live and tool.tool_name != _HANDOFF else None
-            given = None if span is None else await agiven_to(span)
+            given = None if span is None else await aoutcome_for(span)
             if given is not None:
                 yield ToolResultEvent({**_result_of(given), "toolUseId": tool_use["toolUseId"]})
                 return
@@ -95,7 +95,7 @@ class StrandsTools(Tracker):
         self.end(span, error=error, attributes={names.TOOL_RESULT: text})
 
 
-def _result_of(given: Given) -> dict[str, Any]:
+def _result_of(given: RecordedOutcome) -> dict[str, Any]:
     """Return a recorded result in Strands' format."""
     whole = given.whole()
     if isinstance(whole.value, dict):

@@ -9,7 +9,7 @@ from lightning_new_framework import FRAMEWORK
 from lightning_new_framework.example import Agent
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.replay import acalled
+from lightning_spans.record.replay import arun_or_replay
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class NewFrameworkTools(Tracker):
         async def call_tool(agent: Any, name: str, arguments: str, call_id: str) -> Any:
             span = self.begin_tool(name, call_id, arguments)
             with self.inside(span):
-                answer = await acalled(lambda: original(agent, name, arguments, call_id))
+                answer = await arun_or_replay(lambda: original(agent, name, arguments, call_id))
                 self.end(span, attributes={names.TOOL_RESULT: answer})
                 return answer
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from lightning_spans import errors
 from lightning_spans.errors import ConfigError, LightningError
-from lightning_spans.record.attach import attached
+from lightning_spans.record.attach import attached_frameworks
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.runner.environment import without_keys
 from lightning_trainer.runner.protocol import Message
@@ -118,7 +118,7 @@ class Actor:
         where = {"node": node, "name": f"{os.getpid()} on {socket.gethostname()}"}
         if self._refused is not None:
             return {"type": "refused", "kind": type(self._refused).__name__, "message": str(self._refused)}
-        return {"type": "ready", "attached": attached(), **where}
+        return {"type": "ready", "attached": attached_frameworks(), **where}
 
     async def put(self, message: Message) -> None:
         """Take a message from the runner."""

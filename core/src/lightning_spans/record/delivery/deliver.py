@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_spans.errors import StoreGoneError
 from lightning_spans.record.delivery.http import Posts
-from lightning_spans.record.delivery.otlp import PROTOBUF, encode, rejected
+from lightning_spans.record.delivery.otlp import PROTOBUF, count_rejected_spans, encode
 from lightning_spans.record.process import in_child
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
@@ -147,7 +147,7 @@ class Delivery:
             raise BatchRefusedError(f"{url} answered {status}: {said[:200].decode(errors='replace')}")
         if not 200 <= status < 300:
             raise OSError(f"{url} answered {status}")
-        return rejected(said, about.get("content-type", ""))
+        return count_rejected_spans(said, about.get("content-type", ""))
 
     def _half(self, url: str, key: str | None, spans: Sequence[Span]) -> int:
         try:
@@ -172,6 +172,6 @@ def _collector_headers() -> Mapping[str, str]:
 
 def _for_collector(spans: Sequence[Span]) -> list[Span]:
     """Return spans for the user's own collector, one that we have no key for, with what viewers read."""
-    from lightning_spans.record.delivery.openinference import shown
+    from lightning_spans.record.delivery.openinference import add_viewer_attributes
 
-    return [shown(span) for span in spans]
+    return [add_viewer_attributes(span) for span in spans]

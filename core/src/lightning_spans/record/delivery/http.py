@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from lightning_spans.store.tls import trusted
+from lightning_spans.store.tls import trusted_certificates
 
 _Key: TypeAlias = tuple[int, str, str]
 
@@ -110,7 +110,7 @@ def _answer(
 
 
 def _context() -> ssl.SSLContext:
-    given = trusted()
+    given = trusted_certificates()
     if isinstance(given, ssl.SSLContext):
         return given
     import certifi

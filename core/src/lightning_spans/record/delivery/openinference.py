@@ -41,7 +41,7 @@ _OUTPUT: Final = {names.CHAT: names.RESPONSE, names.EXECUTE_TOOL: names.TOOL_RES
 _SPELLED_OUT: Final = frozenset({"messages", "input", "prompt", "instructions", "tools", "model"})
 
 
-def shown(span: Span) -> Span:
+def add_viewer_attributes(span: Span) -> Span:
     """Return a span with the attributes that viewers read."""
     given = span.attributes
     added: dict[str, Json] = {**get_span_kind_attributes(_KINDS.get(span.operation, OpenInferenceSpanKindValues.CHAIN))}

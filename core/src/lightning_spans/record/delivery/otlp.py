@@ -180,7 +180,7 @@ def _other(value: Json) -> bytes:
     return _block(b"\x0a", _utf8(str(value)))
 
 
-def rejected(answer: bytes, content_type: str) -> int:
+def count_rejected_spans(answer: bytes, content_type: str) -> int:
     """Read from a server's response how many spans it will never take; 0 if it does not say."""
     if not answer or content_type.split(";", maxsplit=1)[0].strip().lower() != PROTOBUF:
         return 0

@@ -25,7 +25,7 @@ def attaches(name: str) -> Callable[[Bind], Callable[..., Callable[[], None] | N
     def hook_of(bind: Bind) -> Callable[..., Callable[[], None] | None]:
         @hookimpl
         def lightning_attach(framework: str, recorder: Recorder) -> Callable[[], None] | None:
-            return bound(bind, recorder) if framework == name else None
+            return apply_bindings(bind, recorder) if framework == name else None
 
         lightning_attach.__doc__ = bind.__doc__
         return lightning_attach
@@ -33,7 +33,7 @@ def attaches(name: str) -> Callable[[Bind], Callable[..., Callable[[], None] | N
     return hook_of
 
 
-def bound(bind: Bind, recorder: Recorder) -> Undo:
+def apply_bindings(bind: Bind, recorder: Recorder) -> Undo:
     """Make all changes of a generator, and return what restores them.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lightning_spans.record.context import settled
+from lightning_spans.record.context import settle_context
 from lightning_spans.record.instrument.scope import Scope
 from lightning_spans.record.recorder import current_span
 
@@ -46,7 +46,7 @@ def following(tracker: Tracker, name: str, signals: tuple[str, ...] = ()) -> Ite
         signals: names of the framework's exceptions that do not mean that the part failed.
     """
     scope = CallerScope(tracker, name)
-    scope.enter(settled())
+    scope.enter(settle_context())
     try:
         yield
     except BaseException as error:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from lightning_spans.record.children import attempt_variables
-from lightning_spans.record.context import current_agent, entered, from_environment, with_agent, with_attempt
+from lightning_spans.record.context import current_agent, from_environment, use_context, with_agent, with_attempt
 from lightning_spans.record.instrument.imports import when_imported
 from lightning_spans.record.instrument.patches import Undo, replace
 from lightning_spans.record.pipeline import live_recorder
@@ -128,7 +128,7 @@ class CarriedCall:
         context = with_attempt(attempt)
         recorder = live_recorder() if self.process != os.getpid() else None
         try:
-            with entered(context if self.agent is None else with_agent(self.agent, context)):
+            with use_context(context if self.agent is None else with_agent(self.agent, context)):
                 return self.function(*args, **options)
         finally:
             if recorder is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from opentelemetry.context import Context
 
-from lightning_spans.record.context import SCOPE, Entry, attach, current, settled
+from lightning_spans.record.context import SCOPE, Entry, attach, current, settle_context
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan
@@ -42,7 +42,7 @@ class Scope(Entry):
     """A period of work.
 
     It may end in another execution context than it started in, and a copy of its context may outlive it. Both cases are
-    resolved by `settled`.
+    resolved by `settle_context`.
 
     Args:
         here: where it begins; the current context by default.
@@ -59,7 +59,7 @@ class Scope(Entry):
 
     def __init__(self, here: Context | None = None) -> None:
         super().__init__()
-        self.outer = current_scope(settled(here))
+        self.outer = current_scope(settle_context(here))
         self.span: OpenSpan | None = None
         self.seen = False
         self.call: ScopedCall | None = None
@@ -68,8 +68,8 @@ class Scope(Entry):
     def enter(self, context: Context) -> None:
         """Make what follows in this execution context part of the work."""
         # otherwise scopes that ended in other contexts would hold each other in a growing chain
-        self.previous = settled()
-        self.entered = scoped(self, context)
+        self.previous = settle_context()
+        self.entered = with_scope(self, context)
         attach(self.entered)
 
     def leave(self) -> None:
@@ -77,9 +77,9 @@ class Scope(Entry):
         self.closed = True
         context = current()
         if context is self.entered:  # the usual case: no context was entered in between
-            attach(settled(self.previous))
+            attach(settle_context(self.previous))
         elif current_scope(context) is self:
-            attach(settled(context))
+            attach(settle_context(context))
 
     def call_begins(self) -> Context | None:
         """Note that a model or tool is about to be called here; begin the pending span, if there is one.
@@ -96,7 +96,7 @@ class Scope(Entry):
             self.outer.call_began()
 
 
-def scoped(scope: Scope, context: Context | None = None) -> Context:
+def with_scope(scope: Scope, context: Context | None = None) -> Context:
     """Return a context in which this scope is the innermost."""
     return Context({**(current() if context is None else context), SCOPE: scope})
 
@@ -119,4 +119,4 @@ def place_of_call() -> Context:
     """Return the context for a model or tool call that is about to begin."""
     scope = current_scope()
     context = None if scope is None else scope.call_begins()
-    return settled() if context is None else context
+    return settle_context() if context is None else context

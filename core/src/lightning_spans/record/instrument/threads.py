@@ -8,7 +8,7 @@ from typing import Any
 
 from opentelemetry.instrumentation.threading import ThreadingInstrumentor
 
-from lightning_spans.record.context import current, entered
+from lightning_spans.record.context import current, use_context
 from lightning_spans.record.instrument.patches import Undo, replace
 
 
@@ -34,7 +34,7 @@ def _wrap_start(original: Callable[..., Any]) -> Callable[..., Any]:
 
             def carried() -> None:
                 del thread.run
-                with entered(context):
+                with use_context(context):
                     run()
 
             thread.run = carried

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Hashable, Itera
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from lightning_spans.record.context import current_agent, entered, entered_iteration, entered_steps
+from lightning_spans.record.context import current_agent, entered_iteration, entered_steps, use_context
 from lightning_spans.record.instrument.scope import Scope
 from lightning_spans.record.recorder import current_span, log_failure
 from lightning_spans.schema import spans as names
@@ -162,14 +162,14 @@ class Tracker:
 
         For generators, use `steps`.
         """
-        with self.working(span), nullcontext() if span is None else entered(span.context):
+        with self.working(span), nullcontext() if span is None else use_context(span.context):
             yield
 
     @contextmanager
     def start_inside(self, span: OpenSpan) -> Iterator[None]:
         """Enter the span for a block that starts the work. If the block raises, the span ends with that error."""
         try:
-            with entered(span.context):
+            with use_context(span.context):
                 yield
         except BaseException as error:
             self.end(span, error=error)

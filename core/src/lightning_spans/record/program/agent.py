@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, overload
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.hooks import OpenSpan
-from lightning_spans.record.context import current_agent, entered, with_agent
+from lightning_spans.record.context import current_agent, use_context, with_agent
 from lightning_spans.record.pipeline import live_recorder
 from lightning_spans.schema import spans as names
 
@@ -117,7 +117,7 @@ def _agent(name: str) -> Iterator[OpenSpan | None]:
         if span is not None:
             yield span
             return
-        with entered(with_agent(name)):
+        with use_context(with_agent(name)):
             yield None
 
 
@@ -138,7 +138,7 @@ def _open_span(operation: str, name: str, agent: str | None) -> Iterator[OpenSpa
         return
     failed: BaseException | None = None
     try:
-        with entered(span.context):
+        with use_context(span.context):
             yield span
     except BaseException as error:
         failed = error

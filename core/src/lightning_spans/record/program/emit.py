@@ -11,7 +11,7 @@ from typing import NamedTuple
 from opentelemetry import context as otel_context
 
 from lightning_spans.errors import RewardError
-from lightning_spans.record.context import current_attempt, entered
+from lightning_spans.record.context import current_attempt, use_context
 from lightning_spans.record.pipeline import live_pipeline
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.rewards import Reward, as_reward
@@ -31,7 +31,7 @@ def collecting() -> Iterator[list[Reward]]:
     For runners, which deliver them with their own key.
     """
     rewards: list[Reward] = []
-    with entered(otel_context.set_value(_COLLECTOR, _Collector(os.getpid(), rewards))):
+    with use_context(otel_context.set_value(_COLLECTOR, _Collector(os.getpid(), rewards))):
         yield rewards
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record import returned
-from lightning_spans.record.context import current_agent, entered
+from lightning_spans.record.context import current_agent, use_context
 from lightning_spans.record.instrument.scope import place_of_call
 from lightning_spans.record.pipeline import live_recorder
-from lightning_spans.record.replay import agiven_to, current_replay, given_to, keep_raised, tell_unreturned
+from lightning_spans.record.replay import aoutcome_for, current_replay, keep_raised, outcome_for, tell_unreturned
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import dumps
 
@@ -103,8 +103,8 @@ class _Call:
             replaying = current_replay()
             asked = None if replaying is None else replaying.tool(*self._question(args, kwargs))
             return self._function(*args, **kwargs) if asked is None else asked.outcome()
-        with entered(span.context), _Ended(span) as ended:
-            given = given_to(span)
+        with use_context(span.context), _SpanEnder(span) as ended:
+            given = outcome_for(span)
             if given is not None:
                 return ended.with_result(given.outcome())
             return ended.with_result(self._function(*args, **kwargs))
@@ -115,8 +115,8 @@ class _Call:
             replaying = current_replay()
             asked = None if replaying is None else await replaying.atool(*self._question(args, kwargs))
             return await self._function(*args, **kwargs) if asked is None else asked.outcome()
-        with entered(span.context), _Ended(span) as ended:
-            given = await agiven_to(span)
+        with use_context(span.context), _SpanEnder(span) as ended:
+            given = await aoutcome_for(span)
             if given is not None:
                 return ended.with_result(given.outcome())
             return ended.with_result(await self._function(*args, **kwargs))
@@ -154,7 +154,7 @@ class _Call:
         ).decode()
 
 
-class _Ended:
+class _SpanEnder:
     """Ends a tool's span with its outcome. A class, because a generator costs twice as much."""
 
     __slots__ = ("_span",)
@@ -162,7 +162,7 @@ class _Ended:
     def __init__(self, span: RecordingSpan) -> None:
         self._span = span
 
-    def __enter__(self) -> _Ended:
+    def __enter__(self) -> _SpanEnder:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -196,7 +196,7 @@ class _Ended:
 def _argument_json(value: Any) -> Json:
     """Return an argument as JSON. For what JSON cannot express, its type, which is the same in every process."""
     try:
-        return returned.encoded(value)
+        return returned.encode(value)
     except Exception:  # noqa: BLE001 - a value of the program's may do anything when looked at
         if isinstance(value, dict):
             return {str(key): _argument_json(item) for key, item in value.items()}

@@ -40,7 +40,7 @@ def make_provider(ids: Any, processors: Sequence[SpanProcessor], keeps: Keeps | 
         shutdown_on_exit=False,
     )
     for processor in processors:
-        provider.add_span_processor(_Guarded(processor))
+        provider.add_span_processor(_GuardedProcessor(processor))
     return provider
 
 
@@ -59,7 +59,7 @@ class _RecordedOnly(Sampler):
         return "what lightning records"
 
 
-class _Guarded(SpanProcessor):
+class _GuardedProcessor(SpanProcessor):
     """A processor whose errors are logged: the SDK would raise them into the agent, and skip the other processors."""
 
     def __init__(self, processor: SpanProcessor) -> None:

@@ -36,7 +36,7 @@ TRACERS: Final = ("otel", "embedded")
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 
 
-def sdk_disabled() -> bool:
+def is_sdk_disabled() -> bool:
     """Whether ``OTEL_SDK_DISABLED`` turns OpenTelemetry's SDK off: it creates no spans, we still do."""
     return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
@@ -231,12 +231,14 @@ class OtelTracer:
 
     def _show(self, span: RecordingSpan) -> None:
         """End the SDK's span with the record's values, masked as for the store, and with what viewers read."""
-        from lightning_spans.record.delivery.openinference import shown
+        from lightning_spans.record.delivery.openinference import add_viewer_attributes
 
         handle: Any = span.handle
         record = span.record() if self._prepare is None else self._prepare(span.record(), span.attempt)
         handle.update_name(record.name)
-        handle.set_attributes({key: value for key, value in flatten(shown(record)).items() if _is_plain(value)})
+        handle.set_attributes(
+            {key: value for key, value in flatten(add_viewer_attributes(record)).items() if _is_plain(value)}
+        )
         if record.status == "error":
             handle.set_status(Status(StatusCode.ERROR, record.status_message))
         elif record.status == "ok":

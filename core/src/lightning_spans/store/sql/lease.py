@@ -31,7 +31,7 @@ class LeaseClock:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._state: _Seen | None = None
+        self._state: _ClockReading | None = None
         self._written = -_WRITTEN_EVERY_NS
 
     def now(self, connection: Connection) -> int:
@@ -63,24 +63,24 @@ class LeaseClock:
         seen = self._look(connection, here)
         now = seen.held_ns + here - seen.at
         connection.execute(_WRITE, {"now": now, "reading": self._database.elapsing_ns(connection)})
-        self._state = _Seen(now, here, here)
+        self._state = _ClockReading(now, here, here)
         self._written = here
         return now
 
-    def _look(self, connection: Connection, here: int) -> _Seen:
+    def _look(self, connection: Connection, here: int) -> _ClockReading:
         """Read the count. Readers that do not write leave our state unchanged, so threads may read."""
         found = connection.execute(_LOOK).one()
         last = self._state
         if last is None:
-            return _Seen(found.now_ns, here, here)
+            return _ClockReading(found.now_ns, here, here)
         if found.now_ns == last.held_ns:
             return last
         passed = self._database.elapsing_ns(connection) - found.wrote_ns
         elapsed = min(max(passed, 0), here - last.looked, _TRUSTED_NS)
-        return _Seen(found.now_ns, here - elapsed, here)
+        return _ClockReading(found.now_ns, here - elapsed, here)
 
 
-class _Seen(NamedTuple):
+class _ClockReading(NamedTuple):
     """The content of the database when it was last read, with our monotonic clock."""
 
     held_ns: int

@@ -17,10 +17,10 @@ from lightning_openai.foreign.answers import parts_of
 from lightning_openai.foreign.dialect import ForeignDialect, ForeignRequest
 from lightning_openai.foreign.known import dialect_of
 from lightning_openai.other_clients import OtherCall
-from lightning_spans.record.context import entered, settled
+from lightning_spans.record.context import settle_context, use_context
 from lightning_spans.record.instrument.imports import when_imported
 from lightning_spans.record.instrument.patches import Undo, replace
-from lightning_spans.record.instrument.scope import place_of_call, scoped, scopes_around
+from lightning_spans.record.instrument.scope import place_of_call, scopes_around, with_scope
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.lenient_json import read_json
@@ -70,7 +70,7 @@ def _is_rerouted(recorder: Recorder | None, client: Any) -> bool:
     whole = getattr(client, "_async_client_session_request_args", None) is not None
     if not whole or getattr(client, "_async_httpx_client", None) is None:
         return False
-    return caller_in(settled()).goes_to(recorder) is not None
+    return caller_in(settle_context()).goes_to(recorder) is not None
 
 
 def _begun(recorder: Recorder | None, client: Any, request: Any) -> _AiohttpCall | None:
@@ -88,7 +88,7 @@ def _begun(recorder: Recorder | None, client: Any, request: Any) -> _AiohttpCall
             around.is_reroutable(list(dialect.read(path, data).untranslated))
         if around is not None:
             return None
-        caller = caller_in(settled())
+        caller = caller_in(settle_context())
         prompted = dialect.prompted(data, lambda body: with_prompts(body, caller.path, caller.attempt))
         if prompted is not None:
             request.data = data = dict(prompted)
@@ -116,7 +116,7 @@ class _AiohttpCall:
     async def follow(self, sent: Any) -> Any:
         """Await the answer. A stream is recorded while it is read."""
         try:
-            with entered(scoped(self._call.scope)):
+            with use_context(with_scope(self._call.scope)):
                 answer = await sent
         except BaseException as error:
             self._call.end(error=error)

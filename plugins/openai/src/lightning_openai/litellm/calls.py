@@ -29,10 +29,10 @@ from lightning_openai.other_clients import OtherCall
 from lightning_openai.reading.abandoned import abandoned
 from lightning_openai.reading.unfinished import unfinished
 from lightning_spans.chat.stream import put_together
-from lightning_spans.record.context import entered
+from lightning_spans.record.context import use_context
 from lightning_spans.record.instrument.imports import when_imported
 from lightning_spans.record.instrument.patches import Undo
-from lightning_spans.record.instrument.scope import place_of_call, scoped
+from lightning_spans.record.instrument.scope import place_of_call, with_scope
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.spans import Json
 
@@ -208,7 +208,7 @@ def _wrap(original: Callable[..., Any], function: _Function) -> Callable[..., An
             return original(*args, **kwargs)
         call, given = begun
         try:
-            with entered(scoped(call.scope)):
+            with use_context(with_scope(call.scope)):
                 answer = original(**given)
         except BaseException as error:
             function.failed(call, error)
@@ -233,7 +233,7 @@ def _wrap_async(original: Callable[..., Any], function: _Function) -> Callable[.
             return await original(*args, **kwargs)
         call, given = begun
         try:
-            with entered(scoped(call.scope)):
+            with use_context(with_scope(call.scope)):
                 answer = await original(**given)
         except BaseException as error:
             function.failed(call, error)
@@ -267,7 +267,7 @@ class _LitellmReading:
         """Enclose the request for an item. The span ends if there is none."""
         self.inside = True
         try:
-            with entered(scoped(self.call.scope)):
+            with use_context(with_scope(self.call.scope)):
                 yield
         except (StopIteration, StopAsyncIteration):
             self.end()

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from lightning_spans.errors import QueueFullError, RefusedError, StoreError
 from lightning_spans.record.delivery.otlp import JSON, PROTOBUF
 from lightning_spans.record.delivery.otlp_reader import read
-from lightning_spans.record.production import EVERYTHING, Live, sampled
+from lightning_spans.record.production import EVERYTHING, Live, is_sampled
 from lightning_spans.schema.spans import LIVE, Span
 from lightning_spans.terms import join_terms
 from lightning_trainer.gateway.auth.access import Access
@@ -137,7 +137,7 @@ class OtlpReceiver:
 
     def _of_production(self, spans: Sequence[Span]) -> tuple[Span, ...]:
         """Leave out spans that are not sampled, and mask the others before they are stored."""
-        kept = [span for span in spans if sampled(span.trace_id, self._live.rate)]
+        kept = [span for span in spans if is_sampled(span.trace_id, self._live.rate)]
         clean = tuple(self._live.redaction(span) for span in kept)
         self._metrics.spans("sampled_out", len(spans) - len(kept))
         self._metrics.spans("redacted", sum(new is not old for new, old in zip(clean, kept, strict=True)))

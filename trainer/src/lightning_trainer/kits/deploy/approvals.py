@@ -21,7 +21,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.json import dumps, to_json
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
-from lightning_spans.store.tls import trusted
+from lightning_spans.store.tls import trusted_certificates
 from lightning_trainer.gateway.auth.access import Needs
 from lightning_trainer.gateway.auth.keys import Grant, KeyRefusedError, Keys
 from lightning_trainer.gateway.intake.route import KeyedRoute
@@ -214,7 +214,7 @@ def request_approval(server: str, key: str | None, agent: str, candidate: str | 
     headers = {"authorization": f"Bearer {key}"} if key else {}
     body = {"agent": agent, "candidate": candidate, "reason": reason}
     try:
-        reply = httpx.post(url, json=body, headers=headers, timeout=_ANSWER_S, verify=trusted())
+        reply = httpx.post(url, json=body, headers=headers, timeout=_ANSWER_S, verify=trusted_certificates())
         answer = reply.json()
         if reply.is_success:
             return dict(answer["deployment"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from openinference.semconv.trace import SpanAttributes
 
-from lightning_spans.record.delivery.openinference import shown
+from lightning_spans.record.delivery.openinference import add_viewer_attributes
 from lightning_spans.schema.agents import selects
 from lightning_trainer.kits.export.chat import is_text
 from lightning_trainer.kits.export.episodes import StoredEpisode
@@ -26,7 +26,7 @@ def spans_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
         left_out[reason] += len(episode.trace)
         return
     for node in episode.trace:
-        span = shown(node.span)
+        span = add_viewer_attributes(node.span)
         own = [reward for reward in episode.trace.rewards if reward.span_id in (span.span_id, *node.merged)]
         whole = [reward for reward in episode.trace.rewards if reward.span_id is None] if node.parent is None else []
         rewards = [{"source": r.source, "agent": r.agent, "value": r.value} for r in (*whole, *own)]

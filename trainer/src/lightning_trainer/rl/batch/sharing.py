@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_spans.adapter.nodes import Unjoined
+from lightning_spans.adapter.nodes import HalfCall
 from lightning_spans.adapter.trace import count_joins
 from lightning_spans.schema.agents import check_spelling, selects
 from lightning_spans.schema.replays import REPLAYED
@@ -91,7 +91,7 @@ def calls_of(
     return Calls(tuple(chosen), tuple(left_out), account, seen_agents, automatic, judged, given)
 
 
-def _went_elsewhere(half: Unjoined, patterns: Sequence[str]) -> bool:
+def _went_elsewhere(half: HalfCall, patterns: Sequence[str]) -> bool:
     """Whether an untrained agent's own endpoint answered, as intended, so that nothing of the call is missing."""
     if half.node is None or half.node.path is None or selects(patterns, half.node.path):
         return False

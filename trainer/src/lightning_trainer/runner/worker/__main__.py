@@ -15,7 +15,7 @@ from functools import partial
 
 from lightning_spans.errors import LightningError
 from lightning_spans.record import stalls as watch
-from lightning_spans.record.attach import attached
+from lightning_spans.record.attach import attached_frameworks
 from lightning_trainer.runner.protocol import encode, receive, receive_blocking
 from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.undumpable import gain_nothing, in_fresh_memory, keep_to_ourselves
@@ -28,7 +28,7 @@ from lightning_trainer.runner.worker.watchdog import LoopWatch, leaked_threads
 
 async def _serve(sock: socket.socket, pipe: int, agent: Agent, score: Score | None, job: Job) -> bool:
     reader, writer = await asyncio.open_connection(sock=sock)
-    writer.write(encode({"type": "ready", "attached": attached(), "threads": leaked_threads()}))
+    writer.write(encode({"type": "ready", "attached": attached_frameworks(), "threads": leaked_threads()}))
     worker = WorkerProgram(
         agent,
         score,

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_spans.record import unrecorded
-from lightning_spans.record.attach import attached
+from lightning_spans.record.attach import attached_frameworks
 from lightning_spans.record.delivery.leftover import deliver_left
 from lightning_spans.record.instrument.processes import carry_attempts
 from lightning_spans.record.pipeline import live_recorder
@@ -127,7 +127,7 @@ def _ended_message(number: int, outcome: AttemptResult, flushed: bool) -> Messag
         "status": outcome.status,
         "rewards": [asdict(reward) for reward in outcome.rewards],
         "error": None if outcome.error is None else plain(outcome.error),
-        "attached": attached(),
+        "attached": attached_frameworks(),
         "unrecorded": unrecorded.take(),
         "flushed": flushed,
         "threads": leaked_threads(),
