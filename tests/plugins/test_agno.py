@@ -33,7 +33,7 @@ from lightning_conformance.plugins.suite import (
     TIMEOUT_S,
     PluginConformance,
     instructions,
-    noted,
+    write_note,
 )
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.schema import spans as names
@@ -357,7 +357,7 @@ def test_a_tool_that_is_a_generator_is_whole(tmp_path):
     def count(upto: int):
         """Count."""
         for number in range(upto):
-            yield noted(str(number))
+            yield write_note(str(number))
 
     outputs, spans = run_twice(lambda url: ask(make("caller", url, count), 'call count {"upto": 2}'), tmp_path, "agno")
     assert outputs[0] == outputs[1]

@@ -67,7 +67,7 @@ from lightning_conformance.plugins.suite import (
     PROMPTS,
     PluginConformance,
     instructions,
-    noted,
+    write_note,
 )
 from lightning_spans import Attempt, use_attempt
 from lightning_spans.record.context import current_agent
@@ -947,11 +947,11 @@ class Streaming(BaseStreamTool[Asked, str, Found]):
         super().__init__(Asked, Found, "note", "Note a text, step by step.")
 
     async def run(self, args, cancellation_token):
-        return Found(text=noted(args.text))
+        return Found(text=write_note(args.text))
 
     async def run_stream(self, args, cancellation_token):
         yield "begun"
-        yield Found(text=noted(args.text))
+        yield Found(text=write_note(args.text))
 
 
 @pytest.mark.parametrize("kind", [StaticWorkbench, StaticStreamWorkbench])
@@ -982,7 +982,7 @@ def test_a_streaming_tool_gives_its_result_in_a_replay(tmp_path):
 
 def test_a_tool_that_a_program_runs_itself_gives_what_it_gave(tmp_path):
     async def data(text: str) -> dict[str, str]:
-        return {"seen": noted(text)}
+        return {"seen": write_note(text)}
 
     async def program(url):
         tool = FunctionTool(data, "Look.")

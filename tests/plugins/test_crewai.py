@@ -41,7 +41,7 @@ from lightning_conformance.plugins.suite import (
     REPLAY_PROMPTS,
     TIMEOUT_S,
     PluginConformance,
-    noted,
+    write_note,
 )
 from lightning_crewai.agents import entries
 from lightning_openai import other_clients
@@ -114,7 +114,7 @@ def fail(reason: str) -> str:
 @tool("note")
 def note(text: str) -> str:
     """Note a text."""
-    return noted(text)
+    return write_note(text)
 
 
 class TestConformance(PluginConformance):
@@ -880,7 +880,7 @@ def test_uses_are_counted_in_a_replay_too(tmp_path):
     @tool("once", max_usage_count=3)
     def once(text: str) -> str:
         """Note."""
-        return noted(text)
+        return write_note(text)
 
     def program(url):
         once.current_usage_count = 0

@@ -24,7 +24,7 @@ from lightning_conformance.plugins.suite import (
     TIMEOUT_S,
     PluginConformance,
     instructions,
-    noted,
+    write_note,
 )
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.schema import spans as names
@@ -147,7 +147,7 @@ def fail(reason: str) -> str:
 
 def note(text: str) -> str:
     """Note a text."""
-    return noted(text)
+    return write_note(text)
 
 
 class TestConformance(PluginConformance):

@@ -33,7 +33,7 @@ from lightning_conformance.plugins.suite import (
     REPLAY_PROMPTS,
     PluginConformance,
     instructions,
-    noted,
+    write_note,
 )
 from lightning_haystack.agents import async_pipeline
 from lightning_haystack.tools import HaystackTools
@@ -179,7 +179,7 @@ class TestConformance(AgentPrograms, PluginConformance):
     async def effects_awaited(self, url):
         async def note(text: str) -> str:
             """Note a text."""
-            return noted(text)
+            return write_note(text)
 
         return await aask(make("caller", url, tool(note)), REPLAY_PROMPTS["effects_awaited"])
 

@@ -47,7 +47,7 @@ from lightning_conformance.plugins.suite import (
     TIMEOUT_S,
     PluginConformance,
     instructions,
-    noted,
+    write_note,
 )
 from lightning_langchain import agent, attach, libraries
 from lightning_langchain.agents import ChainRun
@@ -109,7 +109,7 @@ def fail(reason: str) -> str:
 @tool
 def note(text: str) -> str:
     """Note a text."""
-    return noted(text)
+    return write_note(text)
 
 
 class Notes(TypedDict):
@@ -304,7 +304,7 @@ class TestConformance(PluginConformance):
         @tool("note")
         async def take_note(text: str) -> str:
             """Note a text."""
-            return noted(text)
+            return write_note(text)
 
         return last(await named(url, "caller", [take_note]).ainvoke(user(REPLAY_PROMPTS["effects_awaited"])))
 
@@ -1238,7 +1238,7 @@ def test_a_tool_that_goes_elsewhere_in_the_graph_does_so_in_a_replay(tmp_path):
     @tool
     def hand_over(text: str, tool_call_id: Annotated[str, InjectedToolCallId]) -> Command:
         """Hand over."""
-        message = ToolMessage(noted(text), tool_call_id=tool_call_id, artifact={"a": 1})
+        message = ToolMessage(write_note(text), tool_call_id=tool_call_id, artifact={"a": 1})
         return Command(goto="second", update={"messages": [message]})
 
     def program(url):
@@ -1264,12 +1264,12 @@ def test_data_and_artifacts_come_back_as_they_were(tmp_path):
     @tool(response_format="content_and_artifact")
     def find(text: str) -> tuple[str, dict]:
         """Find."""
-        return noted(text), {"hits": (1, 2)}
+        return write_note(text), {"hits": (1, 2)}
 
     @tool
     def look(text: str) -> dict:
         """Look."""
-        return {"seen": noted(text)}
+        return {"seen": write_note(text)}
 
     def program(url):
         state = named(url, "caller", [find, look]).invoke(user('call find {"text": "a"}\ncall look {"text": "b"}'))
@@ -1290,7 +1290,7 @@ def test_a_failure_that_the_tool_handles_is_told_alike(how, tmp_path):
     @tool
     def note_badly(text: str) -> str:
         """Note."""
-        raise ToolException(noted(text))
+        raise ToolException(write_note(text))
 
     note_badly.handle_tool_error = how
     program = lambda url: last(named(url, "caller", [note_badly]).invoke(user('call note_badly {"text": "a"}')))  # noqa: E731
@@ -1323,7 +1323,7 @@ def test_a_tool_that_waits_for_approval_waits_in_a_replay_too(tmp_path):
     @tool
     def pay(amount: int) -> str:
         """Pay."""
-        return noted(f"{amount} {interrupt('fine?')}")
+        return write_note(f"{amount} {interrupt('fine?')}")
 
     def program(url):
         graph = with_tool(url, pay).compile(checkpointer=InMemorySaver())

@@ -49,7 +49,7 @@ from lightning_conformance.plugins.suite import (
     PROMPTS,
     PluginConformance,
     instructions,
-    noted,
+    write_note,
 )
 from lightning_openai import other_clients
 from lightning_openai_agents.agents import SdkScope, SdkTracker
@@ -669,7 +669,7 @@ def test_a_tool_of_an_mcp_server_is_not_run_again_in_a_replay(text, tmp_path):
 def test_a_tool_that_ends_the_run_ends_a_replay_alike(tmp_path):
     @function_tool(failure_error_function=None)
     def fatal(text: str) -> str:
-        return noted(text)
+        return write_note(text)
 
     def program(url):
         with pytest.raises(agents.UserError) as error:
@@ -684,7 +684,7 @@ def test_a_tool_that_ends_the_run_ends_a_replay_alike(tmp_path):
 def test_results_that_the_trace_may_not_hold_come_back_all_the_same(tmp_path):
     @function_tool
     def data(text: str) -> dict[str, str]:
-        return {"seen": noted(text)}
+        return {"seen": write_note(text)}
 
     async def program(url):
         config = RunConfig(trace_include_sensitive_data=False)

@@ -33,7 +33,7 @@ from lightning_conformance.plugins.suite import (
     REPLAY_PROMPTS,
     PluginConformance,
     instructions,
-    noted,
+    write_note,
 )
 from lightning_pydantic_ai.tools import TOOL_CALL, ToolManager
 from lightning_spans import Attempt, agent, open_store, use_attempt
@@ -480,7 +480,7 @@ def replayed(program, folder):
 def test_data_and_what_goes_with_it_comes_back_as_it_was(tmp_path):
     def look(text: str) -> ToolReturn:
         """Look."""
-        return ToolReturn(return_value={"seen": noted(text)}, content=["look"], metadata={"at": (1, 2)})
+        return ToolReturn(return_value={"seen": write_note(text)}, content=["look"], metadata={"at": (1, 2)})
 
     async def program(url):
         result = await make("caller", url, look).run('call look {"text": "a"}')
@@ -497,7 +497,7 @@ def test_data_and_what_goes_with_it_comes_back_as_it_was(tmp_path):
 def test_a_tool_that_asks_for_another_try_asks_alike(tmp_path):
     def choosy(text: str) -> str:
         """Note."""
-        raise ModelRetry(noted(text))
+        raise ModelRetry(write_note(text))
 
     (first, second), made, (span,) = replayed(
         lambda url: run(ask("caller", url, 'call choosy {"text": "a"}', choosy)), tmp_path

@@ -18,7 +18,7 @@ METHODS: Final = tuple(name for name, value in vars(Store).items() if callable(v
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedFault:
     """One planned fault.
 
     Attributes:
@@ -42,7 +42,7 @@ class FaultyStore:
         delay_s: seconds that a delay lasts, and before the work of a cut call begins.
     """
 
-    def __init__(self, store: Store, plan: Sequence[Planned], *, delay_s: float = 0.05) -> None:
+    def __init__(self, store: Store, plan: Sequence[PlannedFault], *, delay_s: float = 0.05) -> None:
         self._store = store
         self._plan = {(fault.method, fault.nth): fault.fault for fault in plan}
         self._delay_s = delay_s

@@ -61,7 +61,7 @@ class HarmlessPromises:
         alone = recorded(scenario, None)
         monkeypatch.setattr(*_OURS[broken], _fail)
         place = folder / f"broken-{scenario}-{broken}"
-        with logged() as log:
+        with collect_logs() as log:
             found = record(self.program(scenario), place, framework=self.framework, tracer="embedded")
         assert found.output == alone.output
         if broken != "RecordingSpan.set":  # not every program reaches it
@@ -102,7 +102,7 @@ class HarmlessPromises:
         hooks.register(_Raising(), "raising")
         try:
             place = folder / f"listener-{tracer}"
-            with logged() as log:
+            with collect_logs() as log:
                 found = record(self.program("one_agent"), place, framework=self.framework, tracer=tracer)
         finally:
             hooks.unregister("raising")
@@ -132,7 +132,7 @@ class HarmlessPromises:
                     if fault not in {"blocks", "is silent"}:
                         attachment.flush(kit.PATIENCE_S)
 
-        with user_environment(tmp_path), logged() as log:
+        with user_environment(tmp_path), collect_logs() as log:
             assert finishes(work), "it hangs"
         assert outputs == [alone.output]
         assert len(_spooled_ids(tmp_path / "spool")) == len(whole.spans)
@@ -286,7 +286,7 @@ def finishes(work: Callable[[], None]) -> bool:
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
+def collect_logs() -> Iterator[list[str]]:
     """Collect the messages of our logger."""
     lines: list[str] = []
 

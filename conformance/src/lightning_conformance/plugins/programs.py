@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from lightning_conformance.plugins.program import PROMPTS, TIMEOUT_S
-from lightning_conformance.plugins.replayed import REPLAY_PROMPTS, noted
+from lightning_conformance.plugins.replayed import REPLAY_PROMPTS, write_note
 
 
 def add(a: int, b: int) -> int:
@@ -56,7 +56,7 @@ def note(text: str) -> str:
     Args:
         text: what.
     """
-    return noted(text)
+    return write_note(text)
 
 
 class AgentPrograms:
@@ -201,7 +201,7 @@ class AgentPrograms:
             Args:
                 text: what.
             """
-            return noted(text)
+            return write_note(text)
 
         return await self.answer(self._caller(url, note), REPLAY_PROMPTS["effects_awaited"])
 

@@ -25,8 +25,8 @@ from lightning_spans.schema.spans import Span
 _NOTE: Final = 'call note {"text": "one"}'
 # What each program does, in addition to those of `SCENARIOS`. Its one message is in `REPLAY_PROMPTS`.
 REPLAYS: Final = {
-    "effects": "The agent `caller` runs; it has the tool `note(text: str)`, which returns `noted(text)`.",
-    "effect_fails": "The same agent, whose tool raises what `noted` does.",
+    "effects": "The agent `caller` runs; it has the tool `note(text: str)`, which returns `write_note(text)`.",
+    "effect_fails": "The same agent, whose tool raises what `write_note` does.",
     "effects_awaited": "A coroutine: the same agent, with a coroutine for a tool.",
 }
 REPLAY_PROMPTS: Final = {
@@ -35,11 +35,11 @@ REPLAY_PROMPTS: Final = {
     "effects_awaited": f'{_NOTE}\ncall note {{"text": "two"}}',
 }
 NOTES: Final[list[str]] = []
-"""What `noted` was called with: the effect that must not happen twice."""
+"""What `write_note` was called with: the effect that must not happen twice."""
 _noting = threading.Lock()
 
 
-def noted(text: str) -> str:
+def write_note(text: str) -> str:
     """Cause an effect that cannot be undone, and return a text that differs each time.
 
     Raises:

@@ -46,7 +46,7 @@ from lightning_conformance.plugins.program import (
     user_environment,
 )
 from lightning_conformance.plugins.recorded import RecordedPromises, each_scenario
-from lightning_conformance.plugins.replayed import REPLAY_PROMPTS, REPLAYS, ReplayPromises, noted
+from lightning_conformance.plugins.replayed import REPLAY_PROMPTS, REPLAYS, ReplayPromises, write_note
 from lightning_conformance.plugins.script import agent_of
 from lightning_conformance.plugins.server import ReceivedRequest, ScriptedServer
 from lightning_conformance.plugins.threads import at_once
@@ -56,7 +56,7 @@ from lightning_spans.schema.spans import Span
 
 __all__ = [
     "MODEL", "PROMPTS", "REPLAYS", "REPLAY_PROMPTS", "SCENARIOS", "TIMEOUT_S", "PluginConformance", "instructions",
-    "noted",
+    "write_note",
 ]  # fmt: skip
 
 _HEARD: Final = "heard_by_"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_conformance.plugins.faults import FAULTS, METHODS, Fault, FaultyStore, Planned
+from lightning_conformance.plugins.faults import FAULTS, METHODS, Fault, FaultyStore, PlannedFault
 from lightning_conformance.stores.samples import (
     ANY,
     a_call,
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _LEASE_S: Final = 0.4
 _BOUND_S: Final = 30.0
 _PLAN: Final = st.lists(
-    st.builds(Planned, st.sampled_from(METHODS), st.sampled_from(FAULTS), st.integers(0, 3)), max_size=8
+    st.builds(PlannedFault, st.sampled_from(METHODS), st.sampled_from(FAULTS), st.integers(0, 3)), max_size=8
 )
 
 
@@ -150,7 +150,7 @@ class FaultPromises:
         """If it fails: the named method is not safe to retry. Make its writes idempotent, or fence them."""
         # Each fault that is an error makes the caller retry, and so meet the next one; the delay is the last.
         faulty = FaultyStore(
-            store, [Planned(method, fault, nth) for nth, fault in enumerate(sorted(FAULTS, key=_late))]
+            store, [PlannedFault(method, fault, nth) for nth, fault in enumerate(sorted(FAULTS, key=_late))]
         )
         work = some_work(faulty)
         work.run()
@@ -178,7 +178,7 @@ class FaultPromises:
 
     @ANY
     @given(plan=_PLAN)
-    def test_any_faults_cost_nothing_but_time(self, store: Store, plan: list[Planned]) -> None:
+    def test_any_faults_cost_nothing_but_time(self, store: Store, plan: list[PlannedFault]) -> None:
         """If it fails: two faults interact. See what the first left behind: a lease, half a transaction, a queue."""
         faulty = FaultyStore(store, plan)
         work = some_work(faulty)

@@ -35,7 +35,7 @@ _OPEN: Final = ("queued", "running")
 
 
 @dataclass
-class _Kept:
+class _StoreContents:
     """The contents of a store, shared by all stores on the same data. Dicts keep the order of arrival."""
 
     spans: dict[tuple[str | None, str, str], Span] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class MemoryStore(Store):
         Args:
             on: another store to share data with, as two processes share a file; None: empty.
         """
-        self._kept: _Kept = _Kept() if on is None else on._kept
+        self._kept: _StoreContents = _StoreContents() if on is None else on._kept
         self._closed = False
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class MemoryStore(Store):
         return rollout.status not in _OPEN and (before_ns is None or last_ns < before_ns)
 
     @contextmanager
-    def _open(self) -> Iterator[_Kept]:
+    def _open(self) -> Iterator[_StoreContents]:
         if self._closed:
             raise StoreError("the store in memory is closed. Open it again to continue.")
         with self._kept.lock:

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Replaced:
+class _Replacement:
     original: Callable[..., Any]
     wrapper: Callable[..., Any]
     uses: int = 0
 
 
-_replaced: Final[dict[int, _Replaced]] = {}  # by the id of the function
+_replaced: Final[dict[int, _Replacement]] = {}  # by the id of the function
 _raised: Final[dict[str, list[BaseException]]] = {}  # by the span they belong to
 _lock: Final = threading.Lock()
 
@@ -62,7 +62,7 @@ class OwnCode:
             _raised[self._span_id] = self._errors
             found = _replaced.get(id(function))
             if found is None and function.entrypoint is not None:
-                found = _replaced[id(function)] = _Replaced(function.entrypoint, wrapped(function.entrypoint))
+                found = _replaced[id(function)] = _Replacement(function.entrypoint, wrap_code(function.entrypoint))
                 function.entrypoint = found.wrapper
             if found is not None:
                 found.uses += 1
@@ -83,7 +83,7 @@ class OwnCode:
                     function.entrypoint = found.original
 
 
-def wrapped(code: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_code(code: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of the same kind that replays the recorded result, or calls the code and records it."""
     if inspect.isasyncgenfunction(code):
         return functools.wraps(code)(_of_async_generator(code))

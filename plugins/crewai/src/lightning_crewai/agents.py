@@ -124,11 +124,11 @@ class CrewTracker(EventTracker[CrewScope]):
 
     def wrap_entry(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a run. When it ends, so does everything still open within it."""
-        return _followed(original, lambda: self._begun, self._left)
+        return _call_around(original, lambda: self._begun, self._left)
 
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a LiteLLM call. Its span ends when it returns: 1.15 reports no answers that are tool calls."""
-        return _followed(original, lambda: self._begun, self._returned)
+        return _call_around(original, lambda: self._begun, self._returned)
 
     def _returned(self, llm: Any, begun: int, answer: Any, error: BaseException | None) -> None:
         if error is not None:
@@ -205,7 +205,7 @@ class CrewTracker(EventTracker[CrewScope]):
     def _refused(self, event: Any) -> None:
         """Record a tool call with unreadable arguments. No tool runs, and CrewAI reports only the failure."""
         context = settle_context()
-        agent = stripped(event.agent_role) or current_agent(context)
+        agent = strip_role(event.agent_role) or current_agent(context)
         self.end(self._tool(event, with_agent(agent, context)), error=event.failure.message)
 
     def _end(self, kind: str, source: Any, event: Any) -> None:
@@ -248,7 +248,7 @@ class CrewTracker(EventTracker[CrewScope]):
         self.end(scope.span, error=error)
 
 
-def _followed(
+def _call_around(
     original: Callable[..., Any], before: Callable[[], int], after: Callable[..., None]
 ) -> Callable[..., Any]:
     """Return a method that calls the original, and then `after(owner, result of before, answer, error)`."""
@@ -306,13 +306,13 @@ def agent_of(kind: str, source: Any, event: Any) -> str | None:
     if kind == STEP:
         return str(event.method_name)
     if kind == TASK:
-        return stripped(getattr(source.agent, "role", None))
+        return strip_role(getattr(source.agent, "role", None))
     if kind == AGENT:
-        return stripped(source.role)
-    return stripped(event.agent_role)
+        return strip_role(source.role)
+    return strip_role(event.agent_role)
 
 
-def stripped(role: Any) -> str | None:
+def strip_role(role: Any) -> str | None:
     """Return a role as a name. Roles read from YAML often end with a line break."""
     return str(role).strip() or None if role else None
 

@@ -59,7 +59,7 @@ def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
             with tracker.guard():
                 _tell_call(tool, args, kwargs)
             return run_or_replay(
-                lambda: original(tool, *args, **kwargs), lambda given: _used(tool, given), keep=keep_whole
+                lambda: original(tool, *args, **kwargs), lambda given: _replay_use(tool, given), keep=keep_whole
             )
 
         async def arun(tool: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
             with tracker.guard():
                 _tell_call(tool, args, kwargs)
             return await arun_or_replay(
-                lambda: original(tool, *args, **kwargs), lambda given: _used(tool, given), keep=keep_whole
+                lambda: original(tool, *args, **kwargs), lambda given: _replay_use(tool, given), keep=keep_whole
             )
 
         return arun if inspect.iscoroutinefunction(original) else run
@@ -119,7 +119,7 @@ def _tell_call(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
         span.set(**{names.TOOL_ARGUMENTS: given if isinstance(given, str) else to_json(given)})
 
 
-def _used(tool: Any, given: RecordedOutcome) -> Any:
+def _replay_use(tool: Any, given: RecordedOutcome) -> Any:
     """Count the use of a tool whose code is not run, and return or raise the recorded outcome."""
     claim = getattr(tool, "_claim_usage", None) or getattr(tool, "_increment_usage_count", None)
     if claim is not None:
@@ -149,7 +149,7 @@ def take_request(requests: list[ToolRequest], name: str, arguments: Any) -> Tool
     def same(request: ToolRequest) -> bool:
         if known:
             return request.call_id == call_id
-        return arguments in (request.arguments, _parsed(str(request.arguments)))
+        return arguments in (request.arguments, _parse_or_none(str(request.arguments)))
 
     return take(requests, lambda request: request.name == name, same)
 
@@ -184,7 +184,7 @@ def handed_to(name: str, arguments: Any) -> str | None:
     """Return the agent that receives work or a question, if the tool is one of CrewAI's two delegation tools."""
     if not name.lower().replace(" ", "_").endswith("_to_coworker"):
         return None
-    given = _parsed(arguments) if isinstance(arguments, str) else arguments
+    given = _parse_or_none(arguments) if isinstance(arguments, str) else arguments
     coworker = _first(given, "coworker", "co_worker")
     return coworker.strip() if isinstance(coworker, str) else None
 
@@ -193,7 +193,7 @@ def _call_id(call: Any) -> Any:
     return _first(call, "call_id", "id", "toolUseId")
 
 
-def _parsed(text: str) -> Any:
+def _parse_or_none(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:

@@ -95,7 +95,7 @@ class DspyTools(Tracker):
             span = self._begin(call.name, call.args or {}, getattr(call, "id", None))
             with self.inside(span):
                 try:
-                    result = original(call, _replayed(call.name, functions))
+                    result = original(call, _replayable_functions(call.name, functions))
                 except Exception as error:
                     self.end(span, error=error.__cause__ or error)
                     raise
@@ -182,7 +182,7 @@ class DspyTools(Tracker):
                     self.end(self._begin(name, arguments), error=f"there is no tool {name!r}")
 
 
-def _replayed(name: str, functions: Any) -> dict[str, Callable[..., Any]]:
+def _replayable_functions(name: str, functions: Any) -> dict[str, Callable[..., Any]]:
     """Return a tool call's function; in a replay it runs only if there is no recorded result."""
     if isinstance(functions, Mapping):
         function = functions.get(name)

@@ -36,19 +36,19 @@ def follow_caches() -> Iterator[Callable[[], None]]:
 
 def _wrap_lookup(original: Callable[..., Any]) -> Callable[..., Any]:
     def lookup(cache: Any, *args: Any, **kwargs: Any) -> Any:
-        return _noted(original(cache, *args, **kwargs))
+        return _note_cache_hit(original(cache, *args, **kwargs))
 
     return lookup
 
 
 def _wrap_alookup(original: Callable[..., Any]) -> Callable[..., Any]:
     async def alookup(cache: Any, *args: Any, **kwargs: Any) -> Any:
-        return _noted(await original(cache, *args, **kwargs))
+        return _note_cache_hit(await original(cache, *args, **kwargs))
 
     return alookup
 
 
-def _noted(found: Any) -> Any:
+def _note_cache_hit(found: Any) -> Any:
     run = current_scope()
     if isinstance(found, list) and isinstance(run, ChainRun) and run.kind == "chat":  # an answer to it
         run.cached = True

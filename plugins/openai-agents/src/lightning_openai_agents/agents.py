@@ -16,7 +16,7 @@ from agents.tracing import traces as sdk_traces
 
 from lightning_openai_agents import FRAMEWORK
 from lightning_openai_agents.models import MODEL, begin_call, response_of
-from lightning_openai_agents.requests import requests_of, taken, tell_handoff
+from lightning_openai_agents.requests import requests_of, take_by_name, tell_handoff
 from lightning_openai_agents.tools import error_text, tool_facts
 from lightning_spans.record.context import current, settle_context
 from lightning_spans.record.instrument.patches import replace
@@ -153,7 +153,7 @@ class SdkTracker(EventTracker[SdkScope]):
             return self.begin(names.EXECUTE_TOOL, "handoff", context=context)
         if kind == "function":
             name = sdk.span_data.name
-            taken(_asked_around(scope), name)
+            take_by_name(_asked_around(scope), name)
             return self.begin(names.EXECUTE_TOOL, name, context=context, attributes={names.TOOL_NAME: name})
         group = {names.CONVERSATION_ID: getattr(sdk, "group_id", None)}
         name = sdk.name if sdk.name != "no-op" else "Agent workflow"
@@ -178,7 +178,7 @@ class SdkTracker(EventTracker[SdkScope]):
 
     def _refused(self, name: str, why: str) -> None:
         """Record the call of an unknown tool. No tool runs, and the SDK reports an error on the surrounding span."""
-        request = taken(_asked_around(current_scope()), name)
+        request = take_by_name(_asked_around(current_scope()), name)
         call_id, arguments = (request.call_id, str(request.arguments)) if request is not None else (None, "")
         self.end(self.begin_tool(name, call_id, arguments), error=f"{why}: {name}")
 

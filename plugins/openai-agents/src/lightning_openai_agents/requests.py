@@ -30,7 +30,7 @@ def _requests(response: Any) -> Iterator[ToolRequest]:
             yield ToolRequest(item.get("call_id"), item["name"], item.get("arguments") or item.get("input") or "")
 
 
-def taken(requests: list[ToolRequest], name: str) -> ToolRequest | None:
+def take_by_name(requests: list[ToolRequest], name: str) -> ToolRequest | None:
     """Take out the first request for a tool of this name. The SDK may put a group's name before it."""
     return take(requests, lambda known: name in {known.name} or name.endswith(f".{known.name}"), lambda _: False)
 

@@ -70,7 +70,7 @@ class _Invoker:
 
     def __init__(self, tools: SdkTools) -> None:
         self._tools = tools
-        self._known: WeakValueDictionary[int, _Invoked] = WeakValueDictionary()  # by the id of what they hold
+        self._known: WeakValueDictionary[int, _ToolInvoker] = WeakValueDictionary()  # by the id of what they hold
 
     def __get__(self, tool: Any, kind: type | None = None) -> Any:
         if tool is None:
@@ -80,11 +80,11 @@ class _Invoker:
             return invoke
         known = self._known.get(id(invoke))
         if known is None:
-            known = self._known[id(invoke)] = _Invoked(invoke, self._tools)
+            known = self._known[id(invoke)] = _ToolInvoker(invoke, self._tools)
         return known
 
     def __set__(self, tool: Any, invoke: Any) -> None:
-        vars(tool)["on_invoke_tool"] = invoke.__wrapped__ if type(invoke) is _Invoked else invoke
+        vars(tool)["on_invoke_tool"] = invoke.__wrapped__ if type(invoke) is _ToolInvoker else invoke
 
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ else:
     _Proxy = CallableObjectProxy  # takes no parameter before wrapt 2
 
 
-class _Invoked(_Proxy):
+class _ToolInvoker(_Proxy):
     """Invokes a tool; in a replay it returns the recorded outcome."""
 
     def __init__(self, invoke: Any, tools: SdkTools) -> None:
@@ -107,14 +107,14 @@ class _Invoked(_Proxy):
                 span.set(
                     **{names.TOOL_ARGUMENTS: arguments, names.TOOL_CALL_ID: getattr(context, "tool_call_id", None)}
                 )
-        answer = await arun_or_replay(lambda: _invoked(self.__wrapped__, context, arguments), _outcome)
+        answer = await arun_or_replay(lambda: _invoke_tool(self.__wrapped__, context, arguments), _outcome)
         if span is not None and isinstance(answer, str):  # the SDK may be configured to leave it out of its span
             with guard(span):
                 span.set(**{names.TOOL_RESULT: answer})
         return answer
 
 
-async def _invoked(invoke: Any, context: Any, arguments: str) -> Any:
+async def _invoke_tool(invoke: Any, context: Any, arguments: str) -> Any:
     answer = invoke(context, arguments)
     return await answer if isawaitable(answer) else answer
 

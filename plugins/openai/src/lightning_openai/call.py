@@ -120,7 +120,7 @@ class ModelCall:
         try:
             body, headers = _body(options), reroute.agent_header(span.path)
             body = {**body, "model": attempt.model} if trained else body
-            client, copy = reroute.rerouted(client, options, attempt, self._endpoint, body=body, headers=headers)
+            client, copy = reroute.reroute_call(client, options, attempt, self._endpoint, body=body, headers=headers)
             span.set(**{names.REROUTED: True})
             if trained:
                 span.set(**{names.REQUEST_MODEL: attempt.model})
@@ -268,7 +268,7 @@ class ModelCall:
         told = self.span.attributes
         told[names.SERVER_ADDRESS] = self._base_url.host
         if self._asked is not None:
-            told[names.REQUEST] = _sent(self._asked)
+            told[names.REQUEST] = _decode_content(self._asked)
             if self._retries:
                 told["http.request.resend_count"] = self._retries
         if self._recorded is None:
@@ -327,5 +327,5 @@ def _retries(request: Any) -> int:
     return int(given) if given.isdigit() else 0
 
 
-def _sent(content: bytes) -> str:
+def _decode_content(content: bytes) -> str:
     return content.decode()

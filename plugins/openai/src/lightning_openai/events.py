@@ -47,7 +47,7 @@ def read_events(body: str, taken: int | None = None) -> StreamEvents:
         found = _objects(texts)
         return StreamEvents(found[:taken], reader.done, more=taken < len(found))
     except ValueError:
-        found = _until_broken(texts)
+        found = _parse_until_broken(texts)
         return StreamEvents(found[:taken], done=False, more=taken is not None and taken < len(found))
 
 
@@ -56,7 +56,7 @@ def _objects(texts: Sequence[bytes]) -> list[dict[str, Json]]:
     return [event for event in events if isinstance(event, dict)]
 
 
-def _until_broken(texts: Sequence[bytes]) -> list[dict[str, Json]]:
+def _parse_until_broken(texts: Sequence[bytes]) -> list[dict[str, Json]]:
     """Parse events up to the first that is not valid JSON."""
     events: list[dict[str, Json]] = []
     for text in texts:

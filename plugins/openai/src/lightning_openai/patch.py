@@ -258,12 +258,12 @@ def _wrap_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
         if call is None:
             return original(self)
         call.events = 0
-        return _watched(original(self), call)
+        return _watch_items(original(self), call)
 
     return stream
 
 
-def _watched(items: Iterator[Any], call: ModelCall) -> Iterator[Any]:
+def _watch_items(items: Iterator[Any], call: ModelCall) -> Iterator[Any]:
     taken = 0
     try:
         call.state = call.state.requested
@@ -290,12 +290,12 @@ def _wrap_async_stream(original: Callable[..., AsyncIterator[Any]]) -> Callable[
         if call is None:
             return original(self)
         call.events = 0
-        return _awatched(original(self), call)
+        return _awatch_items(original(self), call)
 
     return stream
 
 
-async def _awatched(items: Any, call: ModelCall) -> AsyncIterator[Any]:
+async def _awatch_items(items: Any, call: ModelCall) -> AsyncIterator[Any]:
     taken = 0
     try:
         call.state = call.state.requested

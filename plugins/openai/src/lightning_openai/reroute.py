@@ -69,7 +69,7 @@ class _AsyncClient(_Gate, AsyncOpenAI):
         self._filter(request)
 
 
-def rerouted(
+def reroute_call(
     client: Any,
     options: FinalRequestOptions,
     attempt: Attempt,

@@ -86,7 +86,7 @@ class SmolTools(Tracker):
                     raise
                 finally:
                     self._waiting.pop(span.span_id, None)
-                self.end(span, attributes={names.TOOL_RESULT: observed(result)})
+                self.end(span, attributes={names.TOOL_RESULT: observation_text(result)})
                 return result
 
         return execute
@@ -112,7 +112,7 @@ class SmolTools(Tracker):
                 value = record.outcome()
                 return handle_agent_output_types(value, tool.output_type) if sanitized else value
 
-            arguments = _named(list(tool.inputs), args, given)
+            arguments = _name_arguments(list(tool.inputs), args, given)
             return self._run(tool.name, arguments, lambda: original(tool, *args, **kwargs), outcome)
 
         return call
@@ -123,7 +123,7 @@ class SmolTools(Tracker):
         def call(agent: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.live or not agent.name:
                 return original(agent, *args, **kwargs)
-            arguments = _named(["task"], args, kwargs)
+            arguments = _name_arguments(["task"], args, kwargs)
             return self._run(agent.name, arguments, lambda: original(agent, *args, **kwargs), RecordedOutcome.outcome)
 
         return call
@@ -142,7 +142,7 @@ class SmolTools(Tracker):
             return work()
         with self.inside(span):
             result = run_or_replay(work, outcome, keep=_keep)
-            self.end(span, attributes={names.TOOL_RESULT: observed(result)})
+            self.end(span, attributes={names.TOOL_RESULT: observation_text(result)})
             return result
 
     def wrap_code(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +164,7 @@ class SmolTools(Tracker):
         return run
 
 
-def observed(result: Any) -> str:
+def observation_text(result: Any) -> str:
     """Return a result as the text that a model gets. Images and audio are kept separately."""
     if type(result) in {AgentImage, AgentAudio}:
         return f"Stored {'image.png' if type(result) is AgentImage else 'audio.mp3'!r} in memory."
@@ -179,7 +179,7 @@ def _text_of(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else to_json(arguments or {})
 
 
-def _named(known: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _name_arguments(known: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     if len(args) == 1 and not kwargs and isinstance(args[0], dict):
         return dict(args[0])
     return {**dict(zip(known, args, strict=False)), **kwargs}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_openai.call import PLUGIN
 from lightning_openai.foreign.call import ForeignCall
 from lightning_openai.foreign.known import dialect_of
-from lightning_openai.httpx.calls import HttpxCall, endpoint_asked
+from lightning_openai.httpx.calls import HttpxCall, requested_endpoint
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.record.unrecorded import is_model_call
 from lightning_spans.schema.lenient_json import read_object
@@ -25,20 +25,20 @@ def unaskable_in(request: Any) -> list[str] | None:
     body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
     if body is None:
         return None
-    if endpoint_asked(request) is not None:
+    if requested_endpoint(request) is not None:
         return []
     dialect = dialect_of(path, body)
     return None if dialect is None else list(dialect.read(path.rstrip("/"), body).untranslated)
 
 
-def begun(recorder: Recorder, client: Any, request: Any) -> HttpxCall | None:
+def begin_call(recorder: Recorder, client: Any, request: Any) -> HttpxCall | None:
     """Start the span of a request about to be sent; None if it is not a readable model call."""
     try:
         path = request.url.path
         body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
         if body is None:
             return None
-        endpoint = endpoint_asked(request)
+        endpoint = requested_endpoint(request)
         if endpoint is not None:
             return HttpxCall(recorder, client, request, endpoint, body)
         dialect = dialect_of(path, body)

@@ -177,7 +177,7 @@ def _of_answer(answer: Mapping[str, Json]) -> dict[str, Json]:
     texts = [own.get("tool_plan") or "", *(block.get("text") or "" for block in blocks)]
     thought = "".join(block.get("thinking") or "" for block in blocks)
     message = assistant_message("".join(texts), thought, objects(own.get("tool_calls")))
-    return _completed(answer.get("id"), message, answer)
+    return _completion(answer.get("id"), message, answer)
 
 
 def _of_events(events: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
@@ -201,10 +201,10 @@ def _of_events(events: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     whole = growing.whole()
     made = [{name: call[name] for name in call if name != "index"} for call in calls.whole().get("calls", ())]
     message = assistant_message(whole.get("content", ""), whole.get("thinking", ""), made)
-    return _completed(response_id, message, ended)
+    return _completion(response_id, message, ended)
 
 
-def _completed(response_id: Json, message: dict[str, Json], ended: Mapping[str, Json]) -> dict[str, Json]:
+def _completion(response_id: Json, message: dict[str, Json], ended: Mapping[str, Json]) -> dict[str, Json]:
     reason, usage = ended.get("finish_reason"), ended.get("usage") or {}
     tokens = usage.get("tokens") or usage.get("billed_units") or {}
     choice = {"index": 0, "message": message, "finish_reason": _FINISHED.get(str(reason), reason)}

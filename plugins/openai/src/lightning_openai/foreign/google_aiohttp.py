@@ -47,7 +47,7 @@ def follow(recorder: Callable[[], Recorder | None]) -> Undo:
 
     def wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
         async def request(client: Any, http_request: Any, *args: Any, **options: Any) -> Any:
-            call = _begun(recorder(), client, http_request)
+            call = _begin_call(recorder(), client, http_request)
             if call is None:
                 return await original(client, http_request, *args, **options)
             return await call.follow(original(client, http_request, *args, **options))
@@ -73,7 +73,7 @@ def _is_rerouted(recorder: Recorder | None, client: Any) -> bool:
     return caller_in(settle_context()).goes_to(recorder) is not None
 
 
-def _begun(recorder: Recorder | None, client: Any, request: Any) -> _AiohttpCall | None:
+def _begin_call(recorder: Recorder | None, client: Any, request: Any) -> _AiohttpCall | None:
     """Return the call about to be sent; None if it is no model call, or if something else creates its span."""
     if recorder is None or not client._use_aiohttp():
         return None

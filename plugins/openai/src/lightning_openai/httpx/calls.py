@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _KEPT: Final = ("content-type", "accept", "user-agent", "anthropic-version", "anthropic-beta")  # to the gateway
 
 
-def endpoint_asked(request: Any) -> str | None:
+def requested_endpoint(request: Any) -> str | None:
     """Return the endpoint of a request that looks like a model call; None if it is none of OpenAI's or Anthropic's."""
     path = request.url.path
     return MESSAGES if path.rstrip("/").endswith(MESSAGES) else endpoint_of(request.method, path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_openai.call import PLUGIN
 from lightning_openai.caller import caller_in
-from lightning_openai.foreign.begin import begun
+from lightning_openai.foreign.begin import begin_call
 from lightning_openai.httpx.collected import note_loop
 from lightning_spans.record.instrument.http_calls import look
 from lightning_spans.record.instrument.scope import place_of_call, scopes_around
@@ -65,7 +65,7 @@ class HttpxSends:
         recorder = self._recorder()
         call = None
         if recorder is not None and (not self._recorded() or self._takes_over(recorder, request)):
-            call = begun(recorder, client, request)
+            call = begin_call(recorder, client, request)
         if call is None:
             self._name(client, request)
             look(self._recorded, request.method, lambda: (request.url.netloc.decode(), request.url.path))
