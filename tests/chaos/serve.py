@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from lightning_spans.store import open_store
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Routing
 from support.fakes import FakeEngine
@@ -23,7 +23,7 @@ from support.fakes import FakeEngine
 class SeededEngine(FakeEngine):
     """Draws the same answer for the same prompt and seed, in whatever process."""
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         drawn = hashlib.sha256(f"{tuple(prompt)} {sampling.seed}".encode()).hexdigest()
         ids, text, finish = self._cut(f"answer {drawn[:6]}", sampling)
         for piece in self._pieces(ids, text, finish):

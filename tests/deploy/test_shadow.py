@@ -20,7 +20,7 @@ from lightning_spans.schema.spans import SHADOW
 from lightning_spans.store import open_store
 from lightning_spans.store.protocol import Where, each
 from lightning_spans.store.traces import newest_traces, traces_of
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.kits.deploy.routing import draw
 from lightning_trainer.kits.deploy.shadow.comparison import ShadowRules
 from lightning_trainer.kits.deploy.shadow.copies import ShadowCopies
@@ -42,7 +42,7 @@ class HeldEngine(FakeEngine):
         super().__init__(*given, **options)
         self.may_answer = threading.Event()
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         await asyncio.to_thread(self.may_answer.wait, 120)
         async for piece in super().generate(prompt, sampling):
             yield piece

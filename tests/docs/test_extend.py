@@ -26,7 +26,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_trainer import TrainConfig, choices, registry
 from lightning_trainer.callbacks import wanted_callbacks
 from lightning_trainer.cli import cli
-from lightning_trainer.commands import Listed
+from lightning_trainer.commands import ListedCommand
 from lightning_trainer.environments import open_environment
 from lightning_trainer.gateway.formats.reader import Dialect, parse
 from lightning_trainer.gateway.formats.table import by_name
@@ -350,7 +350,7 @@ def listed() -> Iterator[None]:
     class Commands:
         @hooks.hookimpl
         def lightning_register_commands(self, register):
-            register("count-words", Listed("no_such_module", "Count words.", after="train"))
+            register("count-words", ListedCommand("no_such_module", "Count words.", after="train"))
 
     hooks.register(Commands(), "commands")
     yield

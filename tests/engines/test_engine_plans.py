@@ -13,7 +13,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.footprint import learner_memory
 from lightning_trainer.engines.vllm.constrained import mark_steered, marks
 from lightning_trainer.engines.vllm.memory import ASLEEP, OVERHEAD, plan_memory
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.models.shape import Shape
 from lightning_trainer.rl.delivery import correlation, delivery
@@ -120,7 +120,7 @@ def test_a_name_stays_until_its_last_call_has_ended_and_comes_back_if_it_is_serv
 
 def test_a_token_is_trained_where_the_grammar_left_the_choice_to_the_policy():
     """Forced: everything else is forbidden. Free: 2 % are. The last has no log-probability of the policy's own."""
-    pieces = [Sampled((5, 6), (0.0, -1.0), "ab"), Sampled((7,), (-0.5,), "c", "stop")]
+    pieces = [SampledPiece((5, 6), (0.0, -1.0), "ab"), SampledPiece((7,), (-0.5,), "c", "stop")]
     marked = mark_steered(pieces, [-3.0, -1.0 + math.log(0.98)])
     assert [piece.steered for piece in marked] == [(True, False), (True,)]
     assert marked[0].logprobs == pytest.approx((-3.0, -1.0 + math.log(0.98)))

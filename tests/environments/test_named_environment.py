@@ -12,7 +12,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer import environments
 from lightning_trainer.config.files import merge, to_json
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.environments import Opened
+from lightning_trainer.environments import OpenedEnvironment
 
 MODEL = {"model": "m"}
 TARGET = "lightning_trainer.kits.environments.from_verifiers:run"
@@ -23,12 +23,12 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Open an environment without its package, as the real one is opened: files of its tasks, and who runs them."""
     seen: list[Any] = []
 
-    def opening(name: str, given: Any, *, tasks: int, held_out: int) -> Opened:
+    def opening(name: str, given: Any, *, tasks: int, held_out: int) -> OpenedEnvironment:
         seen.append((name, dict(given or {}), tasks, held_out))
         files = [tmp_path / f"{name}-{kind}.jsonl" for kind in ("data", "val")]
         for file in files:
             file.write_text('{"task": 1}\n')
-        return Opened(target=TARGET, data=files[0], val=files[1] if held_out else None)
+        return OpenedEnvironment(target=TARGET, data=files[0], val=files[1] if held_out else None)
 
     monkeypatch.setattr(environments, "open_environment", opening)
     return seen

@@ -11,7 +11,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.formats.unread import unread
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.continuation import Continuations
-from lightning_trainer.gateway.prompt.doctor import examined
+from lightning_trainer.gateway.prompt.doctor import examine_template
 from lightning_trainer.gateway.prompt.template import ChatFormat, check_calls
 from lightning_trainer.reasons.continuation import OTHER, ContinuationReason
 from support.models import families
@@ -50,7 +50,7 @@ def test_a_form_that_only_holds_one_that_is_read_is_not_taken_for_it(call):
     tokenizer = chat_of(call)
     with pytest.raises(ConfigError, match="in an unsupported form"):
         check_calls(tokenizer, None)
-    report = examined(tokenizer)
+    report = examine_template(tokenizer)
     assert (report.tool_format, report.tools) == (None, "refused: calls are written in an unsupported form")
 
 
@@ -75,7 +75,7 @@ def test_a_template_that_shows_no_results_of_tools_is_refused_before_the_first_r
     check_calls(tokenizer, "none")  # agents without tools
     with pytest.raises(Refusal, match=says):
         ChatFormat(tokenizer).render([USER], [TOOL])
-    assert examined(tokenizer).tools == "refused: the chat template shows no results of tools"
+    assert examine_template(tokenizer).tools == "refused: the chat template shows no results of tools"
 
 
 def test_reasoning_between_marks_of_any_letters_is_found():
@@ -83,7 +83,7 @@ def test_reasoning_between_marks_of_any_letters_is_found():
     chat = ChatFormat(chat_of(text=shown))
     answer = chat.parse("◁think▷hm\n◁/think▷\n\n19", [])
     assert (answer.reasoning, answer.content) == ("hm", "19")
-    assert examined(chat._tokenizer).continuation["reasoning"] == "exact"
+    assert examine_template(chat._tokenizer).continuation["reasoning"] == "exact"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_reasoning_between_marks_of_any_letters_is_found():
     ],
 )
 def test_the_doctor_says_what_becomes_of_several_calls(call, says):
-    report = examined(chat_of(call))
+    report = examine_template(chat_of(call))
     assert report.continuation["tool call"] == "exact"
     assert report.rows["tool call"] == 1
     assert re.match(says, report.continuation["two tool calls"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_trainer.gateway.prompt.doctor import examined
+from lightning_trainer.gateway.prompt.doctor import examine_template
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from support.models.family_models import ONE_OF_EACH, SERVED_BY_VLLM
 from support.models.model_families import Family, all_families, tokenizer_of
@@ -20,7 +20,7 @@ def rows() -> list[str]:
     names = "family | tools | format | reasoning | plain | reasoning, then a question | tool call | forced | trained as"
     lines = [f"| {names} | vLLM |", f"|{'---|' * 10}"]
     for family in all_families():
-        report = examined(tokenizer_of(family))
+        report = examine_template(tokenizer_of(family))
         opened = "no" if report.reasoning is None else f"`{report.reasoning['open'].strip()}`".replace("|", "\\|")
         how = [report.continuation.get(kind, "-").partition(":")[0] for kind in ("plain", "reasoning", "tool call")]
         tools = report.tools.partition(":")[0]

@@ -11,7 +11,7 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_trainer.cli.servers.upstreams import read_upstreams
 from lightning_trainer.gateway.http.errors import Refusal
-from lightning_trainer.gateway.prompt.doctor import examined
+from lightning_trainer.gateway.prompt.doctor import examine_template
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.models.merged_messages import merge_system_messages
 from support.fakes import ByteTokenizer, FakeEngine, served
@@ -60,7 +60,7 @@ def test_messages_are_merged_in_their_order_and_a_longer_conversation_continues_
     later = f"{first}<|im_start|>assistant:a5{end}<|im_start|>user:s6\n\nu7{end}"
     assert chat.plain.shown(chat.render(LATER, (), prompt=False)) == later
     assert [chat.merges(messages) for messages in (FIRST, LATER, said("s1", "u2", "a3"))] == [True, True, False]
-    assert examined(tokenizer).several_system == "merged"
+    assert examine_template(tokenizer).several_system == "merged"
 
 
 @pytest.mark.parametrize("template", [STRICT, NO_SYSTEM])
@@ -71,7 +71,7 @@ def test_a_refusal_and_the_doctor_suggest_it_where_it_helps(template):
     with pytest.raises(Refusal) as refused:
         chat.render(said("u1", "a2", "a3"), ())
     assert "--system-messages" not in str(refused.value), "it would not help"
-    assert "--system-messages merge" in examined(tokenizer).several_system
+    assert "--system-messages merge" in examine_template(tokenizer).several_system
     assert tokenizer.chat_template == template
 
 
@@ -82,7 +82,7 @@ def test_a_template_that_refuses_merged_messages_as_well_is_an_error():
 
 def test_a_template_that_takes_any_order_is_told():
     any_order = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    assert examined(Tokenizer(any_order)).several_system == "taken"
+    assert examine_template(Tokenizer(any_order)).several_system == "taken"
 
 
 def test_merging_is_recorded_with_the_calls_that_it_changes(tmp_path):

@@ -20,7 +20,7 @@ from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import dumps, to_json
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
-from lightning_trainer.gateway.ingest.openinference import adopted
+from lightning_trainer.gateway.ingest.openinference import adopt_span
 from lightning_trainer.gateway.settings import Limits
 from support.fakes import served
 
@@ -189,7 +189,7 @@ def test_a_chat_span_of_openinference_becomes_ours():
         "llm.token_count.completion": 5,
         "session.id": "s",
     }
-    span = adopted(_span("a", 1, operation="internal", attributes=attributes))
+    span = adopt_span(_span("a", 1, operation="internal", attributes=attributes))
     request, response = (json.loads(span.attributes[name]) for name in (names.REQUEST, names.RESPONSE))
     assert span.operation == "chat"
     assert request["messages"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "12+7?"}]
@@ -212,7 +212,7 @@ def test_raw_bodies_of_openinference_are_used_as_they_are():
         "input.value": json.dumps({"messages": [{"role": "user", "content": "x"}], "n": 2}),
         "output.value": json.dumps(raw),
     }
-    span = adopted(_span("a", 1, operation="internal", attributes=attributes))
+    span = adopt_span(_span("a", 1, operation="internal", attributes=attributes))
     assert json.loads(span.attributes[names.REQUEST])["n"] == 2
     assert json.loads(span.attributes[names.RESPONSE]) == raw
     assert span.attributes[names.RESPONSE_ID] == "chatcmpl-1"
@@ -222,26 +222,26 @@ def test_text_completions_of_other_instrumentors_are_model_calls():
     raw = {"id": "cmpl-1", "choices": [{"index": 0, "text": "19"}]}
     asked = {"prompt": "12+7=", "model": "m"}
     attributes = {"input.value": json.dumps(asked), "output.value": json.dumps(raw)}
-    span = adopted(_span("a", 1, operation="internal", attributes={"openinference.span.kind": "LLM", **attributes}))
+    span = adopt_span(_span("a", 1, operation="internal", attributes={"openinference.span.kind": "LLM", **attributes}))
     assert (span.operation, span.attributes[names.RESPONSE_ID]) == ("chat", "cmpl-1")
     assert json.loads(span.attributes[names.REQUEST]) == asked
     genai = {"gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "12+7="}]}])}
-    span = adopted(_span("a", 1, operation="text_completion", attributes=genai))
+    span = adopt_span(_span("a", 1, operation="text_completion", attributes=genai))
     assert span.operation == "chat"
     assert json.loads(span.attributes[names.REQUEST])["messages"] == [{"role": "user", "content": "12+7="}]
 
 
 def test_tool_and_agent_spans_of_openinference_become_ours():
     tool = {"openinference.span.kind": "TOOL", "tool.name": "add", "input.value": '{"a": 1}', "output.value": "2"}
-    span = adopted(_span("a", 1, operation="internal", attributes=tool))
+    span = adopt_span(_span("a", 1, operation="internal", attributes=tool))
     assert span.operation == "execute_tool"
     told = [span.attributes[name] for name in (names.TOOL_NAME, names.TOOL_ARGUMENTS, names.TOOL_RESULT)]
     assert told == ["add", '{"a": 1}', "2"]
     nameless = replace(_span("a", 1, operation="internal", attributes={"openinference.span.kind": "AGENT"}), agent=None)
-    agent = adopted(nameless)
+    agent = adopt_span(nameless)
     assert (agent.operation, agent.agent) == ("invoke_agent", agent.name)
     chain = _span("a", 1, operation="internal", attributes={"openinference.span.kind": "CHAIN"})
-    assert adopted(chain) is chain
+    assert adopt_span(chain) is chain
 
 
 def test_a_chat_span_of_otel_genai_becomes_ours():
@@ -266,7 +266,7 @@ def test_a_chat_span_of_otel_genai_becomes_ours():
         "gen_ai.tool.definitions": json.dumps([{"type": "function", "name": "add"}]),
         "gen_ai.usage.prompt_tokens": 3,
     }
-    span = adopted(_span("a", 1, operation="chat", attributes=attributes))
+    span = adopt_span(_span("a", 1, operation="chat", attributes=attributes))
     request, response = (json.loads(span.attributes[name]) for name in (names.REQUEST, names.RESPONSE))
     assert [message["role"] for message in request["messages"]] == ["system", "user", "assistant", "tool"]
     assert request["messages"][2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":1}'}
@@ -319,16 +319,16 @@ def test_an_answer_with_a_result_of_the_providers_own_tool_keeps_its_text():
         {"type": "text", "content": "I found 12."},
     ]
     given = {"gen_ai.output.messages": json.dumps([{"role": "assistant", "parts": parts, "finish_reason": "stop"}])}
-    span = adopted(_span("a", 1, operation="chat", attributes=given))
+    span = adopt_span(_span("a", 1, operation="chat", attributes=given))
     (choice,) = json.loads(span.attributes[names.RESPONSE])["choices"]
     assert choice["message"] == {"role": "assistant", "content": "I found 12."}
 
 
 def test_our_own_spans_pass_unchanged():
     ours = _span("a", 1, operation="chat", attributes={names.REQUEST: "{}", names.RESPONSE: "{}", names.PROVIDER: "x"})
-    assert adopted(ours) is ours
+    assert adopt_span(ours) is ours
     both = {**ours.attributes, "gen_ai.input.messages": "[]", "gen_ai.output.messages": "[]"}
-    assert adopted(replace(ours, attributes=both)).attributes == both
+    assert adopt_span(replace(ours, attributes=both)).attributes == both
 
 
 _JSON = st.recursive(
@@ -352,7 +352,7 @@ _NAMES = st.sampled_from([
 )
 def test_no_attributes_at_all_make_the_turning_fail(attributes, kind, operation):
     attributes = {**attributes, "openinference.span.kind": kind}
-    span = adopted(_span("a", 1, operation=operation, attributes=attributes))
+    span = adopt_span(_span("a", 1, operation=operation, attributes=attributes))
     assert attributes.keys() <= span.attributes.keys()
     dumps(to_json(span))
 

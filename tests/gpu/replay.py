@@ -77,7 +77,7 @@ class Replay:
 
 
 def main(run: Path, log: Path) -> None:
-    from lightning_trainer.backends.verl.options.describe import composed, count_steps
+    from lightning_trainer.backends.verl.options.describe import compose_options, count_steps
     from lightning_trainer.backends.verl.options.overrides import Site, overrides
     from lightning_trainer.backends.verl.options.packing import has_flash_attention
     from lightning_trainer.models.shape import read_shape
@@ -106,7 +106,7 @@ def main(run: Path, log: Path) -> None:
 
     from lightning_trainer.backends.verl.task_runner import TaskRunner
 
-    run_ppo(composed(values), task_runner_class=TaskRunner)
+    run_ppo(compose_options(values), task_runner_class=TaskRunner)
 
 
 if __name__ == "__main__":

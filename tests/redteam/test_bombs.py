@@ -78,8 +78,8 @@ def test_more_spans_than_a_request_may_have_are_refused_whole(tmp_path):
 
 def test_json_in_an_attribute_that_would_fill_the_memory_stays_text():
     text = "[" + "[]," * (4 * MEGABYTE) + "[]]"
-    assert genai.loaded(text) is text
-    assert genai.loaded("[[],[]]") == [[], []]
+    assert genai.parse_if_json(text) is text
+    assert genai.parse_if_json("[[],[]]") == [[], []]
 
 
 @pytest.mark.parametrize("path", ["/api/query", "/api/rollouts", "/api/claims", "/api/rewards", "/v1/chat/completions"])

@@ -18,7 +18,7 @@ from lightning_spans.schema.json import to_json
 from lightning_trainer.cli.servers import serving
 from lightning_trainer.gateway.http import masking
 from lightning_trainer.gateway.http.errors import Refusal
-from lightning_trainer.gateway.http.masking import masked
+from lightning_trainer.gateway.http.masking import mask_secrets
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.upstream.upstream import Upstream
 from support.fakes import ByteTokenizer, FakeEngine, served
@@ -44,13 +44,13 @@ def _own_secrets(monkeypatch):
     ],
 )
 def test_what_looks_like_a_key_is_masked(text, shown):
-    assert masked(text) == shown
+    assert mask_secrets(text) == shown
 
 
 def test_what_was_given_as_a_key_is_masked_wherever_it_stands():
     masking.remember("odd key of theirs")
     masking.remember_password("postgresql://u:p%40ssw0rd@db/x")
-    assert masked("got 'odd key of theirs' and p@ssw0rd or p%40ssw0rd") == "got '***' and *** or ***"
+    assert mask_secrets("got 'odd key of theirs' and p@ssw0rd or p%40ssw0rd") == "got '***' and *** or ***"
     assert Refusal(502, "it said odd key of theirs").body_for("/v1/messages").count(b"***") == 1
 
 

@@ -19,7 +19,7 @@ from lightning_spans.hooks import hookimpl
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
 from lightning_trainer import TrainConfig, registry, train
-from lightning_trainer.backend_protocol import Described, OpenRun, Start
+from lightning_trainer.backend_protocol import OpenRun, RunDescription, Start
 from lightning_trainer.cli import cli
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.rollouts import plan
@@ -75,9 +75,9 @@ class Scripted:
         (run.folder / "checkpoint").mkdir()
         return run.steps
 
-    def describe(self, config: TrainConfig, progress: Progress) -> Described:
+    def describe(self, config: TrainConfig, progress: Progress) -> RunDescription:
         told = f", tools as {config.tool_format}" if config.tool_format else ""
-        return Described(f"a script of {config.steps} steps{told}")
+        return RunDescription(f"a script of {config.steps} steps{told}")
 
 
 class Plugin:

@@ -15,9 +15,9 @@ import pytest
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.engine_wait import engine_wait, mark_ended
-from lightning_trainer.gateway.upstream.errors import failed
+from lightning_trainer.gateway.upstream.errors import upstream_failure
 from lightning_trainer.report import step_metrics
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.report.step_notes import infrastructure_sentence
@@ -129,7 +129,7 @@ class Restarting(Scripted):
 
     was_down = False
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         if "wait" in self.tokenizer.decode(prompt) and not self.was_down:
             self.was_down = True
             with engine_wait():
@@ -143,16 +143,16 @@ class Ended(Scripted):
 
     has_ended = False
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         text = self.tokenizer.decode(prompt)
         async for piece in super().generate(prompt, sampling):
             yield piece
             if "refuse" in text:
-                raise failed("answered 500: this prompt is too much")
+                raise upstream_failure("answered 500: this prompt is too much")
             if "wait" in text and not self.has_ended:
                 self.has_ended = True
                 mark_ended(0.0)
-                raise failed("did not answer: ConnectionResetError")
+                raise upstream_failure("did not answer: ConnectionResetError")
 
 
 def rolled(

@@ -22,7 +22,7 @@ from lightning_spans.schema.replays import Replay
 from lightning_spans.store import Store, open_store
 from lightning_trainer.gateway.app import App, create_app
 from lightning_trainer.gateway.auth.keys import Keys
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.http.serving import ServerThread
 
 HERMES_TEMPLATE = (
@@ -147,7 +147,7 @@ class FakeEngine:
         """Go on with another script."""
         self._script = script if callable(script) else iter(script)
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         if not prompt or len(prompt) >= self.max_model_len:
             raise ValueError(f"{len(prompt)} tokens leave no room in a context of {self.max_model_len}")
         self.prompts.append(tuple(prompt))
@@ -183,14 +183,16 @@ class FakeEngine:
             return ids, self.tokenizer.decode(ids, skip_special_tokens=True), "length"
         return ids, text, "stop"
 
-    def _pieces(self, ids: list[int], text: str, finish: str) -> Iterable[Sampled]:
+    def _pieces(self, ids: list[int], text: str, finish: str) -> Iterable[SampledPiece]:
         given = ""
         for start in range(0, len(ids), self._piece):
             part = tuple(ids[start : start + self._piece])
             last = start + self._piece >= len(ids)
             so_far = self.tokenizer.decode(ids[: start + len(part)], skip_special_tokens=True).rstrip("\ufffd")
             so_far = text if last or len(so_far) > len(text) else so_far
-            yield Sampled(part, tuple(fake_logprob(i) for i in part), so_far[len(given) :], finish if last else None)
+            yield SampledPiece(
+                part, tuple(fake_logprob(i) for i in part), so_far[len(given) :], finish if last else None
+            )
             given = so_far
 
 

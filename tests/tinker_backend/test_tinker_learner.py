@@ -28,15 +28,15 @@ from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.service import Patience, Service
 from lightning_trainer.cli import cli
 from lightning_trainer.engines.gate import Gate
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.http.errors import Refusal
 from support.tinker import Server, StatusError
 
 PRICES = Prices(prefill=1.0, cached=0.2, sample=3.0, train=2.0, as_of="2026-01-01")
 
 
-def sample(engine: Any, prompt: list[int], **how: Any) -> Sampled:
-    async def first() -> Sampled:
+def sample(engine: Any, prompt: list[int], **how: Any) -> SampledPiece:
+    async def first() -> SampledPiece:
         return [piece async for piece in engine.generate(prompt, Sampling(**how))][-1]
 
     return asyncio.run(first())

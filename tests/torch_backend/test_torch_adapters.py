@@ -19,7 +19,7 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchLearner
 from lightning_trainer.backends.torch.learn import adapters
-from lightning_trainer.gateway.engine import Engine, Sampled, Sampling
+from lightning_trainer.gateway.engine import Engine, SampledPiece, Sampling
 from lightning_trainer.rl.rows import Row
 from support.models.updates import make_backend, make_batch
 
@@ -57,11 +57,11 @@ def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
     return {name for name in before if before[name] != after[name]}
 
 
-async def drawn(engine: Engine, prompt: Sequence[int], seed: int, tokens: int = 12) -> list[Sampled]:
+async def drawn(engine: Engine, prompt: Sequence[int], seed: int, tokens: int = 12) -> list[SampledPiece]:
     return [piece async for piece in engine.generate(prompt, Sampling(max_tokens=tokens, seed=seed, temperature=0.9))]
 
 
-def tokens_of(pieces: Sequence[Sampled]) -> list[int]:
+def tokens_of(pieces: Sequence[SampledPiece]) -> list[int]:
     return [token for piece in pieces for token in piece.token_ids]
 
 
@@ -124,7 +124,7 @@ def test_adapters_in_one_batch_answer_as_each_alone(tiny_model: Path) -> None:
     prompts = [list(range(5, 45)), list(range(5, 40)), list(range(60, 80))]
     asks = [(engine, prompt, seed) for engine in backend.engines for prompt in prompts for seed in (1, 2)]
 
-    async def together() -> list[list[Sampled]]:
+    async def together() -> list[list[SampledPiece]]:
         return await asyncio.gather(*(drawn(*ask) for ask in asks))
 
     batched = asyncio.run(together())

@@ -18,7 +18,7 @@ from lightning_trainer.backends.torch import TorchEngine
 from lightning_trainer.backends.torch.generate.sampling import Draw, draw
 from lightning_trainer.backends.torch.model import load as loading
 from lightning_trainer.backends.torch.options import make_options
-from lightning_trainer.gateway.engine import STEERED, Sampled, Sampling
+from lightning_trainer.gateway.engine import STEERED, SampledPiece, Sampling
 from support.models.family_models import make_family_model
 from support.models.model_families import all_families
 from support.models.tiny import make_tiny_model
@@ -64,14 +64,14 @@ def ask(server, request):
     return post
 
 
-async def drawn(engine: TorchEngine, **sampling: object) -> Sampled:
+async def drawn(engine: TorchEngine, **sampling: object) -> SampledPiece:
     tokens, logprobs, text, reason = [], [], "", None
     async for piece in engine.generate(engine.tokenizer("The ").input_ids, Sampling(**{"seed": 1, **sampling})):
         tokens += piece.token_ids
         logprobs += piece.logprobs
         text += piece.text
         reason = piece.finish_reason
-    return Sampled(tuple(tokens), tuple(logprobs), text, reason)
+    return SampledPiece(tuple(tokens), tuple(logprobs), text, reason)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from lightning_trainer.backends.torch import TorchLearner
 from lightning_trainer.backends.torch.model import load
 from lightning_trainer.backends.torch.options import make_options
-from lightning_trainer.gateway.engine import Sampled
+from lightning_trainer.gateway.engine import SampledPiece
 from support.models import pretend_cuda
 from support.models.sampling import collect
 from support.models.updates import make_batch
@@ -55,11 +55,11 @@ def part(read: list[load.LoadedModel], kind: Any) -> Any:
     return (read.pop() if len(read) > 1 else read[0]).causal
 
 
-def sample(backend: TorchLearner, count: int = 6, tokens: int = 6) -> list[Sampled]:
+def sample(backend: TorchLearner, count: int = 6, tokens: int = 6) -> list[SampledPiece]:
     """Answers of all kinds of sampling, more at once than there are slots, from every policy that is served."""
     prompts = [backend.engine.tokenizer(PROMPT + "x" * (9 * n)).input_ids for n in range(count)]
 
-    async def drawn() -> list[Sampled]:
+    async def drawn() -> list[SampledPiece]:
         asked = (
             collect(engine, prompt, max_tokens=tokens, seed=n, **SAMPLING[n % len(SAMPLING)])
             for engine in backend.engines

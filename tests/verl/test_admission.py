@@ -17,7 +17,7 @@ pytest.importorskip("verl.protocol")
 
 from verl.trainer.ppo.v1 import replay_buffer
 
-from lightning_trainer.backends.verl.options.describe import composed
+from lightning_trainer.backends.verl.options.describe import compose_options
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.steps.replay import AsyncReplay
 from lightning_trainer.config.train import TrainConfig
@@ -68,7 +68,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, staleness: int, *
     config = TrainConfig(
         target="a:b", data="d.jsonl", model="m", backend="verl", batch_size=BATCH, staleness=staleness, verl=passed
     )
-    sampler = composed(overrides(config, Site(folder=tmp_path), None, flash_attention=False)).trainer.v1.sampler
+    sampler = compose_options(overrides(config, Site(folder=tmp_path), None, flash_attention=False)).trainer.v1.sampler
     world = World()
     monkeypatch.setattr(replay_buffer, "tq", world)
     clock = SimpleNamespace(**{**vars(time), "sleep": lambda _: world.pass_time()})  # other threads sleep as they did

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from lightning_trainer.backends.torch import TorchLearner
 from lightning_trainer.backends.verl.encoding import encode, prompt_length, spans_of
 from lightning_trainer.backends.verl.estimators import estimate
-from lightning_trainer.backends.verl.options.describe import composed
+from lightning_trainer.backends.verl.options.describe import compose_options
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.steps.merged import merge_adapters
-from lightning_trainer.backends.verl.steps.micro_batches import bounded
+from lightning_trainer.backends.verl.steps.micro_batches import micro_batch_options
 from lightning_trainer.backends.verl.steps.trajectories import VerlPrompt, trajectories
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape
@@ -92,7 +92,7 @@ def worker_of(model, aggregation: str = "token-mean", **more):
     )
     GlobalHydra.instance().clear()
     options = overrides(config, Site(folder=model.parent), read_shape(str(model)), flash_attention=False)
-    worker = ActorRolloutRefWorker(config=composed(options).actor_rollout_ref, role="actor")
+    worker = ActorRolloutRefWorker(config=compose_options(options).actor_rollout_ref, role="actor")
     worker.init_model()
     return worker
 
@@ -126,7 +126,7 @@ def batch_of(rows: list[Row], aggregation: str):
         seed=0,
         dataloader_kwargs={"shuffle": False},
         compute_loss=True,
-        **bounded([len(row.tokens) for row in rows], 1, 60, packed=False),
+        **micro_batch_options([len(row.tokens) for row in rows], 1, 60, packed=False),
     )
     assert 1 < batch["micro_batch_size_per_gpu"] < len(rows), "several micro-batches of several rows"
     return batch

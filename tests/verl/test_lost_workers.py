@@ -22,7 +22,7 @@ from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.backends.verl import process
 from lightning_trainer.backends.verl.options.overrides import Site
-from lightning_trainer.backends.verl.process import explained, run_verl
+from lightning_trainer.backends.verl.process import explain_error, run_verl
 from lightning_trainer.backends.verl.steps.agreement import WeightsError
 from lightning_trainer.backends.verl.steps.trainers import within
 from lightning_trainer.report.progress import Silent
@@ -52,12 +52,12 @@ def test_an_error_of_the_transfer_is_raised_as_it_is():
 def test_our_own_errors_come_out_of_rays_wrapping(tmp_path):
     place = Site(folder=tmp_path)
     inner = WeightsError("the weights")
-    assert explained(RayTaskError("run", "traceback", inner), place) is inner
-    wrapped = explained(RayTaskError("run", "traceback", ValueError("bad value")), place)
+    assert explain_error(RayTaskError("run", "traceback", inner), place) is inner
+    wrapped = explain_error(RayTaskError("run", "traceback", ValueError("bad value")), place)
     assert isinstance(wrapped, LightningError)
     assert "Continue with" not in str(wrapped)
     (tmp_path / "checkpoint").mkdir()
-    died = explained(RayTaskError("run", "traceback", RayActorError()), place)
+    died = explain_error(RayTaskError("run", "traceback", RayActorError()), place)
     assert "a process of verl died" in str(died)
     assert f"lightning-rl train --resume {tmp_path}" in str(died)
 
@@ -71,7 +71,7 @@ def test_our_own_errors_come_out_of_rays_wrapping(tmp_path):
     ],
 )
 def test_a_gpu_without_room_is_said_first_with_what_to_do(words, tmp_path):
-    told = str(explained(RayTaskError("run", f"traceback\n{words}", RuntimeError("x")), Site(folder=tmp_path)))
+    told = str(explain_error(RayTaskError("run", f"traceback\n{words}", RuntimeError("x")), Site(folder=tmp_path)))
     first, *rest = told.splitlines()
     assert first.startswith("a GPU has too little memory")
     assert "--dry-run" in first

@@ -200,14 +200,14 @@ def test_importance_correction(tmp_path, cap, mask):
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-    from lightning_trainer.backends.verl.options.describe import composed
+    from lightning_trainer.backends.verl.options.describe import compose_options
     from lightning_trainer.backends.verl.options.overrides import Site, overrides
     from lightning_trainer.config.train import TrainConfig
 
     given = {"importance_cap": cap, "importance_mask": mask}
     config = TrainConfig(target="a:b", data="d.jsonl", model="m", backend="verl", **given)
     values = overrides(config, Site(folder=tmp_path), None, flash_attention=False)
-    chosen = RolloutCorrectionConfig(**composed(values).algorithm.rollout_correction)
+    chosen = RolloutCorrectionConfig(**compose_options(values).algorithm.rollout_correction)
     drawn = torch.rand(2, 3, 7, generator=torch.Generator().manual_seed(0))
     engine, trainer = -drawn
     all_tokens = torch.ones(3, 7)

@@ -15,7 +15,7 @@ from lightning_trainer.backends.verl import engine as verl_engine
 from lightning_trainer.backends.verl.engine import ReplicaError, VllmEngine
 from lightning_trainer.backends.verl.serving import abilities_of
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
 
 PROMPT = [5, 6, 7]
@@ -86,7 +86,7 @@ async def engine_of(*replicas: Replica, version: int = 3) -> AsyncIterator[tuple
             await engine.close()
 
 
-async def drawn(engine: VllmEngine, sampling: Sampling, prompt: list[int] = PROMPT) -> list[Sampled]:
+async def drawn(engine: VllmEngine, sampling: Sampling, prompt: list[int] = PROMPT) -> list[SampledPiece]:
     return [piece async for piece in engine.generate(prompt, sampling)]
 
 

@@ -19,7 +19,7 @@ from lightning_spans.schema.transitions import Transition
 from lightning_trainer.backend_protocol import Start
 from lightning_trainer.backends.verl import backend
 from lightning_trainer.backends.verl.report import Reporter
-from lightning_trainer.backends.verl.steps.gathered import Gathered, waits_of_step
+from lightning_trainer.backends.verl.steps.gathered import GroupCollector, waits_of_step
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Silent
@@ -35,9 +35,9 @@ def options(folder: Path, **more: Any) -> TrainConfig:
     return TrainConfig(**{**given, **more})
 
 
-def gathered(groups: int, *, flat: int) -> Gathered:
+def gathered(groups: int, *, flat: int) -> GroupCollector:
     """Groups of one rollout that called once and used a tool once, which failed."""
-    found = Gathered("exclude")
+    found = GroupCollector("exclude")
     for number in range(groups):
         ids = {"rollout_id": f"r{number}", "attempt_id": f"r{number}.1"}
         rollout = Rollout(rollout_id=f"r{number}", group_id=f"g{number}", task={})
@@ -122,7 +122,7 @@ def test_dead_groups_raise_an_alarm_and_a_silent_agent_a_warning(tmp_path: Path)
     ("named", "why"), [(None, "no rollout got a reward"), ("writer", "the rewards name only writer")]
 )
 def test_a_selected_agent_without_a_reward_is_warned_of_once(tmp_path: Path, named: str | None, why: str) -> None:
-    found, progress = Gathered("exclude"), Told()
+    found, progress = GroupCollector("exclude"), Told()
     ids = {"rollout_id": "r", "attempt_id": "r.1"}
     rollout = Rollout(rollout_id="r", group_id="g", task={})
     attempt = AttemptRecord(attempt_id="r.1", rollout=rollout, number=1, fence=1, worker="w", status="succeeded")
@@ -145,7 +145,7 @@ S = 10**9
 
 def test_step_says_what_it_waited_for_and_after_five_what_to_change(tmp_path: Path) -> None:
     """verl's phases: of 20 s the program takes 12, its one call 4, log-probabilities and update 2, weights 0.5."""
-    found = Gathered("exclude")
+    found = GroupCollector("exclude")
     ids = {"rollout_id": "r", "attempt_id": "r.1"}
     rollout = Rollout(rollout_id="r", group_id="g", task={})
     attempt = AttemptRecord(
@@ -187,7 +187,7 @@ def test_progress_knows_how_many_steps_there_are(tmp_path: Path, monkeypatch: py
     run = SimpleNamespace(config=config, folder=tmp_path, log=None, progress=told, steps=10, start=Start(step=3))
     run.identity, run.begin, run.check, run.runner = {}, lambda: None, lambda: None, SimpleNamespace(check=None)
     monkeypatch.setattr(backend, "replace", lambda given, **_: given)
-    monkeypatch.setattr(backend, "placed", lambda config, fetch: config)
+    monkeypatch.setattr(backend, "resolve_model", lambda config, fetch: config)
     monkeypatch.setattr(backend, "serving", lambda run, reporter: nullcontext())
     monkeypatch.setattr(backend, "run_verl", lambda config, site, check: told.step(3, {}))
     monkeypatch.setattr(backend.Reporter, "warn_of_unheard", lambda self, steps: None)

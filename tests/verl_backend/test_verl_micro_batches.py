@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_trainer.backends.verl.steps.micro_batches import bounded, in_order
+from lightning_trainer.backends.verl.steps.micro_batches import in_order, micro_batch_options
 
 BATCHES = st.integers(1, 4).flatmap(
     lambda workers: st.tuples(
@@ -21,7 +21,7 @@ BATCHES = st.integers(1, 4).flatmap(
 @given(BATCHES, st.integers(1, 20000))
 def test_padded_rows_stay_within_the_budget_unless_one_alone_is_longer(batch, budget):
     workers, lengths = batch
-    options = bounded(lengths, workers, budget, packed=False)
+    options = micro_batch_options(lengths, workers, budget, packed=False)
     rows = options["micro_batch_size_per_gpu"]
     assert options["use_dynamic_bsz"] is False
     assert (len(lengths) // workers) % rows == 0, "all workers take as many micro-batches"
@@ -40,4 +40,4 @@ def test_rows_stay_with_their_worker_and_beside_rows_of_their_length(batch):
 
 @pytest.mark.parametrize(("parallel", "options"), [(1, {"max_token_len_per_gpu": 30001}), (4, {})])
 def test_packed_rows_are_bounded_by_verl_unless_one_is_longer_than_the_budget(parallel, options):
-    assert bounded([100, 30001], 1, 16384, packed=True, sequence_parallel=parallel) == options
+    assert micro_batch_options([100, 30001], 1, 16384, packed=True, sequence_parallel=parallel) == options

@@ -28,7 +28,7 @@ from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
-from lightning_trainer.cli.training.viewed import Viewed
+from lightning_trainer.cli.training.viewed import ViewerProgress
 from lightning_trainer.intervals import estimate_mean, reward_bounds
 from lightning_trainer.kits.judging.asking import JudgeAnswer, JudgeScore
 from lightning_trainer.kits.judging.judge import GroupJudge
@@ -795,9 +795,9 @@ class Told(Silent):
 
 def test_a_run_is_viewed_from_a_process_of_its_own_once_it_has_begun(run: Path, tmp_path: Path) -> None:
     told = Told()
-    with Viewed(told, tmp_path) as progress:
+    with ViewerProgress(told, tmp_path) as progress:
         progress.phase("loading")  # nothing is there yet
-    with Viewed(told, run) as progress:
+    with ViewerProgress(told, run) as progress:
         progress.begin(0, 2)
         url = told.notes.get(timeout=60).removeprefix("look at it: ")
         page, _, key = url.partition("#key=")

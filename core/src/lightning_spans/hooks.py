@@ -240,7 +240,10 @@ def lightning_register_environments(register: Callable[[str, Any], None]) -> Non
 
 @hookspec
 def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
-    """Registration: commands of ``lightning-rl``, each a `click.Command` or `lightning_trainer.commands.Listed`."""
+    """Registration: commands of ``lightning-rl``.
+
+    Each is a `click.Command` or a `lightning_trainer.commands.ListedCommand`.
+    """
 
 
 @hookspec

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarpe
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.hooks import hookimpl
-from lightning_trainer.gateway.engine import Sampled
+from lightning_trainer.gateway.engine import SampledPiece
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 
 
@@ -41,9 +41,9 @@ class CopiedPolicy:
             new, stopped = ("", True) if token == end else text.push(token)
             if stopped or not left:
                 new += "" if stopped and token != end else text.finish()
-                yield Sampled((token,), (logprob,), new, "stop" if stopped else "length", version=version)
+                yield SampledPiece((token,), (logprob,), new, "stop" if stopped else "length", version=version)
                 return
-            yield Sampled((token,), (logprob,), new, version=version)
+            yield SampledPiece((token,), (logprob,), new, version=version)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from support.fakes import FakeEngine
@@ -128,7 +128,7 @@ class TokenUpstream:
             return JSONResponse(self.spoils(reply(drawn, total, text, drawn[-1].finish_reason)))
 
         async def chunks():
-            drawn: list[Sampled] = []
+            drawn: list[SampledPiece] = []
             async for piece in pieces:
                 drawn.append(piece)
                 total = sum(len(one.token_ids) for one in drawn)
@@ -156,10 +156,10 @@ class TokenUpstream:
 _TOKEN_PATHS = ("/generate", "/v1/completions")
 
 
-def _together(pieces: list[Sampled]) -> tuple[list[int], list[float], str]:
+def _together(pieces: list[SampledPiece]) -> tuple[list[int], list[float], str]:
     ids = [token for piece in pieces for token in piece.token_ids]
     return ids, [value for piece in pieces for value in piece.logprobs], "".join(piece.text for piece in pieces)
 
 
-def _pairs(piece: Sampled) -> Iterator[tuple[int, float]]:
+def _pairs(piece: SampledPiece) -> Iterator[tuple[int, float]]:
     return zip(piece.token_ids, piece.logprobs, strict=True)

@@ -102,7 +102,7 @@ class OpenRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class RunDescription:
     """What a run would do and need.
 
     Attributes:
@@ -155,7 +155,7 @@ class Backend(Protocol):
         """
         ...
 
-    def describe(self, config: TrainConfig, progress: Progress) -> Described:
+    def describe(self, config: TrainConfig, progress: Progress) -> RunDescription:
         """Return what a run would do and need. Nothing that it tries for this is kept.
 
         Raises:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from lightning_spans.hooks import hookimpl
 
 
-class Listed(NamedTuple):
+class ListedCommand(NamedTuple):
     """A command that is imported when it is called, so that `lightning-rl --help` stays fast.
 
     Attributes:
@@ -22,7 +22,7 @@ class Listed(NamedTuple):
     after: str = ""
 
 
-def command_hook(**commands: Listed) -> Callable[..., None]:
+def command_hook(**commands: ListedCommand) -> Callable[..., None]:
     """Return a kit's `lightning_register_commands`, which registers these commands by name."""
 
     @hookimpl

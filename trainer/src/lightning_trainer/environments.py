@@ -18,7 +18,7 @@ from lightning_spans.errors import ConfigError, DataError
 from lightning_trainer import registry
 from lightning_trainer.models import cache_folder
 
-__all__ = ["EnvironmentKind", "Opened", "open_environment"]
+__all__ = ["EnvironmentKind", "OpenedEnvironment", "open_environment"]
 
 Row: TypeAlias = dict[str, Any]
 
@@ -29,7 +29,7 @@ _PROGRAM: Final = ("target", "command", "data")
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedEnvironment:
     """What a run needs from an environment.
 
     Attributes:
@@ -64,7 +64,7 @@ class EnvironmentKind(Protocol):
 
 def open_environment(
     name: str, options: Mapping[str, Any] | None = None, *, tasks: int = DEFAULT_TASKS, held_out: int = 0
-) -> Opened:
+) -> OpenedEnvironment:
     """Write an environment's tasks to files, and return the target that runs them.
 
     Args:
@@ -96,7 +96,7 @@ def open_environment(
     place = cache_folder() / "environments"
     data = _write_tasks(place, rest, [{"environment": rest, "options": own, "task": task} for task in learned])
     val = _write_tasks(place, rest, [{"environment": rest, "options": own, "task": task} for task in held])
-    return Opened(target=f"{source.__name__}:run", data=data, val=val if held else None)
+    return OpenedEnvironment(target=f"{source.__name__}:run", data=data, val=val if held else None)
 
 
 def _kind(name: str) -> tuple[str, str]:
@@ -162,13 +162,13 @@ def to_open(values: Mapping[str, Any]) -> bool:
     return True
 
 
-def unopened(values: Mapping[str, Any]) -> dict[str, Any]:
+def placeholder_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return placeholders for an environment's target and files until it is opened, to check the other options."""
     pending = {"target": f"{__name__}:run", "data": Path()}
     return pending if values.get("env_held_out") is None else {**pending, "val": Path()}
 
 
-def opened(
+def open_as_options(
     env: str, options: Mapping[str, Any] | None, tasks: int | None = None, held_out: int | None = None
 ) -> dict[str, Any]:
     """Open an environment, and return its target and files as options: target, data, and val if tasks are held out."""

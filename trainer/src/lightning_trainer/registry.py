@@ -18,7 +18,7 @@ import pluggy
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import NO_FORMAT, RULES
-from lightning_trainer.commands import Listed
+from lightning_trainer.commands import ListedCommand
 
 Kind: TypeAlias = Literal[
     "alarm", "algorithm", "backend", "callback", "command", "credit", "engine", "environment", "judge", "tool format"
@@ -142,9 +142,9 @@ def load_plugins() -> None:
 
 
 @functools.cache
-def kit_commands() -> dict[str, Listed]:
+def kit_commands() -> dict[str, ListedCommand]:
     """Return the commands of the kits, by name. Importing a kit's `plugin` module imports nothing else of the kit."""
-    found: dict[str, Listed] = {}
+    found: dict[str, ListedCommand] = {}
     for module in _kits().values():
         if hasattr(module, "lightning_register_commands"):
             module.lightning_register_commands(found.__setitem__)

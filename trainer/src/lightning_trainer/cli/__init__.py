@@ -15,7 +15,7 @@ import click
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.record import stalls
 from lightning_trainer import registry
-from lightning_trainer.commands import Listed
+from lightning_trainer.commands import ListedCommand
 from lightning_trainer.config.other_names import translate
 from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.report.terminal import PrintableFormatter, printable
@@ -25,44 +25,46 @@ if TYPE_CHECKING:
 
 
 FRAME: Final = {
-    "init": Listed(
+    "init": ListedCommand(
         "lightning_trainer.cli.setup.init",
         "Create a small project that is ready to train, in the framework you choose.",
     ),
-    "agents": Listed(
+    "agents": ListedCommand(
         "lightning_trainer.cli.training.agents",
         "List the agents of a program: calls, tokens, tool errors, rewards, and what would be trained.",
     ),
-    "train": Listed("lightning_trainer.cli.training.train", "Train the agents you name."),
-    "tasks": Listed(
+    "train": ListedCommand("lightning_trainer.cli.training.train", "Train the agents you name."),
+    "tasks": ListedCommand(
         "lightning_trainer.cli.training.tasks", "Measure how hard each task is, and keep the tasks that have a signal."
     ),
-    "runs": Listed(
+    "runs": ListedCommand(
         "lightning_trainer.cli.records.runs", "List runs and compare them: rewards, cost, and how their options differ."
     ),
-    "serve": Listed(
+    "serve": ListedCommand(
         "lightning_trainer.cli.servers.serve", "Serve a trained checkpoint behind an OpenAI-compatible endpoint."
     ),
-    "dequantise": Listed(
+    "dequantise": ListedCommand(
         "lightning_trainer.cli.servers.dequantise", "Write the rounded model under adapters of --base-bits, for vLLM."
     ),
-    "server": Listed(
+    "server": ListedCommand(
         "lightning_trainer.cli.servers.server", "Run store, gateway and trace receiver for several machines."
     ),
-    "runner": Listed("lightning_trainer.cli.servers.runner", "Claim rollouts from a server and run the agent on them."),
-    "traces": Listed("lightning_trainer.cli.records.traces", "Show traces, as trees or as JSON lines."),
-    "prune": Listed("lightning_trainer.cli.records.prune", "Delete old traces, by age, origin or id."),
-    "key": Listed("lightning_trainer.cli.servers.key", "Create, list and revoke the keys of a server."),
-    "blame": Listed(
+    "runner": ListedCommand(
+        "lightning_trainer.cli.servers.runner", "Claim rollouts from a server and run the agent on them."
+    ),
+    "traces": ListedCommand("lightning_trainer.cli.records.traces", "Show traces, as trees or as JSON lines."),
+    "prune": ListedCommand("lightning_trainer.cli.records.prune", "Delete old traces, by age, origin or id."),
+    "key": ListedCommand("lightning_trainer.cli.servers.key", "Create, list and revoke the keys of a server."),
+    "blame": ListedCommand(
         "lightning_trainer.cli.records.blame", "Show which agents earned the reward in a run: credit by agent and turn."
     ),
-    "doctor": Listed(
+    "doctor": ListedCommand(
         "lightning_trainer.cli.setup.doctor", "Check this installation and say how to fix what does not work."
     ),
 }
 
 
-Command: TypeAlias = Listed | click.Command
+Command: TypeAlias = ListedCommand | click.Command
 
 
 def _in_order(first: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def _in_order(first: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, A
     return {name: first.get(name) or added[name] for name in names}
 
 
-COMMANDS: Final[Mapping[str, Listed]] = _in_order(FRAME, registry.kit_commands())
+COMMANDS: Final[Mapping[str, ListedCommand]] = _in_order(FRAME, registry.kit_commands())
 
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -94,7 +96,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - likewise
         """Return a command, imported."""
         found = COMMANDS.get(cmd_name) or _plugin_commands().get(cmd_name)
-        return _import_command(found, cmd_name) if isinstance(found, Listed) else found
+        return _import_command(found, cmd_name) if isinstance(found, ListedCommand) else found
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -119,11 +121,11 @@ class LazyGroup(click.Group):
         return own or others or click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - likewise
-        """List the commands without importing those that are `Listed`."""
+        """List the commands without importing any `ListedCommand`."""
         with formatter.section("Commands"):
             every: dict[str, Command] = _in_order(COMMANDS, _plugin_commands())
             formatter.write_dl(
-                (name, each.help if isinstance(each, Listed) else each.get_short_help_str(200))
+                (name, each.help if isinstance(each, ListedCommand) else each.get_short_help_str(200))
                 for name, each in every.items()
             )
 
@@ -144,9 +146,9 @@ class LazyGroup(click.Group):
         except LightningError as error:
             if ctx.obj["debug"]:
                 raise
-            from lightning_trainer.gateway.http.masking import masked
+            from lightning_trainer.gateway.http.masking import mask_secrets
 
-            _print_error(printable(masked(str(error)), lines=True))
+            _print_error(printable(mask_secrets(str(error)), lines=True))
             ctx.exit(error.exit_status)
         except OSError as error:
             if ctx.obj["debug"] or error.errno not in FULL:
@@ -195,7 +197,7 @@ def _suggest(error: click.NoSuchOption) -> None:
             error.possibilities = [f"--{ours.replace('_', '-')}"]  # type: ignore[misc]
 
 
-def _import_command(listed: Listed, name: str) -> click.Command:
+def _import_command(listed: ListedCommand, name: str) -> click.Command:
     """Import a command.
 
     Raises:
@@ -251,13 +253,13 @@ def main() -> None:
 def _log_to_stderr() -> None:
     import logging
 
-    from lightning_trainer.gateway.http.masking import masked
+    from lightning_trainer.gateway.http.masking import mask_secrets
 
     class Formatter(PrintableFormatter):
         """Masks keys, including those in tracebacks."""
 
         def format(self, record: logging.LogRecord) -> str:
-            return masked(super().format(record))
+            return mask_secrets(super().format(record))
 
     class Stderr(logging.StreamHandler[Any]):
         """Writes to the current stderr: a live display replaces it."""

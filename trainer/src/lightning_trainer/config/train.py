@@ -35,9 +35,11 @@ class TrainConfig(TrainFields, CheckedRecord):
                 check_defaults(values["algorithm"], cls.model_fields)
             values = with_defaults(values)
             if environment.to_open(values):  # which may take long: first all other options are checked
-                asked = handler({**values, **environment.unopened(values)})
+                asked = handler({**values, **environment.placeholder_options(values)})
                 cross_check(asked)
-                came = environment.opened(asked.env or "", asked.env_options, asked.env_tasks, asked.env_held_out)
+                came = environment.open_as_options(
+                    asked.env or "", asked.env_options, asked.env_tasks, asked.env_held_out
+                )
                 values = {**values, **came}
         config = handler(values)
         cross_check(config)

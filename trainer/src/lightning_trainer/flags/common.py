@@ -221,7 +221,7 @@ def _metavar(annotation: Any) -> str:
 _LISTS: Final = {"columns", "policies", "name_by"}  # values that are not pairs, or are parsed where they are used
 
 
-def given(flags: dict[str, Any]) -> dict[str, Any]:
+def given_flags(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the given flags. NAME=VALUE pairs become a dictionary with JSON values, or text if a value is not JSON.
 
     Raises:

@@ -53,4 +53,4 @@ def with_environment(flags: dict[str, Any]) -> dict[str, Any]:
         return left
     if flags.get("model") is None and flags.get("endpoint") is None:
         raise ConfigError("--env needs --model or --endpoint.")
-    return {**left, **environment.opened(flags["env"], flags.get("env_options"), flags.get("env_tasks"))}
+    return {**left, **environment.open_as_options(flags["env"], flags.get("env_options"), flags.get("env_tasks"))}

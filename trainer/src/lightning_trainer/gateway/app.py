@@ -72,7 +72,7 @@ class App(FastAPI):
             if handler is not None:
                 await handler(scope, receive, counted)
             elif path.startswith("/v1/"):
-                raise _not_served(scope, path, self.hot)
+                raise _unserved_refusal(scope, path, self.hot)
             else:
                 await super().__call__(scope, receive, counted)
         except ClientGoneError:
@@ -96,7 +96,7 @@ def _server_error(error: Exception) -> Refusal:
     return Refusal(500, f"the server failed: {type(error).__name__}", "server_error")
 
 
-def _not_served(scope: Scope, path: str, hot: Mapping[tuple[str, str], ASGIApp]) -> Refusal:
+def _unserved_refusal(scope: Scope, path: str, hot: Mapping[tuple[str, str], ASGIApp]) -> Refusal:
     method = scope["method"]
     if any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]):
         # The status after which codex falls back to HTTP at once; after others it retries the socket several times.

@@ -51,7 +51,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledPiece:
     """A piece of an answer, as soon as it is sampled.
 
     Attributes:
@@ -97,7 +97,7 @@ class Engine(Protocol):
         """Most tokens of prompt and answer together."""
         ...
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         """Sample one answer. May be iterated on any event loop; closing the iterator early cancels the request.
 
         Raises:

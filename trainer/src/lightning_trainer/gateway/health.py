@@ -19,7 +19,7 @@ from lightning_spans.record.stalls import stalls
 from lightning_spans.store import Store
 from lightning_trainer.gateway.calls.embedded import EmbeddedEngine
 from lightning_trainer.gateway.http.asgi import send_bytes
-from lightning_trainer.gateway.http.masking import masked
+from lightning_trainer.gateway.http.masking import mask_secrets
 from lightning_trainer.gateway.ingest.writer import RecordWriter
 from lightning_trainer.gateway.upstream.upstream import UpstreamPolicy
 
@@ -110,7 +110,7 @@ class Health:
 
 
 async def _send(send: Send, answer: dict[str, Any]) -> None:
-    body = masked(orjson.dumps(answer).decode()).encode()  # the request needs no key
+    body = mask_secrets(orjson.dumps(answer).decode()).encode()  # the request needs no key
     await send_bytes(send, body, status=200 if answer["status"] == "ok" else 503)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, cast
 
 from lightning_spans.record.stalls import waiting
 from lightning_spans.store import Store
-from lightning_trainer.gateway.engine import Engine, Sampled, Sampling
+from lightning_trainer.gateway.engine import Engine, SampledPiece, Sampling
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ _WRITES: Final = (
 _READS: Final = ("page", "spans", "calls", "rewards", "rollouts", "attempts")
 
 
-class _Watched:
+class _WaitNoter:
     """Passes everything on to the wrapped object; calls of the named methods are noted as waits."""
 
     def __init__(self, inner: Any, parts: dict[str, str]) -> None:
@@ -49,7 +49,7 @@ def _note_waits(method: Callable[..., T], part: str, what: str) -> Callable[...,
 def watched_store(store: Store) -> Store:
     """Return the store with its reads and writes noted."""
     parts = {**dict.fromkeys(_READS, "store read"), **dict.fromkeys((*_WRITES, "consume_group"), "store write")}
-    return cast(Store, _Watched(store, parts))
+    return cast(Store, _WaitNoter(store, parts))
 
 
 class WatchedEngine:
@@ -61,16 +61,16 @@ class WatchedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Sampled]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[SampledPiece]:
         """Sample one answer; see `Engine.generate`."""
         what = f"next tokens from {self._engine.model}, for a prompt of {len(prompt)} tokens"
         # Closing this closes the engine's own, which cancels the request.
-        async with aclosing(cast(AsyncGenerator[Sampled], self._engine.generate(prompt, sampling))) as pieces:
-            async for piece in each_noted(pieces, "engine", what):
+        async with aclosing(cast(AsyncGenerator[SampledPiece], self._engine.generate(prompt, sampling))) as pieces:
+            async for piece in note_each_wait(pieces, "engine", what):
                 yield piece
 
 
-async def each_noted(items: AsyncIterator[T], part: str, what: str) -> AsyncGenerator[T]:
+async def note_each_wait(items: AsyncIterator[T], part: str, what: str) -> AsyncGenerator[T]:
     """Return the items. The wait for each is noted, the time of their reader is not."""
     while True:
         with waiting(part, what):

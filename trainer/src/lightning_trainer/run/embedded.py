@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backend_protocol import Described, Learner, OpenRun, Start
+from lightning_trainer.backend_protocol import Learner, OpenRun, RunDescription, Start
 from lightning_trainer.callbacks import CallbackContext, open_callbacks, wanted_callbacks
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.engines.contract import check_engines
@@ -115,7 +115,7 @@ class Embedded:
             loop.run()
             return loop.state.step
 
-    def describe(self, config: TrainConfig, progress: Progress) -> Described:
+    def describe(self, config: TrainConfig, progress: Progress) -> RunDescription:
         """Run one step's rollouts and one update that is not kept, and forecast the run, or its rest."""
         tasks = load_tasks(config.data, config.columns)
         val = load_tasks(config.val, config.columns) if config.val else []
@@ -125,7 +125,7 @@ class Embedded:
         steps, sizes = max(0, whole - start.step), self._sized(config, whole)
         if not fits or are_planned():
             disk = disk_lines(*sizes) if sizes and fits else []
-            return Described("\n".join([*planned, *disk]), {"engine": list(planned), "fits": fits})
+            return RunDescription("\n".join([*planned, *disk]), {"engine": list(planned), "fits": fits})
         for line in planned:  # first, because what follows may end for lack of memory
             progress.note(line)
         count = min(TRIED, config.batch_size, len(tasks))
@@ -144,7 +144,7 @@ class Embedded:
         found = probe(config, tasks, places, load, progress, update=True, limit_s=TRIAL_S, name=name)
         facts = {**forecast(found, asked), "engine": list(planned), "fits": True}
         billed, told = self._priced(config, facts) if self._priced is not None else ({}, ())
-        return Described("\n".join([*lines(facts), *facts["engine"], *told]), {**facts, **billed})
+        return RunDescription("\n".join([*lines(facts), *facts["engine"], *told]), {**facts, **billed})
 
     def _load_start(self, start: Start, config: TrainConfig) -> Learner:
         """Load the policy in its state at the beginning of the run."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import Store
 from lightning_trainer import registry
-from lightning_trainer.backend_protocol import Backend, Described, OpenRun, Start
+from lightning_trainer.backend_protocol import Backend, OpenRun, RunDescription, Start
 from lightning_trainer.config.origin import with_format
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
@@ -129,7 +129,7 @@ def _note_risks(run: OpenRun) -> None:
         )
 
 
-def describe(config: TrainConfig, progress: Progress | None = None) -> Described:
+def describe(config: TrainConfig, progress: Progress | None = None) -> RunDescription:
     """Say what training would do and take. Nothing stays of what is tried for that.
 
     Raises:

@@ -110,7 +110,7 @@ def _concatenate(arrays: Sequence[Floats]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays).astype(np.float32))
 
 
-def at_trained(rows: Sequence[Row], predicted: Sequence[Floats]) -> list[Floats]:
+def select_trained(rows: Sequence[Row], predicted: Sequence[Floats]) -> list[Floats]:
     """Return for each row the (K,) values of its trained tokens, from the (N,) values of its predicted tokens."""
     return [its[row.mask[1:]] for row, its in zip(rows, predicted, strict=True)]
 

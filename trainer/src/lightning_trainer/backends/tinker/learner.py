@@ -26,9 +26,9 @@ from lightning_trainer.backends.tinker.bill import Bill, TokenCount, unmerged_to
 from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.gradient import (
     Read,
-    at_trained,
     check_temperature,
     replace_trained,
+    select_trained,
     spread,
     token_gradients,
     weigh_tokens,
@@ -40,7 +40,7 @@ from lightning_trainer.backends.tinker.service import Service
 from lightning_trainer.backends.tinker.text import load_text
 from lightning_trainer.backends.torch.learn.agreement import engine_gaps
 from lightning_trainer.backends.torch.learn.schedule import schedule
-from lightning_trainer.backends.torch.learn.several import by_adapter, combined
+from lightning_trainer.backends.torch.learn.several import by_adapter, combine_metrics
 from lightning_trainer.backends.torch.learn.update import minibatches
 from lightning_trainer.engines.gate import Gate
 from lightning_trainer.gateway.engine import Engine
@@ -185,7 +185,7 @@ class TinkerLearner:
             found = {name: self._step(self._policies[name], own) for name, own in parts.items()}
             known = {name: self._policies[name].engine.version for name in found}
             self._publish({name: version + 1 for name, version in known.items()})
-        metrics = combined(found) if names else next(iter(found.values()))
+        metrics = combine_metrics(found) if names else next(iter(found.values()))
         return metrics | engine_gaps(parts, self._seen, known) | self.bill.of_step()
 
     @contextmanager
@@ -208,7 +208,7 @@ class TinkerLearner:
         read, trained = adapter.tokens_read, adapter.tokens_trained
         pieces = [self._piece(own) for own in minibatches(rows, options, policy.steps)]
         every = [part.row for piece in pieces for part in piece]
-        now = dict(zip(every, at_trained(every, first := self._forward(adapter, every)), strict=True))
+        now = dict(zip(every, select_trained(every, first := self._forward(adapter, every)), strict=True))
         whole = dict(zip(every, first, strict=True))
         pieces, corrected = weigh_tokens([self._add_old_logprobs(piece, now) for piece in pieces], options)
         self._seen |= {
@@ -220,7 +220,7 @@ class TinkerLearner:
         for number, piece in enumerate(piece for _ in range(options.update_epochs) for piece in pieces if piece):
             own = [part.row for part in piece]
             predicted = [whole[row] for row in own] if number == 0 else self._forward(adapter, own)
-            slopes, watched = token_gradients(piece, at_trained(own, predicted), options)
+            slopes, watched = token_gradients(piece, select_trained(own, predicted), options)
             highest = max(highest, watched.pop("ratio_max"))
             sums.update(watched)
             norms += self._optimise(policy, own, predicted, slopes)
@@ -292,7 +292,7 @@ class TinkerLearner:
     def _reference(self, rows: Sequence[Row]) -> list[Floats]:
         """Return for each row (K,) log-probabilities under the model without adapter."""
         self.bill.add(TokenCount(prompt=sum(len(row.tokens) for row in rows)))
-        return at_trained(rows, [prompt_logprobs(self.service, self._frozen, row.tokens) for row in rows])
+        return select_trained(rows, [prompt_logprobs(self.service, self._frozen, row.tokens) for row in rows])
 
     def penalties(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
         """Return what the divergence subtracts from the rewards: `Learner.penalties`."""
@@ -318,7 +318,7 @@ class TinkerLearner:
             own = [rows[n] for n in places]
             columns = 0 if candidates is None else max((candidates[n].shape[1] for n in places), default=0)
             if candidates is None:
-                found |= zip(places, at_trained(own, self._forward(policy.adapter, own)), strict=True)
+                found |= zip(places, select_trained(own, self._forward(policy.adapter, own)), strict=True)
                 continue
             tokens = [row.tokens for row in own]
             told = [
@@ -326,7 +326,7 @@ class TinkerLearner:
                 for column in range(columns)
             ]
             for at, n in enumerate(places):
-                found[n] = np.stack([at_trained([rows[n]], [each[at]])[0] for each in told], axis=1)
+                found[n] = np.stack([select_trained([rows[n]], [each[at]])[0] for each in told], axis=1)
         if missing := [rows[n] for n in range(len(rows)) if n not in found]:
             raise ValueError(
                 f"a row of {missing[0].agent} belongs to {missing[0].policy!r}, not to {', '.join(self._policies)}"

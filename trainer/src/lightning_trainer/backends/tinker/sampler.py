@@ -16,7 +16,7 @@ from lightning_trainer.backends.tinker.bill import Bill, BudgetSpentError, Token
 from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.service import Service, sdk
 from lightning_trainer.engines.gate import Gate
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 
@@ -72,7 +72,7 @@ class TinkerEngine:
         self._service.check_lost()
         self._bill.check()
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         """Sample one answer: `Engine.generate`.
 
         Raises:
@@ -112,7 +112,7 @@ class TinkerEngine:
             raise self._nonsense(f"{len(tokens)} tokens of at most {most} with {len(logprobs)} log-probabilities")
         return tokens, logprobs, int(getattr(told, "prompt_cache_hit_tokens", 0) or 0)
 
-    def _answer(self, tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> Sampled:
+    def _answer(self, tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> SampledPiece:
         """Return the tokens up to the end of the answer, with their text."""
         stream, text, ended = TextStream(self.tokenizer, sampling.stop), "", False
         count = 0
@@ -127,7 +127,7 @@ class TinkerEngine:
         stopped_by_text = ended and tokens[count - 1] not in self._ends
         text += "" if stopped_by_text else stream.finish()
         reason = "stop" if ended else "length"
-        return Sampled(tuple(tokens[:count]), tuple(logprobs[:count]), text, reason, version=version)  # type: ignore[arg-type]
+        return SampledPiece(tuple(tokens[:count]), tuple(logprobs[:count]), text, reason, version=version)  # type: ignore[arg-type]
 
     def _nonsense(self, what: str) -> TinkerError:
         return TinkerError(f"the Tinker server {self._service.url} sent {what}.")

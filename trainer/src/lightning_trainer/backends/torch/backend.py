@@ -42,7 +42,7 @@ _TOKENS_GPU: Final = 8192
 
 def backend() -> Embedded:
     """Make the backend."""
-    return Embedded(_open, check, sized, _learner, plan=plan_run)
+    return Embedded(_open, check, checkpoint_bytes, _learner, plan=plan_run)
 
 
 def _open(config: TrainConfig) -> TorchLearner:
@@ -105,7 +105,7 @@ def check(config: TrainConfig) -> None:
         check_disk(config, config.steps)
 
 
-def sized(config: TrainConfig, steps: int) -> tuple[int, int] | None:
+def checkpoint_bytes(config: TrainConfig, steps: int) -> tuple[int, int] | None:
     """Return the bytes of a checkpoint, and of all that a run keeps at once; None if the model is not here yet."""
     weights = weights_of(config)
     if weights is None:

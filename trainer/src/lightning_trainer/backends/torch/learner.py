@@ -29,7 +29,7 @@ from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, chec
 from lightning_trainer.backends.torch.learn.candidates import likeliest
 from lightning_trainer.backends.torch.learn.policy import TrainedWeights, reference
 from lightning_trainer.backends.torch.learn.reading import penalties, row_logprobs
-from lightning_trainer.backends.torch.learn.several import by_adapter, combined
+from lightning_trainer.backends.torch.learn.several import by_adapter, combine_metrics
 from lightning_trainer.backends.torch.learn.shares import gradient_shares
 from lightning_trainer.backends.torch.learn.speed import flops_utilisation, peak_memory, release_memory
 from lightning_trainer.backends.torch.learn.update import update
@@ -171,7 +171,7 @@ class TorchLearner:
         for check in filter(None, checks):
             check.confirm(self._engine, self.logprobs)
         weights_s = time.perf_counter() - began
-        metrics = combined(found) if self.options.adapters else next(iter(found.values()))
+        metrics = combine_metrics(found) if self.options.adapters else next(iter(found.values()))
         gaps, shares = engine_gaps(parts, self._seen, known), gradient_shares(squares)
         return (
             without_older(metrics, parts, known)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import models
-from lightning_trainer.backend_protocol import Described, OpenRun, Start
+from lightning_trainer.backend_protocol import OpenRun, RunDescription, Start
 from lightning_trainer.backends.verl.options import describe
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.options.packing import has_flash_attention
@@ -32,14 +32,14 @@ class VerlBackend:
         _need_verl()
         _need_a_trl_that_fits()
         _need_room_for_ray()
-        config = placed(config, fetch=False)
+        config = resolve_model(config, fetch=False)
         if config.device == "cpu":
             from lightning_trainer.backends.verl.plugin import use_cpu  # imports verl if the environment says so
 
             use_cpu()
         site = Site(folder=(config.out or Path.cwd()).absolute(), steps=describe.count_steps(config))
         shape, flash = read_shape(config.model), has_flash_attention()
-        describe.composed(overrides(config, site, shape, flash_attention=flash))
+        describe.compose_options(overrides(config, site, shape, flash_attention=flash))
         if config.resume is None:
             return Start()
         checkpoint = newest_checkpoint(config.resume, identity, accelerators=config.gpus * config.nodes)
@@ -47,7 +47,7 @@ class VerlBackend:
 
     def train(self, run: OpenRun) -> int:
         """Let verl take the steps: `Backend.train`. It cannot stop between two steps, so an interrupt ends it."""
-        run = replace(run, config=placed(run.config, fetch=True))
+        run = replace(run, config=resolve_model(run.config, fetch=True))
         reporter = Reporter(run.log, run.progress, run.config)
 
         def check() -> None:
@@ -72,12 +72,12 @@ class VerlBackend:
             " --backend torch."
         )
 
-    def describe(self, config: TrainConfig, progress: Progress) -> Described:  # noqa: ARG002 - nothing is tried
+    def describe(self, config: TrainConfig, progress: Progress) -> RunDescription:  # noqa: ARG002 - nothing is tried
         """Describe verl's options and what the run needs: `Backend.describe`."""
-        return Described(describe.describe(placed(config, fetch=False)))
+        return RunDescription(describe.describe(resolve_model(config, fetch=False)))
 
 
-def placed(config: TrainConfig, *, fetch: bool) -> TrainConfig:
+def resolve_model(config: TrainConfig, *, fetch: bool) -> TrainConfig:
     """Return the configuration with the absolute path of its model's folder, for processes elsewhere.
 
     A hub id without a revision stays, so that each machine fetches the model itself.

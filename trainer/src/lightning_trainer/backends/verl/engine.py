@@ -20,7 +20,7 @@ import orjson
 from lightning_spans.chat.stream import EventReader
 from lightning_spans.errors import LightningError
 from lightning_spans.schema.lenient_json import read_json
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.upstream.token_protocols import (
     CompletionsProtocol,
     CompletionsReader,
@@ -92,7 +92,7 @@ class VllmEngine:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         """Sample one answer; see `Engine.generate`. A stop string that spans a pause is not found.
 
         Raises:
@@ -114,10 +114,10 @@ class VllmEngine:
                     if piece.finish_reason is not None:
                         return
             if left < 1:  # the pause came after the last token, but before the message that it was the last
-                yield Sampled((), (), "", "length")
+                yield SampledPiece((), (), "", "length")
                 return
 
-    async def _stream(self, ids: list[int], left: int, sampling: Sampling) -> AsyncGenerator[Sampled, None]:
+    async def _stream(self, ids: list[int], left: int, sampling: Sampling) -> AsyncGenerator[SampledPiece, None]:
         """Sample from one replica until the answer is finished or a pause cuts it."""
         import aiohttp
 

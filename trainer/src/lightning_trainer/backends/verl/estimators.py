@@ -33,7 +33,7 @@ def laid_out(uids: Sequence[str], mask_RT: Tensor) -> Tensor:
     return out_RT.to(mask_RT.device) * mask_RT
 
 
-def whitened(values_RT: Tensor, mask_RT: Tensor) -> Tensor:
+def whiten_tokens(values_RT: Tensor, mask_RT: Tensor) -> Tensor:
     """Subtract the mean over all tokens of the batch, and divide by the standard deviation.
 
     REINFORCE++ (arXiv 2501.03262) with the return of a call at each of its tokens.
@@ -45,7 +45,7 @@ def whitened(values_RT: Tensor, mask_RT: Tensor) -> Tensor:
     return centred_RT / (deviation + _EPSILON)
 
 
-def weighed(advantages_RT: Tensor, uids: Sequence[str], aggregation: Aggregation) -> Tensor:
+def weight_tokens(advantages_RT: Tensor, uids: Sequence[str], aggregation: Aggregation) -> Tensor:
     """Weight advantages so that verl's mean over tokens becomes another aggregation: see `rows.token_weights`.
 
     verl divides by the number of tokens, so each token's advantage is multiplied by that number and by the intended
@@ -70,8 +70,8 @@ def estimate(
     """Return advantages and returns in the form that verl's trainer expects; `index` contains the rows' field `uid`."""
     advantages_RT = laid_out(index, response_mask)
     if whiten:
-        advantages_RT = whitened(advantages_RT, response_mask)
-    advantages_RT = weighed(advantages_RT, index, aggregation)
+        advantages_RT = whiten_tokens(advantages_RT, response_mask)
+    advantages_RT = weight_tokens(advantages_RT, index, aggregation)
     return advantages_RT, advantages_RT
 
 

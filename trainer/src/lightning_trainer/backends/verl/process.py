@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from lightning_spans.errors import LightningError
-from lightning_trainer.backends.verl.options.describe import composed
+from lightning_trainer.backends.verl.options.describe import compose_options
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.options.packing import has_flash_attention
 from lightning_trainer.config.train import TrainConfig
@@ -45,9 +45,9 @@ def run_verl(config: TrainConfig, site: Site, check: Callable[[], None]) -> None
     import ray
 
     values = overrides(config, site, read_shape(config.model), flash_attention=has_flash_attention())
-    verls = composed(values)
+    verls = compose_options(values)
     failure: list[BaseException] = []
-    started = _Started()
+    started = _ActorStarter()
 
     def work() -> None:
         try:
@@ -83,10 +83,10 @@ def run_verl(config: TrainConfig, site: Site, check: Callable[[], None]) -> None
         if not thread.is_alive():
             ray.shutdown()
     if failure:
-        raise explained(failure[0], site) from failure[0]
+        raise explain_error(failure[0], site) from failure[0]
 
 
-class _Started:
+class _ActorStarter:
     """Replaces the actor class that verl's `run_ppo` starts, and keeps the actor."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class _Started:
             ray.kill(self._actor)
 
 
-def explained(error: BaseException, site: Site) -> BaseException:
+def explain_error(error: BaseException, site: Site) -> BaseException:
     """Return an error that a user can read: ours as raised in verl's process, or one about a process that died."""
     from ray.exceptions import RayActorError, RayTaskError
 

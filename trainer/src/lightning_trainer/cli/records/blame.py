@@ -11,7 +11,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.store.urls import without_secrets
-from lightning_trainer.flags.common import given, print_json, reading, rewards_option, screen, trust_option
+from lightning_trainer.flags.common import given_flags, print_json, reading, rewards_option, screen, trust_option
 from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_flag, key_file_option, rollouts_option, store_flag
 from lightning_trainer.options.learning import CreditOptions
@@ -61,7 +61,7 @@ def command(
     from lightning_trainer.report.credit_report import credit_report, turns_of
     from lightning_trainer.report.recomputed import judged
 
-    named = given({"rewards": automatic}).get("rewards", {})
+    named = given_flags({"rewards": automatic}).get("rewards", {})
     config = _config(run, credit, gamma, named)
     elsewhere = store or _store_of(run, config, trust=trust)
     with reading(elsewhere or str(run / "lightning.db"), key_file) as source:

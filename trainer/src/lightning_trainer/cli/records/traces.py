@@ -15,7 +15,7 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import name_of, selects
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
-from lightning_trainer.flags.common import config_options, given, print_json, reading, rewards_option, screen
+from lightning_trainer.flags.common import config_options, given_flags, print_json, reading, rewards_option, screen
 from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import (
     agent_flag,
@@ -105,7 +105,7 @@ def command(
     if to_tasks is None and permits != Permits():
         raise ConfigError("traces: --assume-consent, --tenant and --mix-tenants are for --to-tasks.")
     wanted = TraceFilter(tuple(agents), min_reward, max_reward, errors, text)
-    rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
+    rules = read_rules(given_flags({"rewards": automatic}).get("rewards", {}))
     seen: set[str] = set()
     with reading(store, key_file) as source:
         _refuse_unknown(source, rollouts, traces)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from lightning_trainer.flags.answers import device_option, dtype_option
-from lightning_trainer.flags.common import given
+from lightning_trainer.flags.common import given_flags
 
 
 @click.command(name="dequantise")
@@ -33,5 +33,5 @@ def command(*, checkpoint: str, folder: Path, **options: Any) -> None:
     need_torch()
     from lightning_trainer.backends.torch.checkpoint import write_base
 
-    base = write_base(models.resolve(checkpoint), folder, **given(options))
+    base = write_base(models.resolve(checkpoint), folder, **given_flags(options))
     click.echo(f"{folder}: {base.folder} with the weights of its linear layers rounded to {base.bits} bits")

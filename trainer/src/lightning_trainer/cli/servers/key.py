@@ -15,7 +15,7 @@ from lightning_trainer.flags.group import group_options
 
 if TYPE_CHECKING:
     from lightning_trainer.gateway.auth.keys import Scope
-    from lightning_trainer.gateway.auth.register import Issued, Register
+    from lightning_trainer.gateway.auth.register import IssuedKey, Register
 
 _FILE = admin_key_flag("Admin key of the server. Its secret and the list of issued keys are in files next to it.")
 _DAYS = click.option(
@@ -78,7 +78,7 @@ _new("approver", "Print a new key for a person who approves candidates of `deplo
 @command.command(name="list")
 @_FILE
 @json_flag("Print one JSON object per line.")
-def listed(*, key_file: Path, as_json: bool) -> None:
+def list_keys(*, key_file: Path, as_json: bool) -> None:
     """List all issued keys, including revoked and expired ones."""
     keys = _register(key_file).listed()
     if as_json:
@@ -111,7 +111,7 @@ def revoke(*, name: str, key_file: Path) -> None:
         click.echo(f"revoked {key.key_id}: {key.scope} of {key.holder or 'nobody named'}")
 
 
-def _row(key: Issued) -> dict[str, str | None]:
+def _row(key: IssuedKey) -> dict[str, str | None]:
     too_old = "too old" if key.expires_s < time.time() else "good"
     return {
         "id": key.key_id,

@@ -10,7 +10,7 @@ import click
 
 from lightning_trainer.cli.servers.serving import tls_options
 from lightning_trainer.flags.answers import loading_options
-from lightning_trainer.flags.common import allow_blocked_option, given
+from lightning_trainer.flags.common import allow_blocked_option, given_flags
 from lightning_trainer.flags.files import key_file_flag, listen_options, store_flag
 
 
@@ -68,7 +68,7 @@ def command(
         kept = stack.enter_context(open_database(store)) if store else NullStore()
         click.echo(f"loading {checkpoint} ...", err=True)
         learner = stack.enter_context(
-            closing(open_torch(str(folder), **own | given({"name": _name(name, folder), **options})))
+            closing(open_torch(str(folder), **own | given_flags({"name": _name(name, folder), **options})))
         )
         app = create_app(kept, keys=files.keys, engine=learner.engines)
         names = [engine.model for engine in learner.engines]

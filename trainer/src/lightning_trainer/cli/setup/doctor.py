@@ -98,14 +98,14 @@ def _print_template(
     model: str, chat_template: str | None, system_messages: str | None, tool_format: str | None, *, as_json: bool
 ) -> None:
     """Print what a model's chat template does. JSON: one line, the last."""
-    from lightning_trainer.gateway.prompt.doctor import examined
+    from lightning_trainer.gateway.prompt.doctor import examine_template
     from lightning_trainer.models import look
     from lightning_trainer.models.tokenizers import load_tokenizer
 
     folder = look(model).folder
     if folder is None:  # not downloaded for this check
         return
-    report = examined(load_tokenizer(folder, chat_template, system_messages), tool_format)
+    report = examine_template(load_tokenizer(folder, chat_template, system_messages), tool_format)
     if as_json:
         print_json(report.to_json())
         return

@@ -13,7 +13,7 @@ from lightning_spans.schema.agents import check_known
 from lightning_trainer.cli.training.agent_rows import print_joins, print_rows
 from lightning_trainer.cli.training.trial import Trial, run_trial, tell_errors
 from lightning_trainer.flags.answers import agents_flag, endpoint_option, model_flag, name_by_option
-from lightning_trainer.flags.common import given, reading, rewards_option
+from lightning_trainer.flags.common import given_flags, reading, rewards_option
 from lightning_trainer.flags.environment import environment_options, with_environment
 from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_flag, key_file_option, store_option
@@ -96,7 +96,7 @@ def command(
     from lightning_trainer.rl.rewards.judge import read_rules
     from lightning_trainer.rl.rewards.shown import with_automatic
 
-    rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
+    rules = read_rules(given_flags({"rewards": automatic}).get("rewards", {}))
     chosen = split_names(names) if names else None
     flags = _open_environment(flags, count)
     runs = bool(flags["target"] or flags["program"])
@@ -123,10 +123,10 @@ def command(
 
 def _open_environment(flags: dict[str, Any], count: int) -> dict[str, Any]:
     """Return the flags with the target and the tasks of the environment, if one is named."""
-    named = given({name: flags.pop(name) for name in ("env", "env_options")})
+    named = given_flags({name: flags.pop(name) for name in ("env", "env_options")})
     if not named:
         return flags
-    program = given({name: flags[name] for name in ("target", "program", "data")})
+    program = given_flags({name: flags[name] for name in ("target", "program", "data")})
     answers = {name: flags[name] for name in ("model", "endpoint")}
     opened = with_environment({**program, **named, **answers, "env_tasks": count})
     return {**flags, "target": opened["target"], "data": opened["data"]}
@@ -177,7 +177,7 @@ def _refuse_program_options(options: dict[str, Any]) -> None:
     Raises:
         LightningError: names the options.
     """
-    if names := [f"--{name.replace('_', '-')}" for name in given(options)]:
+    if names := [f"--{name.replace('_', '-')}" for name in given_flags(options)]:
         raise LightningError(
             f"{', '.join(names)} needs a program to run. Name the TARGET, and tasks with --data FILE; "
             "to see the agents of a store, leave these options out."

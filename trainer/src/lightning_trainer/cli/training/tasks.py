@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_trainer.config.files import merge
-from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json, screen
+from lightning_trainer.flags.common import GroupedCommand, config_options, given_flags, print_json, screen
 from lightning_trainer.flags.files import config_file_option, json_flag
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def command(
     from lightning_trainer.run.data import load_tasks
     from lightning_trainer.run.embedded import Embedded
 
-    config = merge(file, {**given(flags), **({"target": target} if target else {}), "group_size": samples})
+    config = merge(file, {**given_flags(flags), **({"target": target} if target else {}), "group_size": samples})
     backend = registry.by_name("backend", config.backend)
     if not isinstance(backend, Embedded):
         raise ConfigError(f"tasks needs a model in this process, which backend = {config.backend} does not have.")

@@ -12,7 +12,7 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import merge
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json
+from lightning_trainer.flags.common import GroupedCommand, config_options, given_flags, print_json
 from lightning_trainer.flags.files import config_file_option, dry_run_flag, json_flag
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.progress import Progress
@@ -66,11 +66,11 @@ def command(
     Exit status: 0 done, 2 wrong option or file, 3 the agent failed, 4 nothing to learn, 5 max_cost reached, 130
     stopped.
     """
-    from lightning_trainer.cli.training.viewed import Viewed, with_folder
+    from lightning_trainer.cli.training.viewed import ViewerProgress, with_folder
     from lightning_trainer.report.progress import Shown
     from lightning_trainer.run.train import describe, train
 
-    config = _config(file, {**given(flags), **({"target": target} if target else {})})
+    config = _config(file, {**given_flags(flags), **({"target": target} if target else {})})
     if gpu_memory and not dry_run:
         raise ConfigError("--gpu-memory plans for a GPU that is not here. Add --dry-run.")
     if dry_run:
@@ -84,7 +84,7 @@ def command(
         watched: Progress = stack.enter_context(Shown(_title(config)))
         if viewed:
             config = with_folder(config)
-            watched = stack.enter_context(Viewed(watched, config.resume or config.out))
+            watched = stack.enter_context(ViewerProgress(watched, config.resume or config.out))
         result = train(config, watched)
     _print_sentences(result, config.agents)
     print_json(_facts(result))

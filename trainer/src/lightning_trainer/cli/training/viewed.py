@@ -32,7 +32,7 @@ def with_folder(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"out": next(path for path in names if not path.exists())})
 
 
-class Viewed(Progress):
+class ViewerProgress(Progress):
     """Forwards progress to another callback, and starts a viewer when the run begins.
 
     Args:
@@ -45,7 +45,7 @@ class Viewed(Progress):
         self._folder = folder
         self._viewer: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> Viewed:
+    def __enter__(self) -> ViewerProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

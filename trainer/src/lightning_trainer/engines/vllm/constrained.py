@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 
 # a larger forbidden probability counts as steering; in bfloat16, less is within the noise of two passes
 _FORBIDDEN: Final = 0.05
@@ -40,7 +40,7 @@ def read_scores(reply: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
     return [float(at[str(token)]["logprob"]) for at, token in zip(scores[1:], tokens[1:], strict=True)]
 
 
-def mark_steered(pieces: Sequence[Sampled], own: Sequence[float]) -> list[Sampled]:
+def mark_steered(pieces: Sequence[SampledPiece], own: Sequence[float]) -> list[SampledPiece]:
     """Return an answer with the policy's own log-probabilities, and with the tokens marked that a grammar steered.
 
     Args:

@@ -29,12 +29,12 @@ from lightning_trainer.engines.vllm.rounding import read_vllm_bits
 from lightning_trainer.engines.vllm.running import BASE_NAME
 from lightning_trainer.engines.vllm.servers import Servers
 from lightning_trainer.engines.vllm.weights import replace_weights
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.engine_wait import add_wait, engine_wait, mark_ended
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
 from lightning_trainer.gateway.upstream.connection import Connection
-from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of
+from lightning_trainer.gateway.upstream.errors import BrokenError, object_of, upstream_failure
 from lightning_trainer.gateway.upstream.replicas import Replica
 from lightning_trainer.gateway.upstream.served_names import ServedName, ServedNames
 from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING, CompletionsProtocol, TokenProtocolError
@@ -88,7 +88,7 @@ class ServedPolicy:
         """Close the connections of this event loop, which is about to end."""
         await self._owner.disconnect()
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         """Sample one answer: `Engine.generate`.
 
         A request that fails before its first token is sent again, if necessary to a restarted server.
@@ -250,7 +250,7 @@ class VllmPolicies:
 
     async def stream(
         self, served: ServedName, prompt: Sequence[int], most: int, sampling: Sampling
-    ) -> AsyncIterator[Sampled]:
+    ) -> AsyncIterator[SampledPiece]:
         """Sample one answer from one version.
 
         Raises:
@@ -271,16 +271,16 @@ class VllmPolicies:
                         try:
                             piece = reader.read(object_of(event))
                         except TokenProtocolError as error:
-                            raise BrokenError(failed(f"{replica.url} {error}")) from None
+                            raise BrokenError(upstream_failure(f"{replica.url} {error}")) from None
                         if piece is not None:
                             ended = ended or piece.finish_reason is not None
                             yield _with_version(piece, version)
         if not ended:
-            raise BrokenError(failed(f"{replica.url} ended its answer before it was complete"))
+            raise BrokenError(upstream_failure(f"{replica.url} ended its answer before it was complete"))
 
     async def constrained(
         self, served: ServedName, prompt: Sequence[int], most: int, sampling: Sampling
-    ) -> AsyncIterator[Sampled]:
+    ) -> AsyncIterator[SampledPiece]:
         """Sample one answer that follows a grammar, and mark the steered tokens. Its pieces come at the end.
 
         Raises:
@@ -295,7 +295,7 @@ class VllmPolicies:
         try:
             own = read_scores(json.loads(reply), tokens)[len(prompt) - 1 :]
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise BrokenError(failed(f"{replica.url} does not score an answer: {error}")) from None
+            raise BrokenError(upstream_failure(f"{replica.url} does not score an answer: {error}")) from None
         for piece in mark_steered(pieces, own):
             yield piece
 
@@ -391,8 +391,8 @@ def _failure_of(error: BrokenError | Refusal) -> Refusal:
         return error.refusal
     if error.status not in _SERVERS and error.status < 500:
         raise error
-    return failed(f"answered {error.status}: {error.message}")
+    return upstream_failure(f"answered {error.status}: {error.message}")
 
 
-def _with_version(piece: Sampled, version: int | None) -> Sampled:
-    return Sampled(piece.token_ids, piece.logprobs, piece.text, piece.finish_reason, piece.steered, version)
+def _with_version(piece: SampledPiece, version: int | None) -> SampledPiece:
+    return SampledPiece(piece.token_ids, piece.logprobs, piece.text, piece.finish_reason, piece.steered, version)

@@ -27,7 +27,7 @@ from lightning_trainer.gateway.auth.ended_attempts import EndedAttempts
 from lightning_trainer.gateway.auth.keys import Grant, Keys, Scope
 from lightning_trainer.gateway.auth.leases import Leases
 from lightning_trainer.gateway.auth.reward_source import given_by, given_now
-from lightning_trainer.gateway.http.masking import masked
+from lightning_trainer.gateway.http.masking import mask_secrets
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.intake.route import KeyedRoute
 from lightning_trainer.gateway.replay.sessions import Sessions, summary
@@ -51,7 +51,7 @@ class ApiState(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PermittedRequest:
     """A permitted request: its grant, and its arguments."""
 
     state: ApiState
@@ -60,7 +60,7 @@ class _Asked:
     given: dict[str, Any]
 
 
-_Do: TypeAlias = Callable[[_Asked], Any]
+_Do: TypeAlias = Callable[[_PermittedRequest], Any]
 _RUNNER: Final[tuple[Scope, ...]] = ("runner", "admin")
 _MAY: Final[Mapping[str, tuple[Scope, ...]]] = {
     **dict.fromkeys(("claim", "heartbeat", "finish", "finish_all"), _RUNNER),
@@ -69,7 +69,7 @@ _MAY: Final[Mapping[str, tuple[Scope, ...]]] = {
 """Whose keys may ask for a method; an admin's, where nothing is said."""
 
 
-def _cancel(asked: _Asked) -> int:
+def _cancel(asked: _PermittedRequest) -> int:
     state, ids = asked.state, asked.given["rollout_ids"]
     number = state.store.cancel(ids)
     for attempt in state.store.attempts(rollout_ids=ids):
@@ -78,7 +78,7 @@ def _cancel(asked: _Asked) -> int:
     return number
 
 
-def _claim(asked: _Asked) -> list[AttemptRecord]:
+def _claim(asked: _PermittedRequest) -> list[AttemptRecord]:
     state, given = asked.state, asked.given
     worker = state.leases.worker(asked.grant, given.pop("worker"))
     claimed = state.store.claim(worker, **given)
@@ -116,7 +116,7 @@ def with_context(attempt: AttemptRecord, state: ApiState, endpoint: str) -> Atte
     return replace(attempt, context=context)
 
 
-def _heartbeat(asked: _Asked) -> list[str]:
+def _heartbeat(asked: _PermittedRequest) -> list[str]:
     state, given = asked.state, asked.given
     leases = given.pop("leases")
     others = state.leases.of_others(asked.grant, [attempt_id for attempt_id, _ in leases])
@@ -127,7 +127,7 @@ def _heartbeat(asked: _Asked) -> list[str]:
     return [*lost, *sorted(others)]
 
 
-def _finish(asked: _Asked) -> str:
+def _finish(asked: _PermittedRequest) -> str:
     state, given = asked.state, asked.given
     state.leases.check(asked.grant, [given["attempt_id"]])
     rewards = given_by(asked.grant, given.pop("rewards"), state.store)
@@ -143,7 +143,7 @@ def _finish(asked: _Asked) -> str:
     return status
 
 
-def _finish_all(asked: _Asked) -> list[dict[str, str]]:
+def _finish_all(asked: _PermittedRequest) -> list[dict[str, str]]:
     state, sent = asked.state, asked.given["ends"]
     state.leases.check(asked.grant, [end.attempt_id for end in sent])
     ends: list[End] = [
@@ -200,11 +200,11 @@ def _as_replay(state: ApiState, end: End) -> End:
     if reason is None:
         return end
     told = "" if end.error is None or ENDED in end.error else f"\n{end.error}"
-    return replace(end, status="failed", rewards=(), error=masked(f"{ENDED}{reason}{told}"))
+    return replace(end, status="failed", rewards=(), error=mask_secrets(f"{ENDED}{reason}{told}"))
 
 
 def _mask_error(error: str | None) -> str | None:
-    return None if error is None else masked(error)
+    return None if error is None else mask_secrets(error)
 
 
 def _code(error: LightningError) -> str:
@@ -213,7 +213,7 @@ def _code(error: LightningError) -> str:
     return "bad_reward" if isinstance(error, RewardError) else "refused"
 
 
-def _add_rewards(asked: _Asked) -> int:
+def _add_rewards(asked: _PermittedRequest) -> int:
     store = asked.state.store
     rewards: Sequence[Reward] = given_by(asked.grant, asked.given["rewards"], store)
     return store.add_rewards(given_now(rewards, store))
@@ -234,7 +234,7 @@ def _passed_on(method: str) -> _Do:
 
 
 def _page(what: str) -> _Do:
-    def read(asked: _Asked) -> dict[str, Any]:
+    def read(asked: _PermittedRequest) -> dict[str, Any]:
         given = asked.given
         after, limit = given.pop("after"), given.pop("limit")
         back = given.pop("newest_first", False)
@@ -246,12 +246,12 @@ def _page(what: str) -> _Do:
     return read
 
 
-def _answer_query(asked: _Asked) -> dict[str, Any]:
+def _answer_query(asked: _PermittedRequest) -> dict[str, Any]:
     answer: dict[str, Any] = _page(asked.given.pop("what"))(asked)
     return answer
 
 
-def _replay(asked: _Asked) -> dict[str, Any]:
+def _replay(asked: _PermittedRequest) -> dict[str, Any]:
     return dict(summary(asked.state.store, asked.given["attempt_id"]))
 
 
@@ -278,7 +278,7 @@ def _route(
         body = given.pop("body", None)
         if body is not None:
             given |= {name: getattr(body, name) for name in type(body).model_fields}
-        result = do(_Asked(request.app.state, grant, str(request.base_url).rstrip("/"), given))
+        result = do(_PermittedRequest(request.app.state, grant, str(request.base_url).rstrip("/"), given))
         return Response(dumps(result if key is None else {key: _plain(result)}), media_type="application/json")
 
     first = [_parameter("request", Request), _parameter("grant", Annotated[Grant, Depends(Needs(*may))])]

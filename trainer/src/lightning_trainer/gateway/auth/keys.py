@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.terms import TENANT
-from lightning_trainer.gateway.auth.register import Issued, Register, register_of, write_private
+from lightning_trainer.gateway.auth.register import IssuedKey, Register, register_of, write_private
 
 if TYPE_CHECKING:
     from itsdangerous import URLSafeSerializer
@@ -178,7 +178,7 @@ class Keys:
         until_s = round(_now_s(attempt_id) + expires_s, 3)
         key_id = None if scope == "attempt" else secrets.token_hex(6)
         if self._register is not None and key_id is not None:
-            self._register.add(Issued(key_id, scope, holder, round(time.time(), 3), until_s))
+            self._register.add(IssuedKey(key_id, scope, holder, round(time.time(), 3), until_s))
         payload: list[object] = [scope, until_s, rollout_id, attempt_id, fence, agent, holder, key_id, failures]
         payload += [replay, dict(terms)] if terms else [True] if replay else []
         return _PREFIX + str(self._signer.dumps(payload))

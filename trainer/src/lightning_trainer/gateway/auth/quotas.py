@@ -20,7 +20,7 @@ _REMEMBERED: Final = 20_000  # attempts and live keys
 
 
 @dataclass(slots=True)
-class _Used:
+class _QuotaUse:
     since_s: float
     amounts: dict[str, int] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class Quotas:
             **{scope: {"bytes": limits.live_bytes, "spans": limits.live_spans} for scope in ("live", "caller")},
         }
         self._clock = clock
-        self._used: OrderedDict[str, _Used] = OrderedDict()
+        self._used: OrderedDict[str, _QuotaUse] = OrderedDict()
         self._lock = threading.Lock()
 
     def take(self, grant: Grant, what: str, amount: int = 1) -> None:
@@ -70,13 +70,13 @@ class Quotas:
         with self._lock:
             self._used.pop(f"attempt {attempt_id}", None)
 
-    def _of(self, grant: Grant) -> _Used:
+    def _of(self, grant: Grant) -> _QuotaUse:
         tenant = dict(grant.terms).get(TENANT)
         holder = f"{grant.scope} {grant.attempt_id or grant.key_id}"
         name, now = f"tenant {tenant}" if tenant else holder, self._clock()  # keys of one tenant share its quota
         used = self._used.get(name)
         if used is None or (grant.is_live and now - used.since_s >= HOUR_S):
-            used = self._used[name] = _Used(now)
+            used = self._used[name] = _QuotaUse(now)
         self._used.move_to_end(name)
         while len(self._used) > _REMEMBERED:
             self._used.popitem(last=False)

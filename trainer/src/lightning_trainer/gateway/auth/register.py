@@ -26,7 +26,7 @@ _KEPT_S: Final = 86_400.0  # seconds for which expired keys stay in the list
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class IssuedKey:
     """A key that was issued.
 
     Attributes:
@@ -60,7 +60,7 @@ class Register:
         self._stamp: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
-    def add(self, key: Issued) -> None:
+    def add(self, key: IssuedKey) -> None:
         """Add a key, and drop those that expired more than a day ago.
 
         Raises:
@@ -69,7 +69,7 @@ class Register:
         with self._open_for_changes() as keys:
             keys[:] = [one for one in keys if one.expires_s > time.time() - _KEPT_S] + [key]
 
-    def revoke(self, name: str) -> list[Issued]:
+    def revoke(self, name: str) -> list[IssuedKey]:
         """Revoke the key with this id, or all keys of a holder. Returns them; empty if none is valid.
 
         Raises:
@@ -83,14 +83,14 @@ class Register:
                     found.append(keys[at])
         return found
 
-    def listed(self) -> list[Issued]:
+    def listed(self) -> list[IssuedKey]:
         """Return the keys, oldest first.
 
         Raises:
             ConfigError: the file cannot be read.
         """
         try:
-            return [Issued(**one) for one in json.loads(self._path.read_text(encoding="utf-8"))]
+            return [IssuedKey(**one) for one in json.loads(self._path.read_text(encoding="utf-8"))]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError) as error:
@@ -120,7 +120,7 @@ class Register:
                 self._stamp = stamp
 
     @contextmanager
-    def _open_for_changes(self) -> Iterator[list[Issued]]:
+    def _open_for_changes(self) -> Iterator[list[IssuedKey]]:
         """Return the list for changes; no other process can change it meanwhile."""
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

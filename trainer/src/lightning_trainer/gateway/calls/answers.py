@@ -13,7 +13,7 @@ from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.calls.generation import Generation
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.calls.seeds import PromptCounter, seeds_of_choices
-from lightning_trainer.gateway.engine import STEERED, Engine, Sampled, Sampling, marks_steered
+from lightning_trainer.gateway.engine import STEERED, Engine, SampledPiece, Sampling, marks_steered
 from lightning_trainer.gateway.engine_wait import measure_wait
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.continuation import Continuations, RenderedPrompt
@@ -27,7 +27,7 @@ from lightning_trainer.reasons.continuation import CONTINUATION
 
 _TOKEN_BYTES: Final = 32  # no text has longer tokens on average, not even white space
 _INLINE_BYTES: Final = 64 * 1024  # of messages; rendering and tokenizing these takes a few milliseconds
-_Pieces: TypeAlias = AsyncGenerator[tuple[int, Sampled], None]  # each with its choice
+_Pieces: TypeAlias = AsyncGenerator[tuple[int, SampledPiece], None]  # each with its choice
 Record: TypeAlias = Callable[[PendingCall], Awaitable[None]]  # returns when the call is on disk
 
 
@@ -300,7 +300,7 @@ def _check_room(request: ChatRequest, prompt: int, longest: int) -> None:
         )
 
 
-async def _number_pieces(pieces: AsyncIterator[Sampled], index: int = 0) -> _Pieces:
+async def _number_pieces(pieces: AsyncIterator[SampledPiece], index: int = 0) -> _Pieces:
     """Return the pieces with their choice. Closing this closes them, which cancels the request in the engine."""
     try:
         async for piece in pieces:
@@ -311,11 +311,11 @@ async def _number_pieces(pieces: AsyncIterator[Sampled], index: int = 0) -> _Pie
             await close()
 
 
-async def _together(draws: Sequence[AsyncIterator[Sampled]]) -> _Pieces:
+async def _together(draws: Sequence[AsyncIterator[SampledPiece]]) -> _Pieces:
     """Sample several answers in parallel; return their pieces as they arrive. The first failure ends all of them."""
-    ready: asyncio.Queue[tuple[int, Sampled] | Exception | None] = asyncio.Queue()
+    ready: asyncio.Queue[tuple[int, SampledPiece] | Exception | None] = asyncio.Queue()
 
-    async def pump(index: int, pieces: AsyncIterator[Sampled]) -> None:
+    async def pump(index: int, pieces: AsyncIterator[SampledPiece]) -> None:
         try:
             async with aclosing(_number_pieces(pieces, index)) as numbered:
                 async for pair in numbered:

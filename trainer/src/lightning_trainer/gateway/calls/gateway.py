@@ -12,7 +12,7 @@ from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.calls.incoming import Decider, IncomingCall
 from lightning_trainer.gateway.calls.models import ServedModels
 from lightning_trainer.gateway.calls.recording import CallRecord
-from lightning_trainer.gateway.http.asgi import ClientGoneError, headers, send_bytes, send_json, unless_gone
+from lightning_trainer.gateway.http.asgi import ClientGoneError, headers, run_unless_gone, send_bytes, send_json
 from lightning_trainer.gateway.http.errors import Refusal, unauthorized
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.ingest.writer import RecordWriter
@@ -189,7 +189,7 @@ class Gateway:
         pending = begin(body, grant, headers(scope), str(body.get("model", "")))
         policy = self._models.route(pending, self._routing())
         try:
-            found = await unless_gone(receive, policy.embeddings(body))
+            found = await run_unless_gone(receive, policy.embeddings(body))
         except ClientGoneError:
             return
         await send_bytes(send, found)

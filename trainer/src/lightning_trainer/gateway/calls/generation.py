@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_trainer.gateway.calls.completion import CompletionBuilder, tool_call_deltas
 from lightning_trainer.gateway.calls.response import ResponseSender
-from lightning_trainer.gateway.engine import STEERED, Sampled
+from lightning_trainer.gateway.engine import STEERED, SampledPiece
 from lightning_trainer.gateway.formats.reader import AnswerReader, Dialect
 from lightning_trainer.gateway.formats.unread import unread
 from lightning_trainer.gateway.prompt.marked_text import MarkedText
@@ -43,7 +43,7 @@ class Generation:
         self._unread: dict[str, str] = {}  # why tool calls could not be parsed, by choice
         pending.sample(choices=self._choices)
 
-    async def take(self, index: int, piece: Sampled) -> None:
+    async def take(self, index: int, piece: SampledPiece) -> None:
         """Add a piece of one choice; in a stream, send it."""
         choice = self._choices[index]
         choice.add(piece.token_ids, piece.logprobs)

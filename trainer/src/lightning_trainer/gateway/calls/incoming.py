@@ -12,7 +12,7 @@ from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.calls.models import ServedModel, ServedModels
 from lightning_trainer.gateway.calls.recording import CallRecord
 from lightning_trainer.gateway.calls.response import ResponseSender
-from lightning_trainer.gateway.http.asgi import unless_gone
+from lightning_trainer.gateway.http.asgi import run_unless_gone
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.request.pending import AGENT_HEADER, PendingCall, SampledCall
@@ -137,4 +137,4 @@ class IncomingCall:
         policy = self.models.route(self.pending, self.routing, model)
         self.record.keeps = self.models.records(policy)
         with self.metrics.in_flight():
-            await unless_gone(self.receive, policy.answer(self.pending, sender, self.record.record, self.routing))
+            await run_unless_gone(self.receive, policy.answer(self.pending, sender, self.record.record, self.routing))

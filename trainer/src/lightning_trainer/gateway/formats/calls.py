@@ -152,7 +152,7 @@ def as_name(value: Any) -> str:
     return value.strip()
 
 
-def typed(raw: str, schema: Any) -> Any:
+def convert_type(raw: str, schema: Any) -> Any:
     """Convert a value written as plain text to the type in the tool's schema; keep it as text if no type fits."""
     kinds = kinds_of(schema)
     if kinds == {"string"}:

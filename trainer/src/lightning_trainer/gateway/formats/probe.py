@@ -62,7 +62,7 @@ def takes_tools(template: Template) -> bool:
         return False
 
 
-def chosen(template: Template, source: str, controls: Sequence[str]) -> tuple[Format, Form] | None:
+def detect_format(template: Template, source: str, controls: Sequence[str]) -> tuple[Format, Form] | None:
     """Return the format in which a template writes calls, and how it expects them; None if no known format matches.
 
     Args:

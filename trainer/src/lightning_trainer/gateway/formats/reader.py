@@ -79,10 +79,10 @@ class AnswerReader:
         self._format = calls if calls is not None and tools else None
         self._tools: Tools = parameters_of(tools)
         self._thinking = dialect.thinking and Thinking(
-            signed(dialect.thinking.open, marks), signed(dialect.thinking.close, marks)
+            add_signs(dialect.thinking.open, marks), add_signs(dialect.thinking.close, marks)
         )
-        self._marks = tuple(signed(mark, marks) for mark in self._format.marks) if self._format else ()
-        self._dropped = tuple(signed(mark, marks) for mark in calls.dropped) if calls else ()
+        self._marks = tuple(add_signs(mark, marks) for mark in self._format.marks) if self._format else ()
+        self._dropped = tuple(add_signs(mark, marks) for mark in calls.dropped) if calls else ()
         self._anywhere = calls is not None and calls.anywhere
         self._parts: list[str] = []
         self._held = ""  # received and not sent
@@ -279,7 +279,7 @@ def _overlap(text: str, marks: Sequence[str]) -> int:
     )
 
 
-def signed(text: str, kept: Iterable[str]) -> str:
+def add_signs(text: str, kept: Iterable[str]) -> str:
     """Return a text with the sign before each control token's text."""
     for mark in kept:
         text = text.replace(mark, f"{SIGN}{mark}")

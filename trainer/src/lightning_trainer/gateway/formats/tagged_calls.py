@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_trainer.gateway.formats.calls import Calls, Tools, WrittenCall, as_name, parse_json, skip_space, typed
+from lightning_trainer.gateway.formats.calls import (
+    Calls,
+    Tools,
+    WrittenCall,
+    as_name,
+    convert_type,
+    parse_json,
+    skip_space,
+)
 
 # An expression with `.*?` is tried at one position at a time: where its end is missing, a search would start again at
 # each of its beginnings, and read the rest of the answer each time.
@@ -60,7 +68,8 @@ def qwen_xml(text: str, tools: Tools) -> Calls:
     def one(match: re.Match[str]) -> WrittenCall:
         schemas = tools.get(match[1].strip(), {})
         return WrittenCall(
-            as_name(match[1]), _arguments(match[2], _QWEN_PAIR, lambda name, pair: typed(pair[2], schemas.get(name)))
+            as_name(match[1]),
+            _arguments(match[2], _QWEN_PAIR, lambda name, pair: convert_type(pair[2], schemas.get(name))),
         )
 
     return _blocks(text, _QWEN, "<tool_call>", one)
@@ -78,7 +87,7 @@ def glm(text: str, tools: Tools) -> Calls:
     def one(match: re.Match[str]) -> WrittenCall:
         schemas = tools.get(match[1], {})
         return WrittenCall(
-            match[1], _arguments(match[2], _GLM_PAIR, lambda name, pair: typed(pair[2], schemas.get(name)))
+            match[1], _arguments(match[2], _GLM_PAIR, lambda name, pair: convert_type(pair[2], schemas.get(name)))
         )
 
     return _blocks(text, _GLM, "<tool_call>", one)
@@ -109,7 +118,7 @@ def _stated_value(pair: re.Match[str], schema: Any) -> Any:  # noqa: ARG001 - it
 def _typed_value(pair: re.Match[str], schema: Any) -> Any:
     raw = pair[2]
     in_lines = len(raw) > 1 and raw.startswith("\n") and raw.endswith("\n")  # otherwise line breaks belong to the value
-    return typed(raw[1:-1] if in_lines else raw, schema)
+    return convert_type(raw[1:-1] if in_lines else raw, schema)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ async def send_refusal(send: Send, refusal: Refusal, path: str) -> None:
     await send_bytes(send, refusal.body_for(path), status=refusal.status, extra=refusal.headers)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def run_unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Do the work, but cancel it as soon as the client closes the connection.
 
     Raises:

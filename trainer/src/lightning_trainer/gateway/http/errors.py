@@ -9,7 +9,7 @@ from typing import Final
 from lightning_spans.errors import RefusedError
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.spans import Json
-from lightning_trainer.gateway.http.masking import masked
+from lightning_trainer.gateway.http.masking import mask_secrets
 
 _ANTHROPIC: Final = {
     400: "invalid_request_error",
@@ -41,7 +41,7 @@ class Refusal(Exception):  # noqa: N818 - a refusal is an answer, not a failure 
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.message = masked(self.message)  # it is sent to agents, and written to the store and to logs
+        self.message = mask_secrets(self.message)  # it is sent to agents, and written to the store and to logs
 
     def __str__(self) -> str:
         return self.message

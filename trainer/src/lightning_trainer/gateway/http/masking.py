@@ -30,7 +30,7 @@ def remember_password(url: str) -> None:
     remember(None if password is None else unquote(password))
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """Return a text in which known secrets and what looks like a key are replaced by stars."""
     for secret in _secrets:
         text = text.replace(secret, HIDDEN)
@@ -48,5 +48,5 @@ def masking_logger(name: str) -> logging.Logger:
 
 
 def _mask(record: logging.LogRecord) -> bool:
-    record.msg, record.args = masked(record.getMessage()), None
+    record.msg, record.args = mask_secrets(record.getMessage()), None
     return True

@@ -34,7 +34,7 @@ _PARAMETERS: Final = {
 }
 
 
-def completed(span: Span) -> Span:
+def complete_span(span: Span) -> Span:
     """Return a span with our attributes, filled from its messages if it lacks them."""
     given = span.attributes
     added = {ours: given[old] for old, ours in _OLD.items() if old in given and ours not in given}
@@ -48,7 +48,7 @@ def completed(span: Span) -> Span:
     return replace(span, operation=operation, attributes={**given, **added})
 
 
-def loaded(value: Json) -> Json:
+def parse_if_json(value: Json) -> Json:
     """Parse text that may be JSON. Other text, and text that would take too much memory, is returned as it is."""
     if not isinstance(value, str) or (len(value) > _SMALL and too_heavy(value.encode(errors="replace"), _MOST_BYTES)):
         return value
@@ -65,7 +65,7 @@ def tool_call(call_id: Json, name: Json, arguments: Json) -> dict[str, Json]:
 
 
 def _objects(value: Json) -> list[dict[str, Any]]:
-    data = loaded(value)
+    data = parse_if_json(value)
     return [one for one in data if isinstance(one, dict)] if isinstance(data, list) else []
 
 

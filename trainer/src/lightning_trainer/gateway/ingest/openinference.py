@@ -46,18 +46,18 @@ _TOOL: Final = {
 }
 
 
-def adopted(span: Span) -> Span:
+def adopt_span(span: Span) -> Span:
     """Return the span in our schema. Our own spans, and spans without meaning here, are returned unchanged."""
     if span.operation == "internal":
         kind = str(span.attributes.get(SpanAttributes.OPENINFERENCE_SPAN_KIND, "")).upper()
-        metadata = genai.loaded(span.attributes.get(SpanAttributes.METADATA))
+        metadata = genai.parse_if_json(span.attributes.get(SpanAttributes.METADATA))
         graph = metadata if isinstance(metadata, dict) else {}
         operation = _OPERATIONS.get(kind, "internal")
         if kind == "CHAIN" and span.name == graph.get("lc_agent_name"):
             operation = names.INVOKE_AGENT
         if operation != "internal":
             return _from_openinference(span, operation, graph)
-    return genai.completed(span)
+    return genai.complete_span(span)
 
 
 def _from_openinference(span: Span, operation: str, graph: Mapping[str, Json]) -> Span:
@@ -98,7 +98,7 @@ def _chat(given: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _body(text: Json, key: str, *, holding: str = "") -> dict[str, Json] | None:
-    body = genai.loaded(text)
+    body = genai.parse_if_json(text)
     if isinstance(body, list) and len(body) == 1:  # as the Agents SDK's streams are kept
         body = body[0]
     if not isinstance(body, dict) or not isinstance(body.get(key), list):
@@ -110,25 +110,25 @@ def _body(text: Json, key: str, *, holding: str = "") -> dict[str, Json] | None:
 
 def _prompt(text: Json) -> dict[str, Json] | None:
     """Return the body of a text completion."""
-    body = genai.loaded(text)
+    body = genai.parse_if_json(text)
     return body if isinstance(body, dict) and isinstance(body.get("prompt"), (str, list)) else None
 
 
 def _langchains_id(told: Json) -> str | None:
     """Find the model server's id in what LangChain keeps of an answer, if it is there."""
     try:
-        response_id = genai.loaded(told)["generations"][0][0]["message"]["kwargs"]["response_metadata"]["id"]
+        response_id = genai.parse_if_json(told)["generations"][0][0]["message"]["kwargs"]["response_metadata"]["id"]
     except (TypeError, KeyError, IndexError):
         return None
     return response_id if isinstance(response_id, str) else None
 
 
 def _request(given: Mapping[str, Json]) -> dict[str, Json]:
-    parameters = genai.loaded(given.get(SpanAttributes.LLM_INVOCATION_PARAMETERS))
+    parameters = genai.parse_if_json(given.get(SpanAttributes.LLM_INVOCATION_PARAMETERS))
     request = dict(parameters) if isinstance(parameters, dict) else {}
     request["messages"] = [_message(one) for one in _gather_list(given, SpanAttributes.LLM_INPUT_MESSAGES)]
     schemas = (one.get(ToolAttributes.TOOL_JSON_SCHEMA) for one in _gather_list(given, SpanAttributes.LLM_TOOLS))
-    if tools := [genai.loaded(schema) for schema in schemas if schema]:
+    if tools := [genai.parse_if_json(schema) for schema in schemas if schema]:
         request["tools"] = tools
     if (model := given.get(SpanAttributes.LLM_MODEL_NAME)) is not None:
         request.setdefault("model", model)

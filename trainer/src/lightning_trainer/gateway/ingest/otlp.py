@@ -25,7 +25,7 @@ from lightning_trainer.gateway.http.errors import Refusal, bad_request, store_do
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.http.weight import too_heavy as heavier
 from lightning_trainer.gateway.ingest import wire
-from lightning_trainer.gateway.ingest.openinference import adopted
+from lightning_trainer.gateway.ingest.openinference import adopt_span
 from lightning_trainer.gateway.ingest.writer import RecordWriter
 from lightning_trainer.gateway.intake.intake import INLINE_BYTES, Intake
 from lightning_trainer.gateway.settings import Limits
@@ -41,14 +41,14 @@ def _request() -> Descriptor:
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class SortedSpans:
     """The spans of a request, sorted by whether its key may send them."""
 
     taken: tuple[Span, ...]
     rejected: int
     message: str
 
-    def also(self, complaints: Sequence[str]) -> Sorted:
+    def also(self, complaints: Sequence[str]) -> SortedSpans:
         """Reject more spans, one for each complaint."""
         if not complaints:
             return self
@@ -123,9 +123,9 @@ class OtlpReceiver:
             most = self._limits.request_spans
             message = f"{len(spans) + len(wrong)} spans in one request; at most {most} are taken: send fewer at once"
             raise Refusal(413, message, code="request_too_large")
-        return [adopted(span) for span in spans], wrong
+        return [adopt_span(span) for span in spans], wrong
 
-    def _of_runner(self, result: Sorted, grant: Grant) -> Sorted:
+    def _of_runner(self, result: SortedSpans, grant: Grant) -> SortedSpans:
         """Reject the spans of attempts that another runner claimed."""
         named = {span.attempt_id for span in result.taken if span.attempt_id is not None}
         others = self._leases.of_others(grant, named)
@@ -164,7 +164,7 @@ class OtlpReceiver:
         return []
 
 
-def sort(spans: Sequence[Span], grant: Grant) -> Sorted:
+def sort(spans: Sequence[Span], grant: Grant) -> SortedSpans:
     """Sort spans by whether a key may send them.
 
     An attempt's key may send only its own; spans that name no attempt become the key's. A live key may send those of no
@@ -183,9 +183,9 @@ def sort(spans: Sequence[Span], grant: Grant) -> Sorted:
         )
         rejected = len(spans) - len(free)
         message = f"{rejected} spans name an attempt; a live key sends spans of none"
-        return Sorted(free, rejected, message if rejected else "")
+        return SortedSpans(free, rejected, message if rejected else "")
     if grant.attempt_id is None:
-        return Sorted(tuple(spans), 0, "")
+        return SortedSpans(tuple(spans), 0, "")
     own = (grant.rollout_id, grant.attempt_id)
     taken = tuple(
         replace(span, rollout_id=grant.rollout_id, attempt_id=grant.attempt_id)
@@ -194,10 +194,10 @@ def sort(spans: Sequence[Span], grant: Grant) -> Sorted:
     )
     rejected = len(spans) - len(taken)
     message = f"{rejected} spans name another attempt than {own[1]} of rollout {own[0]}, whose key this is"
-    return Sorted(taken, rejected, message if rejected else "")
+    return SortedSpans(taken, rejected, message if rejected else "")
 
 
-def _reply(result: Sorted, content_type: str) -> bytes:
+def _reply(result: SortedSpans, content_type: str) -> bytes:
     from google.protobuf.json_format import MessageToJson
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 

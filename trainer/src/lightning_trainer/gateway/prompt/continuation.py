@@ -30,8 +30,8 @@ from lightning_trainer.gateway.prompt.equality import (
     same_answer,
     same_data,
 )
-from lightning_trainer.gateway.prompt.forks import Known, fork_tokens
-from lightning_trainer.gateway.prompt.template import ChatFormat, Message, Switches, joined, reasoning_of
+from lightning_trainer.gateway.prompt.forks import SampledAnswer, fork_tokens
+from lightning_trainer.gateway.prompt.template import ChatFormat, Message, Switches, join_content, reasoning_of
 from lightning_trainer.reasons.continuation import ContinuationReason
 
 _EVICTED_KEPT: Final = 20_000  # ids of attempts whose calls were dropped, to be able to say so
@@ -224,7 +224,7 @@ class Continuations:
         answers = [
             None
             if (turn := known.get(place)) is None
-            else Known(turn.ids[turn.prompt :], self._read(turn, tools), turn.opened)
+            else SampledAnswer(turn.ids[turn.prompt :], self._read(turn, tools), turn.opened)
             for place, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
@@ -348,7 +348,7 @@ def _restore_reasoning(message: Message, turn: _Turn | None) -> Message:
         return message
     if turn.thought is None:
         return {**message, "reasoning_content": turn.reasoning}
-    return {**message, "content": f"{turn.thought}{joined(message.get('content'))}"}
+    return {**message, "content": f"{turn.thought}{join_content(message.get('content'))}"}
 
 
 def _shows(sampled: ParsedAnswer, message: Message) -> bool:
@@ -358,7 +358,7 @@ def _shows(sampled: ParsedAnswer, message: Message) -> bool:
     written = [(call["function"]["name"], same_data(call["function"]["arguments"])) for call in sampled.tool_calls]
     if told != written or sampled.left.strip():
         return False
-    return bool(calls) or (sampled.content or "") == joined(message.get("content"))
+    return bool(calls) or (sampled.content or "") == join_content(message.get("content"))
 
 
 def _digest(text: str) -> bytes:

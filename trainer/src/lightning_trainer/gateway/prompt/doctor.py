@@ -67,7 +67,7 @@ class TemplateReport:
         return asdict(self)
 
 
-def examined(tokenizer: Any, tool_format: str | None = None) -> TemplateReport:
+def examine_template(tokenizer: Any, tool_format: str | None = None) -> TemplateReport:
     """Examine a tokenizer's chat template. Nothing is sampled: the answers are the probe's own.
 
     Raises:

@@ -17,7 +17,7 @@ from lightning_trainer.gateway.prompt.template import ChatFormat, Message
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class SampledAnswer:
     """An answer that was sampled here.
 
     Attributes:
@@ -32,7 +32,7 @@ class Known:
 
 
 def fork_tokens(
-    chat: ChatFormat, text: str, answers: Sequence[Known | None], tools: Sequence[Message]
+    chat: ChatFormat, text: str, answers: Sequence[SampledAnswer | None], tools: Sequence[Message]
 ) -> tuple[int, ...] | None:
     """Return a prompt's tokens.
 
@@ -78,7 +78,7 @@ def _faithful(chat: ChatFormat, text: str, ids: list[int]) -> bool:
 
 
 def _shown_part(
-    chat: ChatFormat, part: str, known: Known, tools: Sequence[Message]
+    chat: ChatFormat, part: str, known: SampledAnswer, tools: Sequence[Message]
 ) -> tuple[str, Sequence[int], str] | None:
     """Return the template's text before an answer, the answer's tokens that it shows, and its text after the answer."""
     end = chat.end_of(known.ids)

@@ -53,7 +53,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _chosen(self) -> tuple[Format | None, probe.Form]:
-        found = probe.chosen(self._render_probe, str(self._tokenizer.chat_template), tuple(self.plain.controls))
+        found = probe.detect_format(self._render_probe, str(self._tokenizer.chat_template), tuple(self.plain.controls))
         form = found[1] if found else probe.Form()
         if self._tool_format is not None:
             return by_name(self._tool_format), form
@@ -277,7 +277,7 @@ class ChatFormat:
     def _for_template(self, message: Message) -> dict[str, Any]:
         """Return a message as the template expects it: text content, arguments as data or text, reasoning by name."""
         role = "system" if message["role"] == "developer" else message["role"]
-        out = {**message, "role": role, "content": joined(message.get("content"))}
+        out = {**message, "role": role, "content": join_content(message.get("content"))}
         self._name_reasoning(out)
         if self.calls is not None and self.calls.nine_letters and message.get("tool_call_id") is not None:
             out["tool_call_id"] = _nine_letters(str(message["tool_call_id"]))
@@ -346,7 +346,7 @@ def _nine_letters(call_id: str) -> str:
     return "".join(_LETTERS[number // 62**place % 62] for place in range(9))
 
 
-def joined(content: Any) -> str:
+def join_content(content: Any) -> str:
     """Return content as one text. Text parts are joined by line breaks, as in vLLM."""
     if isinstance(content, list):
         return "\n".join(part["text"] if part["type"] == "text" else part["refusal"] for part in content)

@@ -69,7 +69,7 @@ def _pending_choice(choice: Choice) -> PendingChoice:
 
 
 @dataclass(eq=False)
-class ErrorAsSent(Refusal):
+class SentError(Refusal):
     """An error that an agent's client got from its endpoint.
 
     Attributes:
@@ -88,7 +88,7 @@ def error_of(node: Node) -> Refusal | None:
     call, told_of = node.call, node.span.attributes
     status, sent = told_of.get(_STATUS), told_of.get(names.RESPONSE)
     if node.span.status == "error" and isinstance(status, int) and isinstance(sent, str):
-        return ErrorAsSent(status, str(node.error), headers=_ONCE, sent=sent)
+        return SentError(status, str(node.error), headers=_ONCE, sent=sent)
     if (what := _UNANSWERED.get(str(told_of.get(names.ERROR_TYPE)))) is not None:
         return Refusal(500, str(node.error), "server_error", headers={**_ONCE, HEADER: what})
     if call is not None and call.error is None and call.choices:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_trainer.gateway.replay.record import RecordedCall
-from lightning_trainer.gateway.replay.requests import Asked
+from lightning_trainer.gateway.replay.requests import RequestContent
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class ReplayRequest:
     """
 
     agent: str | None
-    chat: Asked | None
-    raw: Asked
+    chat: RequestContent | None
+    raw: RequestContent
     span: tuple[str, str] | None
     sampled: bool
 
     @property
-    def best(self) -> Asked:
+    def best(self) -> RequestContent:
         """The format in which most of the record is."""
         return self.chat if self.chat is not None else self.raw

@@ -18,7 +18,7 @@ from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.calls.answers import Record
 from lightning_trainer.gateway.calls.incoming import IncomingCall
 from lightning_trainer.gateway.calls.response import ResponseSender
-from lightning_trainer.gateway.http.asgi import ClientGoneError, send_bytes, send_json, unless_gone
+from lightning_trainer.gateway.http.asgi import ClientGoneError, run_unless_gone, send_bytes, send_json
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.intake.intake import Intake
 from lightning_trainer.gateway.replay.answer import (
@@ -205,7 +205,7 @@ async def _carry_out(step: ReplayStep, call: IncomingCall) -> None:
     elif not await step.send_as_it_was(pending, call.send, record, call.surface.path):
         sender = call.open(step.body(pending.requested.request))
         given = step.answer(pending, sender, record, call.live_policy())
-        await (unless_gone(call.receive, given) if step.waits else given)
+        await (run_unless_gone(call.receive, given) if step.waits else given)
 
 
 def _outcome_fields(tool: RecordedTool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lightning_spans.schema.spans import AGENT_PATH, ENDPOINT, FRAMEWORK, REQUES
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.gateway.prompt.equality import same_data
-from lightning_trainer.gateway.replay.requests import Asked, read_request
+from lightning_trainer.gateway.replay.requests import RequestContent, read_request
 
 _RAW: Final = frozenset({"/responses", "/completions", "/messages"})  # endpoints whose bodies are not chat completions
 # Libraries whose calls pass a patch that asks a gateway.
@@ -39,7 +39,7 @@ class RecordedCall:
     number: int
     agents: frozenset[str]
     node: Node
-    asked: Asked
+    asked: RequestContent
     raw: bool
     call_id: str
 
@@ -211,7 +211,7 @@ def _inside(node: Node) -> Iterator[Node]:
         yield from _inside(child)
 
 
-def named(calls: Sequence[RecordedCall], agent: str | None) -> list[RecordedCall]:
+def calls_of_agent(calls: Sequence[RecordedCall], agent: str | None) -> list[RecordedCall]:
     """Return the calls of all agents with a name. For a call without a name, return those that may be its own."""
     if agent is None:
         return list(calls)

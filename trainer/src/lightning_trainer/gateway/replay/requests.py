@@ -39,7 +39,7 @@ _ORDINALS: Final = ("first", "second", "third", "fourth", "fifth", "sixth", "sev
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestContent:
     """The content of a request.
 
     Attributes:
@@ -57,7 +57,7 @@ class Asked:
     key: bytes
 
 
-def read_request(body: Mapping[str, Any]) -> Asked:
+def read_request(body: Mapping[str, Any]) -> RequestContent:
     """Read the body of a request on any surface."""
     messages = messages_of(body) or []
     conversation = Conversation()
@@ -72,7 +72,7 @@ def read_request(body: Mapping[str, Any]) -> Asked:
         parameters["max_tokens"] = same_data(limit)
     whole = json.dumps([_sort_results(lines, messages), sorted(tools.items()), sorted(parameters.items())])
     shown = tuple(_role_and_text(message) for message in messages)
-    return Asked(lines, shown, tools, parameters, hashlib.blake2b(whole.encode(), digest_size=16).digest())
+    return RequestContent(lines, shown, tools, parameters, hashlib.blake2b(whole.encode(), digest_size=16).digest())
 
 
 def _sort_results(lines: Sequence[str], messages: Sequence[Any]) -> list[str]:
@@ -126,7 +126,7 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
     return str((inner if isinstance(inner, Mapping) else tool).get("name") or tool.get("type"))
 
 
-def difference(recorded: Asked, now: Asked) -> str:
+def difference(recorded: RequestContent, now: RequestContent) -> str:
     """Return the first difference between a request and the recorded one, as the end of a sentence."""
     for number, (old, new) in enumerate(zip(recorded.lines, now.lines, strict=False), 1):
         if old != new:

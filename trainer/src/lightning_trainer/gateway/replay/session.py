@@ -26,8 +26,8 @@ from lightning_trainer.gateway.calls.seeds import seed_of
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.equality import same_data
 from lightning_trainer.gateway.replay.decisions import Decision, DrawnAnew, FromRecord, Own, ReplayRequest
-from lightning_trainer.gateway.replay.record import Record, RecordedCall, RecordedTool, named, unanswerable
-from lightning_trainer.gateway.replay.requests import Asked, difference, ordinal
+from lightning_trainer.gateway.replay.record import Record, RecordedCall, RecordedTool, calls_of_agent, unanswerable
+from lightning_trainer.gateway.replay.requests import RequestContent, difference, ordinal
 
 
 class ReplaySession:
@@ -113,7 +113,7 @@ class ReplaySession:
 
     def _match(self, request: ReplayRequest) -> RecordedCall | None:
         """Return the unused recorded call that matches: one before the fork, the forked one, or one after it."""
-        same = [call for call in named(self.record.calls, request.agent) if self._is_same(call, request)]
+        same = [call for call in calls_of_agent(self.record.calls, request.agent) if self._is_same(call, request)]
         free = [call for call in same if call not in self._used]
         exact = [call for call in free if request.agent in call.agents or not call.agents] or free
         return min(exact, key=lambda call: (self._is_tail(call), call is self._fork, call.number), default=None)
@@ -152,7 +152,7 @@ class ReplaySession:
             return None
         replay, agent = self.replay, request.agent
         if fork is None and replay.coupled and replay.call is not None:
-            left = (call for call in named(self.record.calls, agent) if call not in self._used | self._seeded)
+            left = (call for call in calls_of_agent(self.record.calls, agent) if call not in self._used | self._seeded)
             counterpart = next((call for call in left if self._is_tail(call)), None)
             if counterpart is not None:
                 self._seeded.add(counterpart)
@@ -277,7 +277,7 @@ class ReplaySession:
 
     def _unlike(self, request: ReplayRequest) -> str:
         """Return how a request that is not in the record differs from the one that it replaces."""
-        own = named(self.record.calls, request.agent)
+        own = calls_of_agent(self.record.calls, request.agent)
         who = "a call without an agent" if request.agent is None else f"`{request.agent}`"
         if not own:
             known = sorted({name for call in self.record.calls for name in call.agents})
@@ -291,7 +291,7 @@ class ReplaySession:
         return f"{self._name(nearest)} is another: {difference(nearest.asked, self._form(nearest, request))}"
 
     @staticmethod
-    def _form(call: RecordedCall, request: ReplayRequest) -> Asked:
+    def _form(call: RecordedCall, request: ReplayRequest) -> RequestContent:
         return request.raw if call.raw else request.best
 
     def _name(self, call: RecordedCall) -> str:
@@ -314,7 +314,7 @@ class ReplaySession:
         )
 
 
-def _common(recorded: Asked, now: Asked) -> int:
+def _common(recorded: RequestContent, now: RequestContent) -> int:
     """Count the equal messages at the beginning of two requests."""
     count = 0
     for old, new in zip(recorded.lines, now.lines, strict=False):

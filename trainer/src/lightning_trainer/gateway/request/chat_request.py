@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from lightning_trainer.gateway.http.errors import bad_request
 from lightning_trainer.gateway.request.constraints import Constraint, constraint_of
-from lightning_trainer.gateway.request.fields import flag, listed, number, shown, whole, wrong
+from lightning_trainer.gateway.request.fields import flag, format_value, number, read_list, whole, wrong
 
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 64  # each is searched after each token, on the event loop
@@ -166,7 +166,8 @@ def check_abilities(request: ChatRequest, able: Set[str]) -> None:
                 "unsupported_parameter",
             )
         raise bad_request(
-            f"{name}={shown(request.others[name])} is not supported: this engine would not do it. Leave {name} out.",
+            f"{name}={format_value(request.others[name])} is not supported: this engine would not do it."
+            f" Leave {name} out.",
             "unsupported_parameter",
         )
 
@@ -221,8 +222,8 @@ def _refuse_others(body: Mapping[str, Any]) -> None:
             raise bad_request(f"parameter {name!r} is not known here. {advice}", "unsupported_parameter")
         if value not in neutral:
             raise bad_request(
-                f"{name}={shown(value)} is not supported: this engine would not do it. Leave {name} out"
-                f" or set it to {shown(neutral[0])}.",
+                f"{name}={format_value(value)} is not supported: this engine would not do it. Leave {name} out"
+                f" or set it to {format_value(neutral[0])}.",
                 "unsupported_parameter",
             )
 
@@ -263,7 +264,7 @@ def _include_usage(body: Mapping[str, Any]) -> bool:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    tools = listed("tools", body.get("tools") or [])
+    tools = read_list("tools", body.get("tools") or [])
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
@@ -313,5 +314,5 @@ def _check_part(part: Any, where: str) -> None:
     text = part.get("text") if kind == "text" else part.get("refusal") if kind == "refusal" else None
     if not isinstance(text, str):
         raise bad_request(
-            f"{where}: part {shown(kind)} is not supported. This model reads only text.", "unsupported_content"
+            f"{where}: part {format_value(kind)} is not supported. This model reads only text.", "unsupported_content"
         )

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value for a message, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -16,7 +16,7 @@ def shown(value: Any) -> str:
 
 def wrong(name: str, value: Any, expected: str) -> Refusal:
     """Return the error for an invalid value, with what it must be."""
-    return bad_request(f"{name}={shown(value)}: must be {expected}", "invalid_value")
+    return bad_request(f"{name}={format_value(value)}: must be {expected}", "invalid_value")
 
 
 def flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
@@ -61,7 +61,7 @@ def number(body: Mapping[str, Any], name: str, default: float | None, *, low: fl
     return float(value)
 
 
-def listed(name: str, value: Any) -> list[Any]:
+def read_list(name: str, value: Any) -> list[Any]:
     """Read a list.
 
     Raises:

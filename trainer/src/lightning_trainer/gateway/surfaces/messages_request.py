@@ -9,7 +9,7 @@ from lightning_spans.chat.body import tool_call
 from lightning_trainer.gateway.formats.arguments import as_text
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.request.effort import known_effort
-from lightning_trainer.gateway.request.fields import flag, listed, wrong
+from lightning_trainer.gateway.request.fields import flag, read_list, wrong
 
 _TRANSLATED: Final = frozenset({
     "system", "messages", "tools", "tool_choice", "stop_sequences", "max_tokens", "metadata", "thinking",
@@ -71,7 +71,7 @@ def _context_management(value: Any) -> dict[str, Any]:
     """
     if value is None:
         return {}
-    edits = listed("context_management", value.get("edits") if isinstance(value, dict) else value)
+    edits = read_list("context_management", value.get("edits") if isinstance(value, dict) else value)
     for edit in edits:
         if not _kind(edit).startswith(_CLEARED):
             raise bad_request(f"context_management: {_kind(edit)!r} is not supported.", "unsupported_parameter")
@@ -108,7 +108,7 @@ def _system(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _messages(value: Any) -> Iterator[dict[str, Any]]:
-    messages = listed("messages", value)
+    messages = read_list("messages", value)
     if not messages:
         raise wrong("messages", value, "a list with at least one message")
     for at, message in enumerate(messages):
@@ -121,7 +121,7 @@ def _messages(value: Any) -> Iterator[dict[str, Any]]:
             raise wrong(f"{where}.role", role, "user or assistant")
         content = message.get("content")
         blocks = (
-            [{"type": "text", "text": content}] if isinstance(content, str) else listed(f"{where}.content", content)
+            [{"type": "text", "text": content}] if isinstance(content, str) else read_list(f"{where}.content", content)
         )
         yield from _assistant(blocks, where) if role == "assistant" else _user(blocks, where)
 
@@ -200,17 +200,17 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     Raises:
         Refusal: one is malformed, or cannot be left out.
     """
-    given = listed("tools", body.get("tools") or [])
+    given = read_list("tools", body.get("tools") or [])
     hosted = [tool for tool in given if _kind(tool).startswith(_HOSTED)]
     choice = body.get("tool_choice")
     wanted = choice.get("name") if isinstance(choice, dict) else None
     for tool in hosted:
         if len(hosted) == len(given) or tool.get("name") == wanted:
-            raise _tool_refused(_kind(tool))
+            raise _tool_refusal(_kind(tool))
     return [_tool(tool) for tool in given if tool not in hosted], [_kind(tool) for tool in hosted]
 
 
-def _tool_refused(kind: Any) -> Refusal:
+def _tool_refusal(kind: Any) -> Refusal:
     return bad_request(f"tool {kind!r} runs at Anthropic only. Give tools of your own.", "unsupported_tool")
 
 
@@ -219,7 +219,7 @@ def _tool(tool: Any) -> dict[str, Any]:
         kind = tool.get("type") if isinstance(tool, dict) else tool
         if isinstance(kind, str) and kind.startswith(("bash_", "text_editor_", "computer_", "memory_")):
             raise bad_request(f"tool {kind!r} has no schema. Give it one.", "unsupported_tool")
-        raise _tool_refused(kind)
+        raise _tool_refusal(kind)
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
@@ -250,7 +250,7 @@ def _text(block: Mapping[str, Any], where: str) -> str:
 
 
 def _texts(where: str, blocks: Any) -> list[str]:
-    for block in listed(where, blocks):
+    for block in read_list(where, blocks):
         if _kind(block) != "text":
             raise _unknown(_kind(block), where)
     return [_text(block, where) for block in blocks]

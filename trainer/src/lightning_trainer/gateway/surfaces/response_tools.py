@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
-from lightning_trainer.gateway.request.fields import listed, wrong
+from lightning_trainer.gateway.request.fields import read_list, wrong
 
 _DEFAULT: Final = "functions"  # OpenAI's name of the namespace for tools without one
 _HOSTED: Final = (  # prefixes of the dated names of tools that run at OpenAI
@@ -64,7 +64,7 @@ class ResponseTools:
     def _add(self, tool: Any, namespace: str | None) -> None:
         kind: Any = str(tool.get("type")) if isinstance(tool, dict) else tool
         if kind == "namespace" and namespace is None:
-            for each in listed("tools", tool.get("tools")):
+            for each in read_list("tools", tool.get("tools")):
                 self._add(each, str(tool.get("name")))
         elif kind in {"function", "custom"}:
             own = OwnTool(kind, str(tool.get("name")), namespace)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from lightning_spans.chat.body import tool_call
 from lightning_trainer.gateway.http.errors import bad_request
 from lightning_trainer.gateway.request.effort import known_effort
-from lightning_trainer.gateway.request.fields import flag, listed, wrong
+from lightning_trainer.gateway.request.fields import flag, read_list, wrong
 from lightning_trainer.gateway.surfaces.response_tools import OwnTool, ResponseTools, free_text_arguments
 
 _TRANSLATED: Final = frozenset({
@@ -55,7 +55,7 @@ def read_response(body: Mapping[str, Any], before: list[dict[str, Any]]) -> Read
         raise bad_request("truncation is not supported: too long a context is an error.", "unsupported_parameter")
     chat = {name: value for name, value in body.items() if name not in _TRANSLATED}
     items = Items(body.get("input"))
-    tools = ResponseTools([*listed("tools", body.get("tools") or []), *items.tools], body.get("tool_choice"))
+    tools = ResponseTools([*read_list("tools", body.get("tools") or []), *items.tools], body.get("tool_choice"))
     instructions = body.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
     chat["messages"] = [*system, *before, *items.messages]
@@ -83,7 +83,7 @@ def _compaction(value: Any) -> dict[str, Any]:
     """
     if not value:
         return {}
-    for edit in listed("context_management", value):
+    for edit in read_list("context_management", value):
         kind = edit.get("type") if isinstance(edit, dict) else edit
         if kind != "compaction":
             raise bad_request(f"context_management: {kind!r} is not supported here.", "unsupported_parameter")
@@ -92,7 +92,7 @@ def _compaction(value: Any) -> dict[str, Any]:
 
 def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
     included = body.get("include") or []
-    for name in listed("include", included):
+    for name in read_list("include", included):
         if name not in tuple(_INCLUDED):
             raise bad_request(f"include {name!r} is not supported. Use one of: {', '.join(sorted(_INCLUDED))}.")
     chat: dict[str, Any] = {"logprobs": True} if _LOGPROBS in included else {}
@@ -138,7 +138,7 @@ class Items:
         if isinstance(value, str):
             self.messages.append({"role": "user", "content": value})
         else:
-            for at, item in enumerate(listed("input", value)):
+            for at, item in enumerate(read_list("input", value)):
                 self._take(item, f"input[{at}]")
         if not self.messages:
             raise wrong("input", value, "a string or a list with at least one message")
@@ -148,7 +148,7 @@ class Items:
         if kind == "reasoning":
             self._thought = "".join(_thoughts(item, where))
         elif kind == "additional_tools":
-            self.tools += listed(f"{where}.tools", item.get("tools"))
+            self.tools += read_list(f"{where}.tools", item.get("tools"))
         elif kind == "configuration_update":
             self._configure(item, where)
         else:
@@ -193,7 +193,7 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], thought: 
 
 
 def _thoughts(item: Mapping[str, Any], where: str) -> Iterator[str]:
-    for part in listed(f"{where}: content or summary", item.get("content") or item.get("summary") or []):
+    for part in read_list(f"{where}: content or summary", item.get("content") or item.get("summary") or []):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             yield part["text"]
 
@@ -205,7 +205,7 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _content(value: Any, where: str) -> Any:
     if isinstance(value, str):
         return value
-    parts = [_part(part, where) for part in listed(where, value)]
+    parts = [_part(part, where) for part in read_list(where, value)]
     return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
 
 

@@ -16,7 +16,7 @@ from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.upstream.dialects import Dialect, as_chat, dialect_of
-from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of, refusal_of
+from lightning_trainer.gateway.upstream.errors import BrokenError, object_of, refusal_of, upstream_failure
 from lightning_trainer.gateway.upstream.replicas import Replica
 
 if TYPE_CHECKING:
@@ -78,9 +78,13 @@ class Connection:
                     response = await asking
             async with response:
                 if 300 <= response.status < 400:
-                    raise failed(f"{url} answered with a redirect, which is not followed: its target may be anything")
+                    raise upstream_failure(
+                        f"{url} answered with a redirect, which is not followed: its target may be anything"
+                    )
                 if response.status >= 600:
-                    raise failed(f"{url} answered with the status {response.status}, which HTTP does not have")
+                    raise upstream_failure(
+                        f"{url} answered with the status {response.status}, which HTTP does not have"
+                    )
                 if response.status >= 400:
                     refusal = refusal_of(
                         response.status, await self.read(response), response.headers.get("retry-after")
@@ -89,7 +93,7 @@ class Connection:
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             stale = isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError))
-            told = failed(f"{url} did not answer: {type(error).__name__}: {error}")
+            told = upstream_failure(f"{url} did not answer: {type(error).__name__}: {error}")
             raise BrokenError(told, stale=stale) from error
 
     async def read(self, response: aiohttp.ClientResponse) -> bytes:
@@ -112,7 +116,7 @@ class Connection:
             Refusal: it is compressed, although that was not requested.
         """
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise failed(f"{response.url} sent a compressed body, which the request did not accept")
+            raise upstream_failure(f"{response.url} sent a compressed body, which the request did not accept")
         with waiting("upstream", self._waits_for) as wait:
             body = Arriving(response, wait, self._silence_s)
             try:
@@ -163,9 +167,9 @@ class Connection:
                     if replica.dialect is None:
                         logger.warning(_TOLD_UNLISTED, url, response.status, _AGAIN_S)
                     return None
-                raise BrokenError(_not_listed(url, response, await self.read(response)))
+                raise BrokenError(_listing_refusal(url, response, await self.read(response)))
         except (aiohttp.ClientError, TimeoutError) as error:
-            told = failed(f"{replica.url} did not answer: {type(error).__name__}: {error}")
+            told = upstream_failure(f"{replica.url} did not answer: {type(error).__name__}: {error}")
             raise BrokenError(told) from error
 
     async def page(self, replica: Replica, path: str, body: Any = None) -> bytes:
@@ -236,12 +240,12 @@ class Connection:
         return self._session
 
 
-def _not_listed(url: str, response: aiohttp.ClientResponse, body: bytes) -> Refusal:
+def _listing_refusal(url: str, response: aiohttp.ClientResponse, body: bytes) -> Refusal:
     """Return the error for a call whose server's kind could not be detected."""
     if response.status < 400:
-        return failed(f"{url} answered {response.status} and no list of models; redirects are not followed")
+        return upstream_failure(f"{url} answered {response.status} and no list of models; redirects are not followed")
     if response.status >= 600:
-        return failed(f"{url} answered with the status {response.status}, which HTTP does not have")
+        return upstream_failure(f"{url} answered with the status {response.status}, which HTTP does not have")
     refusal = refusal_of(response.status, body, response.headers.get("retry-after"))
     return replace(refusal, message=f"{url} answered {response.status}: {refusal.message}")
 
@@ -279,7 +283,7 @@ class Arriving:
         self._wait.moved()
         self._size += len(found)
         if self._size > MOST_BYTES:
-            raise failed(f"{self._response.url} sent more than {MOST_BYTES} bytes")
+            raise upstream_failure(f"{self._response.url} sent more than {MOST_BYTES} bytes")
         return found
 
     def end(self) -> None:

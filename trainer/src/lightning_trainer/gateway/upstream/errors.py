@@ -25,7 +25,7 @@ class BrokenError(Exception):
         self.stale = stale  # the connection was closed before any of it arrived
 
 
-def failed(what: str) -> Refusal:
+def upstream_failure(what: str) -> Refusal:
     """Return a 502: the server could not be reached, or sent no answer."""
     return Refusal(502, f"the model's server {what}", "server_error", "upstream_failed")
 
@@ -52,7 +52,7 @@ def events_of(events: EventReader, piece: bytes) -> list[bytes]:
     try:
         return events.feed(piece)
     except ValueError as error:
-        raise failed(f"sent {error}") from None
+        raise upstream_failure(f"sent {error}") from None
 
 
 def object_of(body: bytes) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def object_of(body: bytes) -> dict[str, Any]:
     try:
         data = _read(body)
     except ValueError as error:
-        raise failed(f"sent no JSON: {error}") from None
+        raise upstream_failure(f"sent no JSON: {error}") from None
     if not isinstance(data, dict):
-        raise failed("sent no JSON object")
+        raise upstream_failure("sent no JSON object")
     if "error" in data and "choices" not in data:
         raise refusal_of(502, body)
     return data

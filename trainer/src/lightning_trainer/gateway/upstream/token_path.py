@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from lightning_spans.chat.stream import EventReader
 from lightning_trainer.gateway.calls.answers import Ready, Record, Responder
 from lightning_trainer.gateway.calls.response import ResponseSender
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.formats.frames import HERMES
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.request.chat_request import check_abilities, read_chat_request
@@ -19,7 +19,7 @@ from lightning_trainer.gateway.request.constraints import Constraint, Form
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.connection import Connection
-from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, failed, object_of
+from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, object_of, upstream_failure
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.gateway.upstream.token_protocols import Reader, TokenProtocolError, TokenServer
@@ -163,7 +163,7 @@ class TokenPath:
         *,
         served: str,
         constraint: Constraint | None,
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledPiece, None]:
         """Sample one answer from a replica, as it arrives.
 
         Raises:
@@ -184,7 +184,7 @@ class TokenPath:
             form = await self.form(replica)
             if form == "none":
                 raise BrokenError(
-                    failed(f"{replica.url} differs from the other replicas: {ContinuationReason.NO_FORM}")
+                    upstream_failure(f"{replica.url} differs from the other replicas: {ContinuationReason.NO_FORM}")
                 )
             told = constraint.structured_outputs(form, self._answers.chat.frame or HERMES)
             body["structured_outputs"] = told
@@ -225,7 +225,7 @@ class _OneCall:
     def version(self) -> int:
         return self._pending.sampled.policy_version
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[SampledPiece, None]:
         """Sample one answer. If a replica fails before anything of the call was sampled, another is used."""
         replicas, tried, stale = self._route.replicas, list[Replica](), False
         while True:
@@ -251,13 +251,13 @@ class _OneCall:
 
     async def _whole(
         self, replica: Replica, prompt: Sequence[int], sampling: Sampling
-    ) -> AsyncGenerator[Sampled, None]:
+    ) -> AsyncGenerator[SampledPiece, None]:
         """Return an answer to its end."""
         ended = False
         with self._route.replicas.answering(replica), self._route.names.call() as served:
             server = await self._path.server(replica)
             if isinstance(server, str):
-                raise BrokenError(failed(f"{replica.url} differs from the other replicas: {server}"))
+                raise BrokenError(upstream_failure(f"{replica.url} differs from the other replicas: {server}"))
             drawn = self._path.stream(
                 replica, server, prompt, sampling, self._pending, served=served.name, constraint=self._constraint
             )
@@ -267,13 +267,15 @@ class _OneCall:
                     if piece.token_ids or piece.text or piece.finish_reason is not None:
                         yield piece
         if not ended:
-            raise BrokenError(failed(f"{replica.url} ended its answer before it was complete"))
+            raise BrokenError(upstream_failure(f"{replica.url} ended its answer before it was complete"))
 
 
-def _read(reader: Reader, data: bytes, replica: Replica) -> Sampled:
+def _read(reader: Reader, data: bytes, replica: Replica) -> SampledPiece:
     try:
-        return reader.read(object_of(data)) or Sampled((), (), "")
+        return reader.read(object_of(data)) or SampledPiece((), (), "")
     except TokenProtocolError as error:
-        raise failed(f"{replica.url} {error}") from None
+        raise upstream_failure(f"{replica.url} {error}") from None
     except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
-        raise failed(f"{replica.url} sent a reply of an unknown form: {type(error).__name__}: {error}") from None
+        raise upstream_failure(
+            f"{replica.url} sent a reply of an unknown form: {type(error).__name__}: {error}"
+        ) from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from lightning_spans.errors import LightningError
-from lightning_trainer.gateway.engine import FinishReason, Sampled, Sampling
+from lightning_trainer.gateway.engine import FinishReason, SampledPiece, Sampling
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 
 _FINISHED: Final[Mapping[str, FinishReason]] = {"stop": "stop", "length": "length"}
@@ -25,7 +25,7 @@ class TokenProtocolError(LightningError):
 class Reader(Protocol):
     """Parses one answer, whole or in chunks."""
 
-    def read(self, data: Mapping[str, Any]) -> Sampled | None:
+    def read(self, data: Mapping[str, Any]) -> SampledPiece | None:
         """Add a reply or a chunk; return what is new in it, None if nothing is.
 
         Raises:
@@ -109,7 +109,7 @@ class CompletionsReader:
     def __init__(self, prompt: Sequence[int] = ()) -> None:
         self._prompt, self._returned = prompt, 0
 
-    def read(self, data: Mapping[str, Any]) -> Sampled | None:
+    def read(self, data: Mapping[str, Any]) -> SampledPiece | None:
         """See `Reader`. A chunk without a choice, such as the usage at the end, contains nothing new."""
         if "error" in data:
             raise TokenProtocolError(f"failed: {data['error']}")
@@ -174,7 +174,7 @@ class SglangReader:
     def __init__(self, text: TextStream) -> None:
         self._text, self._had, self._stopped = text, 0, False
 
-    def read(self, data: Mapping[str, Any]) -> Sampled | None:
+    def read(self, data: Mapping[str, Any]) -> SampledPiece | None:
         """See `Reader`."""
         if "error" in data:
             raise TokenProtocolError(f"failed: {data['error']}")
@@ -214,7 +214,7 @@ def _check_number(usage: Mapping[str, Any] | None, returned: float) -> None:
         raise TokenProtocolError(f"counts {reported} completion tokens and returned {returned} ids")
 
 
-def _checked_piece(ids: Sequence[Any], logprobs: Sequence[Any], text: str, reason: str | None) -> Sampled:
+def _checked_piece(ids: Sequence[Any], logprobs: Sequence[Any], text: str, reason: str | None) -> SampledPiece:
     """Check and return a piece. The finish reason "abort" is not accepted: the answer is incomplete.
 
     Raises:
@@ -227,7 +227,7 @@ def _checked_piece(ids: Sequence[Any], logprobs: Sequence[Any], text: str, reaso
     if not all(logprob is None or type(logprob) in {int, float} for logprob in logprobs):
         raise TokenProtocolError("returned something that is not a log-probability")
     known = tuple(math.nan if logprob is None else float(logprob) for logprob in logprobs)
-    return Sampled(tuple(ids), known, text, _FINISHED.get(reason or ""))
+    return SampledPiece(tuple(ids), known, text, _FINISHED.get(reason or ""))
 
 
 def _sampling_fields(sampling: Sampling) -> dict[str, Any]:

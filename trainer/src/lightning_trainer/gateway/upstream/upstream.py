@@ -18,13 +18,13 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.calls.answers import Ready, Record
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.http.errors import Refusal
-from lightning_trainer.gateway.http.masking import masked
+from lightning_trainer.gateway.http.masking import mask_secrets
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.assembly import Assembly
 from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.dialects import chunks_of
-from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, failed, object_of
+from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, object_of, upstream_failure
 from lightning_trainer.gateway.upstream.parameters import refuse_unknown
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
 from lightning_trainer.gateway.upstream.sampling import SamplingParameters
@@ -111,7 +111,7 @@ class UpstreamPolicy:
         self.version: int | None = None  # set by `resume`; None: the routing's
         self._sampling = SamplingParameters(any_model=upstream.any_model)
         self._probing: asyncio.Task[None] | None = None
-        self._waits_for = f"{masked(upstream.url)} to answer for {upstream.model}"
+        self._waits_for = f"{mask_secrets(upstream.url)} to answer for {upstream.model}"
         self._http = Connection(
             upstream.key, silence_s=upstream.silence_s, total_s=upstream.total_s, waits_for=self._waits_for
         )
@@ -158,7 +158,7 @@ class UpstreamPolicy:
     def describe(self) -> dict[str, Any]:
         """Return its state."""
         listed = [
-            {"url": masked(replica.url), "in_flight": replica.in_flight, "error": replica.failure}
+            {"url": mask_secrets(replica.url), "in_flight": replica.in_flight, "error": replica.failure}
             for replica in self.replicas.all
         ]
         return {
@@ -312,7 +312,7 @@ class UpstreamPolicy:
                     if news:
                         await sender.chunks(news)
         if not assembly.ended:
-            raise BrokenError(failed(f"{replica.url} ended its stream before the answer was complete"))
+            raise BrokenError(upstream_failure(f"{replica.url} ended its stream before the answer was complete"))
         return held
 
     def _unwell(self, replica: Replica, error: BrokenError) -> None:
@@ -344,7 +344,7 @@ class UpstreamPolicy:
             found = await self._post_to_any("/../tokenize", {**body, "model": served.name})
         number = object_of(found).get("count")
         if not isinstance(number, int):
-            raise failed(f"{self.upstream.url} does not count tokens")
+            raise upstream_failure(f"{self.upstream.url} does not count tokens")
         return number
 
     async def embeddings(self, body: Mapping[str, Any]) -> bytes:
@@ -390,4 +390,4 @@ def record_reply(assembly: Assembly, data: bytes) -> dict[str, Any]:
     try:
         return assembly.add(object_of(data))
     except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
-        raise failed(f"sent a reply of an unknown form: {type(error).__name__}: {error}") from None
+        raise upstream_failure(f"sent a reply of an unknown form: {type(error).__name__}: {error}") from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_trainer.flags.answers import model_flag
-from lightning_trainer.flags.common import allow_blocked_option, given, print_json, reading
+from lightning_trainer.flags.common import allow_blocked_option, given_flags, print_json, reading
 from lightning_trainer.flags.files import agent_flag, json_option, key_file_option, server_flag, store_option
 from lightning_trainer.flags.group import group_options
 from lightning_trainer.kits.deploy.flags import GATE_OPTIONS, gate_options, outcomes_option, parse_bounds, share_option
@@ -162,7 +162,7 @@ def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agen
     from lightning_trainer.kits.deploy.shadow.comparison import RULES, ShadowRules
     from lightning_trainer.kits.deploy.transitions import begin_shadow
 
-    compared = ShadowRules(rules=rules or RULES, judge=given({"judge": judge}).get("judge"))
+    compared = ShadowRules(rules=rules or RULES, judge=given_flags({"judge": judge}).get("judge"))
 
     def begin(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
         return replace(begin_shadow(_last(history), agent, share, note), details={SHADOW: compared.to_details()})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_trainer.commands import Listed, command_hook
+from lightning_trainer.commands import ListedCommand, command_hook
 
 lightning_register_commands = command_hook(
-    deploy=Listed(
+    deploy=ListedCommand(
         "lightning_trainer.kits.deploy.command",
         "Bring a candidate policy to users, agent by agent: candidate, shadow, canary, promote, rollback.",
         after="server",

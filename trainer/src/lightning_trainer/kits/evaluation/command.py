@@ -18,7 +18,7 @@ from lightning_trainer.flags.answers import (
     name_by_option,
     server_key_option,
 )
-from lightning_trainer.flags.common import given, print_json, read_key, screen
+from lightning_trainer.flags.common import given_flags, print_json, read_key, screen
 from lightning_trainer.flags.environment import environment_options, with_environment
 from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_option, out_option, resume_option, store_flag
@@ -122,7 +122,7 @@ def command(
     from lightning_trainer.kits.evaluation.evaluate import evaluate
     from lightning_trainer.report.progress import Shown
 
-    config = read_config(resume, given(flags))
+    config = read_config(resume, given_flags(flags))
     environment = os.environ.get("LIGHTNING_UPSTREAM_KEY")
     keys = BearerKeys(
         endpoint=read_key(endpoint_key) if endpoint_key else environment,

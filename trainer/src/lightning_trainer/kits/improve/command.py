@@ -10,7 +10,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.flags.answers import reflect_option, server_key_option
-from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json, read_key, screen
+from lightning_trainer.flags.common import GroupedCommand, config_options, given_flags, print_json, read_key, screen
 from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import config_file_option, dry_run_flag, json_option, out_option, resume_option
 from lightning_trainer.kits.improve.fields import ImproveFields
@@ -65,7 +65,7 @@ def command(
     from lightning_trainer.kits.improve.improve import improve, plan_search
     from lightning_trainer.report.progress import Shown
 
-    config = _read(resume, reflect_key, given(flags if resume is None else {**flags, "out": out}))
+    config = _read(resume, reflect_key, given_flags(flags if resume is None else {**flags, "out": out}))
     program = config.train.target or config.train.command
     if dry_run:
         plan = plan_search(config)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_spans.hooks import hookimpl
-from lightning_trainer.commands import Listed, command_hook
+from lightning_trainer.commands import ListedCommand, command_hook
 
 
 @hookimpl
@@ -18,7 +18,7 @@ def lightning_register_callbacks(register: Callable[[str, Any], None]) -> None:
 
 
 lightning_register_commands = command_hook(
-    lineage=Listed(
+    lineage=ListedCommand(
         "lightning_trainer.kits.lineage.command",
         "What a checkpoint learned from, or which checkpoints learned from a call or trace.",
         after="traces",

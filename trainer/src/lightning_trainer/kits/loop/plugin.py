@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_trainer.commands import Listed, command_hook
+from lightning_trainer.commands import ListedCommand, command_hook
 
 lightning_register_commands = command_hook(
-    loop=Listed(
+    loop=ListedCommand(
         "lightning_trainer.kits.loop.command",
         "Improve an agent in production in rounds: select live traces, train, evaluate, shadow, canary, approval.",
         after="deploy",

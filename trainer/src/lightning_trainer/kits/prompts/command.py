@@ -17,7 +17,7 @@ from lightning_trainer.flags.answers import (
     reflect_option,
     server_key_option,
 )
-from lightning_trainer.flags.common import given, print_json, read_key
+from lightning_trainer.flags.common import given_flags, print_json, read_key
 from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import json_option
 from lightning_trainer.flags.program import (
@@ -91,7 +91,7 @@ def command(*, reflect: str, reflect_key: Path | None, resume: bool, as_json: bo
         subject=subject,
         answered=chosen_agents(subject) or ("*",),
         work=take_work(flags),
-        **{"name_by": name_rules(subject), **given(flags)},
+        **{"name_by": name_rules(subject), **given_flags(flags)},
     )
     with Shown(f"prompts of {', '.join(names)} in {target or program}") as progress:
         found = optimise(config, progress, resume=resume)

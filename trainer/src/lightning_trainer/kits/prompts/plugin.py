@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_spans.hooks import hookimpl
-from lightning_trainer.commands import Listed, command_hook
+from lightning_trainer.commands import ListedCommand, command_hook
 
 lightning_register_commands = command_hook(
-    prompts=Listed(
+    prompts=ListedCommand(
         "lightning_trainer.kits.prompts.command",
         "Optimise the system prompts of the agents you name.",
         after="eval",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_trainer.commands import Listed, command_hook
+from lightning_trainer.commands import ListedCommand, command_hook
 
 lightning_register_commands = command_hook(
-    fork=Listed(
+    fork=ListedCommand(
         "lightning_trainer.kits.replay.fork_command",
         "Replay a recorded rollout with one model call changed.",
         after="traces",
     ),
-    replay=Listed(
+    replay=ListedCommand(
         "lightning_trainer.kits.replay.replay_command",
         "Replay recorded rollouts against new code or another model, and report which still succeed.",
         after="fork",

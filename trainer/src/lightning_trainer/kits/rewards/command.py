@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from lightning_trainer.flags.common import given, print_json, read_key, screen
+from lightning_trainer.flags.common import given_flags, print_json, read_key, screen
 from lightning_trainer.kits.evaluation.command import command as evaluation
 from lightning_trainer.kits.evaluation.command import read_config
 from lightning_trainer.report.terminal import decimal, printable
@@ -97,7 +97,7 @@ def attack_command(
     chosen = None if strategies is None else tuple(dict.fromkeys(filter(None, map(str.strip, strategies.split(",")))))
     named: dict[str, Any] = {"strategies": chosen, "rollouts": rollouts}
     own = {name: value for name, value in named.items() if value is not None}
-    plan = AttackPlan(evaluation=read_config(None, given(flags)), **own)
+    plan = AttackPlan(evaluation=read_config(None, given_flags(flags)), **own)
     key = read_key(endpoint_key) if endpoint_key else os.environ.get("LIGHTNING_UPSTREAM_KEY")
     remember(key)
     with Shown(f"attacking the reward of {plan.evaluation.target or plan.evaluation.command}") as progress:

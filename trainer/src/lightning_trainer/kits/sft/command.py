@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.flags.common import config_options, given, print_json
+from lightning_trainer.flags.common import config_options, given_flags, print_json
 from lightning_trainer.flags.fields import field_option
 from lightning_trainer.flags.files import resume_option
 from lightning_trainer.kits.sft.config import RoundsConfig, SftConfig
@@ -37,7 +37,7 @@ def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, *
     line on stdout is JSON with the loss before and after, and the checkpoint; pass that to `train --model` to continue
     with RL.
     """
-    flags = given(flags)
+    flags = given_flags(flags)
     if resume is not None:
         _go_on(resume, sorted({*flags, *(["data"] if tasks else []), *data}))
         return

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_trainer.commands import Listed, command_hook
+from lightning_trainer.commands import ListedCommand, command_hook
 
 lightning_register_commands = command_hook(
-    sft=Listed(
+    sft=ListedCommand(
         "lightning_trainer.kits.sft.command",
         "Supervised fine-tuning on conversations from files, stores or a larger model.",
         after="train",

@@ -19,11 +19,11 @@ import torch
 
 from lightning_trainer.backends.torch.generate.mixed import MixedLinears
 from lightning_trainer.backends.torch.generate.request import Request
-from lightning_trainer.backends.torch.generate.sampling import Drawn, draw
+from lightning_trainer.backends.torch.generate.sampling import SampledTokens, draw
 from lightning_trainer.backends.torch.model.cache import SlotCache
 from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.backends.torch.model.step import SHORT, Chunk, StepPlan
-from lightning_trainer.gateway.engine import Sampled
+from lightning_trainer.gateway.engine import SampledPiece
 
 _log = logging.getLogger(__name__)
 
@@ -237,9 +237,9 @@ class Batcher:
                 left -= chunks[-1].length
         return chunks
 
-    def _take(self, requests: list[Request], drawn: Drawn) -> None:
+    def _take(self, requests: list[Request], drawn: SampledTokens) -> None:
         """Pass sampled tokens to their requests, and end those that are done."""
-        pieces: list[tuple[Request, Sampled | Exception]] = []
+        pieces: list[tuple[Request, SampledPiece | Exception]] = []
         for request, token, logprob, steered in zip(requests, *drawn, strict=True):
             piece = request.take(token, logprob, ends=token in self._model.end_tokens, steered=steered)
             pieces.append((request, piece))
@@ -251,9 +251,9 @@ class Batcher:
         _deliver(pieces)
 
 
-def _deliver(pieces: list[tuple[Request, Sampled | Exception]]) -> None:
+def _deliver(pieces: list[tuple[Request, SampledPiece | Exception]]) -> None:
     """Pass pieces to the event loops that wait for them, one wake-up per loop."""
-    by_loop: dict[AbstractEventLoop, list[tuple[Request, Sampled | Exception]]] = {}
+    by_loop: dict[AbstractEventLoop, list[tuple[Request, SampledPiece | Exception]]] = {}
     for request, piece in pieces:
         by_loop.setdefault(request.loop, []).append((request, piece))
     for loop, batch in by_loop.items():
@@ -264,6 +264,6 @@ def _deliver(pieces: list[tuple[Request, Sampled | Exception]]) -> None:
                 request.cancelled = True
 
 
-def _put(batch: list[tuple[Request, Sampled | Exception]]) -> None:
+def _put(batch: list[tuple[Request, SampledPiece | Exception]]) -> None:
     for request, piece in batch:
         request.pieces.put_nowait(piece)

@@ -20,7 +20,7 @@ from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.backends.torch.threads import available_cores
 from lightning_trainer.engines.contract import WriteWeights
-from lightning_trainer.gateway.engine import STEERED, Engine, Sampled, Sampling
+from lightning_trainer.gateway.engine import STEERED, Engine, SampledPiece, Sampling
 from lightning_trainer.gateway.engine_wait import add_wait
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 from lightning_trainer.policies import BASE
@@ -78,11 +78,11 @@ class TorchEngine:
         """Most tokens of prompt and answer together."""
         return self._model.max_model_len
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         """Sample one answer: `Engine.generate`; with several adapters, from their base model."""
         return self.draw(prompt, sampling, NO_ADAPTER)
 
-    def draw(self, prompt: Sequence[int], sampling: Sampling, adapter: int) -> AsyncIterator[Sampled]:
+    def draw(self, prompt: Sequence[int], sampling: Sampling, adapter: int) -> AsyncIterator[SampledPiece]:
         """Sample one answer with the adapter of this number.
 
         Raises:
@@ -110,7 +110,7 @@ class TorchEngine:
 
     async def _pieces(
         self, ids: Any, sampling: Sampling, limit: int, seed: int, adapter: int
-    ) -> AsyncIterator[Sampled]:
+    ) -> AsyncIterator[SampledPiece]:
         text = TextStream(self.tokenizer, sampling.stop)
         loop = asyncio.get_running_loop()
         grammar = None if sampling.grammar is None else await asyncio.to_thread(self._grammars.make, sampling.grammar)
@@ -204,7 +204,7 @@ class AdapterEngine:
         """Most tokens of prompt and answer together."""
         return self._engine.max_model_len
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         """Sample one answer: `Engine.generate`, with the errors of `TorchEngine.draw`."""
         return self._engine.draw(prompt, sampling, self._number)
 

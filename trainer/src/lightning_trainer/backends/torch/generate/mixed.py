@@ -35,7 +35,7 @@ class MixedLinears:
         """
         self._ranks = _ranks(model, adapters)
         self._mask_NR: Tensor | None = None
-        self._layers = [_Mixed(module, adapters, self, pack=pack) for module in linears(model)]
+        self._layers = [_MixedLinear(module, adapters, self, pack=pack) for module in linears(model)]
         parameter = next(model.parameters())
         owner_R = np.repeat(np.arange(len(adapters)), self._ranks)
         table = owner_R == np.arange(-1, len(adapters))[:, None]  # the first row is that of the base model
@@ -68,7 +68,7 @@ class MixedLinears:
             layer.undo()
 
 
-class _Mixed:
+class _MixedLinear:
     """One linear layer, or LoRA's wrapper of one."""
 
     def __init__(self, module: nn.Module, adapters: Sequence[str], mixed: MixedLinears, *, pack: bool) -> None:

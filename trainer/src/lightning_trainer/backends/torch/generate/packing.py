@@ -21,7 +21,7 @@ class PackedLinears:
     """The packed copies of a model's linear layers, used only under `torch.inference_mode`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [_Packed(module) for module in linears(model)]
+        self._layers = [_PackedLinear(module) for module in linears(model)]
         self.refresh()
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class Base:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(own, _TOKENS)
 
 
-class _Packed:
+class _PackedLinear:
     """One linear layer, or LoRA's wrapper of one."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_trainer.backends.torch.generate.adjusting import Adjuster
 from lightning_trainer.backends.torch.generate.sampling import Draw
-from lightning_trainer.gateway.engine import FinishReason, Sampled, Sampling
+from lightning_trainer.gateway.engine import FinishReason, SampledPiece, Sampling
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 
 
@@ -44,7 +44,7 @@ class Request:
     text: TextStream
     loop: asyncio.AbstractEventLoop
     adjuster: Adjuster | None = None
-    pieces: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
+    pieces: asyncio.Queue[SampledPiece | Exception] = field(default_factory=asyncio.Queue)
     cancelled: bool = False
     adapter: int = -1
     newest: Callable[[], int | None] = lambda: None
@@ -59,7 +59,7 @@ class Request:
         drawn = self.random.random()
         return Draw(sampling.temperature, sampling.top_p, sampling.top_k, drawn, sampling.min_p, adjust)
 
-    def take(self, token: int, logprob: float, *, ends: bool, steered: bool = False) -> Sampled:
+    def take(self, token: int, logprob: float, *, ends: bool, steered: bool = False) -> SampledPiece:
         """Take a sampled token, and return the piece of the answer that it makes."""
         self.drawn += 1
         if self.adjuster is not None:
@@ -72,4 +72,4 @@ class Request:
             reason = "length"
         if reason is not None and not stopped:
             text += self.text.finish()
-        return Sampled((token,), (logprob,), text, reason, (steered,), self.version)
+        return SampledPiece((token,), (logprob,), text, reason, (steered,), self.version)

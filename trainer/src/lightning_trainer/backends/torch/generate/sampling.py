@@ -40,7 +40,7 @@ class Draw:
 STEERED = 0.01
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """The sampled tokens of all rows.
 
     Attributes:
@@ -56,7 +56,7 @@ class Drawn(NamedTuple):
     steered: list[bool]
 
 
-def draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> Drawn:
+def draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> SampledTokens:
     """Sample a token for each row.
 
     Args:
@@ -71,10 +71,10 @@ def draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> Drawn:
         _draw(logits_BV[first : first + piece], draws_B[first : first + piece])
         for first in range(0, len(draws_B), piece)
     ]
-    return Drawn(*(list(chain.from_iterable(parts)) for parts in zip(*drawn, strict=True)))
+    return SampledTokens(*(list(chain.from_iterable(parts)) for parts in zip(*drawn, strict=True)))
 
 
-def _draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> Drawn:
+def _draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> SampledTokens:
     device = logits_BV.device
     scaled_BV = logits_BV.float()
     temperatures = [max(draw.temperature, _LEAST_TEMPERATURE) if draw.temperature else 1.0 for draw in draws_B]
@@ -100,7 +100,7 @@ def _draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> Drawn:
             steered_B[row] = float((share_W[: len(own_W)] - own_W).abs().sum()) > 2 * STEERED
     chosen_B = scaled_BV.gather(1, drawn_B[:, None])[:, 0]
     logprobs_B = (chosen_B - highest_B1[:, 0]).double() - totals_B.log()
-    return Drawn(drawn_B.tolist(), logprobs_B.clamp(max=0.0).tolist(), steered_B)
+    return SampledTokens(drawn_B.tolist(), logprobs_B.clamp(max=0.0).tolist(), steered_B)
 
 
 def _exp_in_blocks(scaled_BV: Tensor, highest_B1: Tensor) -> Tensor:

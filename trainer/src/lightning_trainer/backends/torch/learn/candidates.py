@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_trainer.backends.torch.learn.tree import Packed, micro_batches
+from lightning_trainer.backends.torch.learn.tree import PackedMicroBatch, micro_batches
 from lightning_trainer.backends.torch.learn.tree_plan import TreePlan
 from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.choices import Divergence
@@ -55,7 +55,7 @@ class Lesson:
         return (self.weights_Q * divergence_Q).sum(), divergence_Q.detach()
 
 
-def lesson(packed: Packed, rows: Sequence[Row], weights_P: Tensor) -> Lesson | None:
+def lesson(packed: PackedMicroBatch, rows: Sequence[Row], weights_P: Tensor) -> Lesson | None:
     """Gather the targets of a micro-batch's rows; None if no row has any.
 
     Args:
@@ -112,6 +112,6 @@ def _best(logits_UV: Tensor, count: int) -> Tensor:
     return logits_UV.float().topk(min(count, logits_UV.shape[-1])).indices
 
 
-def _by_row(of_P: NDArray[np.int64], packed: Packed, rows: Sequence[Row]) -> list[NDArray[np.int64]]:
+def _by_row(of_P: NDArray[np.int64], packed: PackedMicroBatch, rows: Sequence[Row]) -> list[NDArray[np.int64]]:
     ends = np.cumsum([int(rows[r].mask.sum()) for r in packed.rows])
     return np.split(of_P, ends[:-1])

@@ -63,10 +63,10 @@ def _logit_bytes(head: nn.Module, hidden_UH: Tensor) -> int:
 def _choose(
     head: nn.Module, hidden_UH: Tensor, temperature_U: Tensor, place_P: Tensor, target_P: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return _Chosen.apply(head(hidden_UH), temperature_U, place_P, target_P)  # type: ignore[no-untyped-call,no-any-return]
+    return _TokenLogprobs.apply(head(hidden_UH), temperature_U, place_P, target_P)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _Chosen(torch.autograd.Function):
+class _TokenLogprobs(torch.autograd.Function):
     """Computes `losses.token_logprobs` and `losses.entropy`, keeping the logits only in their own format."""
 
     @staticmethod

@@ -32,7 +32,7 @@ def by_adapter(rows: Sequence[Row], options: TorchOptions) -> dict[str, list[Row
     }
 
 
-def combined(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def combine_metrics(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of several updates: each with the suffix ``/NAME``, and over all under its own name."""
     every = {f"{name}/{adapter}": value for adapter, own in found.items() for name, value in own.items()}
     names = dict.fromkeys(name for own in found.values() for name in own)

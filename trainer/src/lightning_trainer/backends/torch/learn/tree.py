@@ -34,7 +34,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedMicroBatch:
     """One micro-batch.
 
     Attributes:
@@ -58,7 +58,7 @@ class Packed:
     target_P: IntArray
 
 
-def micro_batches(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -> Iterator[Packed]:
+def micro_batches(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -> Iterator[PackedMicroBatch]:
     """Yield micro-batches of sorted rows, with as many as fit into each; shared prefixes are counted once.
 
     Args:
@@ -81,7 +81,7 @@ def micro_batches(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -
         yield _pack(rows, taken, share=share)
 
 
-def _pack(rows: Sequence[Row], taken: list[int], *, share: bool) -> Packed:
+def _pack(rows: Sequence[Row], taken: list[int], *, share: bool) -> PackedMicroBatch:
     tokens, positions, segments = [], [], []
     place, target, temperature = [], [], []
     path = np.empty(0, np.int64)
@@ -103,7 +103,7 @@ def _pack(rows: Sequence[Row], taken: list[int], *, share: bool) -> Packed:
         temperature.append(np.full(len(trained), row.temperature))
     keys = np.stack([np.concatenate(place).astype(np.float64), np.concatenate(temperature)])
     distinct, inverse = np.unique(keys, axis=1, return_inverse=True)  # rows may have different temperatures
-    return Packed(
+    return PackedMicroBatch(
         rows=np.array(taken),
         tokens_N=np.concatenate(tokens).astype(np.int64),
         positions_N=np.concatenate(positions),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from lightning_trainer.backends.torch.learn.tree import IntArray, Packed, Segment
+from lightning_trainer.backends.torch.learn.tree import IntArray, PackedMicroBatch, Segment
 from lightning_trainer.backends.torch.learn.tree_memory import TreeMemory
 from lightning_trainer.backends.torch.model.attention import (
     AttentionLayer,
@@ -53,7 +53,7 @@ class _Piece:
 class TreePlan:
     """The paths of a packed micro-batch: `attention.AttentionPlan`, `recurrent.RecurrentPlan`."""
 
-    def __init__(self, packed: Packed, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, packed: PackedMicroBatch, dtype: torch.dtype, device: torch.device) -> None:
         self._buckets = [_Bucket(group, dtype, device) for group in _similar(_pieces(packed.segments))]
         order = np.concatenate([bucket.places for bucket in self._buckets])
         self._back = torch.from_numpy(np.argsort(order)).to(device)  # from the order of the buckets to the packed order

@@ -22,7 +22,7 @@ from lightning_trainer.backends.torch.learn.candidates import Lesson, lesson
 from lightning_trainer.backends.torch.learn.head import chosen_logprobs
 from lightning_trainer.backends.torch.learn.policy import TrainedWeights
 from lightning_trainer.backends.torch.learn.shares import AgentGradients, by_agent
-from lightning_trainer.backends.torch.learn.tree import Packed, micro_batches
+from lightning_trainer.backends.torch.learn.tree import PackedMicroBatch, micro_batches
 from lightning_trainer.backends.torch.learn.tree_plan import TreePlan
 from lightning_trainer.backends.torch.learn.value import ValueHead
 from lightning_trainer.backends.torch.model.load import LoadedModel
@@ -44,7 +44,7 @@ class _MicroBatch:
     head.
     """
 
-    packed: Packed
+    packed: PackedMicroBatch
     lengths: tuple[int, ...]
     recorded_P: Tensor
     advantages_P: Tensor
@@ -60,7 +60,7 @@ class _MicroBatch:
         return self.rows[0].agent
 
 
-class Forwarded(NamedTuple):
+class ForwardResult(NamedTuple):
     """The results of a forward pass over a micro-batch: (P,) each, and the hidden states (U, width) behind them.
 
     `asked` are the log-probabilities of other requested tokens.
@@ -226,7 +226,7 @@ def token_factors(gap_T: Tensor, options: TorchOptions) -> tuple[Tensor, dict[st
     return factor_T, told
 
 
-def token_logprobs(model: LoadedModel, packed: Packed) -> tuple[Tensor, Tensor]:
+def token_logprobs(model: LoadedModel, packed: PackedMicroBatch) -> tuple[Tensor, Tensor]:
     """Return (P,) log-probabilities of the trained tokens and (P,) entropies at their places, without gradient."""
     with torch.no_grad():
         found = forward(model, packed)
@@ -235,10 +235,10 @@ def token_logprobs(model: LoadedModel, packed: Packed) -> tuple[Tensor, Tensor]:
 
 def forward(
     model: LoadedModel,
-    packed: Packed,
+    packed: PackedMicroBatch,
     asked: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     options: TorchOptions | None = None,
-) -> Forwarded:
+) -> ForwardResult:
     """Forward a micro-batch.
 
     Args:
@@ -266,7 +266,7 @@ def forward(
     )
     place_P = torch.from_numpy(packed.place_P).to(device)
     count = len(packed.place_P)
-    return Forwarded(logprobs[:count], entropy_U[place_P], hidden_UH, place_P, logprobs[count:])
+    return ForwardResult(logprobs[:count], entropy_U[place_P], hidden_UH, place_P, logprobs[count:])
 
 
 def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, share: bool) -> list[_MicroBatch]:

@@ -73,10 +73,10 @@ class LoadedModel:
         """The module that maps hidden states to logits."""
         head: nn.Module = self.causal.get_output_embeddings()
         cap = getattr(self.causal.config.get_text_config(), "final_logit_softcapping", None)
-        return head if cap is None else nn.Sequential(head, _Capped(cap))
+        return head if cap is None else nn.Sequential(head, _LogitCap(cap))
 
 
-class _Capped(nn.Module):
+class _LogitCap(nn.Module):
     """Caps logits at a number."""
 
     def __init__(self, cap: float) -> None:

@@ -48,10 +48,10 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Multiply with the dequantised weights."""
-        return cast("Tensor", _Multiplied.apply(hidden, self))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _DequantisedProduct.apply(hidden, self))  # type: ignore[no-untyped-call]
 
 
-class _Multiplied(torch.autograd.Function):
+class _DequantisedProduct(torch.autograd.Function):
     """Dequantises again in the backward pass; otherwise all dequantised weights would stay in memory until then."""
 
     @staticmethod

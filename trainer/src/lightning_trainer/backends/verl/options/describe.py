@@ -44,7 +44,7 @@ def count_steps(config: TrainConfig) -> int:
     return config.steps if config.steps is not None else config.step_count(len(load_tasks(config.data, config.columns)))
 
 
-def composed(values: Values) -> Any:
+def compose_options(values: Values) -> Any:
     """Apply options on top of verl's own `ppo_trainer`; return OmegaConf's DictConfig.
 
     Raises:
@@ -65,7 +65,7 @@ def compose(values: Values) -> str:
     """Return verl's whole configuration as YAML, with references resolved."""
     from omegaconf import OmegaConf
 
-    return str(OmegaConf.to_yaml(composed(values), resolve=True))
+    return str(OmegaConf.to_yaml(compose_options(values), resolve=True))
 
 
 def _fits(needs: Requirements, memory: int, share: float, longest: int) -> str:

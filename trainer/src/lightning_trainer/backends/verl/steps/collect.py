@@ -27,7 +27,7 @@ from lightning_spans.store import Store, open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.backends.verl.control import RunServerClient
 from lightning_trainer.backends.verl.options.algorithms import on_verl
-from lightning_trainer.backends.verl.steps.gathered import Gathered
+from lightning_trainer.backends.verl.steps.gathered import GroupCollector
 from lightning_trainer.backends.verl.steps.groups import Groups
 from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, prompt_of, trajectories
 from lightning_trainer.config.train import TrainConfig
@@ -75,7 +75,7 @@ class RolloutCollector:
         )
         # Of this start: rollouts of a killed run are not used again.
         self._name = name_start(Path(lightning.config).parent)
-        self._gathered = Gathered(self._run.failed, self._run.agents, self._run.declared)
+        self._gathered = GroupCollector(self._run.failed, self._run.agents, self._run.declared)
         self._agents: set[str] = set()
         self._times: Counter[int] = Counter()
         self._barren = 0  # groups without a row since the last one with rows

@@ -23,7 +23,7 @@ from lightning_trainer.rl.scores import by_source, given_to, score
 _LEARNER: Final = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # verl's names of phases
 
 
-class Gathered:
+class GroupCollector:
     """Accumulates groups as they end, on one thread, until another takes their numbers.
 
     Args:

@@ -17,7 +17,7 @@ def in_order(lengths: Sequence[int], workers: int) -> list[int]:
     ]
 
 
-def bounded(
+def micro_batch_options(
     lengths: Sequence[int], workers: int, budget: int, *, packed: bool, sequence_parallel: int = 1
 ) -> dict[str, Any]:
     """Return verl's options of a batch such that only a micro-batch of one long row has more tokens than `budget`.

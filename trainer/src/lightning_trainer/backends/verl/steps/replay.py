@@ -13,7 +13,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 POLL_S: Final = 0.1  # verl's own 2 s are most of a small step
 
 
-def _nothing_failed() -> None:
+def _check_nothing() -> None:
     """Do nothing; a placeholder until a trainer sets the real check."""
 
 
@@ -22,7 +22,7 @@ class SyncReplay(ReplayBuffer):  # type: ignore[misc]  # verl has no types
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, poll_interval=POLL_S)
-        self.check: Callable[[], None] = _nothing_failed
+        self.check: Callable[[], None] = _check_nothing
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         self.check()
@@ -38,7 +38,7 @@ class AsyncReplay(ReplayBufferAsync):  # type: ignore[misc]  # verl has no types
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, poll_interval=POLL_S)
-        self.check: Callable[[], None] = _nothing_failed
+        self.check: Callable[[], None] = _check_nothing
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         self.check()

@@ -110,7 +110,7 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._agreement = compare(batch, self.global_steps - 1)
         self._agreement.check()
         self._ages = of_ages(ages(batch.tags, self.global_steps - 1))
-        learned_tokens.write(self._folder, self.global_steps - 1, seen(batch))
+        learned_tokens.write(self._folder, self.global_steps - 1, read_seen_tokens(batch))
         self.agent_loop_manager.note_step(self.global_steps - 1, [key for key, _ in _rows(batch)])
         return batch
 
@@ -144,7 +144,7 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         if not actor.use_dynamic_bsz:  # the table `verl` says how many rows
             return
         batch.reorder(micro_batches.in_order([tag["seq_len"] for tag in batch.tags], workers))
-        self._at_once = micro_batches.bounded(
+        self._at_once = micro_batches.micro_batch_options(
             [tag["seq_len"] for tag in batch.tags],
             workers,
             actor.ppo_max_token_len_per_gpu,
@@ -210,7 +210,7 @@ def compare(batch: Any, version: int) -> Agreement:
     return agreement(engine[mask > 0], trainer[mask > 0])
 
 
-def seen(batch: Any) -> dict[bytes, SeenTokens]:
+def read_seen_tokens(batch: Any) -> dict[bytes, SeenTokens]:
     """Return what the trainer computed for the trained tokens of each row, by the row's name.
 
     Args:
