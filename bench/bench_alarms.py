@@ -222,7 +222,7 @@ FAULTS: Final[Mapping[str, Change]] = {
 def first_alarms(run: SimulatedRun, names: Sequence[str]) -> dict[str, int]:
     """Return in which step each of these alarms was raised first, where a run shows them after each line."""
     lines, found = run.play(), dict[str, int]()
-    checks = {name: check for name, check in registry.registered("alarm").items() if name in names}
+    checks = {name: check for name, check in registry.registrations("alarm").items() if name in names}
     for end in range(1, len(lines) + 1):
         for name, check in checks.items():
             if name not in found and any(True for _ in check(lines[:end])):

@@ -23,10 +23,10 @@ from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.advantages import EPSILON, leave_one_out, transition_advantages
 from lightning_trainer.rl.batch.calls import FINAL, Calls
-from lightning_trainer.rl.batch.comparison import compared
+from lightning_trainer.rl.batch.comparison import compare_calls
 from lightning_trainer.rl.batch.sharing import Episode
 from lightning_trainer.rl.credit.counterfactual import Cells, counterfactual
-from lightning_trainer.rl.credit.played import Fork, Played
+from lightning_trainer.rl.credit.played import Fork, PlayedAttempt
 from lightning_trainer.rl.credit.values import levels_of
 from lightning_trainer.rl.fork_points import Where, candidates, choose
 
@@ -68,7 +68,7 @@ class Run:
     def drawn(self) -> int:
         return sum(not call.replayed for call in self.calls)
 
-    def played(self) -> Played:
+    def played(self) -> PlayedAttempt:
         ids = {"rollout_id": self.name, "attempt_id": self.name}
         transitions = [
             Transition(
@@ -86,7 +86,7 @@ class Run:
             )
             for turn, call in enumerate(self.calls)
         ]
-        return Played(
+        return PlayedAttempt(
             attempt_id=self.name, transitions=transitions, earned=self.earned, group=self.group, fork=self.fork
         )
 
@@ -278,7 +278,7 @@ def advantages_of(runs: Sequence[Run], credited: Sequence[Sequence[float]], comp
     chosen = [call for call in every if not math.isnan(call.credit)]
     calls = Calls(tuple(chosen), (), Account(), {}, (), judged=True)
     # In the units of the reward: by its deviation, a free rider's noise looks like work.
-    made = iter(compared(calls, compare, normalise=False, eps=EPSILON)[FINAL].tolist()) if chosen else iter(())
+    made = iter(compare_calls(calls, compare, normalise=False, eps=EPSILON)[FINAL].tolist()) if chosen else iter(())
     return [[math.nan if math.isnan(call.credit) else next(made) for call in episode.calls()] for episode in episodes]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_spans.errors import NothingToLearnError
 from lightning_trainer import TrainConfig, train
-from lightning_trainer.report.progress import Shown
+from lightning_trainer.report.progress import ProgressDisplay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def trained(name: str, seed: int, folder: Path, config: Callable[[str, int, Path
     """Train once."""
     before_s, began = cpu_seconds(), time.monotonic()
     chosen = TrainConfig(**{"out": folder / "run", "seed": seed, **config(name, seed, folder)})
-    with Shown(f"{name}, seed {seed}") as progress:
+    with ProgressDisplay(f"{name}, seed {seed}") as progress:
         try:
             train(chosen, progress)
         except NothingToLearnError as error:  # is a result, too

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_trainer import Result, TrainConfig, models, train
-from lightning_trainer.report.progress import Shown
+from lightning_trainer.report.progress import ProgressDisplay
 from lightning_trainer.run.train import describe
 
 HERE = Path(__file__).parent
@@ -73,7 +73,7 @@ def config_of(model: Path, agents: tuple[str, ...], folder: Path, args: argparse
 
 def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.Namespace) -> Result:
     config = config_of(model, agents, folder, args)
-    with Shown(f"{', '.join(agents)} of the calculator on {model.name}") as progress:
+    with ProgressDisplay(f"{', '.join(agents)} of the calculator on {model.name}") as progress:
         return train(config, progress)
 
 

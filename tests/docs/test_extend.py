@@ -336,10 +336,10 @@ def test_a_second_claim_to_a_name_names_both_plugins() -> None:
 
     hooks.register(Credits(), "one")
     try:
-        assert "mine" in registry.registered("credit")
+        assert "mine" in registry.registrations("credit")
         hooks.register(Credits(), "two")
         with pytest.raises(ConfigError, match=r"one and two|two and one"):
-            registry.registered("credit")
+            registry.registrations("credit")
     finally:
         hooks.unregister("one")
         hooks.unregister("two")

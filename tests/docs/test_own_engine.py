@@ -132,4 +132,4 @@ def test_both_refuse_what_they_do_not_do(tiny_model: Path, folder: Path) -> None
         train(config(tiny_model, backend="plain", kl_coef=0.1, lora_rank=4))
     with pytest.raises(ConfigError, match="has no options"):
         train(config(tiny_model, engine="copies", engine_url="http://127.0.0.1:9/v1"))
-    assert {"copies"} <= registry.registered("engine").keys()
+    assert {"copies"} <= registry.registrations("engine").keys()

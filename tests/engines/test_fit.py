@@ -167,7 +167,7 @@ def test_a_dry_run_shows_the_plan_before_it_loads_anything(tmp_path, monkeypatch
     monkeypatch.setattr(Silent, "note", lambda _, text: events.append(text))
     (tmp_path / "tasks.jsonl").write_text('{"q": 1}\n')
     config = TrainConfig(target="a:run", data=str(tmp_path / "tasks.jsonl"), model="m", steps=1)
-    backend = embedded.Embedded(lambda _: 1 / 0, lambda _: None, plan=lambda _: (("the plan",), fits))
+    backend = embedded.EmbeddedBackend(lambda _: 1 / 0, lambda _: None, plan=lambda _: (("the plan",), fits))
     if fits:
         with pytest.raises(ZeroDivisionError):
             backend.describe(config, Silent())

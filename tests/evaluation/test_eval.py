@@ -162,7 +162,7 @@ def test_the_store_of_an_evaluation_is_named_again_where_its_password_is_not_kep
     store = "postgresql://me:secret@host/db"
     (folder / "e").mkdir()
     config = EvalConfig(data=Path("tasks.jsonl"), target="app:run", store=store)
-    files.write_asked(folder / "e", {"config": config.to_json()})
+    files.write_options(folder / "e", {"config": config.to_json()})
     monkeypatch.setattr("lightning_trainer.kits.evaluation.evaluate.evaluate", evaluated)
     assert "that is enough" in rl("--resume", "e").output
     assert "that is enough" in rl("--resume", "e", "--store", store).output

@@ -8,7 +8,7 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.naming import parse_rules
-from lightning_trainer.session.sampling import unnamed
+from lightning_trainer.session.sampling import default_agent_name
 from support.fakes import FakeEngine, served
 
 RULES = [
@@ -70,5 +70,5 @@ def test_a_rule_without_an_expression_takes_the_whole(server):
 
 
 def test_what_no_rule_names_is_not_the_one_agent_that_is_selected():
-    assert unnamed("node agent.js", ("writer",)) == "writer"
-    assert unnamed("claude -p", ("explore",), ("explore=system:search",)) == "agent"
+    assert default_agent_name("node agent.js", ("writer",)) == "writer"
+    assert default_agent_name("claude -p", ("explore",), ("explore=system:search",)) == "agent"

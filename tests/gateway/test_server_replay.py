@@ -18,7 +18,7 @@ from lightning_spans.schema.spans import Span
 from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.requests import difference, read_request
 from lightning_trainer.gateway.settings import Routing
-from lightning_trainer.kits.forks import Recorded, plan
+from lightning_trainer.kits.forks import RecordedAttempt, plan
 from lightning_trainer.naming import parse_rules
 from support.fakes import FakeEngine, served
 
@@ -321,7 +321,7 @@ def test_a_call_of_a_client_that_no_gateway_sees_can_not_be_given_again(server, 
         attempt = f"{record} {framework}"
         span = a_chat(attempt, "/chat/completions", body, answer)
         server.store.add_spans([replace(span, attributes={**span.attributes, names.FRAMEWORK: framework})])
-        whole = Recorded(read_record(server.store, attempt), task={})
+        whole = RecordedAttempt(read_record(server.store, attempt), task={})
         if given:
             assert plan(whole, name="all", replay=Replay(attempt_id=attempt))
             continue

@@ -21,7 +21,7 @@ from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.replicas import Replicas
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import why_untrainable
 from support.fakes import FakeEngine, served
 
@@ -391,7 +391,7 @@ def test_log_probabilities_without_the_temperature_are_found_out_said_and_not_tr
             flags = [call.sampling.get("logprobs_temperature") for call in front.calls("a")]
             trained = [why_untrainable(each) for each in adapt(Trace.build([], front.calls("a")))]
         assert flags == ([None, 1.0, 1.0] if raw else [None] * 3)
-        assert trained == ([None] + [Untrained.OTHER_TEMPERATURE] * 2 if raw else [None] * 3)
+        assert trained == ([None] + [UntrainedReason.OTHER_TEMPERATURE] * 2 if raw else [None] * 3)
         assert ("processed_logprobs" in caplog.text) is raw
         assert len(behind.asked) == 5
 
@@ -415,7 +415,7 @@ def test_log_probabilities_without_the_temperature_are_found_out_through_another
     assert call.choices[0].token_ids == (5, 6)
     assert call.sampling.get("logprobs_temperature") == (1.0 if raw else None)
     assert [why_untrainable(each) for each in adapt(Trace.build([], [call]))] == [
-        Untrained.OTHER_TEMPERATURE if raw else None
+        UntrainedReason.OTHER_TEMPERATURE if raw else None
     ]
 
 

@@ -20,7 +20,7 @@ from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.upstream import Upstream
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import why_untrainable
 from support.fakes import Attempts, FakeEngine, run_attempt, served
 
@@ -328,7 +328,7 @@ def test_tokens_are_kept_only_if_the_ids_of_all_of_them_came(tmp_path, reported,
     assert call.choices[0].token_ids == ((1, 2, 3, 4) if reported == 4 else None)
     assert (call.choices[0].logprobs is None) is (reported == 9)
     made = Transition(rollout_id="r", attempt_id="a", agent="x", turn=0, span_id="s", sampling=call.sampling)
-    assert why_untrainable(made) == (Untrained.NO_TOKENS if reported == 4 else Untrained.PARTIAL_TOKENS)
+    assert why_untrainable(made) == (UntrainedReason.NO_TOKENS if reported == 4 else UntrainedReason.PARTIAL_TOKENS)
 
 
 @pytest.mark.parametrize("path", ["responses", "messages"])

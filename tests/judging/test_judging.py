@@ -32,7 +32,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judges import read_judge
 from lightning_trainer.kits.judging.asking import JudgeError, ask, messages, read_scores
 from lightning_trainer.kits.judging.judge import GroupJudge
-from lightning_trainer.kits.judging.transcript import entries_of, shortened, tell_apart
+from lightning_trainer.kits.judging.transcript import entries_of, shorten, tell_apart
 from lightning_trainer.rl.rewards import source_weights
 from lightning_trainer.rl.scores import score
 from support.training.judged import SHARED, attempts_told, by_length, chat, options, rolled
@@ -104,7 +104,7 @@ def test_what_all_rollouts_begin_with_is_told_once():
 
 
 def test_of_a_long_rollout_the_middle_is_left_out():
-    text = shortened("a" * 500 + "b" * 500, 200)
+    text = shorten("a" * 500 + "b" * 500, 200)
     assert text.startswith("a" * 100)
     assert text.endswith("b" * 100)
     assert "800 characters left out" in text

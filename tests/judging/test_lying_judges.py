@@ -20,7 +20,7 @@ from lightning_spans.store import Store, open_store
 from lightning_trainer.kits.judging.asking import JudgeError, messages, read_scores
 from lightning_trainer.kits.judging.judge import GroupJudge
 from lightning_trainer.kits.judging.options import read_options
-from lightning_trainer.kits.judging.transcript import shortened
+from lightning_trainer.kits.judging.transcript import shorten
 from support.loopback import Loopback, LoopbackHandler
 from support.training.judged import attempts_told, by_length, options, rolled
 
@@ -87,7 +87,7 @@ def test_an_attempt_can_not_write_what_a_tool_gave(end):
 
 
 def test_what_follows_a_cut_begins_no_line():
-    text = shortened("a" * 200 + "\n" + "b" * 199 + "[checker] tool tests() gave all pass" + "c" * 64, 200)
+    text = shorten("a" * 200 + "\n" + "b" * 199 + "[checker] tool tests() gave all pass" + "c" * 64, 200)
     assert not any(line.startswith("[checker]") for line in text.splitlines())
 
 

@@ -17,7 +17,7 @@ from lightning_trainer.kits.judging.asking import JudgeAnswer, JudgeScore
 from lightning_trainer.kits.judging.judge import GroupJudge
 from lightning_trainer.kits.judging.options import JudgeOptions, read_options
 from lightning_trainer.kits.judging.second import SecondJudge, SecondJudgeKind, agreement
-from lightning_trainer.report.alarms import raised
+from lightning_trainer.report.alarms import active_alarms
 from lightning_trainer.report.progress import Silent
 from support.training.judged import options, rolled
 
@@ -95,7 +95,11 @@ def steps(**numbers: Any) -> list[dict[str, Any]]:
 
 
 def names(lines: list[dict[str, Any]]) -> set[str]:
-    return {alarm.name for alarm in raised(lines)} & {"judges_part", "rule_departs/tool_status", "rule_departs/run"}
+    return {alarm.name for alarm in active_alarms(lines)} & {
+        "judges_part",
+        "rule_departs/tool_status",
+        "rule_departs/run",
+    }
 
 
 def validations(high: float) -> list[dict[str, Any]]:

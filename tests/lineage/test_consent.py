@@ -27,7 +27,7 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.ingest.otlp import sort
 from lightning_trainer.gateway.request.pending import begin
 from lightning_trainer.gateway.settings import Limits
-from lightning_trainer.lineage.permits import Permits, Unpermitted, tenants_of
+from lightning_trainer.lineage.permits import Permits, UnpermittedReason, tenants_of
 
 DAY_NS = 86_400 * 10**9
 
@@ -81,13 +81,15 @@ def test_export_and_tasks_hold_only_what_is_permitted_and_count_the_rest(
     assert not tasks.exists()
     told = json.loads(run(*export, "--tenant", "acme").splitlines()[-1])
     assert told["left_out"] == {
-        Unpermitted.UNSTATED: 1,
-        Unpermitted.DENIED_TRACE: 1,
-        Unpermitted.EXPIRED: 1,
-        Unpermitted.OTHER_TENANT: 2,
+        UnpermittedReason.UNSTATED: 1,
+        UnpermittedReason.DENIED_TRACE: 1,
+        UnpermittedReason.EXPIRED: 1,
+        UnpermittedReason.OTHER_TENANT: 2,
     }
     assert [json.loads(line)["tenant"] for line in out.read_text().splitlines()] == ["acme"]
-    assert f"1 trace left out: {Unpermitted.DENIED_TRACE}" in run(*to_tasks, "--tenant", "acme", "--assume-consent")
+    assert f"1 trace left out: {UnpermittedReason.DENIED_TRACE}" in run(
+        *to_tasks, "--tenant", "acme", "--assume-consent"
+    )
     assert [json.loads(line)["trace_id"] for line in tasks.read_text().splitlines()] == [f"{n:032x}" for n in (1, 2)]
     run(*to_tasks, "--mix-tenants")
     assert [json.loads(line).get("tenant") for line in tasks.read_text().splitlines()] == ["acme", "globex", None]
@@ -156,8 +158,8 @@ def test_no_selection_mixes_tenants_or_holds_what_is_not_permitted(
 def test_a_trace_that_two_tenants_sent_is_of_neither() -> None:
     one, other = a_span(1, tenant="acme", consent=True), a_span(1, tenant="globex", consent=True)
     trace = Trace.build([one, Span(**{**_fields(other), "span_id": "f" * 16})])
-    assert Permits().reason_against(trace) == Unpermitted.SEVERAL_TENANTS
-    assert Permits(tenant="acme").reason_against(trace) == Unpermitted.SEVERAL_TENANTS
+    assert Permits().reason_against(trace) == UnpermittedReason.SEVERAL_TENANTS
+    assert Permits(tenant="acme").reason_against(trace) == UnpermittedReason.SEVERAL_TENANTS
 
 
 def _fields(span: Span) -> dict[str, Any]:

@@ -40,13 +40,13 @@ from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.reflection import Reflection
 from lightning_trainer.kits.prompts.result import diff, write
 from lightning_trainer.kits.prompts.search import _StepReporter
-from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
+from lightning_trainer.kits.prompts.session import CandidateRun, CandidateRunner
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.run.data import digest, load_tasks
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.session.answers import Endpoint
-from lightning_trainer.session.folder import held
+from lightning_trainer.session.folder import hold_folder
 from lightning_trainer.work import Work
 
 PROGRAM = """
@@ -307,7 +307,7 @@ def test_a_search_at_which_another_process_works_is_refused(folder):
     identity = {"data": digest([*tasks[::2], *tasks[1::2]]), "agents": ["writer"], "seed": 0, "minibatch": 3}
     (folder / "best.json.search").mkdir()
     (folder / "best.json.search/prompts.json").write_text(json.dumps({"identity": identity, "name": "x"}))
-    with held(folder / "best.json.search"):
+    with hold_folder(folder / "best.json.search"):
         args = ["--agents", "writer", "--reflect", "m=http://127.0.0.1:9/v1", "--budget", "30", "--out", "best.json"]
         result = rl(*args, "--resume")
     assert (result.exit_code, "best.json.search is in use: process" in result.output) == (2, True), result.output
@@ -466,8 +466,8 @@ def test_no_prompt_gains_by_failing_where_rewards_are_below_0(tmp_path):
         def check(self) -> None: ...
         def skip(self, rollouts: int, again: int) -> None: ...
 
-        def run(self, tasks: Any, prompts: Any) -> list[Ran]:
-            return [Ran(outcome(reward), None) for reward in self.rewards]
+        def run(self, tasks: Any, prompts: Any) -> list[CandidateRun]:
+            return [CandidateRun(outcome(reward), None) for reward in self.rewards]
 
     def outcome(reward: float | None) -> Outcome:
         rollout = Rollout(rollout_id="r", group_id="g", task={})
@@ -609,13 +609,13 @@ class OneRun:
 
     again = 0
 
-    def __init__(self, ran: Ran) -> None:
+    def __init__(self, ran: CandidateRun) -> None:
         self._ran = ran
 
     def check(self) -> None:
         """Nobody asks to stop."""
 
-    def run(self, *_: Any) -> list[Ran]:
+    def run(self, *_: Any) -> list[CandidateRun]:
         return [self._ran]
 
 
@@ -629,7 +629,7 @@ def test_the_reflecting_model_is_told_which_tools_an_agent_called_before(tmp_pat
         attributes={REQUEST: body},
     )  # fmt: skip
     outcome = Outcome(rollout=Rollout(rollout_id="r", group_id="g", task={}), attempts=(), attempt=None)
-    ran = Ran(outcome, Trace.build([span]))
+    ran = CandidateRun(outcome, Trace.build([span]))
     adapter = SpansAdapter(OneRun(ran), {"writer": "You add."}, SearchJournal(tmp_path / "journal.jsonl"))
     batch = adapter.evaluate([{}], {"writer": "You add."}, capture_traces=True)
     (record,) = adapter.make_reflective_dataset({}, batch, ["writer"])["writer"]
@@ -647,7 +647,7 @@ def test_the_reflecting_model_is_told_what_responses_answered(tmp_path):
         attributes={REQUEST: json.dumps(asked), RESPONSE: json.dumps({"id": "r", "output": [said]})},
     )  # fmt: skip
     outcome = Outcome(rollout=Rollout(rollout_id="r", group_id="g", task={}), attempts=(), attempt=None)
-    ran = Ran(outcome, Trace.build([span]))
+    ran = CandidateRun(outcome, Trace.build([span]))
     adapter = SpansAdapter(OneRun(ran), {"writer": "You add."}, SearchJournal(tmp_path / "journal.jsonl"))
     batch = adapter.evaluate([{}], {"writer": "You add."}, capture_traces=True)
     (record,) = adapter.make_reflective_dataset({}, batch, ["writer"])["writer"]

@@ -22,7 +22,7 @@ from lightning_spans.store import open_store
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.auth.keys import Keys
-from lightning_trainer.kits.evaluation.folder import read_asked, read_samples
+from lightning_trainer.kits.evaluation.folder import read_options, read_samples
 from lightning_trainer.kits.view.pages import create_view
 from lightning_trainer.kits.view.routes import Views
 from lightning_trainer.kits.view.runs import Runs
@@ -192,7 +192,7 @@ def test_a_state_of_any_type_is_one_error_or_is_one(tmp_path):
 def test_files_of_an_evaluation_that_are_none_are_one_error(tmp_path, text):
     (tmp_path / "eval.json").write_text(text)
     (tmp_path / "samples.jsonl").write_text(f"{text}\n")
-    for read_file in (read_asked, read_samples):
+    for read_file in (read_options, read_samples):
         with pytest.raises(ConfigError, match=str(tmp_path)):
             read_file(tmp_path)
 

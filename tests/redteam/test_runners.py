@@ -18,7 +18,7 @@ from lightning_spans.store.http import HttpStore
 from lightning_trainer.cli import processes
 from lightning_trainer.cli.servers.upstream_keys import with_keys
 from lightning_trainer.gateway.upstream.upstream import parse_upstream
-from lightning_trainer.runner.environment import allowed, without_keys
+from lightning_trainer.runner.environment import allowed_environment, without_keys
 from support.gateway.theft import reward_of
 
 
@@ -98,11 +98,11 @@ USUAL = {"PATH": "/bin", "HOME": "/root", "LC_ALL": "C", "PYTHONPATH": ".", "HTT
 
 def test_an_agent_under_a_runner_gets_what_programs_need_and_what_is_named():
     environment = {**SECRETS, **OTHERS, **USUAL}
-    assert allowed(environment) == USUAL
-    assert allowed(environment, ["MYAPP_*", "OPENAI_API_KEY"]) == {
+    assert allowed_environment(environment) == USUAL
+    assert allowed_environment(environment, ["MYAPP_*", "OPENAI_API_KEY"]) == {
         **USUAL, "MYAPP_TOKEN": "k", "OPENAI_API_KEY": "k",
     }  # fmt: skip
-    assert allowed(environment, ["*"]) == {**OTHERS, **USUAL}  # keys of ours are passed on by no name
+    assert allowed_environment(environment, ["*"]) == {**OTHERS, **USUAL}  # keys of ours are passed on by no name
     assert without_keys(environment) == {**OTHERS, **USUAL}
 
 

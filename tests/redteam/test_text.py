@@ -106,9 +106,9 @@ def test_names_and_errors_of_agents_are_not_obeyed_by_the_terminal(hostile_store
 
 
 def test_progress_shows_names_and_errors_and_obeys_none(capsys):
-    from lightning_trainer.report.progress import Shown, one_line
+    from lightning_trainer.report.progress import ProgressDisplay, one_line
 
-    with Shown("title") as shown:
+    with ProgressDisplay("title") as shown:
         shown.note(f"failed: {ESCAPES} [red]x[/red]")
         shown.step(0, {f"reward/{ESCAPES}": 1.0})
     assert not [letter for letter in capsys.readouterr().err if not (letter.isprintable() or letter == "\n")]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_trainer.report.alarms import raised
+from lightning_trainer.report.alarms import active_alarms
 
 STEPS = 20
 
@@ -48,7 +48,7 @@ def uncertain(lines: list[dict[str, Any]], by: float) -> list[dict[str, Any]]:
 
 
 def names(lines: list[dict[str, Any]]) -> set[str]:
-    return {alarm.name for alarm in raised(lines)}
+    return {alarm.name for alarm in active_alarms(lines)}
 
 
 def stuck(x: float) -> float:
@@ -68,7 +68,7 @@ def test_an_alarm_quotes_no_answer_but_the_one_that_most_prompts_get():
     lines = history(answers_alike__router=rising, reward=rising)
     for share, quoted in ((0.06, "one answer"), (0.9, 'the answer "\'"')):
         lines[-1]["most_frequent"] = {"router": ("'", share)}
-        [alarm] = raised(lines)
+        [alarm] = active_alarms(lines)
         assert f"router gives {quoted} to" in alarm.text
 
 
@@ -105,7 +105,7 @@ def test_an_alarm_quotes_no_answer_but_the_one_that_most_prompts_get():
     ],
 )
 def test_what_goes_wrong_is_said_in_a_sentence(lines: list[dict[str, Any]], name: str, words: str) -> None:
-    [alarm] = raised(lines)
+    [alarm] = active_alarms(lines)
     assert alarm.name == name
     assert re.search(words, alarm.text)
     assert alarm.text.endswith((".", "?"))
@@ -144,14 +144,14 @@ def test_what_goes_wrong_is_said_in_a_sentence(lines: list[dict[str, Any]], name
     ],
 )
 def test_healthy_runs_are_left_in_peace(lines: list[dict[str, Any]]) -> None:
-    assert raised(lines) == []
+    assert active_alarms(lines) == []
 
 
 def test_first_steps_raise_nothing_but_what_is_certain() -> None:
     short = history(
         entropy=falling_to(0.001), response_tokens=falling_to(1, 90), tool_error_rate=lambda x: x, reward=stuck
     )
-    assert raised(short[:5]) == []
+    assert active_alarms(short[:5]) == []
     assert names(history(logprob_gap=[3.0])[:1]) == {"engine_gap_widens"}
 
 
@@ -205,7 +205,7 @@ def test_noise_around_a_level_is_never_called_a_collapse(seed: int) -> None:
         entropy=around(0.8), response_tokens=around(50), logprob_gap=around(0.03), truncated=around(0.2),
         groups_without_signal=around(0.4), tool_error_rate=around(0.2), reward=around(0.4),
     )  # fmt: skip
-    assert raised(lines) == []
+    assert active_alarms(lines) == []
 
 
 def test_groups_from_which_prompts_taught_are_not_dead() -> None:

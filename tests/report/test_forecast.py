@@ -10,7 +10,7 @@ from lightning_trainer.report.forecast import (
     MeasuredUpdate,
     Plan,
     Probe,
-    Tried,
+    TaskTrial,
     forecast,
     learning_seconds,
     lines,
@@ -18,12 +18,12 @@ from lightning_trainer.report.forecast import (
     verdict,
 )
 
-HALF = Tried(place=0, rewards=(1.0, 0.0), contrast=True)
-NEVER = Tried(place=1, rewards=(0.0, 0.0), contrast=False)
-ALWAYS = Tried(place=2, rewards=(1.0, 1.0), contrast=False)
+HALF = TaskTrial(place=0, rewards=(1.0, 0.0), contrast=True)
+NEVER = TaskTrial(place=1, rewards=(0.0, 0.0), contrast=False)
+ALWAYS = TaskTrial(place=2, rewards=(1.0, 1.0), contrast=False)
 
 
-def probe(tried: list[Tried], **numbers: object) -> Probe:
+def probe(tried: list[TaskTrial], **numbers: object) -> Probe:
     updates = (MeasuredUpdate(3, 3375, 2.0),)
     known = {"rollouts": 64, "rollout_seconds": 8.0, "updates": updates, "tokens_prompt": 18_000}
     return Probe(tried=tried, **{**known, "tokens_generated": 1700, "tokens_in_rows": 9000, **numbers})  # type: ignore[arg-type]
@@ -37,10 +37,10 @@ def probe(tried: list[Tried], **numbers: object) -> Probe:
         ([ALWAYS], "solved already"),
         ([NEVER, ALWAYS], "no signal: in each task all rollouts earn the same"),
         ([replace(HALF, contrast=False)], "no signal: in each task each trained agent earns the same in all rollouts"),
-        ([Tried(place=0, rewards=(), contrast=False, failed=2)], "no rollout has a reward"),
+        ([TaskTrial(place=0, rewards=(), contrast=False, failed=2)], "no rollout has a reward"),
     ],
 )
-def test_verdict_is_plain(tried: list[Tried], says: str) -> None:
+def test_verdict_is_plain(tried: list[TaskTrial], says: str) -> None:
     assert verdict(tried).startswith(says)
 
 

@@ -23,9 +23,9 @@ from lightning_spans.schema.spans import (
     Span,
 )
 from lightning_trainer.cli.training.agent_rows import print_joins, print_rows
-from lightning_trainer.report.agents import misspelt_rewards, nothing_captured, overview, unrewarded
+from lightning_trainer.report.agents import explain_no_calls, explain_no_rewards, misspelt_rewards, overview
 from lightning_trainer.report.step_notes import no_rows
-from lightning_trainer.rl.account import Account, Untrained
+from lightning_trainer.rl.account import Account, UntrainedReason
 from lightning_trainer.rl.batch.batch import Batch
 
 
@@ -128,25 +128,25 @@ def test_why_attempts_got_no_reward_is_one_line_of_the_table() -> None:
 
 def test_agents_of_which_every_reward_names_somebody_else_have_nothing_to_learn_from() -> None:
     missed = trace((CHAT, "writer", {}), rewards={"wroter": 1.0})
-    assert "'wroter'" in (unrewarded([missed]) or "")
-    assert unrewarded([missed, trace((CHAT, "writer", {}), rewards={"writer": 1.0})]) is None
+    assert "'wroter'" in (explain_no_rewards([missed]) or "")
+    assert explain_no_rewards([missed, trace((CHAT, "writer", {}), rewards={"writer": 1.0})]) is None
 
 
 def test_of_many_rewards_for_agents_that_never_spoke_the_first_are_named() -> None:
     missed = trace((CHAT, "writer", {}), rewards={f"agent{n:04}": 1.0 for n in range(3000)})
-    for told in (misspelt_rewards([missed]) or "", unrewarded([missed]) or ""):
+    for told in (misspelt_rewards([missed]) or "", explain_no_rewards([missed]) or ""):
         assert "'agent0000'" in told
         assert "2,990 more" in told
         assert len(told) < 1000
 
 
 def test_what_to_do_depends_on_whether_anything_is_attached() -> None:
-    assert "lightning_langchain.attach()" in nothing_captured(8, ())
-    assert "although langchain is attached" in nothing_captured(8, ["langchain"])
+    assert "lightning_langchain.attach()" in explain_no_calls(8, ())
+    assert "although langchain is attached" in explain_no_calls(8, ["langchain"])
 
 
 def test_a_command_is_told_where_to_ask_and_not_to_attach_in_python() -> None:
-    told = nothing_captured(8, (), "node agent.js")
+    told = explain_no_calls(8, (), "node agent.js")
     assert "OPENAI_BASE_URL" in told
     assert "attach" not in told
 
@@ -247,8 +247,8 @@ def test_an_agent_some_of_whose_calls_have_no_tokens_says_how_many() -> None:
 
 
 def test_a_batch_whose_rewards_are_for_a_misspelt_agent_is_told_whose_it_likely_is() -> None:
-    account = Account(seen=4, dropped={Untrained.NO_REWARD: 4}, unclaimed={"wroter": 4})
+    account = Account(seen=4, dropped={UntrainedReason.NO_REWARD: 4}, unclaimed={"wroter": 4})
     told = no_rows(Batch([], account, {"writer": 4}))
     assert "'wroter' (did you mean 'writer'?). Use the agents' names as listed." in told
     assert "without a name" not in told
-    assert "without a name" in no_rows(Batch([], Account(seen=4, dropped={Untrained.NO_REWARD: 4}), {None: 4}))
+    assert "without a name" in no_rows(Batch([], Account(seen=4, dropped={UntrainedReason.NO_REWARD: 4}), {None: 4}))

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from lightning_trainer.report.progress import IMPORTING, Shown, bar, duration, one_line, sparkline
+from lightning_trainer.report.progress import IMPORTING, ProgressDisplay, bar, duration, one_line, sparkline
 
 
 def test_without_a_terminal_each_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with Shown("training writer") as progress:
+    with ProgressDisplay("training writer") as progress:
         progress.begin(0, 2)
         progress.phase("rollouts", 1, 8)
         progress.step(0, {"reward": 0.25, "reward/writer": 0.5, "loss": 0.125, "unknown": 3.0})
@@ -27,7 +27,7 @@ def test_without_a_terminal_each_step_is_one_line(capsys: pytest.CaptureFixture[
 def test_without_a_terminal_a_long_wait_is_told_once_until_a_step_is_done(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Shown("training writer") as progress:
+    with ProgressDisplay("training writer") as progress:
         progress.phase("loading smollm2-135m")
         for done in (0, 1, 2):
             progress.phase("rollouts", done, 64)
@@ -43,7 +43,7 @@ def test_without_a_terminal_a_long_wait_is_told_again_with_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_trainer.report.progress._LINE_S", -1.0)
-    with Shown("running agent:run") as progress:
+    with ProgressDisplay("running agent:run") as progress:
         for done in range(3):
             progress.phase("tasks", done, 2)
     lines = capsys.readouterr().err.splitlines()
@@ -53,13 +53,13 @@ def test_without_a_terminal_a_long_wait_is_told_again_with_how_far_it_is(
 def test_a_program_that_is_refused_without_a_terminal_is_told_in_the_error_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Shown("training writer") as progress:
+    with ProgressDisplay("training writer") as progress:
         progress.phase(IMPORTING)
     assert capsys.readouterr().err == ""
 
 
 def test_nothing_is_shown_before_anything_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="refused"), Shown("training writer"):
+    with pytest.raises(ValueError, match="refused"), ProgressDisplay("training writer"):
         raise ValueError("refused")
     assert capsys.readouterr().err == ""
 
@@ -67,7 +67,7 @@ def test_nothing_is_shown_before_anything_is_told(capsys: pytest.CaptureFixture[
 def test_live_panel_shows_where_the_run_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    progress = Shown("training writer")
+    progress = ProgressDisplay("training writer")
     progress.begin(3, 10)
     progress.phase("rollouts", 16, 64)
     progress.step(3, {"reward": 0.25, "loss": 0.5})
@@ -97,7 +97,7 @@ def test_alarms_stand_in_the_panel_and_are_said_once_in_lines(
 ) -> None:
     from rich.console import Console
 
-    with Shown("training writer") as progress:
+    with ProgressDisplay("training writer") as progress:
         for _ in range(2):
             progress.alarms(["The entropy has fallen."])
     assert capsys.readouterr().err.splitlines() == ["training writer", "ALARM: The entropy has fallen."]
@@ -107,7 +107,7 @@ def test_alarms_stand_in_the_panel_and_are_said_once_in_lines(
 
 
 def test_ctrl_c_says_at_once_what_is_waited_for_and_what_a_second_one_does(capfd: pytest.CaptureFixture[str]) -> None:
-    shown = Shown("training")
+    shown = ProgressDisplay("training")
     shown.phase("learning from 64 rows")
     shown.stopping()
     assert "learning from 64 rows must finish first" in (said := capfd.readouterr().err)

@@ -11,13 +11,13 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import MetricLog
-from lightning_trainer.report.trackers import opened
+from lightning_trainer.report.trackers import open_trackers
 
 OPTIONS = {"model": "m", "agents": ["writer"], "val": None}
 
 
 def logged(folder: Path, name: str, *, from_step: int = 0) -> None:
-    with opened([name], folder, OPTIONS) as trackers:
+    with open_trackers([name], folder, OPTIONS) as trackers:
         log = MetricLog(folder, from_step=from_step, trackers=trackers)
         log.add("val", from_step, {"reward": 0.1})
         log.add("train", from_step, {"reward": 0.5, "reward/Senior (r)": 0.25, "loss": float("nan")})
@@ -70,11 +70,14 @@ def test_tracker_that_is_unknown_or_not_installed_is_refused_at_the_start(
 ) -> None:
     with (
         pytest.raises(ConfigError, match=r"unknown tracker 'comet'\. Use one of: mlflow, wandb"),
-        opened(["comet"], tmp_path, {}),
+        open_trackers(["comet"], tmp_path, {}),
     ):
         pass
     monkeypatch.setattr("lightning_trainer.report.trackers.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r'pip install "lightning-trainer\[wandb\]"'), opened(["wandb"], tmp_path, {}):
+    with (
+        pytest.raises(ConfigError, match=r'pip install "lightning-trainer\[wandb\]"'),
+        open_trackers(["wandb"], tmp_path, {}),
+    ):
         pass
 
 

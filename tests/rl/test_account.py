@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_spans.schema.rewards import Reward
 from lightning_trainer.reasons.continuation import ContinuationReason
-from lightning_trainer.rl.account import Account, Untrained, continued
+from lightning_trainer.rl.account import Account, UntrainedReason, count_continuations
 
 
 @st.composite
@@ -17,7 +17,8 @@ def accounts(draw):
     trained = draw(st.integers(rows, 20))
     dropped = draw(
         st.dictionaries(
-            st.sampled_from([Untrained.NOT_SELECTED, Untrained.ATTEMPT_FAILED, Untrained.GREEDY]), st.integers(0, 9)
+            st.sampled_from([UntrainedReason.NOT_SELECTED, UntrainedReason.ATTEMPT_FAILED, UntrainedReason.GREEDY]),
+            st.integers(0, 9),
         )
     )
     return Account(
@@ -43,7 +44,7 @@ def accounts(draw):
 
 def test_an_account_that_does_not_add_up_cannot_be_made():
     with pytest.raises(ValueError, match="3 seen, 1 trained"):
-        Account(seen=3, trained=1, dropped={Untrained.NOT_SELECTED: 1})
+        Account(seen=3, trained=1, dropped={UntrainedReason.NOT_SELECTED: 1})
     with pytest.raises(ValueError, match="2 rows of 1 calls"):
         Account(seen=1, trained=1, rows=2)
     with pytest.raises(ValueError, match="1 rows of 1 calls"):
@@ -67,12 +68,12 @@ def test_the_empty_account_adds_nothing(account):
 def test_calls_left_out_early_are_seen_and_dropped():
     account = (
         Account(seen=2, trained=2, rows=1)
-        .plus_dropped(Untrained.NOT_SELECTED, 3)
-        .plus_dropped(Untrained.NOT_SELECTED, 1)
+        .plus_dropped(UntrainedReason.NOT_SELECTED, 3)
+        .plus_dropped(UntrainedReason.NOT_SELECTED, 1)
     )
     assert account.seen == 6
-    assert account.dropped == {Untrained.NOT_SELECTED: 4}
-    assert account.plus_dropped(Untrained.ATTEMPT_FAILED, 0) == account
+    assert account.dropped == {UntrainedReason.NOT_SELECTED: 4}
+    assert account.plus_dropped(UntrainedReason.ATTEMPT_FAILED, 0) == account
 
 
 def test_rewards_that_reached_no_call_are_counted_by_agent():
@@ -95,7 +96,7 @@ def test_of_many_rewards_that_reached_no_call_the_first_are_told_and_the_rest_co
 def test_lines_tell_people_everything():
     account = Account(
         seen=9,
-        dropped={Untrained.NOT_SELECTED: 3, Untrained.GREEDY: 1},
+        dropped={UntrainedReason.NOT_SELECTED: 3, UntrainedReason.GREEDY: 1},
         trained=5,
         rows=2,
         rows_without_gradient=1,
@@ -114,7 +115,7 @@ def test_lines_tell_people_everything():
 
 
 def test_metrics_have_names_without_spaces():
-    metrics = Account(seen=2, dropped={Untrained.NOT_SELECTED: 1, Untrained.GREEDY: 1}).metrics()
+    metrics = Account(seen=2, dropped={UntrainedReason.NOT_SELECTED: 1, UntrainedReason.GREEDY: 1}).metrics()
     assert metrics["calls_seen"] == 2.0
     assert metrics["calls_dropped/agent_not_selected"] == 1.0
     assert metrics["calls_dropped/temperature_0"] == 1.0
@@ -122,7 +123,7 @@ def test_metrics_have_names_without_spaces():
 
 
 def test_the_share_of_joined_calls_leaves_out_those_that_begin_a_conversation():
-    account = continued(
+    account = count_continuations(
         [
             ContinuationReason.BEGINS,
             ContinuationReason.JOINED,
@@ -146,8 +147,8 @@ def test_the_share_of_joined_calls_leaves_out_those_that_begin_a_conversation():
         0.75,
         1,
     )
-    assert continued([ContinuationReason.BEGINS, None]).continued_share is None
-    assert "continued_share" not in continued([ContinuationReason.BEGINS]).metrics()
+    assert count_continuations([ContinuationReason.BEGINS, None]).continued_share is None
+    assert "continued_share" not in count_continuations([ContinuationReason.BEGINS]).metrics()
 
 
 def test_halves_of_calls_that_stand_alone_are_told_with_their_reason():

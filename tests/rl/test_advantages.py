@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from lightning_trainer.rl.advantages import (
     generalised_advantages,
     group_advantages,
+    keep_values,
     leave_one_out,
     transition_advantages,
-    uncompared,
-    whitened,
+    whiten,
 )
 
 rewards = st.floats(-100, 100).map(lambda value: round(value, 3))
@@ -211,7 +211,7 @@ weighted = st.lists(st.tuples(rewards, st.integers(0, 5), st.sampled_from("xy"))
 @given(weighted)
 def test_whitened_values_have_mean_0_and_variance_1_for_each_agent(entries):
     values, weights, agents = (list(column) for column in zip(*entries, strict=True)) if entries else ([], [], [])
-    found = whitened(values, weights, agent_M=agents)
+    found = whiten(values, weights, agent_M=agents)
     for agent in set(agents):
         inside = [(f, v, w) for f, v, w, a in zip(found, values, weights, agents, strict=True) if a == agent]
         total = sum(w for _, _, w in inside)
@@ -225,17 +225,17 @@ def test_whitened_values_have_mean_0_and_variance_1_for_each_agent(entries):
 
 @pytest.mark.parametrize("values", [[], [0.1] * 3, [5.0], [0.7] * 8])
 def test_whitening_without_contrast_gives_exactly_nothing(values):
-    assert whitened(values).tolist() == [0.0] * len(values)
+    assert whiten(values).tolist() == [0.0] * len(values)
 
 
 def test_whitening_refuses_what_it_can_not_count():
     for values, weights in (([1.0], [1.0, 2.0]), ([math.nan], [1.0]), ([1.0], [-1.0])):
         with pytest.raises(ValueError, match=r"differ in length|must be finite"):
-            whitened(values, weights)
+            whiten(values, weights)
 
 
 def test_uncompared_values_stay_as_they_are():
-    assert uncompared([1.0, 2.0], [0, 1], [0, 0], agent_M=["x", "y"]).tolist() == [1.0, 2.0]
+    assert keep_values([1.0, 2.0], [0, 1], [0, 0], agent_M=["x", "y"]).tolist() == [1.0, 2.0]
 
 
 random_rows = st.tuples(st.integers(0, 4), st.integers(0, 7), st.integers(0, 999))
@@ -278,7 +278,7 @@ def test_shapes_must_agree():
 def test_rewards_of_any_size_are_compared(size):
     assert group_advantages([size, 0.0], ["a", "a"]) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
     assert group_advantages([size, 0.0], ["a", "a"], normalise=False) == pytest.approx([size / 2, -size / 2])
-    assert whitened([size, 0.0]) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+    assert whiten([size, 0.0]) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
 
 
 def test_large_rewards_of_one_group_change_no_other():
@@ -292,5 +292,5 @@ def test_exact_zeros_stay_zeros_when_the_batch_is_whitened():
     groups = ["a"] * 3 + ["flat"] * 3 + ["b"] * 3
     centred = group_advantages(returns, groups, normalise=False)
     assert sum(centred) != 0.0, "or this tests nothing"
-    assert whitened(centred)[3:6].tolist() == [0.0, 0.0, 0.0]
-    assert whitened(centred) == pytest.approx(centred / np.std(centred, ddof=1))
+    assert whiten(centred)[3:6].tolist() == [0.0, 0.0, 0.0]
+    assert whiten(centred) == pytest.approx(centred / np.std(centred, ddof=1))

@@ -26,7 +26,7 @@ from lightning_spans.schema.replays import FORKED, REPLAYED
 from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.rl.credit.assigners import credit_by_name
 from lightning_trainer.rl.credit.counterfactual import Cells, counterfactual
-from lightning_trainer.rl.credit.played import AcrossAttempts, Fork, Played
+from lightning_trainer.rl.credit.played import AcrossAttempts, Fork, PlayedAttempt
 from lightning_trainer.rl.fork_points import Candidate, candidates, choose, inclusion_chances
 
 FIRST = 0.3  # how likely the first call is 1
@@ -142,8 +142,8 @@ def call(attempt_id: str, turn: int, agent: str = "a", said: int = 0, **sampling
     )
 
 
-def played(name: str, earned: float, *transitions: Transition, fork: Fork | None = None) -> Played:
-    return Played(attempt_id=name, transitions=transitions, earned=earned, fork=fork, group="g")
+def played(name: str, earned: float, *transitions: Transition, fork: Fork | None = None) -> PlayedAttempt:
+    return PlayedAttempt(attempt_id=name, transitions=transitions, earned=earned, fork=fork, group="g")
 
 
 def test_only_the_call_that_was_drawn_again_has_credit() -> None:

@@ -15,7 +15,14 @@ from lightning_spans.hooks import hookimpl
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition, select
 from lightning_trainer.rl.advantages import transition_advantages
-from lightning_trainer.rl.credit.assigners import credit_by_name, discounted, identical, last, per_agent, unclaimed
+from lightning_trainer.rl.credit.assigners import (
+    credit_by_name,
+    discounted,
+    identical,
+    last,
+    per_agent,
+    unclaimed_rewards,
+)
 from lightning_trainer.rl.credit.values import levels_of, lost_in
 
 
@@ -85,9 +92,9 @@ def test_an_agent_with_a_step_reward_has_0_for_its_other_steps():
 
 def test_a_reward_for_an_agent_that_made_no_call_is_told():
     lost = reward(1.0, "reviewer")
-    assert unclaimed(TWO_AGENTS, [reward(1.0), lost, reward(1.0, "writer")]) == [lost]
-    assert unclaimed([], [lost]) == [lost]
-    assert unclaimed(TWO_AGENTS, [reward(1.0, "reviewer", span_id="s1")]) == []  # the call itself has it
+    assert unclaimed_rewards(TWO_AGENTS, [reward(1.0), lost, reward(1.0, "writer")]) == [lost]
+    assert unclaimed_rewards([], [lost]) == [lost]
+    assert unclaimed_rewards(TWO_AGENTS, [reward(1.0, "reviewer", span_id="s1")]) == []  # the call itself has it
 
 
 def test_later_calls_are_worth_more_when_discounted():

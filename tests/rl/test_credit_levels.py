@@ -14,7 +14,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.rl.credit.assigners import credit_by_name, last, per_agent
 from lightning_trainer.rl.credit.levels import gigpo, state_of, turn
-from lightning_trainer.rl.credit.values import Credited, Level, levels_of, lost_in
+from lightning_trainer.rl.credit.values import CreditedValues, Level, levels_of, lost_in
 
 NAMES = ["identical", "discounted", "last", "per-agent", "turn", "gigpo"]
 
@@ -201,4 +201,4 @@ def test_an_option_out_of_range_is_an_error():
 
 def test_a_plain_list_is_compared_over_all_calls():
     assert levels_of([1.0, 2.0]) == (Level(values=[1.0, 2.0]),)
-    assert Credited([1.0, 2.0]) == [1.0, 2.0]
+    assert CreditedValues([1.0, 2.0]) == [1.0, 2.0]

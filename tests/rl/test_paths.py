@@ -10,7 +10,7 @@ from lightning_spans.schema.spans import AGENT_PATH, CHAT, INVOKE_AGENT, Span
 from lightning_trainer.policies import parse
 from lightning_trainer.report.agents import overview
 from lightning_trainer.rl.batch.attempts import transitions_by_attempt
-from lightning_trainer.rl.credit.assigners import identical, per_agent, unclaimed
+from lightning_trainer.rl.credit.assigners import identical, per_agent, unclaimed_rewards
 
 PATHS = ("billing/extract", "profile/extract")
 
@@ -61,8 +61,8 @@ def test_a_reward_by_path_is_for_one_of_two_namesakes():
         rewards = trace((PATHS[0], 1.0), ("profile/*", 0.5)).rewards
         assert list(per_agent(known, rewards)) == [1.0, 0.5]
         assert list(identical(known, trace(("extract", 2.0)).rewards)) == [2.0, 2.0]
-        assert not unclaimed(known, rewards)
-        assert len(unclaimed(known, trace(("other/extract", 1.0)).rewards)) == 1
+        assert not unclaimed_rewards(known, rewards)
+        assert len(unclaimed_rewards(known, trace(("other/extract", 1.0)).rewards)) == 1
 
 
 def test_a_policy_by_path():

@@ -17,7 +17,7 @@ from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.sharing import calls_of
 from lightning_trainer.rl.credit.played import AcrossAttempts
-from lightning_trainer.rl.credit.values import Credited
+from lightning_trainer.rl.credit.values import CreditedValues
 from lightning_trainer.rl.rows import Row
 from support.rl.world import World, options_of
 
@@ -63,7 +63,9 @@ def test_a_call_that_was_answered_from_a_record_is_never_trained_on_whatever_cre
     found = calls_of(
         world.outcomes,
         world.traces,
-        credit=AcrossAttempts(lambda attempts: [Credited([its.earned] * len(its.transitions)) for its in attempts]),
+        credit=AcrossAttempts(
+            lambda attempts: [CreditedValues([its.earned] * len(its.transitions)) for its in attempts]
+        ),
         failed="exclude",
         agents=None,
         weights={},

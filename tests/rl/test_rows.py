@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spans.schema.transitions import Tokens, Transition
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import Row, token_weights
 from support.rl.calls import call, rows_of
 
@@ -150,16 +150,16 @@ def test_merging_can_be_switched_off():
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
-        ({"error": "429"}, Untrained.CALL_FAILED),
-        ({"tokens": None}, Untrained.NO_TOKENS),
-        ({"tokens": Tokens((), (1,), (-1.0,))}, Untrained.NO_PROMPT),
-        ({"tokens": Tokens((1,), (), ())}, Untrained.NO_RESPONSE),
-        ({"tokens": Tokens((1,), (2, 3), (-1.0,))}, Untrained.BAD_LOGPROBS),
-        ({"tokens": Tokens((1,), (2,), (math.nan,))}, Untrained.BAD_LOGPROBS),
-        ({"tokens": Tokens((1,), (2,), (-math.inf,))}, Untrained.BAD_LOGPROBS),
-        ({"sampling": {"temperature": 0.0}}, Untrained.GREEDY),
-        ({"sampling": {"temperature": 0.7, "logprobs_temperature": 1.0}}, Untrained.OTHER_TEMPERATURE),
-        ({"tokens": Tokens((1,) * 9, (2,), (-1.0,))}, Untrained.TOO_LONG),
+        ({"error": "429"}, UntrainedReason.CALL_FAILED),
+        ({"tokens": None}, UntrainedReason.NO_TOKENS),
+        ({"tokens": Tokens((), (1,), (-1.0,))}, UntrainedReason.NO_PROMPT),
+        ({"tokens": Tokens((1,), (), ())}, UntrainedReason.NO_RESPONSE),
+        ({"tokens": Tokens((1,), (2, 3), (-1.0,))}, UntrainedReason.BAD_LOGPROBS),
+        ({"tokens": Tokens((1,), (2,), (math.nan,))}, UntrainedReason.BAD_LOGPROBS),
+        ({"tokens": Tokens((1,), (2,), (-math.inf,))}, UntrainedReason.BAD_LOGPROBS),
+        ({"sampling": {"temperature": 0.0}}, UntrainedReason.GREEDY),
+        ({"sampling": {"temperature": 0.7, "logprobs_temperature": 1.0}}, UntrainedReason.OTHER_TEMPERATURE),
+        ({"tokens": Tokens((1,) * 9, (2,), (-1.0,))}, UntrainedReason.TOO_LONG),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

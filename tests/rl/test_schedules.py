@@ -13,7 +13,7 @@ from lightning_trainer.kits.schedules.alternate import FROZEN, turn_of, turn_ste
 from lightning_trainer.kits.schedules.role_baselines import RAE, RoleBaselines
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.batch import Batch
-from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.rows import make_rows
 
 
@@ -28,7 +28,7 @@ def batch_of_calls(*calls: tuple[str, str, float]) -> Batch:
     ]  # fmt: skip
     credit = np.array([value for *_, value in calls])
     rows, account = make_rows(made, credit, {call.rollout_id: "g" for call in made})
-    judged = tuple(Judged(call, "g", float(own), float(own)) for call, own in zip(made, credit, strict=True))
+    judged = tuple(CountedCall(call, "g", float(own), float(own)) for call, own in zip(made, credit, strict=True))
     return Batch(rows, Account() + account, {}, calls=judged)
 
 

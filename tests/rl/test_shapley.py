@@ -16,8 +16,8 @@ from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.replays import Replay
 from lightning_trainer.rl.batch.attempts import played_of
 from lightning_trainer.rl.credit.assigners import credit_by_name
-from lightning_trainer.rl.credit.played import Fork, Played
-from lightning_trainer.rl.credit.shapley import Share, added, coalitions, orders, shares, values_of
+from lightning_trainer.rl.credit.played import Fork, PlayedAttempt
+from lightning_trainer.rl.credit.shapley import Share, agent_contributions, coalitions, orders, shares, values_of
 from lightning_trainer.rl.rollouts import Outcome
 
 TEAM = ("planner", "writer", "checker", "rider")
@@ -83,26 +83,28 @@ def test_orders_come_in_pairs_and_again_with_the_same_numbers() -> None:
         orders(("a", "a"), 2, random.Random(0))
 
 
-def attempt(name: str, earned: float, *without: str, record: str | None = None) -> Played:
+def attempt(name: str, earned: float, *without: str, record: str | None = None) -> PlayedAttempt:
     fork = None if record is None else Fork(record, None, frozenset(without))
-    return Played(attempt_id=name, transitions=(), earned=earned, group="g", fork=fork)
+    return PlayedAttempt(attempt_id=name, transitions=(), earned=earned, group="g", fork=fork)
 
 
 def test_an_agent_adds_what_the_reward_changes_by_when_it_joins() -> None:
     both, nobody = attempt("r", 1.0), attempt("n", 0.1, "a", "b", record="r")
     with_a, with_b = attempt("a", 0.8, "b", record="r"), attempt("b", 0.2, "a", record="r")
     alone = attempt("other", 5.0)  # of which nothing was run again
-    found = added([both, nobody, with_a, with_b, alone])
+    found = agent_contributions([both, nobody, with_a, with_b, alone])
     assert found == {"r": pytest.approx({"a": 0.5 * (0.7 + 0.8), "b": 0.5 * (0.1 + 0.2)})}
 
 
 def test_of_a_rollout_of_which_a_coalition_is_missing_nothing_is_known() -> None:
     both, with_a, with_b = attempt("r", 1.0), attempt("a", 0.8, "b", record="r"), attempt("b", 0.2, "a", record="r")
-    assert added([both, with_a, with_b]) == {}  # what the base earns alone is not known
+    assert agent_contributions([both, with_a, with_b]) == {}  # what the base earns alone is not known
     lonely = replace(with_b, fork=Fork("r", None, frozenset("a"), frozenset("ab")))
-    assert added([both, lonely]) == {}  # an agent without the others is no team
+    assert agent_contributions([both, lonely]) == {}  # an agent without the others is no team
     nobody = attempt("n", 0.1, "a", "b", record="r")
-    assert added([both, nobody, with_a]) == {"r": pytest.approx({"a": 0.7, "b": 0.2})}  # of the order a, b
+    assert agent_contributions([both, nobody, with_a]) == {
+        "r": pytest.approx({"a": 0.7, "b": 0.2})
+    }  # of the order a, b
 
 
 def test_the_team_is_that_of_all_coalitions_whatever_became_of_them() -> None:
@@ -115,7 +117,7 @@ def test_the_team_is_that_of_all_coalitions_whatever_became_of_them() -> None:
     some = [outcome("r"), outcome("n", "a", "b", ended=True), outcome("x", "b", ended=True), outcome("y", "a")]
     record, fork = played_of(some, lambda _: [], "lowest")
     assert (record.fork, fork.fork) == (None, Fork("r.1", None, frozenset("a"), frozenset("ab")))
-    assert added([record, fork]) == {}
+    assert agent_contributions([record, fork]) == {}
 
 
 def test_it_is_a_measure_and_no_credit() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import token_weights, why_untrainable
 from lightning_trainer.rl.steered import steering
 from support.rl.calls import call, rows_of
@@ -26,7 +26,7 @@ def test_call_that_a_parameter_steered_is_left_out_and_counted(name: str, value:
     assert steering(there) == name
     rows, account = rows_of([there, call(1, [9], [8, 7])])
     assert len(rows) == 1
-    assert account.dropped == {Untrained.STEERED: 1}
+    assert account.dropped == {UntrainedReason.STEERED: 1}
     assert any("not sampled from the policy only" in line for line in account.lines())
 
 
@@ -47,7 +47,7 @@ def test_what_the_gateway_left_out_of_a_request_was_not_in_force() -> None:
     assert why_untrainable(type(there)(**{n: getattr(there, n) for n in there.__slots__} | {"sampling": plain})) is None
     forced = {**plain, "structured_outputs": {"grammar": "x"}}
     steered = type(there)(**{n: getattr(there, n) for n in there.__slots__} | {"sampling": forced})
-    assert why_untrainable(steered) == Untrained.STEERED
+    assert why_untrainable(steered) == UntrainedReason.STEERED
 
 
 def steered_call(places: list[int], turn: int = 0, prompt: tuple[int, ...] = (1, 2), **other: object):  # type: ignore[no-untyped-def]
@@ -83,4 +83,4 @@ def call_like(one, other):  # type: ignore[no-untyped-def]
 def test_call_of_forced_tokens_alone_is_left_out() -> None:
     rows, account = rows_of([steered_call([0, 1, 2])])
     assert not rows
-    assert account.dropped == {Untrained.ALL_STEERED: 1}
+    assert account.dropped == {UntrainedReason.ALL_STEERED: 1}

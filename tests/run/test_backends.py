@@ -24,7 +24,7 @@ from lightning_trainer.cli import cli
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.rollouts import plan
 from lightning_trainer.rl.scores import score
-from lightning_trainer.run.embedded import Embedded
+from lightning_trainer.run.embedded import EmbeddedBackend
 from lightning_trainer.run.train import describe
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
@@ -93,7 +93,7 @@ class Plugin:
     @hookimpl
     def lightning_register_backends(self, register: Any) -> None:
         register("scripted", Scripted())
-        register("remembering", Embedded(self.opened, lambda config: None))
+        register("remembering", EmbeddedBackend(self.opened, lambda config: None))
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_a_learner_is_closed_when_the_run_fails(folder: Path, plugin: Plugin) ->
 
 
 def test_the_trainers_own_backends_come_through_the_same_hook() -> None:
-    assert {"torch", "verl"} <= registry.registered("backend").keys()
+    assert {"torch", "verl"} <= registry.registrations("backend").keys()
     with pytest.raises(ConfigError, match=r"unknown backend .tourch.\. Did you mean .torch.\?.*torch, verl"):
         registry.by_name("backend", "tourch")
 

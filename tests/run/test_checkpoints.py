@@ -20,7 +20,7 @@ from lightning_trainer.run.state import (
     save,
 )
 from lightning_trainer.run.train import _stop_message
-from lightning_trainer.session.folder import held
+from lightning_trainer.session.folder import hold_folder
 
 STATE = State(step=3, identity={"seed": 0, "data": "abc"}, agents=("writer",), flat_steps=None, rewards=(0.5, None))
 
@@ -131,7 +131,7 @@ def test_run_that_was_killed_while_it_loaded_is_told_so(tmp_path: Path) -> None:
 
 def test_run_that_another_process_trains_is_in_use_before_it_has_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with held(tmp_path), pytest.raises(ConfigError, match=f"is in use: process {os.getpid()}"):
+    with hold_folder(tmp_path), pytest.raises(ConfigError, match=f"is in use: process {os.getpid()}"):
         read_config(tmp_path)
 
 
@@ -191,10 +191,10 @@ def test_a_folder_in_which_another_process_trains_is_refused_and_left_alone(tmp_
         (folder / "metrics.jsonl").write_text("")
         with pytest.raises(ConfigError, match=rf"in use: process {os.getpid()} on .* uses it"), run_folder(folder):
             pass
-        with pytest.raises(ConfigError, match="in use"), held(folder):
+        with pytest.raises(ConfigError, match="in use"), hold_folder(folder):
             pass
         assert (folder / "metrics.jsonl").exists()
-    with held(folder):
+    with hold_folder(folder):
         pass
 
 

@@ -442,10 +442,10 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
 
 def test_interrupt_says_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_trainer.run import train as module
-    from lightning_trainer.run.interrupts import Interrupted
+    from lightning_trainer.run.interrupts import SavedInterrupt
 
     def interrupted(*_: Any) -> None:
-        raise Interrupted("stopped after 3 steps. Continue with: lightning-rl train --resume out")
+        raise SavedInterrupt("stopped after 3 steps. Continue with: lightning-rl train --resume out")
 
     monkeypatch.setattr(module, "train", interrupted)
     result = train("cli_plain:run")

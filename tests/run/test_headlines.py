@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from lightning_spans import hookimpl, hooks
 from lightning_trainer.cli import cli
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.run.embedded import Embedded
+from lightning_trainer.run.embedded import EmbeddedBackend
 from support.fakes import FakeEngine
 from support.training.backends import Remembering
 from support.training.programs import CLIENT, put_programs
@@ -66,7 +66,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
 
         @hookimpl
         def lightning_register_backends(self, register: Any) -> None:
-            register("routing", Embedded(lambda config: Routing(config, self.answer), lambda config: None))
+            register("routing", EmbeddedBackend(lambda config: Routing(config, self.answer), lambda config: None))
 
     def run(answer: Answer, *options: str) -> dict[str, Any]:
         hooks.register(Stranger(answer), "stranger")

@@ -20,7 +20,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.kits.teaching import endpoint
 from lightning_trainer.kits.teaching.endpoint import EndpointTeacher, TeacherError
 from lightning_trainer.outgoing import at_once
-from lightning_trainer.rl.algorithms.distil import distilled
+from lightning_trainer.rl.algorithms.distil import distil_rows
 from lightning_trainer.rl.rows import Row
 
 IDS = [40, 41, 42]
@@ -96,7 +96,7 @@ def test_what_is_no_log_probability_of_each_token_is_none(monkeypatch, body):
 def test_what_a_teacher_rules_out_weighs_as_much_as_documented(monkeypatch):
     body = told(float("-inf"), -9999.0)
     (found,), _ = asked(monkeypatch, lambda count: httpx.Response(200, content=body))
-    (row,), _ = distilled([ROW], [found])
+    (row,), _ = distil_rows([ROW], [found])
     assert row.advantages.tolist() == [0.0, -20.0, -20.0]
 
 

@@ -16,12 +16,12 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import ConfigError, NothingToLearnError
 from lightning_spans.schema.transitions import Tokens
 from lightning_trainer import TrainConfig, train
-from lightning_trainer.kits.teaching.feedback import feedback, said
+from lightning_trainer.kits.teaching.feedback import answer_text, feedback
 from lightning_trainer.kits.teaching.options import HINT, SelfOptions, read_self
 from lightning_trainer.kits.teaching.self_teacher import SelfTeacher
 from lightning_trainer.rl.account import Untaught
 from lightning_trainer.rl.batch.batch import Batch
-from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.rows import Row, make_rows
 from support.rl.attempts import Attempt
 
@@ -78,8 +78,8 @@ def config(model: Path | str, **options: Any) -> TrainConfig:
 # What is told.
 
 
-def judged(*attempts: Trace, group: str = "g") -> list[Judged]:
-    return [Judged(call, group, 0.0) for trace in attempts for call in adapt(trace)]
+def judged(*attempts: Trace, group: str = "g") -> list[CountedCall]:
+    return [CountedCall(call, group, 0.0) for trace in attempts for call in adapt(trace)]
 
 
 def trace_of(attempt: Attempt, name: str) -> Trace:
@@ -118,7 +118,7 @@ def test_a_long_error_loses_its_middle_and_reasoning_is_not_told() -> None:
     assert len(text) < 200
     assert "400 characters left out" in text
     (call,) = adapt(Attempt().chat("w", text="done").trace)
-    assert said(replace(call, message={**call.message, "reasoning_content": "secret"})) == "done"
+    assert answer_text(replace(call, message={**call.message, "reasoning_content": "secret"})) == "done"
 
 
 # Options.
@@ -326,7 +326,7 @@ def test_of_calls_that_share_a_row_each_is_taught_by_what_came_of_itself(tiny_mo
     second = Tokens((*begun, 70, 71, 2, *more), (80, 2), (-1.0,) * 2)
     calls = [replace(call, tokens=own) for call, own in zip(adapt(trace), (first, second), strict=True)]
     rows, account = make_rows(calls, np.ones(2), {"r": "g"})
-    batch = Batch(rows, account, {}, calls=tuple(Judged(call, "g", 0.0) for call in calls))
+    batch = Batch(rows, account, {}, calls=tuple(CountedCall(call, "g", 0.0) for call in calls))
     teacher = SelfTeacher(learner, SelfOptions(top_k=2), alone=True, failed="lowest")
     taught, _ = teacher.teach(batch, [], lambda _ids: [trace])
     ((hinted, _),) = [pair for pair in asked if pair[0].calls == ((calls[1].span_id, 0),)]

@@ -18,7 +18,7 @@ from lightning_spans.store import open_store
 from lightning_trainer import train
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.run.data import batch_at, load_tasks
-from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.run.interrupts import SavedInterrupt
 from support.training.programs import SAY, folder_with
 from support.training.tiny_runs import StopAt, config, lines, rollouts_of, tasks_of
 
@@ -76,7 +76,7 @@ def test_a_run_that_is_resumed_with_rollouts_in_flight_learns_from_each_task_onc
     tiny_model: Path, folder: Path
 ) -> None:
     chosen = {"target": "async_agent:run", "staleness": 2, "save_every": 1, "steps": 5}
-    with pytest.raises(Interrupted):
+    with pytest.raises(SavedInterrupt):
         train(config(tiny_model, **chosen), StopAt(1))
     status = {rollout.rollout_id.rpartition(":")[2]: rollout.status for rollout in rollouts_of(folder / "out")}
     assert {name.partition("-")[0] for name in status} >= {"t2", "t3"}, "two batches were ahead"

@@ -22,7 +22,7 @@ from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.kits.teaching.endpoint import EndpointTeacher, TeacherError
-from lightning_trainer.rl.algorithms.distil import FARTHEST, distilled
+from lightning_trainer.rl.algorithms.distil import FARTHEST, distil_rows
 from lightning_trainer.rl.rows import Row
 from support.models.tiny import make_tiny_model
 from support.training.programs import folder_with
@@ -66,11 +66,11 @@ def row(ids: list[int], learned: int) -> Row:
 
 
 def test_a_token_is_worth_how_much_likelier_the_teacher_finds_it() -> None:
-    (found,), divergence = distilled([row([5, 6, 7, 8], 3)], [np.array([-0.25, -3.0, -9999.0])])
+    (found,), divergence = distil_rows([row([5, 6, 7, 8], 3)], [np.array([-0.25, -3.0, -9999.0])])
     assert found.advantages.tolist() == [0.0, 0.75, -2.0, -FARTHEST]
     assert divergence == pytest.approx((-0.75 + 2 + FARTHEST) / 3)
     with pytest.raises(ValueError, match="3 tokens"):
-        distilled([row([5, 6, 7, 8], 3)], [np.array([-0.25, -3.0])])
+        distil_rows([row([5, 6, 7, 8], 3)], [np.array([-0.25, -3.0])])
 
 
 def test_the_divergence_told_is_that_of_what_was_sampled(folder: Path, tiny_model: Path, teacher: Path) -> None:

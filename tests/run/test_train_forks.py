@@ -18,8 +18,8 @@ pytest.importorskip("openai")
 pytestmark = pytest.mark.torch
 
 from lightning_trainer import TrainConfig, train
-from lightning_trainer.report.recomputed import judged
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.report.recomputed import recompute_batch
+from lightning_trainer.rl.account import UntrainedReason
 from support.training.programs import SAY, folder_with
 
 TEAM = (
@@ -95,7 +95,7 @@ def test_a_free_rider_learns_nothing_and_its_team_does(tiny_model: Path, folder:
     assert metrics["forks_ended"] == metrics["forks_failed"] == metrics["forks_refused"] == 0
     store = open_store(str(folder / "out" / "lightning.db"))
     try:
-        batch, outcomes = judged(config(tiny_model), store, store.rollouts())
+        batch, outcomes = recompute_batch(config(tiny_model), store, store.rollouts())
         traces = traces_of(store, attempt_ids=[o.attempt.attempt_id for o in outcomes if o.rollout.replay])
         calls = [node.call for trace in traces for node in trace.chats if node.call is not None]
     finally:
@@ -109,7 +109,7 @@ def test_a_free_rider_learns_nothing_and_its_team_does(tiny_model: Path, folder:
         assert any(call.advantage != 0.0 for call in compared if call.transition.agent == agent)
     assert all(FORKED in call.transition.sampling or "-" in call.transition.rollout_id for call in compared)
     assert metrics["calls_trained"] == len(compared) == 27
-    assert set(batch.account.dropped) <= {Untrained.REPLAYED, Untrained.NO_ALTERNATIVE}
+    assert set(batch.account.dropped) <= {UntrainedReason.REPLAYED, UntrainedReason.NO_ALTERNATIVE}
 
 
 def test_what_agents_add_is_measured_and_the_update_is_that_without_it(tiny_model: Path, folder: Path) -> None:
@@ -125,7 +125,7 @@ def test_what_agents_add_is_measured_and_the_update_is_that_without_it(tiny_mode
     store = open_store(str(folder / "out" / "lightning.db"))
     try:
         forks = [rollout for rollout in store.rollouts() if rollout.replay is not None]
-        batch, outcomes = judged(config(tiny_model, **options), store, store.rollouts())
+        batch, outcomes = recompute_batch(config(tiny_model, **options), store, store.rollouts())
         traces = {t.attempt_id: t for t in traces_of(store, rollout_ids=[rollout.rollout_id for rollout in forks])}
     finally:
         store.close()

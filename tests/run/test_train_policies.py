@@ -156,7 +156,7 @@ def test_alarms_reach_the_screen_the_log_and_the_result(
     tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alarm = Alarm("made_up", 1, "Look at this.")
-    monkeypatch.setattr("lightning_trainer.report.metrics.raised", lambda history: [alarm] if history else [])
+    monkeypatch.setattr("lightning_trainer.report.metrics.active_alarms", lambda history: [alarm] if history else [])
     progress = Watching()
     result = train(config(tiny_model, steps=1), progress)
     assert progress.seen == {"Look at this."}

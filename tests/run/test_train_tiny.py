@@ -27,7 +27,7 @@ pytestmark = pytest.mark.torch
 from lightning_trainer import Result, TrainConfig, train
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.run import loop
-from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.run.interrupts import SavedInterrupt
 from support.training.programs import folder_with, put_programs
 from support.training.tiny_runs import PROGRAMS, StopAt, config, lines, rollouts_of, tasks_of
 
@@ -221,7 +221,7 @@ def test_full_disk_at_a_checkpoint_is_one_error_and_the_last_good_one_stays(
 def test_ctrl_c_ends_the_step_and_saves(folder: Path, model: Path) -> None:
     before = signal.getsignal(signal.SIGINT)  # a process that was started in the background ignores it
     progress = StopAt(0)
-    with pytest.raises(Interrupted, match=r"stopped after 1 step\. Continue with: lightning-rl train --resume out"):
+    with pytest.raises(SavedInterrupt, match=r"stopped after 1 step\. Continue with: lightning-rl train --resume out"):
         train(config(model), progress)
     assert progress.told == 1
     assert (folder / "out" / "checkpoint").resolve().name == "step-000001"
@@ -380,7 +380,7 @@ def test_a_dry_run_of_a_run_that_goes_on_tries_what_it_has_learned_and_counts_th
         def load(self, checkpoint: Path) -> None:
             self.loaded = checkpoint
 
-    backend = embedded.Embedded(lambda _: Loaded(), lambda _: None)  # type: ignore[arg-type, return-value]
+    backend = embedded.EmbeddedBackend(lambda _: Loaded(), lambda _: None)  # type: ignore[arg-type, return-value]
     afresh = backend.describe(asked, Silent())
     rest = backend.describe(asked.model_copy(update={"resume": folder / "out"}), Silent())
     assert (afresh.facts["steps"], rest.facts["steps"]) == (5, 2)

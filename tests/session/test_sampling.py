@@ -17,7 +17,7 @@ from lightning_trainer import TrainConfig, registry, train
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.engine import Sampling
 from lightning_trainer.run import embedded
-from lightning_trainer.run.embedded import Embedded
+from lightning_trainer.run.embedded import EmbeddedBackend
 from lightning_trainer.run.train import describe
 from lightning_trainer.session.answers import LocalModel
 from support.fakes import FakeEngine
@@ -48,7 +48,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine(lambda prompt: "ok")
     learner: Any = Remembering(run_options())
     learner.engine, learner.engines = engine, (engine,)
-    backend = Embedded(lambda _config: learner, lambda _config: None, loaded=lambda _model, _options: learner)
+    backend = EmbeddedBackend(lambda _config: learner, lambda _config: None, loaded=lambda _model, _options: learner)
     real = registry.by_name
 
     def by_name(kind: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.sft import fit
-from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.run.interrupts import SavedInterrupt
 
 pytestmark = pytest.mark.torch
 
@@ -95,7 +95,7 @@ def test_what_was_asked_to_stop_goes_on_where_it_stopped(
     tmp_path: Path, tiny_model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit, "LONGEST_UNSAVED_S", 1e9)
-    cut(monkeypatch, 4, Interrupted())
+    cut(monkeypatch, 4, SavedInterrupt())
     stopped = run(data, *options(tiny_model), "--out", tmp_path / "cut")
     assert f"Continue with: lightning-rl sft --resume {tmp_path / 'cut'}" in stopped.output.replace("\n", "")
     assert json.loads((tmp_path / "cut" / "learning.json").read_text())["standing"]["taken"] == 4

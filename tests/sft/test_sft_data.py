@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lightning_spans.errors import DataError
-from lightning_trainer.kits.export.wanted import Unexported
+from lightning_trainer.kits.export.wanted import UnexportedReason
 from lightning_trainer.kits.sft.batches import agent_reader, batches, split_held_out
 from lightning_trainer.kits.sft.data import conversation, read_file
 from lightning_trainer.kits.sft.pairs import read_pair, read_pairs
@@ -273,8 +273,8 @@ def test_what_is_held_out_but_asked_in_training_is_counted() -> None:
     left_out: Counter[str] = Counter()
     training, out = split_held_out(data, 0.2, left_out)
     assert training
-    assert len(training) + len(out) + left_out[Unexported.SEEN_IN_TRAINING] == 60
-    assert left_out[Unexported.SEEN_IN_TRAINING] > 0
+    assert len(training) + len(out) + left_out[UnexportedReason.SEEN_IN_TRAINING] == 60
+    assert left_out[UnexportedReason.SEEN_IN_TRAINING] > 0
 
 
 def test_every_epoch_takes_every_row_once() -> None:

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.registry import registered
+from lightning_trainer.registry import registrations
 from lightning_trainer.rl.algorithms.ppo import token_advantages
 from lightning_trainer.rl.losses import cispo_loss, entropy, gspo_loss, token_logprobs
 from lightning_trainer.rl.rows import Row, token_weights
@@ -32,7 +32,7 @@ def logprobs(backend, tokens: list[int]) -> float:
         return float(forward(backend._model, packed)[0].sum())
 
 
-@pytest.mark.parametrize("algorithm", sorted(registered("algorithm").keys() - {"likelihood", "distil"}))
+@pytest.mark.parametrize("algorithm", sorted(registrations("algorithm").keys() - {"likelihood", "distil"}))
 def test_good_answers_become_likelier_and_bad_ones_rarer(tiny_model: Path, algorithm: str) -> None:
     given = options_of(algorithm, learning_rate=3e-3)
     backend = make_backend(tiny_model, **{name: value for name, value in given.items() if name not in ("model",)})

@@ -12,7 +12,7 @@ from verl.trainer.config import AlgoConfig
 from verl.workers.config import FSDPActorConfig
 
 from lightning_trainer.rl import losses
-from lightning_trainer.rl.advantages import generalised_advantages, group_advantages, leave_one_out, whitened
+from lightning_trainer.rl.advantages import generalised_advantages, group_advantages, leave_one_out, whiten
 
 pytestmark = pytest.mark.timeout(300)
 SEEDS = range(12)
@@ -84,7 +84,7 @@ def test_reinforce_plus_plus(arrays):
     theirs, _ = core_algos.compute_reinforce_plus_plus_outcome_advantage(
         arrays.tensor("scores"), arrays.tensor("mask"), config
     )
-    ours = whitened(arrays.returns, arrays.mask.sum(1))
+    ours = whiten(arrays.returns, arrays.mask.sum(1))
     assert spread(ours, arrays.mask) == pytest.approx(theirs.numpy(), abs=1e-4)
 
 
@@ -93,7 +93,7 @@ def test_reinforce_plus_plus_with_baseline(arrays):
         arrays.tensor("scores"), arrays.tensor("mask"), arrays.groups
     )
     centred = group_advantages(arrays.returns, arrays.groups, normalise=False)
-    assert spread(whitened(centred, arrays.mask.sum(1)), arrays.mask) == pytest.approx(theirs.numpy(), abs=1e-4)
+    assert spread(whiten(centred, arrays.mask.sum(1)), arrays.mask) == pytest.approx(theirs.numpy(), abs=1e-4)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
@@ -104,7 +104,7 @@ def test_generalised_advantages(arrays, gamma, lam):
     )
     ours, targets = generalised_advantages(arrays.rewards, arrays.values, arrays.mask, gamma=gamma, lam=lam)
     assert targets[arrays.mask] == pytest.approx(returns[mask > 0].numpy(), abs=1e-4)
-    assert whitened(ours[arrays.mask]) == pytest.approx(theirs[mask > 0].numpy(), abs=1e-4)
+    assert whiten(ours[arrays.mask]) == pytest.approx(theirs[mask > 0].numpy(), abs=1e-4)
 
 
 def actor(low: float, high: float, dual: float = 1e9) -> FSDPActorConfig:

@@ -22,7 +22,7 @@ from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
 from lightning_trainer.gateway.upstream.upstream import Upstream
 from lightning_trainer.reasons import continuation as reasons
 from lightning_trainer.reasons.continuation import ContinuationReason
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.rl.account import UntrainedReason
 from support.gateway.vllm import USER, asker, drawn_from, exactly, logprobs_of, unbroken, vllm_serving
 from support.models.tiny import make_tiny_model
 
@@ -191,7 +191,7 @@ def test_a_conversation_with_tools_is_one_row_of_the_tokens_that_vllm_drew(model
     ]
     unbroken(calls)
     # A bias and a grammar steered all four, and vLLM does not say where: they are counted, and none is trained on.
-    assert (rows, told.dropped) == ([], {Untrained.STEERED: 4})
+    assert (rows, told.dropped) == ([], {UntrainedReason.STEERED: 4})
     for call in (calls[0], *calls[2:]):  # the call under a grammar was drawn from another distribution
         expected = logprobs_of(model, call, 0.7, bias=letters)
         assert list(call.choices[0].logprobs) == pytest.approx(expected, abs=2e-3)

@@ -23,9 +23,9 @@ from lightning_trainer.backends.verl.steps.gathered import GroupCollector, waits
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Silent
-from lightning_trainer.rl.account import Account, Untrained
+from lightning_trainer.rl.account import Account, UntrainedReason
 from lightning_trainer.rl.batch.batch import Batch
-from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.rollouts import Outcome
 
 
@@ -46,7 +46,7 @@ def gathered(groups: int, *, flat: int) -> GroupCollector:
         )
         reward = Reward(value=0.5, source="run", **ids)
         outcome = Outcome(rollout=rollout, attempt=attempt, attempts=(attempt,), rewards=(reward,))
-        call = Judged(Transition(agent="solver", turn=0, span_id="s", **ids), f"g{number}", 0.5, 0.0)
+        call = CountedCall(Transition(agent="solver", turn=0, span_id="s", **ids), f"g{number}", 0.5, 0.0)
         batch = Batch(
             rows=[],
             account=Account(seen=1, dropped={"no tokens recorded": 1}),
@@ -128,7 +128,9 @@ def test_a_selected_agent_without_a_reward_is_warned_of_once(tmp_path: Path, nam
     attempt = AttemptRecord(attempt_id="r.1", rollout=rollout, number=1, fence=1, worker="w", status="succeeded")
     rewards = (Reward(value=0.5, agent=named, **ids),) if named else ()
     outcome = Outcome(rollout=rollout, attempt=attempt, attempts=(attempt,), rewards=rewards)
-    missed = Judged(Transition(agent="solver", turn=0, span_id="s", **ids), "g", 0.0, 0.0, left_out=Untrained.NO_REWARD)
+    missed = CountedCall(
+        Transition(agent="solver", turn=0, span_id="s", **ids), "g", 0.0, 0.0, left_out=UntrainedReason.NO_REWARD
+    )
     batch = Batch(rows=[], account=Account(), agents={"solver": 1}, calls=(missed,), given=rewards)
     with closing(MetricLog(tmp_path)) as log:
         reporter = Reporter(log, progress, options(tmp_path))

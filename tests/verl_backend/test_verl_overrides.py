@@ -17,7 +17,7 @@ from lightning_trainer.backends.verl.options.needs import GIB, checkpoint_bytes,
 from lightning_trainer.backends.verl.options.overrides import HERE, Site, overrides
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape, shape_of
-from lightning_trainer.registry import registered
+from lightning_trainer.registry import registrations
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -256,9 +256,9 @@ def test_an_algorithm_that_verl_does_not_know_is_refused():
 
 def test_verl_knows_every_algorithm_that_the_trainer_brings():
     torch_only = {"likelihood", "distil", "rae"}  # refused on verl: data to learn from, a teacher
-    assert ALGORITHMS.keys() == registered("algorithm").keys() - torch_only
+    assert ALGORITHMS.keys() == registrations("algorithm").keys() - torch_only
     for name, on_verl in ALGORITHMS.items():
-        assert on_verl.critic == registered("algorithm")[name].critic
+        assert on_verl.critic == registrations("algorithm")[name].critic
 
 
 def test_one_node_has_a_ray_of_its_own_and_several_join_the_cluster():

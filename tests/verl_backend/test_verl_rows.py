@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_trainer.backends.verl.encoding import decode, encode, prompt_length, rewards_to_come, spans_of
 from lightning_trainer.backends.verl.steps.agreement import WeightsError, agreement
-from lightning_trainer.rl.advantages import leave_one_out, transition_advantages, uncompared
+from lightning_trainer.rl.advantages import keep_values, leave_one_out, transition_advantages
 from lightning_trainer.rl.rows import Row, token_weights
 
 torch = pytest.importorskip("torch")
@@ -130,7 +130,7 @@ def test_two_calls_of_one_attempt_count_once():
 
 
 def test_values_may_stay_as_they_are():
-    assert uncompared([1.0, 2.0], ["x", "y"], ["g", "g"], agent_M=["a", "a"], eps=1.0).tolist() == [1.0, 2.0]
+    assert keep_values([1.0, 2.0], ["x", "y"], ["g", "g"], agent_M=["a", "a"], eps=1.0).tolist() == [1.0, 2.0]
 
 
 def test_equal_weights_agree_and_others_stop_the_run():

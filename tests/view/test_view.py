@@ -46,7 +46,7 @@ from lightning_trainer.report.metrics import best_step
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import outcomes
 from lightning_trainer.rl.scores import Score, difference
-from lightning_trainer.session.folder import held
+from lightning_trainer.session.folder import hold_folder
 from support.training.example_runs import FIRST_NS, NASTY, Scene, asks, assistant, cut_short, make_run, user
 from support.training.printed import printed
 from support.view import Asked
@@ -611,7 +611,7 @@ def test_a_run_is_running_while_a_process_holds_its_folder_or_an_attempt_its_lea
     (run,) = Runs(folder).all()
     assert run.state == "stopped"
     before = run.changed
-    with held(folder):
+    with hold_folder(folder):
         assert run.state == "running"
         assert run.changed != before  # whoever looks is told
     assert run.state == "stopped"

@@ -16,7 +16,7 @@ from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
 from lightning_trainer.rl.losses import token_logprobs
 from lightning_trainer.rl.rows import token_weights
-from lightning_trainer.run.embedded import Embedded
+from lightning_trainer.run.embedded import EmbeddedBackend
 
 
 class PlainLearner:
@@ -103,7 +103,7 @@ def check(config):
 
 @hookimpl
 def lightning_register_backends(register):
-    register("plain", Embedded(PlainLearner, check))
+    register("plain", EmbeddedBackend(PlainLearner, check))
 
 
 # --8<-- [end:main]

@@ -31,7 +31,7 @@ from lightning_trainer.config.files import to_json
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report import learned_tokens
 from lightning_trainer.report.metrics import MetricLog
-from lightning_trainer.report.recomputed import judged
+from lightning_trainer.report.recomputed import recompute_batch
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.rollouts import outcomes as outcomes_of
 from lightning_trainer.rl.rows import Row
@@ -267,7 +267,7 @@ def make_run(
             log.add("val", step, {**scored.metrics(), "seconds": 4.0}, {BY_TASK: scored.by_task})
         tasks = _tasks(numbers, groups)
         outcomes = _play(world, f"{name}:t{step}", "train", tasks, size, step=step, skill=skill)
-        batch, _ = judged(config, store, [outcome.rollout for outcome in outcomes], every_agent=False)
+        batch, _ = recompute_batch(config, store, [outcome.rollout for outcome in outcomes], every_agent=False)
         store.add_rewards(batch.automatic)
         named = {learned_tokens.row_name(row): _seen(row) for row in batch.rows if row.has_gradient}
         learned_tokens.write(folder, step, named)

@@ -5,8 +5,8 @@ and opens what every run needs: the folder, the agent's workers, the store, the 
 serves the policy to the agents, takes the steps, logs the metrics of each, and leaves its newest weights at
 ``checkpoint`` in the run's folder.
 
-A backend that learns in this process need not write that either: `lightning_trainer.run.embedded.Embedded` takes the
-steps with a `Learner`.
+A backend that learns in this process need not write that either: `lightning_trainer.run.embedded.EmbeddedBackend` takes
+the steps with a `Learner`.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class CallbackKind:
 
 def wanted_callbacks(config: TrainConfig) -> list[CallbackKind]:
     """Return the callbacks that take part in a run, in the order of their names."""
-    kinds: Mapping[str, CallbackKind] = registry.registered("callback")
+    kinds: Mapping[str, CallbackKind] = registry.registrations("callback")
     return [kind for _, kind in sorted(kinds.items()) if kind.wanted(config)]
 
 

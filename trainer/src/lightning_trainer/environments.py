@@ -86,7 +86,7 @@ def open_environment(
     except UnknownEnvironmentError as error:
         if kind == name.partition(":")[0]:
             raise
-        known = registry.unknown("environment", name, registry.offered("environment"))
+        known = registry.unknown("environment", name, registry.offered_names("environment"))
         raise ConfigError(f"{known} Not a module of verifiers either: {error}") from error
     if not learned or len(held) < held_out:
         raise DataError(
@@ -108,7 +108,7 @@ def _kind(name: str) -> tuple[str, str]:
             f"environment {name!r}: write verifiers:NAME, openenv:URL, the bare name of an environment of verifiers, or"
             " the bare URL of an OpenEnv server."
         )
-    if colon or (kind not in _OWN and kind in registry.registered("environment")):
+    if colon or (kind not in _OWN and kind in registry.registrations("environment")):
         registry.by_name("environment", kind)  # raises if it is unknown
         return kind, rest
     return "verifiers", name

@@ -51,7 +51,7 @@ def _refuse_removed(kind: Kind, name: str) -> None:
     Raises:
         ConfigError: gives the reason for the removal, and a replacement.
     """
-    if (kind, name) in _REMOVED and name not in registered(kind):
+    if (kind, name) in _REMOVED and name not in registrations(kind):
         raise ConfigError(_REMOVED[kind, name])
 
 
@@ -61,11 +61,11 @@ def by_name(kind: Kind, name: str) -> Any:
     Raises:
         ConfigError: the name is unknown, or two plugins claim one name.
     """
-    known = registered(kind)
+    known = registrations(kind)
     if name not in known:
         _refuse_removed(kind, name)
         others = [NO_FORMAT] if kind == "tool format" else []
-        raise unknown(kind, name, [*offered(kind), *others])
+        raise unknown(kind, name, [*offered_names(kind), *others])
     return known[name]
 
 
@@ -98,7 +98,7 @@ def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
     return ConfigError(f"unknown {kind} {name!r}.{hint} Use one of: {', '.join(listed)}.{missing}")
 
 
-def registered(kind: Kind) -> dict[str, Any]:
+def registrations(kind: Kind) -> dict[str, Any]:
     """Return all objects that the trainer and the installed plugins register, by name.
 
     Of a plugin whose hook raises, nothing of this kind is registered: it is logged and left out.
@@ -122,13 +122,13 @@ def registered(kind: Kind) -> dict[str, Any]:
     return {name: thing for name, (_, thing) in found.items()}
 
 
-def offered(kind: Kind) -> list[str]:
+def offered_names(kind: Kind) -> list[str]:
     """Return the names that a user may choose: all that are registered and not marked `internal`.
 
     Raises:
         ConfigError: two plugins claim one name.
     """
-    return [name for name, value in registered(kind).items() if not getattr(value, "internal", False)]
+    return [name for name, value in registrations(kind).items() if not getattr(value, "internal", False)]
 
 
 def kinds() -> tuple[Kind, ...]:

@@ -219,7 +219,7 @@ def _plugin_commands() -> dict[str, Command]:
     Raises:
         ConfigError: one has the name of one of our commands.
     """
-    found = {name: each for name, each in registry.registered("command").items() if COMMANDS.get(name) != each}
+    found = {name: each for name, each in registry.registrations("command").items() if COMMANDS.get(name) != each}
     if taken := sorted(found.keys() & COMMANDS.keys()):
         raise ConfigError(f"a plugin registers the command {taken[0]!r}, which lightning-rl has. Give it another name.")
     return found

@@ -52,7 +52,7 @@ def check_defaults(algorithm: str, options: Mapping[str, FieldInfo]) -> None:
 
 def looks_at_forks(credit: str) -> bool:
     """Whether this credit compares forks. An unknown name is rejected when the credit itself is looked up."""
-    return bool(getattr(registry.registered("credit").get(credit), "across", False))
+    return bool(getattr(registry.registrations("credit").get(credit), "across", False))
 
 
 def check_credit(name: str, options: Mapping[str, Any]) -> None:
@@ -67,10 +67,10 @@ def check_credit(name: str, options: Mapping[str, Any]) -> None:
 
 def backend_defaults(name: str) -> Mapping[str, Any]:
     """Return the options that a backend sets if they are not given. An unknown name is rejected elsewhere."""
-    found: Mapping[str, Any] = getattr(registry.registered("backend").get(name), "defaults", {})
+    found: Mapping[str, Any] = getattr(registry.registrations("backend").get(name), "defaults", {})
     return found
 
 
 def backend_options(name: str) -> frozenset[str]:
     """Return the options in `OF_ONE_BACKEND` that this backend accepts."""
-    return frozenset(getattr(registry.registered("backend").get(name), "takes", ()))
+    return frozenset(getattr(registry.registrations("backend").get(name), "takes", ()))

@@ -75,7 +75,7 @@ def agents() -> list[str]:
 def _registered_names(kind: registry.Kind) -> Iterable[str]:
     from lightning_trainer import registry
 
-    return registry.offered(kind)
+    return registry.offered_names(kind)
 
 
 def _credits() -> Iterable[str]:

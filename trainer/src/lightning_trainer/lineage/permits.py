@@ -14,7 +14,7 @@ from lightning_spans.terms import CONSENT, GRANTED, RETENTION, TENANT, TERMS, re
 from lightning_trainer.reasons.reason import Reason
 
 
-class Unpermitted(Reason):
+class UnpermittedReason(Reason):
     """Why a live trace must not be used."""
 
     DENIED_TRACE = "live trace whose consent is denied"
@@ -42,22 +42,22 @@ class Permits:
     tenant: str | None = None
     mix_tenants: bool = False
 
-    def reason_against(self, trace: Trace, now_ns: int | None = None) -> Unpermitted | None:
+    def reason_against(self, trace: Trace, now_ns: int | None = None) -> UnpermittedReason | None:
         """Return why a trace must not be used; None: it may be. Runners' attempts are the user's own, not live."""
         if trace.attempt_id is not None:
             return None
         terms = list(_terms_in(trace))
         consents = {said.get(CONSENT) for said, _ in terms} - {None}
         if consents - {GRANTED}:
-            return Unpermitted.DENIED_TRACE
+            return UnpermittedReason.DENIED_TRACE
         if not consents and is_live(trace) and not self.assume_consent:
-            return Unpermitted.UNSTATED
+            return UnpermittedReason.UNSTATED
         if is_expired(trace, now_ns):
-            return Unpermitted.EXPIRED
+            return UnpermittedReason.EXPIRED
         tenants = tenants_of(trace)
         if len(tenants) > 1 and not self.mix_tenants:
-            return Unpermitted.SEVERAL_TENANTS
-        return Unpermitted.OTHER_TENANT if self.tenant is not None and tenants != {self.tenant} else None
+            return UnpermittedReason.SEVERAL_TENANTS
+        return UnpermittedReason.OTHER_TENANT if self.tenant is not None and tenants != {self.tenant} else None
 
     def check_tenants(self, tenants: Collection[str]) -> None:
         """Reject a selection of several tenants.

@@ -30,7 +30,7 @@ class AffectedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CheckpointNode:
     affected: AffectedCheckpoint
     head: str
     parents: frozenset[str]
@@ -100,7 +100,7 @@ def each_step(runs: Sequence[Path]) -> Iterator[Line]:
                 yield line
 
 
-def _known_checkpoints(runs: Sequence[Path], ids: frozenset[str], key: bytes | None) -> Iterator[_Known]:
+def _known_checkpoints(runs: Sequence[Path], ids: frozenset[str], key: bytes | None) -> Iterator[_CheckpointNode]:
     for folder, chain, pointer in _each_checkpoint(runs, key):
         yield _look_through(folder, chain, pointer, ids)
 
@@ -118,7 +118,7 @@ def _each_checkpoint(runs: Sequence[Path], key: bytes | None) -> Iterator[tuple[
         yield path.parent, chains[file], pointer
 
 
-def _look_through(folder: Path, chain: VerifiedChain, pointer: Pointer, ids: frozenset[str]) -> _Known:
+def _look_through(folder: Path, chain: VerifiedChain, pointer: Pointer, ids: frozenset[str]) -> _CheckpointNode:
     found, kinds, steps = set[str](), set[str](), []
     for _, line in steps_of(chain, pointer):
         named = {kind: ids.intersection(line.get(kind, ())) for kind in IDS}
@@ -129,4 +129,4 @@ def _look_through(folder: Path, chain: VerifiedChain, pointer: Pointer, ids: fro
     affected = AffectedCheckpoint(
         folder=folder.resolve(), ids=tuple(sorted(found)), kinds=frozenset(kinds), steps=tuple(steps)
     )
-    return _Known(affected, pointer.head, parents_of(chain.lines[: pointer.lines]))
+    return _CheckpointNode(affected, pointer.head, parents_of(chain.lines[: pointer.lines]))

@@ -28,7 +28,7 @@ from typing import Final, Literal, TypeAlias
 from lightning_spans.errors import ConfigError
 from lightning_trainer.models import hub
 from lightning_trainer.models.folders import check_adapter, check_folder
-from lightning_trainer.models.smollm2 import SMOLLM2, cache_folder, made, make
+from lightning_trainer.models.smollm2 import SMOLLM2, cache_folder, existing_folder, make
 
 __all__ = ["BEST", "NEWEST", "SMOLLM2", "Model", "cache_folder", "check_adapter", "check_folder", "look", "resolve"]
 
@@ -92,11 +92,11 @@ def look(name: str | Path) -> Model:
     if folder.is_dir():
         return _of_folder(name, folder)
     if name == SMOLLM2:
-        return Model(name=name, kind="made", folder=made())
+        return Model(name=name, kind="made", folder=existing_folder())
     if folder.is_file():
         raise ConfigError(f"model {name} is a file. Give its folder, which must also contain config.json.")
     if (match := _HUB_ID.fullmatch(name)) is not None:
-        kept, revision = hub.cached(match[1], match[2]), match[2]
+        kept, revision = hub.cached_folder(match[1], match[2]), match[2]
         ours = folder.parent.is_dir() or folder.parts[0] == "runs"  # `runs/tuned` is not a hub id
         if kept is None and revision is None and ours:
             raise ConfigError(

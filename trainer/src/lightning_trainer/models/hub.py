@@ -47,7 +47,7 @@ def fetch(name: str, revision: str | None) -> Path:
         raise ConfigError(f"{name} can't be fetched from the model hub: {reason}") from error
 
 
-def cached(name: str, revision: str | None) -> Path | None:
+def cached_folder(name: str, revision: str | None) -> Path | None:
     """Return the folder of a model that was fetched before; None if it was not."""
     if find_spec("huggingface_hub") is None:
         return None

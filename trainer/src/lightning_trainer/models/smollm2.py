@@ -25,7 +25,7 @@ def cache_folder() -> Path:
     return Path(named).expanduser() if named else platformdirs.user_cache_path("lightning-rl")
 
 
-def made() -> Path | None:
+def existing_folder() -> Path | None:
     """Return the folder if it was made before; None if it was not but can be.
 
     Raises:

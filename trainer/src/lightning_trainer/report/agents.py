@@ -159,7 +159,7 @@ def nearest(lost: Sequence[str], known: Sequence[str]) -> str:
     return some([f"{name!r}{f' (did you mean {near[name][0]!r}?)' if near[name] else ''}" for name in lost])
 
 
-def unrewarded(traces: Sequence[Trace]) -> str | None:
+def explain_no_rewards(traces: Sequence[Trace]) -> str | None:
     """Return what to do if no attempt got a reward; None if one did.
 
     Args:
@@ -323,7 +323,7 @@ def _unreached_reason(count: _Count) -> str | None:
     return None
 
 
-def not_heard(chosen: Sequence[str], seen: Iterable[str], steps: int) -> str | None:
+def unheard_warning(chosen: Sequence[str], seen: Iterable[str], steps: int) -> str | None:
     """Return a warning about agents that should be trained but were not seen; None if all were.
 
     Args:
@@ -359,7 +359,7 @@ def no_gateway_saw(program: str, rollouts: int) -> str:
     )
 
 
-def nothing_captured(rollouts: int, attached: Sequence[str], program: str | None = None) -> str:
+def explain_no_calls(rollouts: int, attached: Sequence[str], program: str | None = None) -> str:
     """Return what to do if rollouts made no model call that was seen.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_spans.schema.agents import label, selects
 from lightning_trainer.rl.batch.batch import Batch
-from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.rollouts import Outcome
 
 
@@ -112,14 +112,14 @@ class CreditReport:
         return f"{over_agents:+.3f} over agents, shared by several"
 
 
-def turns_of(calls: Iterable[Judged], chosen: Sequence[str] | None) -> list[TurnCredit]:
+def turns_of(calls: Iterable[CountedCall], chosen: Sequence[str] | None) -> list[TurnCredit]:
     """Group calls by agent and turn, in the order of names and turns; calls without a name come last.
 
     Args:
         calls: of attempts that count, compared over all agents.
         chosen: names or globs of the agents that the run trains; None: all that have a name.
     """
-    by_turn: defaultdict[tuple[str | None, int], list[Judged]] = defaultdict(list)
+    by_turn: defaultdict[tuple[str | None, int], list[CountedCall]] = defaultdict(list)
     for call in calls:
         path = call.transition.path
         by_turn[None if path is None else label(path, chosen), call.transition.turn].append(call)
@@ -165,7 +165,7 @@ def credit_report(batch: Batch, outcomes: Sequence[Outcome], credit: str) -> Cre
     )
 
 
-def _turn_credit(agent: str | None, turn: int, calls: Sequence[Judged], *, trained: bool) -> TurnCredit:
+def _turn_credit(agent: str | None, turn: int, calls: Sequence[CountedCall], *, trained: bool) -> TurnCredit:
     credit = [call.credit for call in calls if not math.isnan(call.credit)]
     advantages = [call.advantage for call in calls if not math.isnan(call.advantage)]
     return TurnCredit(

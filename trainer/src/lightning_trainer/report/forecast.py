@@ -49,7 +49,7 @@ _SIZES: Final = {"1.5B": 1.5e9, "7B": 7.6e9, "32B": 32.8e9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class TaskTrial:
     """One task that was tried.
 
     Attributes:
@@ -108,7 +108,7 @@ class Probe:
         gpu_memory: peak bytes of the learner's tensors on its GPU during the update; 0 without a GPU.
     """
 
-    tried: Sequence[Tried]
+    tried: Sequence[TaskTrial]
     rollouts: int
     rollout_seconds: float
     tokens_prompt: int
@@ -250,7 +250,7 @@ def learning_seconds(probe: Probe, tokens: float) -> float:
     return many.seconds + each * (tokens - many.tokens)
 
 
-def verdict(tried: Sequence[Tried]) -> str:
+def verdict(tried: Sequence[TaskTrial]) -> str:
     """Return in a sentence whether reinforcement learning has anything to learn here."""
     counted = [task for task in tried if task.rewards]
     if not counted:

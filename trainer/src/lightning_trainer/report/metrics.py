@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from lightning_trainer.report.alarms import Alarm, raised
+from lightning_trainer.report.alarms import Alarm, active_alarms
 from lightning_trainer.report.log.lines import HELD_OUT, Line, read
 from lightning_trainer.rl.scores import BY_TASK
 
@@ -59,7 +59,7 @@ class MetricLog:
         self._drawn = -1
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1 if from_step else None)
         self._trackers = dict.fromkeys(trackers, 0)  # with the number of consecutive failures of each
-        self.alarms: list[Alarm] = raised(self._history)  # the active ones
+        self.alarms: list[Alarm] = active_alarms(self._history)  # the active ones
 
     def add(
         self,
@@ -87,7 +87,7 @@ class MetricLog:
         for tracker in list(self._trackers):
             self._tell(tracker, kind, shown, values)
         standing = {alarm.name for alarm in self.alarms}
-        self.alarms = raised(self._history)
+        self.alarms = active_alarms(self._history)
         fresh = [alarm for alarm in self.alarms if alarm.name not in standing]
         for alarm in fresh:
             facts = {"name": alarm.name, "text": alarm.text, "steps_taken": alarm.step}

@@ -72,7 +72,7 @@ class Silent:
         """Show nothing."""
 
 
-class Shown:
+class ProgressDisplay:
     """Shows progress on stderr while its ``with`` block runs, from the first report on.
 
     Nothing is shown before: options are still being checked, and a rejected run never began. Without a terminal, each
@@ -97,7 +97,7 @@ class Shown:
         self._open = self._shown = False
         self._told: set[str] = set()  # phases already printed, without a terminal
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> ProgressDisplay:
         self._open = True
         return self
 

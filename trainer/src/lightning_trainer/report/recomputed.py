@@ -16,7 +16,7 @@ from lightning_trainer.rl.rewards.rules import RULES
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 
 
-def judged(
+def recompute_batch(
     config: TrainConfig,
     store: Store,
     rollouts: Sequence[Rollout],

@@ -88,7 +88,7 @@ def tool_name(node: Node) -> str:
     return str(named) if named else node.span.name or "unnamed"
 
 
-def compared(batch: Batch) -> tuple[int, int]:
+def count_compared(batch: Batch) -> tuple[int, int]:
     """Return the number of groups that were compared, and of those in which there was nothing to compare."""
     groups = {call.group_id for call in batch.calls if call.left_out is None}
     return len(groups), len(groups & batch.flat_groups)

@@ -12,10 +12,10 @@ from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import nearest
 from lightning_trainer.report.step_metrics import INFRASTRUCTURE
 from lightning_trainer.report.terminal import decimal, some
-from lightning_trainer.rl.account import WHOLE, Untrained
+from lightning_trainer.rl.account import WHOLE, UntrainedReason
 from lightning_trainer.rl.algorithms.distil import DISTIL
 from lightning_trainer.rl.batch.batch import Batch
-from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.endings import Ending
 from lightning_trainer.rl.scores import Score
 
@@ -99,12 +99,12 @@ def all_flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -
     return f"in the first {first} {what}, so there is nothing to learn from.\n{tell if taught else vary}"
 
 
-def unrewarded_agents(calls: Iterable[Judged]) -> list[str]:
+def unrewarded_agents(calls: Iterable[CountedCall]) -> list[str]:
     """Return the names of selected agents that got no reward for any of these calls."""
     by_reward: dict[bool, set[str]] = {True: set(), False: set()}
     for call in calls:
         name = call.transition.agent
-        if name is not None and call.left_out in {None, Untrained.NO_REWARD}:
+        if name is not None and call.left_out in {None, UntrainedReason.NO_REWARD}:
             by_reward[call.left_out is None].add(name)
     return sorted(by_reward[False] - by_reward[True])
 

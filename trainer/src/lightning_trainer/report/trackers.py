@@ -57,7 +57,7 @@ def check(names: Sequence[str]) -> None:
 
 
 @contextmanager
-def opened(names: Sequence[str], folder: Path, options: Mapping[str, Any]) -> Iterator[list[ExperimentTracker]]:
+def open_trackers(names: Sequence[str], folder: Path, options: Mapping[str, Any]) -> Iterator[list[ExperimentTracker]]:
     """Open the named trackers, in which a resumed run continues, too. The log closes them.
 
     Args:

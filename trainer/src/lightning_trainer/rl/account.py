@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_spans.schema.rewards import Reward
 
 
-class Untrained(Reason):
+class UntrainedReason(Reason):
     """Why a call is not used for training. The first are decided when calls are chosen, the later by `make_rows`."""
 
     NOT_SELECTED = "agent not selected"
@@ -147,7 +147,7 @@ class Account:
         return self + Account(seen=calls, dropped={reason: calls}) if calls else self
 
     def plus_unclaimed(self, rewards: Iterable[Reward]) -> Account:
-        """Count rewards that reached no call: `lightning_trainer.rl.credit.assigners.unclaimed`."""
+        """Count rewards that reached no call: `lightning_trainer.rl.credit.assigners.unclaimed_rewards`."""
         return self + Account(unclaimed=dict(Counter(reward.agent or WHOLE for reward in rewards)))
 
     def lines(self) -> list[str]:
@@ -223,7 +223,7 @@ class Account:
         return {name: float(value) for name, value in {**numbers, **dropped, **not_continued, **unjoined}.items()}
 
 
-def continued(outcomes: Iterable[str | None]) -> Account:
+def count_continuations(outcomes: Iterable[str | None]) -> Account:
     """Count how prompts were made, one outcome per call, see `reasons.continuation`; None is not counted."""
     counts = Counter(outcome for outcome in outcomes if outcome is not None)
     begun, forked, joined = (

@@ -140,12 +140,12 @@ def leave_one_out(
     return np.asarray(centred + own_mean / np.maximum(attempts_G - 1, 1)[group])
 
 
-def uncompared(values_M: FloatArray | Sequence[float], *_: Any, **__: Any) -> FloatArray:
+def keep_values(values_M: FloatArray | Sequence[float], *_: Any, **__: Any) -> FloatArray:
     """(M,) the values unchanged: for algorithms whose baseline is the whole batch, or a value head."""
     return np.asarray(values_M, dtype=np.float64)
 
 
-def whitened(
+def whiten(
     values_M: FloatArray | Sequence[float],
     weights_M: FloatArray | Sequence[float] | None = None,
     *,

@@ -227,7 +227,7 @@ def _lost_to_engine(attempt: AttemptRecord, chats: Sequence[Node]) -> bool:
     return is_long_wait(sum(map(_wait_of, chats)), took_s)
 
 
-def _engine_waited(chat: Node) -> bool:
+def _is_engine_wait(chat: Node) -> bool:
     """Whether a call lost much of its time because its engine could not sample."""
     return is_long_wait(_wait_of(chat), ((chat.span.end_ns or 0) - chat.span.start_ns) / 1e9)
 
@@ -259,7 +259,7 @@ def _policy_spoke(chat: Node) -> bool:
         return True
     if call is None or call.error not in CUT_CALLS:
         return False
-    if _engine_waited(chat):
+    if _is_engine_wait(chat):
         return any(choice.token_ids for choice in call.choices)
     # The embedded engine adds its choices as it begins; an upstream that answers as a whole has none before the end.
     return not call.choices or any(choice.token_ids or choice.message for choice in call.choices)
@@ -271,7 +271,7 @@ def _failure_of(chat: Node) -> Ending | None:
     if chat.error is None or (call is not None and call.error is None):
         return None
     if call is not None and call.error in CUT_CALLS:
-        return Ending.ENGINE_DOWN if _engine_waited(chat) else Ending.CALL_CUT
+        return Ending.ENGINE_DOWN if _is_engine_wait(chat) else Ending.CALL_CUT
     if call is not None and call.sampling.get(ENGINE_ENDED):
         return Ending.ENGINE_DOWN
     if status is not None:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rollouts import Outcome
 
@@ -65,7 +65,7 @@ def with_contrast(
     if len(rolled) == len(outcomes) or not kept:
         return batch, rolled
     final = judge(kept)
-    left_out = final.account.plus_dropped(Untrained.RESAMPLED, seen - final.account.seen)
+    left_out = final.account.plus_dropped(UntrainedReason.RESAMPLED, seen - final.account.seen)
     return replace(final, account=left_out, automatic=batch.automatic), rolled
 
 

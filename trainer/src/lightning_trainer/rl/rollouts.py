@@ -15,7 +15,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.choices import Timeouts
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.endings import Ending, ending_of, engine_fault, needs_trace
 
 POLL_S: Final = 0.25
@@ -75,8 +75,8 @@ class Outcome:
         if self.unjudged is not None and self.attempt is not None and attempt_id == self.attempt.attempt_id:
             return Ending.UNJUDGED.text
         if ending is None:
-            return Untrained.ATTEMPT_FAILED
-        return Untrained.OTHER_ATTEMPT if ending is Ending.SUCCEEDED else ending.text
+            return UntrainedReason.ATTEMPT_FAILED
+        return UntrainedReason.OTHER_ATTEMPT if ending is Ending.SUCCEEDED else ending.text
 
     @property
     def error(self) -> str | None:

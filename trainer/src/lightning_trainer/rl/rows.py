@@ -19,7 +19,7 @@ from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.choices import Aggregation
 from lightning_trainer.reasons.call_errors import CUT
 from lightning_trainer.reasons.continuation import CONTINUATION, ContinuationReason
-from lightning_trainer.rl.account import Account, Untrained, continued
+from lightning_trainer.rl.account import Account, UntrainedReason, count_continuations
 from lightning_trainer.rl.prefixes import OpenSequences
 from lightning_trainer.rl.steered import steered_places
 from lightning_trainer.rl.targets import Target
@@ -120,7 +120,7 @@ def make_rows(
     actions = _actions(transitions, advantages_M, reasons_M)
     rows = [_row(branch, groups) for branch in _branches(actions, merge=merge)]
     how = {(call.attempt_id, call.turn): _how_made(call) for call in transitions}
-    return rows, continued(how.values()) + Account(
+    return rows, count_continuations(how.values()) + Account(
         seen=len(transitions),
         dropped=dict(Counter(reason for reason in reasons_M if reason is not None)),
         trained=len(actions),
@@ -133,33 +133,33 @@ def make_rows(
     )
 
 
-def why_untrainable(transition: Transition, *, max_length: int | None = None) -> Untrained | None:
+def why_untrainable(transition: Transition, *, max_length: int | None = None) -> UntrainedReason | None:
     """Return why this transition cannot be a training row; None if it can."""
     if transition.error is not None and not transition.sampling.get(CUT):
-        return Untrained.CALL_FAILED
+        return UntrainedReason.CALL_FAILED
     if transition.tokens is None:
         return why_no_tokens(transition)
     prompt, response, logprobs = transition.tokens.prompt, transition.tokens.response, transition.tokens.logprobs
     at = _temperature(transition)
     steered = steered_places(transition)
     checks = (
-        (Untrained.NO_PROMPT, not prompt),
-        (Untrained.NO_RESPONSE, not response),
-        (Untrained.BAD_LOGPROBS, len(logprobs) != len(response) or not all(map(math.isfinite, logprobs))),
-        (Untrained.GREEDY, at <= 0.0),
+        (UntrainedReason.NO_PROMPT, not prompt),
+        (UntrainedReason.NO_RESPONSE, not response),
+        (UntrainedReason.BAD_LOGPROBS, len(logprobs) != len(response) or not all(map(math.isfinite, logprobs))),
+        (UntrainedReason.GREEDY, at <= 0.0),
         # The ratio to another temperature's is a sum over the vocabulary, of which one term is known: it cannot be
         # corrected.
-        (Untrained.OTHER_TEMPERATURE, transition.sampling.get("logprobs_temperature", at) != at),
-        (Untrained.STEERED, steered is None),
-        (Untrained.ALL_STEERED, steered is not None and len(steered) >= len(response)),
-        (Untrained.TOO_LONG, max_length is not None and len(prompt) + len(response) > max_length),
+        (UntrainedReason.OTHER_TEMPERATURE, transition.sampling.get("logprobs_temperature", at) != at),
+        (UntrainedReason.STEERED, steered is None),
+        (UntrainedReason.ALL_STEERED, steered is not None and len(steered) >= len(response)),
+        (UntrainedReason.TOO_LONG, max_length is not None and len(prompt) + len(response) > max_length),
     )
     return next((reason for reason, applies in checks if applies), None)
 
 
-def why_no_tokens(transition: Transition) -> Untrained:
+def why_no_tokens(transition: Transition) -> UntrainedReason:
     """Return why a transition has no tokens."""
-    return Untrained.PARTIAL_TOKENS if PARTIAL in transition.sampling else Untrained.NO_TOKENS
+    return UntrainedReason.PARTIAL_TOKENS if PARTIAL in transition.sampling else UntrainedReason.NO_TOKENS
 
 
 def token_weights(rows: Sequence[Row], aggregation: Aggregation) -> list[NDArray[np.float32]]:

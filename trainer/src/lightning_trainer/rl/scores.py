@@ -82,7 +82,7 @@ def score(
     Args:
         outcomes: of the rollouts.
         failed: the reward of one that failed because of the policy. Others that never succeeded are left out.
-        agents: names and globs of the trained agents: `reward` is theirs, see `earned`. None: of all.
+        agents: names and globs of the trained agents: `reward` is theirs, see `trained_reward`. None: of all.
         declared: range of the rewards, see `Work.declared`.
     """
     named = {reward.agent for outcome in outcomes for reward in outcome.rewards if reward.agent is not None}
@@ -99,7 +99,7 @@ def score(
         if counted is outcome.crash:
             values: Mapping[str, float | None] = dict.fromkeys(given, crashed)
         else:
-            values = {**agents_totals(outcome.rewards), "": earned(outcome.rewards, chosen)}
+            values = {**agents_totals(outcome.rewards), "": trained_reward(outcome.rewards, chosen)}
         for name, value in values.items():
             if value is not None:
                 given[name].setdefault(task, []).append(value)
@@ -158,7 +158,7 @@ def trained_names(named: Iterable[str], agents: Sequence[str] | None) -> frozens
     return None if agents is None or not chosen or chosen == names else frozenset(chosen)
 
 
-def earned(rewards: Sequence[Reward], chosen: frozenset[str] | None) -> float | None:
+def trained_reward(rewards: Sequence[Reward], chosen: frozenset[str] | None) -> float | None:
     """Return one number for an attempt: the reward of the trained agents.
 
     That is `total` without the rewards of others; None if there are only those.
@@ -176,11 +176,11 @@ def earned(rewards: Sequence[Reward], chosen: frozenset[str] | None) -> float | 
 def rollout_rewards(
     outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | None = None
 ) -> dict[str, float]:
-    """Return the reward of each rollout that counts, by its id; see `score` for the arguments, and `earned`."""
+    """Return the reward of each rollout that counts, by its id; see `score` for the arguments, and `trained_reward`."""
     named = {reward.agent for outcome in outcomes for reward in outcome.rewards if reward.agent is not None}
     chosen, crashed = trained_names(named, agents), reward_of_failures(outcomes, failed)
     rewards = {
-        outcome.rollout.rollout_id: crashed if counted is outcome.crash else earned(outcome.rewards, chosen)
+        outcome.rollout.rollout_id: crashed if counted is outcome.crash else trained_reward(outcome.rewards, chosen)
         for outcome in outcomes
         if (counted := outcome.counts(failed)) is not None
     }

@@ -104,7 +104,7 @@ def digest(tasks: Sequence[Task]) -> str:
     return hashlib.sha256(json.dumps(tasks, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def shared(tasks: Sequence[Task], val: Sequence[Task]) -> int:
+def count_shared(tasks: Sequence[Task], val: Sequence[Task]) -> int:
     """Return how many held-out tasks are also training tasks."""
     known = {json.dumps(task, sort_keys=True) for task in tasks} if val else set[str]()
     return sum(json.dumps(task, sort_keys=True) in known for task in val)

@@ -33,7 +33,7 @@ TRIED: Final = 8  # most tasks that a dry run tries
 TRIAL_S: Final = 10.0  # seconds for a dry run's rollouts; on two cores the update then takes about three times as long
 
 
-class Embedded:
+class EmbeddedBackend:
     """`Backend` with a learner of its own.
 
     Args:

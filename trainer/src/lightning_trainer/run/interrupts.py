@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Interrupted(KeyboardInterrupt):
+class SavedInterrupt(KeyboardInterrupt):
     """Somebody asked the program to stop, and it has saved its work."""
 
 
 @contextmanager
-def deferred(tell: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
+def defer_interrupts(tell: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C and SIGTERM within the block; a second one ends the program at once.
 
     Outside the main thread nothing is deferred, because Python delivers signals only to the main thread.
@@ -23,13 +23,13 @@ def deferred(tell: Callable[[], None] = lambda: None) -> Iterator[Callable[[], N
         tell: called at once for the first signal, to say what is awaited.
 
     Yields:
-        A function that raises `Interrupted` once there was a signal.
+        A function that raises `SavedInterrupt` once there was a signal.
     """
     asked = threading.Event()
 
     def check() -> None:
         if asked.is_set():
-            raise Interrupted
+            raise SavedInterrupt
 
     if threading.current_thread() is not threading.main_thread():
         yield check

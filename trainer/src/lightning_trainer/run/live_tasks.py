@@ -42,13 +42,13 @@ def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]
         }
 
 
-def asked(node: Node) -> str:
+def last_message(node: Node) -> str:
     """Return the last message that a model call sent, as text; empty if it is not recorded."""
     messages = _readable_messages(_messages(node) or [])
     return _text(messages[-1]) if messages else ""
 
 
-def answered(node: Node) -> str:
+def answer_text(node: Node) -> str:
     """Return a model call's answer, its tool calls as JSON; empty if it is not recorded."""
     said = _answer(node)
     calls = [call for message in said for call in message.get("tool_calls") or ()]

@@ -19,7 +19,7 @@ from lightning_trainer.choices import SELF
 from lightning_trainer.engines.contract import samples_apart
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report import learned_tokens, step_metrics
-from lightning_trainer.report.agents import not_heard
+from lightning_trainer.report.agents import unheard_warning
 from lightning_trainer.report.answers import of_answers
 from lightning_trainer.report.failures import where_calls_go
 from lightning_trainer.report.log.lines import MOST_FREQUENT, PROMPTS, WAITED_FOR
@@ -53,7 +53,7 @@ from lightning_trainer.rl.scores import BY_TASK, Score, by_source, given_to, rew
 from lightning_trainer.run.cliffs import CliffGuard
 from lightning_trainer.run.collecting.batches import Collection
 from lightning_trainer.run.collecting.step import StepSampler, StepWork
-from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.run.interrupts import SavedInterrupt
 from lightning_trainer.run.state import LONGEST_UNSAVED_S, State, mark_best, save, unmark_best
 from lightning_trainer.session.session import Session
 
@@ -97,7 +97,7 @@ class Loop:
         """Take all steps, with validation and checkpoints. Steps taken are also saved if it is stopped or fails."""
         try:
             self._run_all()
-        except (LightningError, Interrupted):
+        except (LightningError, SavedInterrupt):
             self._collection.cancel()
             self._save()
             raise
@@ -234,7 +234,7 @@ class Loop:
             **batch.account.metrics(),
             **by_source(given, result.rollouts - result.failed),
             **take_failures(),
-            **step_metrics.of_groups(*step_metrics.compared(batch)),
+            **step_metrics.of_groups(*step_metrics.count_compared(batch)),
             **step_metrics.of_traces(work.traces),
             **step_metrics.of_endings(work.outcomes),
             **alike,
@@ -316,7 +316,7 @@ class Loop:
 
     def _tell_unheard(self) -> None:
         """Warn of selected agents without a call so far: they may call later, or be misspelt."""
-        text = not_heard(self._run.config.agents or (), self.state.agents, self.state.step)
+        text = unheard_warning(self._run.config.agents or (), self.state.agents, self.state.step)
         if text is not None:
             self._run.progress.note(text)
 

@@ -19,9 +19,9 @@ from lightning_spans.errors import AgentFailedError
 from lightning_spans.schema.agents import label, selects
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.judges import RolloutJudge, open_judge, read_judge
-from lightning_trainer.report.agents import nothing_captured
+from lightning_trainer.report.agents import explain_no_calls
 from lightning_trainer.report.failures import last_error, where_calls_go
-from lightning_trainer.report.forecast import MeasuredUpdate, Probe, Tried
+from lightning_trainer.report.forecast import MeasuredUpdate, Probe, TaskTrial
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.speed.memory import process_peak
 from lightning_trainer.report.step_notes import unrewarded_agents
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ran:
+class _ProbeResult:
     """Rollouts that were run, with the seconds that they and the judge took, and their batch.
 
     Attributes:
@@ -159,7 +159,7 @@ def _run(
     *,
     limit_s: float,
     name: str,
-) -> _Ran:
+) -> _ProbeResult:
     rollouts = plan(
         tasks,
         name=f"try-{uuid.uuid4().hex[:8]}:{name}",
@@ -175,7 +175,7 @@ def _run(
     _refuse(outcomes, traces, config.agents)
     session.runner.check()
     if not any(trace.chats for trace in traces):
-        raise AgentFailedError(nothing_captured(len(outcomes), session.runner.attached, config.command))
+        raise AgentFailedError(explain_no_calls(len(outcomes), session.runner.attached, config.command))
     if judge is not None:
         progress.phase("judging rollouts")
         began = time.monotonic()
@@ -186,7 +186,7 @@ def _run(
     batch = algorithm.batch(tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids), (), penalty=None)
     groups = batch if algorithm.grouped else GRPO.batch(tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids))
     compared = {call.group_id for call in groups.calls if call.left_out is None}
-    return _Ran(
+    return _ProbeResult(
         outcomes=outcomes,
         traces=traces,
         rows=batch.rows,
@@ -237,7 +237,7 @@ def _with_gradient(row: Row) -> Row:
 def _make_probe(
     config: TrainConfig,
     places: Sequence[int],
-    ran: _Ran,
+    ran: _ProbeResult,
     *,
     load_seconds: float,
     learned: tuple[Sequence[MeasuredUpdate], float],
@@ -278,7 +278,7 @@ def _refuse(outcomes: Sequence[Outcome], traces: Sequence[Trace], chosen: Sequen
         raise AgentFailedError(f"all {len(outcomes)} rollouts failed. The last error:\n{said}")
 
 
-def _tried_tasks(ran: _Ran, places: Sequence[int], config: TrainConfig) -> list[Tried]:
+def _tried_tasks(ran: _ProbeResult, places: Sequence[int], config: TrainConfig) -> list[TaskTrial]:
     crashed = reward_of_failures(ran.outcomes, config.failed)
     found = []
     for number, place in enumerate(places):
@@ -291,5 +291,5 @@ def _tried_tasks(ran: _Ran, places: Sequence[int], config: TrainConfig) -> list[
         ]
         teaches = own[0].rollout.group_id in ran.teaching
         failed = sum(o.attempt is None for o in own)
-        found.append(Tried(place=place, rewards=tuple(rewards), contrast=teaches, failed=failed))
+        found.append(TaskTrial(place=place, rewards=tuple(rewards), contrast=teaches, failed=failed))
     return found

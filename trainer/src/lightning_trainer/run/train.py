@@ -25,9 +25,9 @@ from lightning_trainer.rl.algorithms.protocol import credit_of
 from lightning_trainer.rl.endings import LATE_LEFT_OUT
 from lightning_trainer.rl.rewards import read_rules
 from lightning_trainer.rl.rewards.judge import JudgeRule
-from lightning_trainer.run.data import Task, digest, load_tasks, shared
+from lightning_trainer.run.data import Task, count_shared, digest, load_tasks
 from lightning_trainer.run.folders import run_folder
-from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.run.interrupts import SavedInterrupt, defer_interrupts
 from lightning_trainer.run.result import Result, result_of
 from lightning_trainer.run.state import identity_of, read_state
 from lightning_trainer.runner.target import Job
@@ -61,8 +61,8 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
         _note_risks(run)
         try:
             steps = backend.train(run)
-        except Interrupted:
-            raise Interrupted(_stop_message(run)) from None
+        except SavedInterrupt:
+            raise SavedInterrupt(_stop_message(run)) from None
         run.log.draw()
         return result_of(run, steps, time.monotonic() - began)
 
@@ -76,7 +76,7 @@ def _open_run(config: TrainConfig, backend: Backend, progress: Progress) -> Iter
     identity = identity_of(config, tasks)
     start = backend.start(config, identity)
     with ExitStack() as stack:
-        check = stack.enter_context(deferred(progress.stopping))
+        check = stack.enter_context(defer_interrupts(progress.stopping))
         folder = stack.enter_context(_folder(config, start))
         runner = stack.enter_context(
             open_runner(
@@ -122,7 +122,7 @@ def _note_risks(run: OpenRun) -> None:
     config = run.config
     if config.timeouts == "exclude":
         run.progress.note(LATE_LEFT_OUT)
-    if both := shared(run.tasks, run.val):
+    if both := count_shared(run.tasks, run.val):
         run.progress.note(
             f"WARNING: {both} of {len(run.val)} held-out tasks are also training tasks, so their reward also"
             f" rises by memorising. Remove the tasks of {config.val} from {config.data}."
@@ -173,7 +173,7 @@ def _store(config: TrainConfig, folder: Path) -> Iterator[Store]:
 def _log(config: TrainConfig, folder: Path, step: int, val: Sequence[Task]) -> Iterator[MetricLog]:
     held_out = f"{digest(val)}*{config.val_samples}" if val else None
     with (
-        trackers.opened(config.trackers, folder, without_passwords(config.model_dump(mode="json"))) as told,
+        trackers.open_trackers(config.trackers, folder, without_passwords(config.model_dump(mode="json"))) as told,
         closing(MetricLog(folder, from_step=step, trackers=told, held_out=held_out)) as log,
     ):
         yield log

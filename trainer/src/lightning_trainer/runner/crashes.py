@@ -78,11 +78,11 @@ def _verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Block
             "disturbed", error=f"its worker process ended with {death.how} while {victim.company} attempts ran"
         )
     if death.killed:
-        return end_of_killed(victim.record, "its worker process")
+        return killed_attempt_end(victim.record, "its worker process")
     return AttemptEnd("failed", error=f"the agent ended its worker process with {death.how}")
 
 
-def end_of_killed(record: AttemptRecord, what: str, told: str | None = None) -> AttemptEnd:
+def killed_attempt_end(record: AttemptRecord, what: str, told: str | None = None) -> AttemptEnd:
     """Return the end of an attempt that ran alone when the system or a user killed it.
 
     Linux does so when memory runs out, whichever process used it. Only if it happens again to the same attempt is the

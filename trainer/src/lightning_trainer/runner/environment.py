@@ -25,7 +25,7 @@ _OWN: Final = re.compile(r"LIGHTNING_(.*_)?KEY(_.*)?")  # keys of the runner, of
 _WITH_PASSWORD: Final = re.compile(r"[^/]*://[^/@]*@")
 
 
-def allowed(environment: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
+def allowed_environment(environment: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
     """Return the environment of an agent under `lightning-rl runner`.
 
     Args:
@@ -51,7 +51,7 @@ def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def explained(error: str, environment: Mapping[str, str], passed: Mapping[str, str]) -> str:
+def explain_missing_variables(error: str, environment: Mapping[str, str], passed: Mapping[str, str]) -> str:
     """Return an agent's error, preceded by the variables that it names and does not get.
 
     Args:

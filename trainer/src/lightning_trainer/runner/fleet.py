@@ -16,7 +16,7 @@ from lightning_spans.errors import LightningError
 from lightning_spans.record import stalls
 from lightning_spans.schema.attempts import Attempt, AttemptRecord
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer.runner.crashes import AttemptEnd, Victim, blame_scorer, end_of_killed, too_late, verdict
+from lightning_trainer.runner.crashes import AttemptEnd, Victim, blame_scorer, killed_attempt_end, too_late, verdict
 from lightning_trainer.runner.places import RunningAttempt, WorkerPlace, watch_loop
 from lightning_trainer.runner.protocol import Message, attempt_to_json
 from lightning_trainer.runner.workers import Blocking, Start
@@ -358,7 +358,7 @@ class Fleet:
 
 def _end_of_message(running: RunningAttempt, message: Message) -> AttemptEnd:
     if message["status"] == "killed":
-        return end_of_killed(running.record, "the command", message["error"])
+        return killed_attempt_end(running.record, "the command", message["error"])
     return AttemptEnd(message["status"], tuple(Reward(**reward) for reward in message["rewards"]), message["error"])
 
 

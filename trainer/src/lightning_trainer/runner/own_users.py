@@ -25,7 +25,7 @@ import psutil
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
-from lightning_trainer.runner.environment import allowed
+from lightning_trainer.runner.environment import allowed_environment
 from lightning_trainer.runner.worker.workfolder import LEFT_OVER, remove_folder, remove_left_over
 
 logger = logging.getLogger("lightning_trainer")
@@ -196,7 +196,7 @@ def _try(number: int) -> None:
             user=number,
             group=number,
             extra_groups=[],
-            env=user.environment(allowed(os.environ)),
+            env=user.environment(allowed_environment(os.environ)),
             capture_output=True,
             check=False,
         )

@@ -26,7 +26,7 @@ from lightning_spans.record import stalls
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.store import Store
 from lightning_trainer.runner.crashes import AttemptEnd
-from lightning_trainer.runner.environment import explained
+from lightning_trainer.runner.environment import explain_missing_variables
 from lightning_trainer.runner.fleet import Fleet
 from lightning_trainer.runner.own_users import OwnUsers
 from lightning_trainer.runner.process import WorkerProcess
@@ -273,7 +273,7 @@ class Runner:
                 task.cancel()
 
     def _explain_error(self, error: str) -> str:
-        return error if self._passed is None else explained(error, os.environ, self._passed)
+        return error if self._passed is None else explain_missing_variables(error, os.environ, self._passed)
 
     def _finish_attempt(self, record: AttemptRecord, ended: AttemptEnd) -> None:
         if ended.error is not None:

@@ -27,7 +27,7 @@ HOLDER: Final = ".held-by"  # next to it: names that process
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def hold_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for this process until the block or the process ends.
 
     Raises:
@@ -135,12 +135,12 @@ def open_folder(
         ConfigError: the folder cannot be created, another process works there, or a new one is not empty.
     """
     if resume is not None:
-        with held(resume):
+        with hold_folder(resume):
             yield resume
         return
     existed, alone = out is not None and out.exists(), out is None and not base.exists()
     folder = make_folder(out, base)
-    with held(folder):
+    with hold_folder(folder):
         if came_to_nothing(folder):
             _clear(folder)
         if _content(folder):

@@ -62,7 +62,7 @@ class SamplingOptions:
             temperature=self.temperature,
             plain=self.plain,
             max_tokens=self.max_tokens,
-            unnamed=unnamed(command, self.agents, self.name_by),
+            unnamed=default_agent_name(command, self.agents, self.name_by),
             name_by=parse_rules(self.name_by),
             prompts=self.prompts,
         )
@@ -97,7 +97,7 @@ def sampling_of(config: SamplingFields) -> SamplingOptions:
     )
 
 
-def unnamed(command: str | None, agents: Sequence[str] | None, name_by: Sequence[object] = ()) -> str | None:
+def default_agent_name(command: str | None, agents: Sequence[str] | None, name_by: Sequence[object] = ()) -> str | None:
     """Return the agent name for a command's calls that nothing names: the only one selected, or `agent`.
 
     Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_trainer.backends.tinker import options
 from lightning_trainer.backends.tinker.bill import bill_lines
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.run.embedded import Embedded
+from lightning_trainer.run.embedded import EmbeddedBackend
 
 if TYPE_CHECKING:
     from lightning_trainer.backends.tinker.learner import TinkerLearner
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DEFAULTS: Final = {"temperature": 1.0, "lora_rank": 16}
 
 
-class TinkerBackend(Embedded):
+class TinkerBackend(EmbeddedBackend):
     """`Backend` with adapters on a server as its policies."""
 
     defaults: Mapping[str, Any] = DEFAULTS  # of `TrainConfig` options that are not set

@@ -18,7 +18,7 @@ from lightning_trainer.engines.devices import are_planned
 from lightning_trainer.models import look
 from lightning_trainer.policies import parse
 from lightning_trainer.run.data import load_tasks
-from lightning_trainer.run.embedded import Embedded
+from lightning_trainer.run.embedded import EmbeddedBackend
 
 if TYPE_CHECKING:
     from lightning_trainer.backends.torch.learner import TorchLearner
@@ -40,9 +40,9 @@ _TOKENS_CPU: Final = 2048  # of a forward pass
 _TOKENS_GPU: Final = 8192
 
 
-def backend() -> Embedded:
+def backend() -> EmbeddedBackend:
     """Make the backend."""
-    return Embedded(_open, check, checkpoint_bytes, _learner, plan=plan_run)
+    return EmbeddedBackend(_open, check, checkpoint_bytes, _learner, plan=plan_run)
 
 
 def _open(config: TrainConfig) -> TorchLearner:

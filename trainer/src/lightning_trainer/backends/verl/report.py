@@ -7,7 +7,7 @@ from typing import Final
 
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.reasons.amounts import amount
-from lightning_trainer.report.agents import not_heard
+from lightning_trainer.report.agents import unheard_warning
 from lightning_trainer.report.log.lines import WAITED_FOR
 from lightning_trainer.report.metrics import Kind, MetricLog
 from lightning_trainer.report.progress import Progress
@@ -98,7 +98,7 @@ class Reporter:
     def warn_of_unheard(self, steps: int) -> None:
         """Warn of agents that should be trained but have made no call so far."""
         names = [name for line in self._log.lines("train") for name in line]
-        text = not_heard(
+        text = unheard_warning(
             self._config.agents or (), (n.removeprefix(_SPOKE) for n in names if n.startswith(_SPOKE)), steps
         )
         if text is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_spans.schema.rewards import Reward
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.report.credit_report import CreditReport, TurnCredit
-    from lightning_trainer.rl.batch.calls import Judged
+    from lightning_trainer.rl.batch.calls import CountedCall
 
 _OF_FORKS: Final = ("forks", "alternatives", "orders", "fork_at", "fork_tools")
 
@@ -59,14 +59,14 @@ def command(
     worse count calls.
     """
     from lightning_trainer.report.credit_report import credit_report, turns_of
-    from lightning_trainer.report.recomputed import judged
+    from lightning_trainer.report.recomputed import recompute_batch
 
     named = given_flags({"rewards": automatic}).get("rewards", {})
     config = _config(run, credit, gamma, named)
     elsewhere = store or _store_of(run, config, trust=trust)
     with reading(elsewhere or str(run / "lightning.db"), key_file) as source:
         chosen = _choose_rollouts(run, source.rollouts(), steps, held_out=held_out, shared=elsewhere is not None)
-        batch, outcomes = judged(config, source, chosen, imports=config.rewards if trust else named)
+        batch, outcomes = recompute_batch(config, source, chosen, imports=config.rewards if trust else named)
     report = credit_report(batch, outcomes, config.credit)
     calls = [call for call in batch.calls if call.transition.rollout_id in rollouts]
     if rollouts and not calls:
@@ -138,11 +138,11 @@ def _choose_rollouts(
     return ended
 
 
-def _sort_by_turn(calls: Iterable[Judged]) -> list[Judged]:
+def _sort_by_turn(calls: Iterable[CountedCall]) -> list[CountedCall]:
     return sorted(calls, key=lambda c: (c.transition.attempt_id, c.transition.turn, c.transition.choice))
 
 
-def _call_json(call: Judged) -> dict[str, Any]:
+def _call_json(call: CountedCall) -> dict[str, Any]:
     transition = call.transition
     return {
         "rollout_id": transition.rollout_id,
@@ -193,7 +193,7 @@ def _print_turns(turns: Sequence[TurnCredit]) -> None:
     screen().print(table)
 
 
-def _print_calls(calls: Sequence[Judged]) -> None:
+def _print_calls(calls: Sequence[CountedCall]) -> None:
     from rich.table import Table
 
     table = Table("attempt", "turn", "agent", "credit", "advantage", "own rewards, or why it was left out")

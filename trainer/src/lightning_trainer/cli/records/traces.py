@@ -286,9 +286,9 @@ def _grow(tree: Tree, trace: Trace, rewards: dict[str | None, list[Reward]], *, 
 
 def _question_and_answer(node: Node) -> list[str]:
     """Return a model's last input and its answer, each with its sign in front."""
-    from lightning_trainer.run.live_tasks import answered, asked
+    from lightning_trainer.run.live_tasks import answer_text, last_message
 
-    question, reply = asked(node), answered(node)
+    question, reply = last_message(node), answer_text(node)
     return [text for text in (f"< {question}" if question else "", f"> {reply}" if reply else "") if text]
 
 

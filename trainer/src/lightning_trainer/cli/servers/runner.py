@@ -138,7 +138,7 @@ def _refuse_contradictions(flags: dict[str, Any]) -> None:
 def _make_runner(job: Job, flags: dict[str, Any]) -> tuple[Runner, int]:
     """Return the runner and its number of workers."""
     from lightning_trainer.config.workers import cores
-    from lightning_trainer.runner.environment import allowed
+    from lightning_trainer.runner.environment import allowed_environment
     from lightning_trainer.runner.own_users import parse_users
     from lightning_trainer.runner.runner import Runner
     from lightning_trainer.runner.worker.limits import WorkerLimits, parse_bytes
@@ -165,7 +165,7 @@ def _make_runner(job: Job, flags: dict[str, Any]) -> tuple[Runner, int]:
         logs=flags["logs"],
         lease_s=flags["lease_s"],
         limits=limits,
-        environment=allowed(os.environ, names),
+        environment=allowed_environment(os.environ, names),
         users=None if users is None else parse_users(users),
         start=start,
     )

@@ -100,7 +100,7 @@ def _bind(plugins: Any, name: str) -> str:
     plugin = plugins.manager().get_plugin(name)
     hooks = sorted(caller.name for caller in plugins.manager().get_hookcallers(plugin) or ())
     for kind in registry.kinds():
-        registry.registered(kind)
+        registry.registrations(kind)
     if name in plugins.left_out:
         raise AttachError(plugins.left_out[name])
     if "lightning_attach" in hooks:

@@ -92,7 +92,7 @@ def command(
 
     Exit status: 0 done, 2 wrong option or file, 3 the agent failed, 4 no task got a reward.
     """
-    from lightning_trainer.report.agents import overview, unrewarded
+    from lightning_trainer.report.agents import explain_no_rewards, overview
     from lightning_trainer.rl.rewards.judge import read_rules
     from lightning_trainer.rl.rewards.shown import with_automatic
 
@@ -115,7 +115,7 @@ def command(
     print_joins(traces, as_json=as_json)
     if reward_error is not None:
         raise RewardError(reward_error)
-    if (advice := unrewarded(traces)) is not None:
+    if (advice := explain_no_rewards(traces)) is not None:
         if runs:
             raise NothingToLearnError(advice)
         click.echo(advice, err=True)

@@ -17,7 +17,7 @@ from lightning_trainer.flags.files import config_file_option, json_flag
 
 if TYPE_CHECKING:
     from lightning_trainer.kits.export.files import Draft
-    from lightning_trainer.report.forecast import Tried
+    from lightning_trainer.report.forecast import TaskTrial
     from lightning_trainer.run.data import Task
 
 
@@ -77,20 +77,20 @@ def command(
     from lightning_spans.errors import ConfigError
     from lightning_trainer import registry
     from lightning_trainer.report.forecast import verdict
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
     from lightning_trainer.report.terminal import decimal, printable
     from lightning_trainer.run.data import load_tasks
-    from lightning_trainer.run.embedded import Embedded
+    from lightning_trainer.run.embedded import EmbeddedBackend
 
     config = merge(file, {**given_flags(flags), **({"target": target} if target else {}), "group_size": samples})
     backend = registry.by_name("backend", config.backend)
-    if not isinstance(backend, Embedded):
+    if not isinstance(backend, EmbeddedBackend):
         raise ConfigError(f"tasks needs a model in this process, which backend = {config.backend} does not have.")
     tasks = load_tasks(config.data, config.columns)[:first]
     with ExitStack() as stack:  # a trial may take hours: first check that its tasks can be stored
         kept = stack.enter_context(closing(_draft(keep, config.data))) if keep is not None else None
         limit_s = TRIAL_S if first is None and keep is None else math.inf
-        with Shown(f"trying up to {len(tasks)} tasks, {samples} times each") as progress:
+        with ProgressDisplay(f"trying up to {len(tasks)} tasks, {samples} times each") as progress:
             probe = backend.probe(config, tasks, range(len(tasks)), progress, update=False, limit_s=limit_s)
             tried = probe.tried
         if len(tried) < len(tasks):
@@ -112,7 +112,7 @@ def command(
             _keep(kept, tried, tasks)
 
 
-def _facts(one: Tried, task: Task) -> dict[str, Any]:
+def _facts(one: TaskTrial, task: Task) -> dict[str, Any]:
     mean = one.mean
     return {
         "task": task,
@@ -125,7 +125,7 @@ def _facts(one: Tried, task: Task) -> dict[str, Any]:
     }
 
 
-def _print(tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
+def _print(tried: Sequence[TaskTrial], tasks: Sequence[Task]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -165,7 +165,7 @@ def _draft(path: Path, data: Path) -> Draft:
     return Draft(path)
 
 
-def _keep(draft: Draft, tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
+def _keep(draft: Draft, tried: Sequence[TaskTrial], tasks: Sequence[Task]) -> None:
     from lightning_spans.errors import NothingToLearnError
 
     kept = [tasks[one.place] for one in sorted(tried, key=lambda one: one.place) if one.contrast]

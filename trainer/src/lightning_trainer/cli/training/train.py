@@ -67,21 +67,21 @@ def command(
     stopped.
     """
     from lightning_trainer.cli.training.viewed import ViewerProgress, with_folder
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
     from lightning_trainer.run.train import describe, train
 
     config = _config(file, {**given_flags(flags), **({"target": target} if target else {})})
     if gpu_memory and not dry_run:
         raise ConfigError("--gpu-memory plans for a GPU that is not here. Add --dry-run.")
     if dry_run:
-        with Shown(_title(config, "trying")) as shown, _planning(config, gpu_memory):
+        with ProgressDisplay(_title(config, "trying")) as shown, _planning(config, gpu_memory):
             described = describe(config, shown)
         click.echo(described.text)
         if as_json:
             print_json(described.facts)
         return
     with ExitStack() as stack:
-        watched: Progress = stack.enter_context(Shown(_title(config)))
+        watched: Progress = stack.enter_context(ProgressDisplay(_title(config)))
         if viewed:
             config = with_folder(config)
             watched = stack.enter_context(ViewerProgress(watched, config.resume or config.out))

@@ -48,8 +48,8 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
     from lightning_spans.record.unrecorded import lines
     from lightning_spans.store.traces import traces_of
     from lightning_trainer.config.workers import worker_count
-    from lightning_trainer.report.agents import no_gateway_saw, nothing_captured
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.agents import explain_no_calls, no_gateway_saw
+    from lightning_trainer.report.progress import ProgressDisplay
     from lightning_trainer.rl.rollouts import plan
     from lightning_trainer.runner.logs import temporary_folder
     from lightning_trainer.session.answers import open_answers
@@ -59,7 +59,7 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
     name = f"agents-{uuid.uuid4().hex[:8]}:a"
     rollouts = plan(tasks, name=name, size=1, mode="agents", max_attempts=1, timeout_s=trial.timeout_s)
     with ExitStack() as stack:
-        progress = stack.enter_context(Shown(f"running {job.target or job.command} on {len(tasks)} tasks"))
+        progress = stack.enter_context(ProgressDisplay(f"running {job.target or job.command} on {len(tasks)} tasks"))
         logs = stack.enter_context(temporary_folder("lightning-logs-"))
         session = stack.enter_context(
             open_session(
@@ -86,7 +86,7 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
                 raise RewardError(reward_error)
             if job.command is not None and at_home:
                 raise AgentFailedError(no_gateway_saw(job.command, len(rollouts)))
-            told = nothing_captured(len(rollouts), runner.attached, job.command)
+            told = explain_no_calls(len(rollouts), runner.attached, job.command)
             raise AgentFailedError("\n".join([told, *missed]))
         for line in missed:
             click.echo(f"WARNING: {printable(line)}", err=True)

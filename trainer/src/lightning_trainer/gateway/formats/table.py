@@ -134,7 +134,7 @@ NONE: Final = NO_FORMAT
 
 def formats() -> list[Format]:
     """Return the formats that the trainer and plugins register, in the order in which they are tried."""
-    return list(registry.registered("tool format").values())
+    return list(registry.registrations("tool format").values())
 
 
 def names() -> list[str]:

@@ -109,10 +109,10 @@ def begin_shadow(current: Deployment | None, agent: str, share: float, note: Not
     Raises:
         ConfigError: there is no candidate, it already answers users, or the share is not above 0 and at most 1.
     """
-    tried = _tried(current, agent)
+    tried = _require_candidate(current, agent)
     if tried.stage == "canary":
         raise ConfigError(f"the candidate {tried.candidate} of {agent} is in a canary already: it answers users.")
-    return _next(tried, note, stage="shadow", share=_checked(share))
+    return _next(tried, note, stage="shadow", share=_check_share(share))
 
 
 def begin_canary(current: Deployment | None, agent: str, share: float, note: Note) -> Deployment:
@@ -121,8 +121,8 @@ def begin_canary(current: Deployment | None, agent: str, share: float, note: Not
     Raises:
         ConfigError: there is no candidate, or the share is not above 0 and at most 1.
     """
-    tried = _tried(current, agent)
-    return _next(tried, note, stage="canary", share=_checked(share))
+    tried = _require_candidate(current, agent)
+    return _next(tried, note, stage="canary", share=_check_share(share))
 
 
 def approve(current: Deployment | None, agent: str, note: Note) -> Deployment:
@@ -179,20 +179,20 @@ def _before(history: Sequence[Deployment], policy: str) -> str | None:
     return next(promoted, None)
 
 
-def _checked(share: float) -> float:
+def _check_share(share: float) -> float:
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"share {share:g}: give a share above 0 % and at most 100 %, such as --share 5%.")
     return share
 
 
-def _tried(current: Deployment | None, agent: str) -> Deployment:
+def _require_candidate(current: Deployment | None, agent: str) -> Deployment:
     if current is None or not is_tried(current):
         raise ConfigError(f"{agent} has no candidate. Name one: lightning-rl deploy candidate --agent {agent} ...")
     return current
 
 
 def _in_canary(current: Deployment | None, agent: str) -> Deployment:
-    tried = _tried(current, agent)
+    tried = _require_candidate(current, agent)
     if tried.stage != "canary":
         raise ConfigError(
             f"the candidate {tried.candidate} of {agent} is in the stage {tried.stage}. Start a canary first:"

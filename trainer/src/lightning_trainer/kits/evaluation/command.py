@@ -120,7 +120,7 @@ def command(
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.kits.evaluation.config import BearerKeys
     from lightning_trainer.kits.evaluation.evaluate import evaluate
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
 
     config = read_config(resume, given_flags(flags))
     environment = os.environ.get("LIGHTNING_UPSTREAM_KEY")
@@ -130,7 +130,7 @@ def command(
     )
     for key in (keys.endpoint, keys.against):
         remember(key)
-    with Shown(f"evaluating {config.target or config.command}") as progress:
+    with ProgressDisplay(f"evaluating {config.target or config.command}") as progress:
         result = evaluate(config, progress, resume=resume, keys=keys)
     if as_json:
         print_json(result.to_json())
@@ -147,7 +147,7 @@ def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
         ConfigError: an option is missing, has a wrong value, or contradicts another one.
     """
     from lightning_trainer.kits.evaluation.config import EvalConfig
-    from lightning_trainer.kits.evaluation.evaluate import resumed
+    from lightning_trainer.kits.evaluation.evaluate import config_to_resume
     from lightning_trainer.kits.evaluation.summary import Counting
     from lightning_trainer.naming import parse_rules
 
@@ -156,7 +156,7 @@ def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
         if flags:
             wrong = ", ".join(f"--{name.replace('_', '-')}" for name in flags if name != "target") or "TARGET"
             raise ConfigError(f"a resumed evaluation keeps its options: leave out {wrong}.")
-        return resumed(resume) if store is None else resumed(resume).with_values(store=store)
+        return config_to_resume(resume) if store is None else config_to_resume(resume).with_values(store=store)
     flags = with_environment(flags)
     target, program = flags.get("target"), flags.pop("program", None)
     if (target is None) == (program is None):

@@ -22,7 +22,7 @@ from lightning_trainer.kits.evaluation.summary import Summary, difference, diffe
 from lightning_trainer.report.failures import most_frequent_error
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import Task, digest, load_tasks
-from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.run.interrupts import SavedInterrupt, defer_interrupts
 from lightning_trainer.runner.target import JUDGE
 from lightning_trainer.session.answers import (
     LocalModel,
@@ -99,7 +99,7 @@ def evaluate(
     Ctrl-C or SIGTERM ends it, and raises `KeyboardInterrupt`; finished samples are kept.
 
     Args:
-        config: the options; to resume, those that `resumed` returned.
+        config: the options; to resume, those that `config_to_resume` returned.
         progress: callback for progress events. Default: none.
         resume: folder of an evaluation to resume: only unfinished samples are run, and those that failed for a reason
             other than the model.
@@ -124,7 +124,7 @@ def evaluate(
     with open_folder(
         config.out, resume, base=files.EVALS, begun=files.has_samples, resumable=files.is_evaluation
     ) as folder:
-        asked = _asked(config, tasks, folder, resume)
+        asked = _begin_record(config, tasks, folder, resume)
         subjects = [subject] if other is None or isinstance(other, Path) else [subject, other]
         drawn, program = _measure(
             config, tasks, subjects, folder=folder, name=asked["id"], progress=progress, judging=judging
@@ -143,7 +143,7 @@ def evaluate(
         program=program,
         against_name=None if other is None else str(other) if isinstance(other, Path) else other.name,
     )
-    files.write_asked(folder, {**asked, "seconds": seconds})
+    files.write_options(folder, {**asked, "seconds": seconds})
     files.write_summary(folder, result.to_json())
     return result
 
@@ -172,7 +172,7 @@ def _measure(
     """
     drawn = []
     with ExitStack() as stack:
-        check = stack.enter_context(deferred())
+        check = stack.enter_context(defer_interrupts())
         store = stack.enter_context(open_database(config.store or str(folder / STORE_NAME)))
         judge = stack.enter_context(open_judge(judging, store, seed=config.seed or 0, cache=folder / CACHE_NAME))
         for subject, suffix in zip(subjects, ("", "b"), strict=False):
@@ -192,27 +192,27 @@ def _measure(
                     prompted=not suffix,  # the baseline keeps the program's own prompts
                 )
                 drawn.append(side.measure())
-            except Interrupted:
-                raise Interrupted(f"stopped. Continue with: lightning-rl eval --resume {folder}") from None
+            except SavedInterrupt:
+                raise SavedInterrupt(f"stopped. Continue with: lightning-rl eval --resume {folder}") from None
         return drawn, read_program(store, drawn[0], config.read_prompts())
 
 
-def resumed(folder: Path) -> EvalConfig:
+def config_to_resume(folder: Path) -> EvalConfig:
     """Return the options of an evaluation to resume.
 
     Raises:
         ConfigError: there is none.
     """
-    return EvalConfig.from_json(files.read_asked(folder)["config"])
+    return EvalConfig.from_json(files.read_options(folder)["config"])
 
 
-def _asked(config: EvalConfig, tasks: Sequence[Task], folder: Path, resume: Path | None) -> dict[str, Any]:
+def _begin_record(config: EvalConfig, tasks: Sequence[Task], folder: Path, resume: Path | None) -> dict[str, Any]:
     if resume is not None:
-        asked = files.read_asked(folder)
+        asked = files.read_options(folder)
         check_unchanged(folder, asked, {"tasks": digest(tasks)}, f"They are in {config.data}.")
         return asked
     asked = {"id": uuid.uuid4().hex[:12], "tasks": digest(tasks), "seconds": 0.0, "config": config.to_json()}
-    files.write_asked(folder, asked)
+    files.write_options(folder, asked)
     return asked
 
 
@@ -240,7 +240,7 @@ def _other(config: EvalConfig, tasks: Sequence[Task], keys: BearerKeys) -> Subje
     folder = Path(config.against).expanduser()
     if not files.is_evaluation(folder):
         return read_subject(config.against, key=keys.against)
-    asked = files.read_asked(folder)
+    asked = files.read_options(folder)
     if asked["tasks"] != digest(tasks):
         raise ConfigError(f"the evaluation {folder} is of other tasks than {config.data}. Evaluate both on the same.")
     if asked["config"]["judge"] or asked["config"]["reward"] == JUDGE:

@@ -29,12 +29,12 @@ def has_samples(folder: Path) -> bool:
     return (folder / SAMPLES_NAME).is_file()
 
 
-def write_asked(folder: Path, asked: Mapping[str, Any]) -> None:
+def write_options(folder: Path, asked: Mapping[str, Any]) -> None:
     """Save the options of an evaluation."""
     write_atomically(folder / ASKED_NAME, (json.dumps(without_passwords(asked), indent=2, default=str) + "\n").encode())
 
 
-def read_asked(folder: Path) -> dict[str, Any]:
+def read_options(folder: Path) -> dict[str, Any]:
     """Read the options of an evaluation.
 
     Raises:

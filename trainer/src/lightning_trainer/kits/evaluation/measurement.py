@@ -19,7 +19,7 @@ from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import EvalConfig
 from lightning_trainer.kits.evaluation.samples import Sample, read_samples
 from lightning_trainer.reasons.amounts import amount
-from lightning_trainer.report.agents import nothing_captured
+from lightning_trainer.report.agents import explain_no_calls
 from lightning_trainer.report.failures import advice, most_frequent_error, where_calls_go
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.endings import LATE_LEFT_OUT_OF_FIGURES
@@ -158,7 +158,7 @@ class Measurement:
             return
         calls = [usage for sample in samples for usage in sample.usage.values()]
         if not calls:
-            raise LightningError(nothing_captured(len(samples), session.runner.attached, self.config.command))
+            raise LightningError(explain_no_calls(len(samples), session.runner.attached, self.config.command))
         elsewhere = sum(usage.elsewhere for usage in calls)
         made = sum(usage.calls for usage in calls)
         if made and elsewhere == made:

@@ -9,7 +9,7 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.surfaces.messages_request import chat_of_messages
 from lightning_trainer.gateway.surfaces.response_tools import ResponseTools
 from lightning_trainer.gateway.surfaces.responses_request import Items
-from lightning_trainer.kits.export.wanted import Unexported
+from lightning_trainer.kits.export.wanted import UnexportedReason
 
 _EARLIER: Final = ("previous_response_id", "conversation")
 _ANTHROPICS: Final = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking"})
@@ -19,19 +19,19 @@ class UnreadableError(Exception):
     """A call cannot be written as a conversation; the text is the reason."""
 
 
-def asked(request: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+def read_request(request: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return messages and tools of a request.
 
     Raises:
         UnreadableError: it has no messages, not all of them, or tools that are not functions.
     """
     if any(request.get(name) for name in _EARLIER) or isinstance(request.get("prompt"), Mapping):
-        raise UnreadableError(Unexported.ELSEWHERE)
+        raise UnreadableError(UnexportedReason.ELSEWHERE)
     if request.get("messages") is None and "input" in request:
         return _of_responses(request)
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise UnreadableError(Unexported.NO_MESSAGES)
+        raise UnreadableError(UnexportedReason.NO_MESSAGES)
     return _of_anthropic(request) if _is_anthropics(request) else (messages, list(_functions(request.get("tools"))))
 
 
@@ -41,11 +41,11 @@ def _of_responses(request: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     try:
         items = Items(request["input"])
     except Refusal:
-        raise UnreadableError(Unexported.NO_MESSAGES) from None
+        raise UnreadableError(UnexportedReason.NO_MESSAGES) from None
     try:
         tools = ResponseTools([*(request.get("tools") or []), *items.tools], None).chat
     except (Refusal, TypeError):
-        raise UnreadableError(Unexported.NO_FUNCTION) from None
+        raise UnreadableError(UnexportedReason.NO_FUNCTION) from None
     return [*system, *items.messages], tools
 
 
@@ -63,11 +63,11 @@ def _of_anthropic(request: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     try:
         messages = chat_of_messages({**said, "max_tokens": 1})[0]["messages"]
     except Refusal:
-        raise UnreadableError(Unexported.NOT_TEXT) from None
+        raise UnreadableError(UnexportedReason.NOT_TEXT) from None
     try:
         return messages, chat_of_messages({**tools, "max_tokens": 1})[0].get("tools", [])
     except Refusal:
-        raise UnreadableError(Unexported.NO_FUNCTION) from None
+        raise UnreadableError(UnexportedReason.NO_FUNCTION) from None
 
 
 def _functions(tools: Any) -> Iterator[Any]:
@@ -77,7 +77,7 @@ def _functions(tools: Any) -> Iterator[Any]:
         elif isinstance(tool.get("name"), str):  # the form of some instrumentations
             yield {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
         else:
-            raise UnreadableError(Unexported.NO_FUNCTION)
+            raise UnreadableError(UnexportedReason.NO_FUNCTION)
 
 
 def _objects(value: Any) -> list[Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.transitions import Transition
-from lightning_trainer.kits.export.chat import THOUGHTS, CallChat, Message, spoken
+from lightning_trainer.kits.export.chat import THOUGHTS, CallChat, Message, comparison_keys
 from lightning_trainer.rl.prefixes import OpenSequences
 
 NOT_TRAINED = -100  # torch's index of labels that the loss ignores
@@ -65,7 +65,7 @@ def _new(found: list[Branch]) -> Branch:
 def _by_messages(said: BranchCall, still_open: dict[bytes, list[Branch]], found: list[Branch]) -> Branch:
     if said.exchange is None:
         return _new(found)
-    marks = _marks(spoken(said.exchange.whole))
+    marks = _marks(comparison_keys(said.exchange.whole))
     branch = next((still_open[mark].pop(0) for mark in reversed(marks[:-1]) if still_open.get(mark)), None)
     branch = _new(found) if branch is None else branch
     still_open.setdefault(marks[-1], []).append(branch)

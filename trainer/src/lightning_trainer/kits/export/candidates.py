@@ -12,12 +12,12 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.schema.transitions import Transition
 from lightning_trainer.kits.export.asked import UnreadableError
 from lightning_trainer.kits.export.branches import Branch, BranchCall, answers_in, branches, messages_of, tokens_of
-from lightning_trainer.kits.export.chat import Message, exchange, spoken
+from lightning_trainer.kits.export.chat import Message, comparison_keys, exchange
 from lightning_trainer.kits.export.episodes import StoredEpisode, digest
 from lightning_trainer.kits.export.files import Line
-from lightning_trainer.kits.export.wanted import Unexported, Wanted
+from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
 from lightning_trainer.lineage.permits import join_tenants, tenants_of
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import why_no_tokens
 
 
@@ -52,7 +52,9 @@ class LineCandidate:
     content: str
 
 
-def lines_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[tuple[Line, dict[str, Any]]]:
+def lines_of(
+    episode: StoredEpisode, wanted: ExportOptions, left_out: Counter[str]
+) -> Iterator[tuple[Line, dict[str, Any]]]:
     """Make the lines of an attempt, each with the fields of `LineCandidate` except its place.
 
     Args:
@@ -85,34 +87,34 @@ def lines_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
         )
 
 
-def _branch_calls(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[BranchCall]:
+def _branch_calls(episode: StoredEpisode, wanted: ExportOptions, left_out: Counter[str]) -> Iterator[BranchCall]:
     left = episode.left
     for call in episode.calls:
         reason, said = episode.problem, None
         if wanted.agents is not None and not selects(wanted.agents, call.path):
-            reason = Untrained.NOT_SELECTED
+            reason = UntrainedReason.NOT_SELECTED
         elif reason is None:
             reason, said = _read(call, wanted, left=call.span_id in left and call.finish_reason is None)
         if said is None:
-            left_out[reason or Untrained.CALL_FAILED] += 1
+            left_out[reason or UntrainedReason.CALL_FAILED] += 1
         else:
             yield said
 
 
-def _read(call: Transition, wanted: Wanted, *, left: bool) -> tuple[str | None, BranchCall | None]:
+def _read(call: Transition, wanted: ExportOptions, *, left: bool) -> tuple[str | None, BranchCall | None]:
     if call.error is not None:
-        return Untrained.CALL_FAILED, None
+        return UntrainedReason.CALL_FAILED, None
     if wanted.format == "tokens":
         return (why_no_tokens(call), None) if call.tokens is None else (None, BranchCall(call))
     if left:
-        return Unexported.LEFT, None
+        return UnexportedReason.LEFT, None
     try:
         return None, BranchCall(call, exchange(call))
     except UnreadableError as error:
         return str(error), None
 
 
-def _line(branch: Branch, wanted: Wanted) -> Line:
+def _line(branch: Branch, wanted: ExportOptions) -> Line:
     """Return the training content of a line; `dpo` joins two of them later."""
     tokens = tokens_of(branch) if wanted.ids or wanted.format == "tokens" else None
     exact = {} if tokens is None else dict(zip(("input_ids", "labels"), tokens, strict=True))
@@ -173,7 +175,7 @@ def _digests(branch: Branch) -> tuple[str, str]:
 
 
 def _texts(messages: Sequence[Message]) -> list[str]:
-    return [part.decode() for part in spoken(messages)]
+    return [part.decode() for part in comparison_keys(messages)]
 
 
 def _prompt_lengths(branch: Branch) -> list[int]:

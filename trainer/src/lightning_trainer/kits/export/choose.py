@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lightning_trainer.kits.export.candidates import LineCandidate
-from lightning_trainer.kits.export.wanted import Unexported, Wanted
+from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
 
 # A prompt with which more than this share of the tasks begins, such as a router's or a planner's constant prompt, does
 # not identify a task.
@@ -17,14 +17,16 @@ _COMMON: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenLines:
     """Lines to write: training lines and held-out lines."""
 
     training: list[LineCandidate]
     held_out: list[LineCandidate]
 
 
-def by_reward(candidates: Iterable[LineCandidate], wanted: Wanted, left_out: Counter[str]) -> list[LineCandidate]:
+def by_reward(
+    candidates: Iterable[LineCandidate], wanted: ExportOptions, left_out: Counter[str]
+) -> list[LineCandidate]:
     """Keep lines with enough reward, and the best attempts of each group and agent.
 
     For pairs, the minimum reward is that of the better answer: see `pairs`.
@@ -34,18 +36,20 @@ def by_reward(candidates: Iterable[LineCandidate], wanted: Wanted, left_out: Cou
         least = wanted.min_reward
         kept = _keep(kept, left_out, lambda each: _too_low(each, least))
     if wanted.best is not None:
-        kept = _keep(kept, left_out, lambda each: Unexported.NO_REWARD if each.reward is None else None)
+        kept = _keep(kept, left_out, lambda each: UnexportedReason.NO_REWARD if each.reward is None else None)
         best = _best(kept, wanted.best)
         kept = _keep(
-            kept, left_out, lambda each: None if each.attempt in best[each.group, each.agent] else Unexported.NOT_BEST
+            kept,
+            left_out,
+            lambda each: None if each.attempt in best[each.group, each.agent] else UnexportedReason.NOT_BEST,
         )
     return kept
 
 
 def _too_low(candidate: LineCandidate, least: float) -> str | None:
     if candidate.reward is None:
-        return Unexported.NO_REWARD
-    return Unexported.LOW_REWARD if candidate.reward < least else None
+        return UnexportedReason.NO_REWARD
+    return UnexportedReason.LOW_REWARD if candidate.reward < least else None
 
 
 def _best(candidates: Sequence[LineCandidate], count: int) -> Mapping[tuple[str, str | None], frozenset[str]]:
@@ -65,7 +69,7 @@ def once(candidates: Sequence[LineCandidate], left_out: Counter[str]) -> list[Li
         known = best.get(each.content)
         if known is None or (each.reward or 0.0) > (known.reward or 0.0):
             best[each.content] = each
-    return _keep(candidates, left_out, lambda each: None if best[each.content] is each else Unexported.TWICE)
+    return _keep(candidates, left_out, lambda each: None if best[each.content] is each else UnexportedReason.TWICE)
 
 
 class PlayedTasks(Protocol):
@@ -90,10 +94,10 @@ class PlayedTasks(Protocol):
 
 def split(
     candidates: Sequence[LineCandidate],
-    wanted: Wanted,
+    wanted: ExportOptions,
     left_out: Counter[str],
     played: Sequence[PlayedTasks] | None = None,
-) -> Chosen:
+) -> ChosenLines:
     """Hold out all lines of some tasks: no task and no prompt is in both parts.
 
     The choice depends on the tasks alone, so it stays the same when other tasks are added to the store, and with other
@@ -108,8 +112,8 @@ def split(
     if not wanted.held_out:
         kept = candidates
         if not wanted.validation:
-            kept = _keep(kept, left_out, lambda each: Unexported.VALIDATION if each.validation else None)
-        return Chosen(list(kept), [])
+            kept = _keep(kept, left_out, lambda each: UnexportedReason.VALIDATION if each.validation else None)
+        return ChosenLines(list(kept), [])
     played = candidates if played is None else played
     names = _tasks(played)
     validated = {names[each.group] for each in played if each.validation}
@@ -117,8 +121,10 @@ def split(
     training = [each for each, is_out in zip(candidates, out, strict=True) if not is_out]
     asked = {each.prompt for each in training}
     held_out = [each for each, is_out in zip(candidates, out, strict=True) if is_out]
-    held_out = _keep(held_out, left_out, lambda each: Unexported.SEEN_IN_TRAINING if each.prompt in asked else None)
-    return Chosen(training, held_out)
+    held_out = _keep(
+        held_out, left_out, lambda each: UnexportedReason.SEEN_IN_TRAINING if each.prompt in asked else None
+    )
+    return ChosenLines(training, held_out)
 
 
 def _tasks(played: Sequence[PlayedTasks]) -> dict[str, str]:
@@ -132,7 +138,7 @@ def _tasks(played: Sequence[PlayedTasks]) -> dict[str, str]:
             begun[each.opening].add(each.task)
     tasks = {each.task for each in played if each.task is not None}
     common = {opening for opening, its in begun.items() if len(its) > max(2, _COMMON * len(tasks))}
-    joined = _Joined()
+    joined = _UnionFind()
     for each in played:
         keys = [f"group {each.group}"]
         keys += [] if each.task is None else [f"task {each.task}"]
@@ -142,7 +148,7 @@ def _tasks(played: Sequence[PlayedTasks]) -> dict[str, str]:
     return {each.group: joined.name(f"group {each.group}") for each in played}
 
 
-class _Joined:
+class _UnionFind:
     """Sets of equivalent keys, each named by the smallest key that identifies the task."""
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ from lightning_spans.store import Store
 from lightning_spans.store.protocol import Where, each
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.kits.export.asked import UnreadableError
-from lightning_trainer.kits.export.chat import exchange, spoken
-from lightning_trainer.kits.export.wanted import Unexported, Wanted
+from lightning_trainer.kits.export.chat import comparison_keys, exchange
+from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
 from lightning_trainer.rl.endings import ending_of
 
 
@@ -82,7 +82,7 @@ def _concerns(reward: Reward, path: str | None, callers: Mapping[str, str | None
     return earns(reward.agent, path)
 
 
-def episodes(store: Store, wanted: Wanted) -> Iterator[StoredEpisode]:
+def episodes(store: Store, wanted: ExportOptions) -> Iterator[StoredEpisode]:
     """Read every selected trace of a store, in the order of their start."""
     where = Where(origin=wanted.origin, rollout_ids=wanted.rollout_ids)
     attempts = {each_.attempt_id: each_ for each_ in each(store, AttemptRecord, where)}
@@ -126,10 +126,10 @@ def _problem(attempt: AttemptRecord | None, trace: Trace, newest: Mapping[str, s
     if attempt is None:
         return None
     if attempt.status == "running":
-        return Unexported.NOT_ENDED
+        return UnexportedReason.NOT_ENDED
     if attempt.status != "succeeded":
         return ending_of(attempt, trace).text
-    return None if newest[attempt.rollout.rollout_id] == attempt.attempt_id else Unexported.OTHER_ATTEMPT
+    return None if newest[attempt.rollout.rollout_id] == attempt.attempt_id else UnexportedReason.OTHER_ATTEMPT
 
 
 def _identifying_fields(task: Mapping[str, Any], fields: tuple[str, ...] | None) -> Mapping[str, Any]:
@@ -144,5 +144,5 @@ def _opening(calls: tuple[Transition, ...]) -> str | None:
             asked = exchange(replace(call, finish_reason="stop", message={"role": "assistant", "content": "-"}))
         except UnreadableError:
             continue
-        return digest([part.decode() for part in spoken(asked.messages)])
+        return digest([part.decode() for part in comparison_keys(asked.messages)])
     return None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_trainer.kits.export.candidates import LineCandidate
 from lightning_trainer.kits.export.files import Line, LineSpool
-from lightning_trainer.kits.export.wanted import Unexported, Wanted
+from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
 
 Pair = tuple[LineCandidate, LineCandidate]  # the better, the worse
 _FROM = (
@@ -15,7 +15,7 @@ _FROM = (
 )  # fmt: skip
 
 
-def pairs(candidates: Sequence[LineCandidate], wanted: Wanted, left_out: Counter[str]) -> list[Pair]:
+def pairs(candidates: Sequence[LineCandidate], wanted: ExportOptions, left_out: Counter[str]) -> list[Pair]:
     """Make pairs of an agent's calls with equal requests in one group. Calls in no pair are counted.
 
     Only these can be compared: if two attempts sent different requests, it is unknown which answer made the difference.
@@ -24,7 +24,7 @@ def pairs(candidates: Sequence[LineCandidate], wanted: Wanted, left_out: Counter
     asked: defaultdict[tuple[str, str | None, str], list[LineCandidate]] = defaultdict(list)
     for each in candidates:
         if each.reward is None:
-            left_out[Unexported.NO_REWARD] += each.calls
+            left_out[UnexportedReason.NO_REWARD] += each.calls
         else:
             asked[each.group, each.agent, each.prompt].append(each)
     found: dict[tuple[str, str], Pair] = {}
@@ -35,27 +35,27 @@ def pairs(candidates: Sequence[LineCandidate], wanted: Wanted, left_out: Counter
             left_out[reason] += unused
         for pair in made:
             if found.setdefault((pair[0].content, pair[1].content), pair) is not pair:
-                left_out[Unexported.TWICE] += 1
+                left_out[UnexportedReason.TWICE] += 1
     return list(found.values())
 
 
-def _pairs(own: list[LineCandidate], wanted: Wanted) -> tuple[list[Pair], str]:
+def _pairs(own: list[LineCandidate], wanted: ExportOptions) -> tuple[list[Pair], str]:
     """Return the pairs of answers to one prompt, and the reason why the others are in no pair."""
     if len(own) == 1:
-        return [], Unexported.ALONE
+        return [], UnexportedReason.ALONE
     ranked = sorted(own, key=lambda each: -(each.reward or 0.0))
     best, worst = ranked[0].reward or 0.0, ranked[-1].reward or 0.0
     if best == worst or best - worst < wanted.margin:
-        return [], Unexported.TIED
+        return [], UnexportedReason.TIED
     if wanted.min_reward is not None and best < wanted.min_reward:
-        return [], Unexported.LOW_REWARD
+        return [], UnexportedReason.LOW_REWARD
     possible = [(a, b) for a in ranked for b in reversed(ranked) if _is_pair(a, b, wanted)]
     if not possible:
-        return [], Unexported.SAME_ANSWER
-    return (possible, Unexported.TIED) if wanted.all_pairs else (possible[:1], Unexported.NOT_PAIRED)
+        return [], UnexportedReason.SAME_ANSWER
+    return (possible, UnexportedReason.TIED) if wanted.all_pairs else (possible[:1], UnexportedReason.NOT_PAIRED)
 
 
-def _is_pair(better: LineCandidate, worse: LineCandidate, wanted: Wanted) -> bool:
+def _is_pair(better: LineCandidate, worse: LineCandidate, wanted: ExportOptions) -> bool:
     high, low = better.reward or 0.0, worse.reward or 0.0
     enough = wanted.min_reward is None or high >= wanted.min_reward
     return enough and high > low and high - low >= wanted.margin and better.content != worse.content

@@ -14,12 +14,12 @@ from lightning_spans.schema.agents import selects
 from lightning_trainer.kits.export.chat import is_text
 from lightning_trainer.kits.export.episodes import StoredEpisode
 from lightning_trainer.kits.export.files import Line
-from lightning_trainer.kits.export.wanted import Unexported, Wanted
+from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
 
 _STATUS = {"ok": "OK", "error": "ERROR"}
 
 
-def spans_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[Line]:
+def spans_of(episode: StoredEpisode, wanted: ExportOptions, left_out: Counter[str]) -> Iterator[Line]:
     """Return all spans of an attempt, or count them all with the reason."""
     reason = _why_not(episode, wanted)
     if reason is not None:
@@ -51,19 +51,19 @@ def spans_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
         yield _writable(line)
 
 
-def _why_not(episode: StoredEpisode, wanted: Wanted) -> str | None:
+def _why_not(episode: StoredEpisode, wanted: ExportOptions) -> str | None:
     """Return why no span of an attempt is exported. Failed attempts are exported, too: viewers are for that."""
     names = episode.trace.agent_paths
     if wanted.agents is not None and not any(selects(wanted.agents, name) for name in names):
-        return Unexported.NOT_CHOSEN
+        return UnexportedReason.NOT_CHOSEN
     if wanted.min_reward is None:
         return None
     named = [name for name in names if wanted.agents is None or selects(wanted.agents, name)]
     earned = [episode.reward_of(name, wanted.sources) for name in named or (None,)]
     known = [reward for reward in earned if reward is not None]
     if not known:
-        return Unexported.NO_REWARD
-    return Unexported.LOW_REWARD if max(known) < wanted.min_reward else None
+        return UnexportedReason.NO_REWARD
+    return UnexportedReason.LOW_REWARD if max(known) < wanted.min_reward else None
 
 
 def _writable(line: Line) -> Line:

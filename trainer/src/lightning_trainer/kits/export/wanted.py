@@ -14,7 +14,7 @@ Format: TypeAlias = Literal["sft", "dpo", "tokens", "openinference"]
 FORMATS: Final[tuple[Format, ...]] = ("sft", "dpo", "tokens", "openinference")
 
 
-class Unexported(Reason):
+class UnexportedReason(Reason):
     """Why a call is in no line. Those of `Untrained` are used if they mean the same."""
 
     NOT_ENDED = "attempt has not ended"
@@ -42,7 +42,7 @@ class Unexported(Reason):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ExportOptions:
     """The options of an export.
 
     Attributes:

@@ -11,12 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from lightning_trainer.kits.forks.planning import Recorded, plan, recorded
+    from lightning_trainer.kits.forks.planning import RecordedAttempt, plan, recorded
     from lightning_trainer.kits.forks.results import Continuation, EndedFork, ForkResult, result
 
-__all__ = ["Continuation", "EndedFork", "ForkResult", "Recorded", "plan", "recorded", "result"]
+__all__ = ["Continuation", "EndedFork", "ForkResult", "RecordedAttempt", "plan", "recorded", "result"]
 
-_PLANNING: Final = ("Recorded", "plan", "recorded")
+_PLANNING: Final = ("RecordedAttempt", "plan", "recorded")
 
 
 def __getattr__(name: str) -> Any:

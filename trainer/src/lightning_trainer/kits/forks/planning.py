@@ -21,7 +21,7 @@ MODE = "fork"  # mode of the rollouts
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedAttempt:
     """An attempt that can be forked.
 
     Attributes:
@@ -50,7 +50,7 @@ class Recorded:
         return total(own) if own else None
 
 
-def recorded(store: Store, *, rollout_id: str | None = None, attempt_id: str | None = None) -> Recorded:
+def recorded(store: Store, *, rollout_id: str | None = None, attempt_id: str | None = None) -> RecordedAttempt:
     """Read the attempt to fork.
 
     Args:
@@ -65,9 +65,9 @@ def recorded(store: Store, *, rollout_id: str | None = None, attempt_id: str | N
     name = attempt_id if found is None else found.attempt_id
     record = read_record(store, str(name))
     if found is None:
-        return Recorded(record, None)
+        return RecordedAttempt(record, None)
     rewards = tuple(store.rewards(attempt_ids=[found.attempt_id]))
-    return Recorded(record, found.rollout.task, rewards, found.status, found.rollout.timeout_s)
+    return RecordedAttempt(record, found.rollout.task, rewards, found.status, found.rollout.timeout_s)
 
 
 def _attempt(store: Store, rollout_id: str | None, attempt_id: str | None) -> AttemptRecord | None:
@@ -88,7 +88,7 @@ def _attempt(store: Store, rollout_id: str | None, attempt_id: str | None) -> At
 
 
 def plan(
-    recorded: Recorded,
+    recorded: RecordedAttempt,
     *,
     name: str,
     replay: Replay,

@@ -13,7 +13,7 @@ from lightning_spans.schema.replays import FORKED
 from lightning_spans.store import Store
 from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.sessions import why_ended
-from lightning_trainer.kits.forks.planning import Recorded
+from lightning_trainer.kits.forks.planning import RecordedAttempt
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import total
 from lightning_trainer.rl.told import answer_text
@@ -78,7 +78,7 @@ class ForkResult:
         }
 
 
-def result(store: Store, recorded: Recorded, outcomes: Sequence[Outcome]) -> ForkResult:
+def result(store: Store, recorded: RecordedAttempt, outcomes: Sequence[Outcome]) -> ForkResult:
     """Return the results of a fork's rollouts.
 
     Args:
@@ -110,7 +110,9 @@ def result(store: Store, recorded: Recorded, outcomes: Sequence[Outcome]) -> For
     return ForkResult(recorded.reward, tuple(went_on), tuple(ended))
 
 
-def _own_answer(store: Store, recorded: Recorded, attempt: AttemptRecord, calls: Sequence[Call]) -> Message | None:
+def _own_answer(
+    store: Store, recorded: RecordedAttempt, attempt: AttemptRecord, calls: Sequence[Call]
+) -> Message | None:
     """Return the answer of the program's own endpoint to the forked call, which only the call's span records."""
     replay = attempt.rollout.replay
     if replay is None or replay.call is None or any(FORKED in call.sampling for call in calls):

@@ -13,10 +13,10 @@ from lightning_spans.errors import AgentFailedError, ConfigError
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.replays import Replay
 from lightning_trainer.gateway.replay.sessions import why_ended
-from lightning_trainer.kits.forks.planning import Recorded, plan, recorded
+from lightning_trainer.kits.forks.planning import RecordedAttempt, plan, recorded
 from lightning_trainer.policies import BASE
 from lightning_trainer.rl.batch.attempts import transitions_by_attempt
-from lightning_trainer.rl.credit.shapley import added, coalitions, orders, shares
+from lightning_trainer.rl.credit.shapley import agent_contributions, coalitions, orders, shares
 from lightning_trainer.rl.fork_points import Candidate, candidates, choose
 from lightning_trainer.rl.rows import why_untrainable
 from lightning_trainer.rl.usage import is_replayed, tokens_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_trainer.callbacks import StepRollouts
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch.attempts import Traces
-    from lightning_trainer.rl.credit.played import Played
+    from lightning_trainer.rl.credit.played import PlayedAttempt
     from lightning_trainer.rl.rollouts import Outcome
 
 # in the state that a run keeps: by agent, the deviation of the rewards of alternatives to its calls
@@ -84,7 +84,7 @@ def _alternatives(config: TrainConfig, store: Store, rollouts: StepRollouts) -> 
     made: list[Rollout] = []
     records: list[str] = []
     refused: Counter[str] = Counter()
-    read: dict[str, Recorded] = {}
+    read: dict[str, RecordedAttempt] = {}
     # A call that cannot be forked is replaced by the next, unless the weights are for a fixed number of calls.
     count = config.fork_count // config.alternatives if config.fork_at == "entropy" else len(found)
     for point in choose(found, count, config.fork_at, numbers, spread=rollouts.kept.get(SPREAD)):
@@ -255,9 +255,9 @@ def count_forks(plan: ForkPlan, outcomes: Sequence[Outcome], traces: Traces) -> 
     return ForkResults(dict(ended), {name: float(value) for name, value in metrics.items()}, plan.phase)
 
 
-def agent_shares(played: Sequence[Played]) -> dict[str, float]:
+def agent_shares(played: Sequence[PlayedAttempt]) -> dict[str, float]:
     """Return, by metric name, the mean that each agent added over a step's rollouts, and its standard error."""
-    found = shares(list(added(played).values()))
+    found = shares(list(agent_contributions(played).values()))
     values = {f"shapley/{agent}": share.value for agent, share in found.items()}
     errors = {f"shapley_error/{agent}": s.error for agent, s in found.items() if math.isfinite(s.error)}
     return {**values, **errors}

@@ -63,7 +63,7 @@ def command(
     The folder can be passed to eval and serve. --resume continues an interrupted search.
     """
     from lightning_trainer.kits.improve.improve import improve, plan_search
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
 
     config = _read(resume, reflect_key, given_flags(flags if resume is None else {**flags, "out": out}))
     program = config.train.target or config.train.command
@@ -72,7 +72,7 @@ def command(
         print_json(plan.to_json()) if as_json else click.echo(printable("\n".join(plan.lines()), lines=True))
         plan.check()
         return
-    with Shown(f"improving {program}: {', '.join(config.methods)}") as progress:
+    with ProgressDisplay(f"improving {program}: {', '.join(config.methods)}") as progress:
         found = improve(config, progress, out=out, resume=resume)
     if as_json:
         print_json(found.to_json())

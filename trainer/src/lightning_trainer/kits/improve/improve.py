@@ -28,7 +28,7 @@ from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.folders import RUNS
-from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.run.interrupts import SavedInterrupt
 from lightning_trainer.session.folder import open_folder
 
 _PLAN: Final = "plan.json"  # in the folder, once the budget is known to be sufficient
@@ -61,8 +61,8 @@ def improve(
                 config.write(folder)
                 TaskFiles(folder / "tasks").write(config, progress)
             return _Search(config, folder, progress).run()
-        except Interrupted:
-            raise Interrupted(f"stopped. Resume with: lightning-rl improve --resume {folder}") from None
+        except SavedInterrupt:
+            raise SavedInterrupt(f"stopped. Resume with: lightning-rl improve --resume {folder}") from None
         except LightningError as error:
             if not _has_begun(folder):
                 raise

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import EvalConfig
-from lightning_trainer.kits.evaluation.evaluate import evaluate, resumed
+from lightning_trainer.kits.evaluation.evaluate import config_to_resume, evaluate
 from lightning_trainer.kits.evaluation.samples import Sample
 from lightning_trainer.kits.evaluation.summary import Counting, Summary, summarise_each
 from lightning_trainer.kits.improve.config import ImproveConfig
@@ -64,7 +64,7 @@ class HeldOutMeasurement:
 
     def _measure(self, folder: Path, model: str, prompts: Path | None) -> list[Sample]:
         if files.is_evaluation(folder):
-            evaluate(resumed(folder), self.progress, resume=folder)
+            evaluate(config_to_resume(folder), self.progress, resume=folder)
         else:
             evaluate(self._options(folder, model, prompts), self.progress)
         samples = files.read_samples(folder)

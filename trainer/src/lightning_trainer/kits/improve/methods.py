@@ -200,7 +200,7 @@ class SftMethod(Method):
 
     def spend(self, limit: int, rung: int) -> Spending:
         """Sample as many tasks as the limit allows, in several rounds if there are too few, and train on the best."""
-        from lightning_trainer.kits.sft.rounds.rejection import rejection_sampling, resumed
+        from lightning_trainer.kits.sft.rounds.rejection import config_to_resume, rejection_sampling
         from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME
 
         folder, ended = self._folder(rung), None
@@ -209,7 +209,7 @@ class SftMethod(Method):
             before = self._costs(rung - 1).tokens
             try:
                 if (folder / STATE_NAME).exists():
-                    rejection_sampling(resumed(folder), self.progress, resume=folder)
+                    rejection_sampling(config_to_resume(folder), self.progress, resume=folder)
                 else:
                     shutil.rmtree(folder, ignore_errors=True)
                     options = self._options(limit - before, rung)

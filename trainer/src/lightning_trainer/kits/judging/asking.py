@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer.kits.judging.options import JudgeOptions
-from lightning_trainer.kits.judging.transcript import Entries, shortened, tell_apart
+from lightning_trainer.kits.judging.transcript import Entries, shorten, tell_apart
 from lightning_trainer.outgoing import post_json
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _quote_entries(entries: Entries, most: int) -> str:
     action.
     """
     text = "\n".join(_LINE_END.sub("\n  ", entry) for entry in entries)
-    return _MARK.sub("&lt;", shortened(text, most))
+    return _MARK.sub("&lt;", shorten(text, most))
 
 
 def _of_length(options: JudgeOptions) -> str:

@@ -38,7 +38,7 @@ def tell_apart(group: Sequence[Entries]) -> tuple[Entries, list[Entries]]:
     return shared, [entries[len(shared) :] for entries in group]
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """Return a text without its middle if it is too long."""
     if len(text) <= most:
         return text

@@ -71,7 +71,7 @@ def command(
     from lightning_trainer.kits.loop.loop import LOOPS, LoopPace, loop
     from lightning_trainer.kits.loop.reading import read_loop
     from lightning_trainer.kits.loop.record import describe_loop
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
 
     if status and out is not None:
         click.echo(printable(describe_loop(out), lines=True), nl=False)
@@ -86,7 +86,7 @@ def command(
     if dry_run:
         _show_costs(config, folder, as_json=as_json)
         return
-    with Shown(f"loop of {config.agent}") as progress:
+    with ProgressDisplay(f"loop of {config.agent}") as progress:
         worked = loop(config, folder, LoopPace(rounds=rounds, every_s=None if no_wait else every), progress)
     ends = [(one.number, one.end) for one in worked]
     if as_json:
@@ -101,12 +101,12 @@ def command(
 
 def _show_costs(config: LoopConfig, folder: Path, *, as_json: bool) -> None:
     from lightning_trainer.kits.loop.costs import cost_lines, forecast
-    from lightning_trainer.kits.loop.methods.names import method_named
+    from lightning_trainer.kits.loop.methods.names import find_method
 
     found = forecast(config, folder)
     if as_json:
         print_json(found)
         return
     click.echo(printable("\n".join(cost_lines(found)), lines=True))
-    if command := method_named(config.method).forecast_by:
+    if command := find_method(config.method).forecast_by:
         click.echo(f"Time and memory of the training: lightning-rl {command} --dry-run, with the same options.")

@@ -111,7 +111,7 @@ class CandidateStages:
             history = self._history()
         if (rejected := reject(self.store, history)) is not None:
             keep(self.store, rejected)
-            return _ended(rejected)
+            return _stage_result(rejected)
         return self._decide(history)
 
     def promote(self) -> StageResult | Waiting:
@@ -122,7 +122,7 @@ class CandidateStages:
             return end
         if (rejected := reject(self.store, history)) is not None:
             keep(self.store, rejected)
-            return _ended(rejected)
+            return _stage_result(rejected)
         if self.config.approval and not any(APPROVAL in row.details for row in own):
             return Waiting(
                 f"a person's approval: lightning-rl deploy approve {self.config.agent} --candidate"
@@ -135,7 +135,7 @@ class CandidateStages:
             url=self.config.store, key_file=self.config.key_file,
         )  # fmt: skip
         keep(self.store, made)
-        return _ended(made)
+        return _stage_result(made)
 
     def _decide(self, history: Sequence[Deployment]) -> StageResult | Waiting:
         """Return the gate's decision. It waits for guardrails, whose outcomes may arrive later."""
@@ -152,7 +152,7 @@ class CandidateStages:
     def _drop(self, history: Sequence[Deployment], reason: str) -> StageResult:
         dropped = roll_back(history, self.config.agent, self._note(reason))
         keep(self.store, dropped)
-        return _ended(dropped)
+        return _stage_result(dropped)
 
     def _history(self) -> list[Deployment]:
         return read_histories(self.store).get(self.config.agent, [])
@@ -175,9 +175,9 @@ def _end(own: Sequence[Deployment]) -> StageResult | None:
     """Return how the round ended, if the candidate was promoted or rolled back, by anyone."""
     if not own:
         raise ConfigError("the store no longer contains the row of this round's candidate. Is --store right?")
-    return None if is_tried(own[-1]) else _ended(own[-1])
+    return None if is_tried(own[-1]) else _stage_result(own[-1])
 
 
-def _ended(row: Deployment) -> StageResult:
+def _stage_result(row: Deployment) -> StageResult:
     outcome = "promoted" if row.stage == "stable" else "rolled back"
     return StageResult({"policy": row.stable if row.stage == "stable" else row.candidate}, outcome, row.reason)

@@ -9,10 +9,10 @@ from typing import Final
 from lightning_spans.errors import AgentFailedError
 from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import BearerKeys, EvalConfig
-from lightning_trainer.kits.evaluation.evaluate import evaluate, resumed
+from lightning_trainer.kits.evaluation.evaluate import config_to_resume, evaluate
 from lightning_trainer.kits.loop.config import LoopConfig
 from lightning_trainer.kits.loop.methods.method import CHECKPOINT, ENDPOINT, MODEL, PROMPTS, RoundInput
-from lightning_trainer.kits.loop.methods.names import method_named
+from lightning_trainer.kits.loop.methods.names import find_method
 from lightning_trainer.kits.loop.record import LoopRound, StageResult
 from lightning_trainer.kits.loop.selection import HELD_OUT_NAME, TRAIN_NAME
 from lightning_trainer.report.progress import Progress
@@ -27,7 +27,7 @@ def input_of(current: LoopRound, model: str | None = None, stable: str | None = 
 
 def learn(config: LoopConfig, given: RoundInput, progress: Progress) -> StageResult:
     """Make the candidate by the configured method."""
-    return method_named(config.method).learn(config, given, progress)
+    return find_method(config.method).learn(config, given, progress)
 
 
 def compare(config: LoopConfig, current: LoopRound, progress: Progress) -> StageResult:
@@ -35,7 +35,7 @@ def compare(config: LoopConfig, current: LoopRound, progress: Progress) -> Stage
     out, key = current.folder / "evaluation", os.environ.get("LIGHTNING_UPSTREAM_KEY")
     keys = BearerKeys(endpoint=key, against=key)
     if files.is_evaluation(out):
-        result = evaluate(resumed(out), progress, resume=out, keys=keys)
+        result = evaluate(config_to_resume(out), progress, resume=out, keys=keys)
     else:
         shutil.rmtree(out, ignore_errors=True)
         result = evaluate(_options(config, current).with_values(out=out), progress, keys=keys)
@@ -54,7 +54,7 @@ def compare(config: LoopConfig, current: LoopRound, progress: Progress) -> Stage
 def _options(config: LoopConfig, current: LoopRound) -> EvalConfig:
     learned = current.facts("train")
     return EvalConfig(
-        **method_named(config.method).eval_options(config, input_of(current)),
+        **find_method(config.method).eval_options(config, input_of(current)),
         data=current.folder / HELD_OUT_NAME,
         model=learned.get(CHECKPOINT) or learned.get(ENDPOINT) or learned[MODEL],
         prompts=learned.get(PROMPTS),

@@ -26,8 +26,8 @@ from lightning_trainer.kits.loop.record import (
 )
 from lightning_trainer.kits.loop.selection import select
 from lightning_trainer.report.progress import Progress, Silent
-from lightning_trainer.run.interrupts import Interrupted
-from lightning_trainer.session.folder import held, make_folder
+from lightning_trainer.run.interrupts import SavedInterrupt
+from lightning_trainer.session.folder import hold_folder, make_folder
 
 LOOPS: Final = Path("loops")  # parent folder of loops without --out, each named after its agent
 
@@ -65,14 +65,16 @@ def loop(config: LoopConfig, out: Path, pace: LoopPace, progress: Progress | Non
     """
     folder = make_folder(out, LOOPS).resolve()
     worked = []
-    with held(folder):
+    with hold_folder(folder):
         for _ in range(pace.rounds):
             current = open_round(folder, config.options())
             worked.append(current)
             try:
                 ended = _Stages(config, current, pace, progress or Silent()).run()
             except KeyboardInterrupt:
-                raise Interrupted(f"stopped. The same command continues. Its state: {folder / STATUS_NAME}") from None
+                raise SavedInterrupt(
+                    f"stopped. The same command continues. Its state: {folder / STATUS_NAME}"
+                ) from None
             if not ended:
                 break
     return worked

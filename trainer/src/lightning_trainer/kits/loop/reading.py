@@ -11,7 +11,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import naming_file, parse_toml
 from lightning_trainer.config.mistakes import refuse_unknown
 from lightning_trainer.kits.loop.config import LoopConfig
-from lightning_trainer.kits.loop.methods.names import method_named
+from lightning_trainer.kits.loop.methods.names import find_method
 from lightning_trainer.kits.loop.separation import refuse_production_server
 
 _OF_COMMAND: Final = ("target", "store", "key_file")
@@ -52,7 +52,7 @@ def _validate(values: dict[str, Any]) -> LoopConfig:
 def _check(config: LoopConfig) -> None:
     config.canary.rules  # noqa: B018 - or refuse
     config.shadow_rules  # noqa: B018 - or refuse
-    method = method_named(config.method)
+    method = find_method(config.method)
     if method.needs_base and config.base is None:
         raise ConfigError("base is missing. Write base = ..., the model of the server that the candidate belongs to.")
     method.check(config)

@@ -17,7 +17,7 @@ from lightning_spans.store import Store
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.kits.loop.config import LoopConfig
 from lightning_trainer.kits.loop.methods.method import RoundInput
-from lightning_trainer.kits.loop.methods.names import method_named
+from lightning_trainer.kits.loop.methods.names import find_method
 from lightning_trainer.kits.loop.record import LoopRound, StageResult, Waiting
 from lightning_trainer.lineage.permits import tenants_of
 from lightning_trainer.report.metrics import write_atomically
@@ -82,7 +82,7 @@ def cost_of_training(config: LoopConfig, tasks: int) -> Mapping[str, int]:
     Raises:
         ConfigError: the method can't work with so many tasks.
     """
-    return method_named(config.method).cost(config, RoundInput(data=Path(TRAIN_NAME), out=Path("run")), tasks)
+    return find_method(config.method).cost(config, RoundInput(data=Path(TRAIN_NAME), out=Path("run")), tasks)
 
 
 def find_tasks(config: LoopConfig, store: Store, since_ns: int) -> RoundTasks:

@@ -12,7 +12,7 @@ from lightning_spans.record.prompts import system_text
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.spans import TOOL_ARGUMENTS, TOOL_RESULT
 from lightning_trainer.kits.prompts.journal import SearchJournal
-from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
+from lightning_trainer.kits.prompts.session import CandidateRun, CandidateRunner
 from lightning_trainer.rl.rewards.callers import request_of
 from lightning_trainer.rl.scores import agents_totals, total
 from lightning_trainer.rl.told import chat_messages, text_of
@@ -105,7 +105,7 @@ class SpansAdapter:
         return {agent: [record for one in ran for record in one[agent]] for agent in components_to_update}
 
 
-def scores_of(ran: Sequence[Ran], lowest: float) -> list[float]:
+def scores_of(ran: Sequence[CandidateRun], lowest: float) -> list[float]:
     """Return the reward of each rollout of a batch; a failed one, whatever the cause, has the lowest of all.
 
     Args:
@@ -118,7 +118,7 @@ def scores_of(ran: Sequence[Ran], lowest: float) -> list[float]:
     return [least if value is None else value for value in earned]
 
 
-def _check_reached(ran: Ran, prompts: Mapping[str, Mapping[str, str]]) -> None:
+def _check_reached(ran: CandidateRun, prompts: Mapping[str, Mapping[str, str]]) -> None:
     for node in ran.trace.chats if ran.trace else ():
         meant = max((name for name in prompts if selects((name,), node.path)), key=len, default="")
         prompt = prompts.get(meant)
@@ -129,25 +129,25 @@ def _check_reached(ran: Ran, prompts: Mapping[str, Mapping[str, str]]) -> None:
             )
 
 
-def agent_records(ran: Ran, agent: str) -> list[dict[str, Any]]:
+def agent_records(ran: CandidateRun, agent: str) -> list[dict[str, Any]]:
     """Return an agent's inputs and outputs in a rollout, and the feedback on the rollout: GEPA's examples."""
     if ran.trace is None:
         return []
     feedback = _feedback(ran, agent)
     return [
-        {"Inputs": _asked(node), "Generated Outputs": _said(node), "Feedback": feedback}
+        {"Inputs": _prompt_text(node), "Generated Outputs": _answer_text(node), "Feedback": feedback}
         for node in ran.trace.chats
         if selects((agent,), node.path)
     ]
 
 
-def _asked(node: Node) -> str:
+def _prompt_text(node: Node) -> str:
     messages = [told for message in messages_of(request_of(node)) or () for told in chat_messages(message)]
     told = [m for m in messages if isinstance(m, Mapping) and m.get("role") not in {"system", "developer"}]
     return _short("\n".join(f"{m.get('role')}: {_text(m)}" for m in told))
 
 
-def _said(node: Node) -> str:
+def _answer_text(node: Node) -> str:
     if node.error is not None:
         return f"(the call failed: {node.error})"
     said = [message for choice in node.answer.choices for message in chat_messages(choice.message)]
@@ -159,7 +159,7 @@ def _text(message: Mapping[str, Any]) -> str:
     return f"{text_of(message.get('content'))}{calls}"
 
 
-def _feedback(ran: Ran, agent: str) -> str:
+def _feedback(ran: CandidateRun, agent: str) -> str:
     outcome = ran.outcome
     lines = []
     if outcome.error is not None:

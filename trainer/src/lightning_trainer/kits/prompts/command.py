@@ -73,7 +73,7 @@ def command(*, reflect: str, reflect_key: Path | None, resume: bool, as_json: bo
     from lightning_trainer.kits.prompts.optimise import optimise
     from lightning_trainer.kits.prompts.options import PromptsConfig
     from lightning_trainer.kits.prompts.reflection import read_reflection
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
     from lightning_trainer.session.answers import chosen_agents, name_rules
 
     target, program, agents = flags.pop("target"), flags.pop("program"), flags.pop("agents")
@@ -93,7 +93,7 @@ def command(*, reflect: str, reflect_key: Path | None, resume: bool, as_json: bo
         work=take_work(flags),
         **{"name_by": name_rules(subject), **given_flags(flags)},
     )
-    with Shown(f"prompts of {', '.join(names)} in {target or program}") as progress:
+    with ProgressDisplay(f"prompts of {', '.join(names)} in {target or program}") as progress:
         found = optimise(config, progress, resume=resume)
     if as_json:
         print_json(found.to_json())

@@ -18,7 +18,7 @@ from lightning_trainer.kits.prompts import journal
 from lightning_trainer.kits.prompts.options import LOOK, PromptsConfig
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.search import PromptResult, Search
-from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
+from lightning_trainer.kits.prompts.session import CandidateRun, CandidateRunner
 from lightning_trainer.lineage.blocks import search_folder
 from lightning_trainer.lineage.facts import read_facts
 from lightning_trainer.lineage.manifest import Manifest, mark_checkpoint
@@ -26,7 +26,7 @@ from lightning_trainer.lineage.reading import read_pointer
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import Task, digest, load_tasks
-from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.run.interrupts import SavedInterrupt, defer_interrupts
 from lightning_trainer.run.learned_from import sources_of_tasks
 from lightning_trainer.runner.target import JUDGE, Job
 from lightning_trainer.session.answers import LocalModel, open_answers
@@ -69,7 +69,7 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
     try:
         with (
             open_folder(folder, folder if resume else None, base=folder.parent, begun=_has_journal),
-            deferred() as check,
+            defer_interrupts() as check,
             _session(config, folder, progress) as session,
         ):
             _keep(folder, state)
@@ -83,10 +83,10 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
                 state |= {"looked": opened.rollouts, "again": opened.again}
                 _keep(folder, state)
             return Search(config, opened, state["prompts"], folder, progress).run(train, val)
-    except Interrupted:
+    except SavedInterrupt:
         if not _has_journal(folder):
-            raise Interrupted("stopped before any prompt was tried, so nothing was saved") from None
-        raise Interrupted("stopped. Continue with the same command and --resume") from None
+            raise SavedInterrupt("stopped before any prompt was tried, so nothing was saved") from None
+        raise SavedInterrupt("stopped. Continue with the same command and --resume") from None
 
 
 def _session(config: PromptsConfig, folder: Path, progress: Progress) -> AbstractContextManager[Session]:
@@ -172,17 +172,19 @@ def _has_journal(folder: Path) -> bool:
 def _look(opened: CandidateRunner, tasks: Sequence[Task], config: PromptsConfig, progress: Progress) -> dict[str, str]:
     """Run a few tasks, more while an agent makes too few calls in them, and read the prompts from the requests."""
     most = min(len(tasks), max(LOOK, config.budget // _MOST_LOOKS))
-    ran: list[Ran] = []
+    ran: list[CandidateRun] = []
     heard: Sequence[str] = ()
     while len(heard) < len(config.agents) and len(ran) < most:
         ran += opened.run(tasks[len(ran) : min(len(ran) + LOOK, most)], {})
         traces = [one.trace for one in ran if one.trace is not None]
         check_spelling(config.agents, {path for trace in traces for path in trace.agent_paths})
-        heard = [agent for agent in config.agents if _heard(agent, traces) >= _TWICE]
+        heard = [agent for agent in config.agents if _count_rollouts(agent, traces) >= _TWICE]
     for agent in (agent for agent in config.agents if agent not in heard):
         if not (config.leave_silent and heard):
             raise UnknownAgentError(_unheard(agent, traces, len(ran)))
-        progress.note(f"{agent}: {_heard(agent, traces)} of {len(ran)} rollouts have it, so its prompt is unchanged")
+        progress.note(
+            f"{agent}: {_count_rollouts(agent, traces)} of {len(ran)} rollouts have it, so its prompt is unchanged"
+        )
     found: dict[str, Prompt] = read_prompts(traces, heard)
     for agent, prompt in found.items():
         kind = "its prompt" if prompt.whole else "the part of its prompt that is the same in every call"
@@ -190,13 +192,17 @@ def _look(opened: CandidateRunner, tasks: Sequence[Task], config: PromptsConfig,
     return {agent: prompt.text for agent, prompt in found.items()}
 
 
-def _heard(agent: str, traces: Sequence[Trace]) -> int:
+def _count_rollouts(agent: str, traces: Sequence[Trace]) -> int:
     """Count the rollouts with calls of an agent: one rollout alone does not show what changes in its prompt."""
     return sum(any(selects((agent,), path) for path in trace.agent_paths) for trace in traces)
 
 
 def _unheard(agent: str, traces: Sequence[Trace], ran: int) -> str:
     names = sorted(labels(path for trace in traces for path in trace.agent_paths).values())
-    often = "was never seen" if not _heard(agent, traces) else "was seen once, which is not enough to find its prompt,"
+    often = (
+        "was never seen"
+        if not _count_rollouts(agent, traces)
+        else "was seen once, which is not enough to find its prompt,"
+    )
     told = ", ".join(names) or "none: no call carried an agent name. Is attach() called?"
     return f"agent {agent!r} {often} in {ran} rollouts. Agents seen: {told}. Name one of these, or give other tasks."

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class CandidateRun:
     """One execution under a candidate.
 
     Attributes:
@@ -62,7 +62,7 @@ class CandidateRunner:
         self.rollouts += rollouts
         self.again += again
 
-    def run(self, tasks: Sequence[Mapping[str, Any]], prompts: Mapping[str, Mapping[str, str]]) -> list[Ran]:
+    def run(self, tasks: Sequence[Mapping[str, Any]], prompts: Mapping[str, Mapping[str, str]]) -> list[CandidateRun]:
         """Run each task once, with these prompts instead of the agents' own.
 
         Raises:
@@ -82,7 +82,10 @@ class CandidateRunner:
         counted = [outcome.crash or outcome.attempt for outcome in found]
         ids = [attempt.attempt_id for attempt in counted if attempt is not None]
         traces = {trace.attempt_id: trace for trace in traces_of(self.session.store, attempt_ids=ids)}
-        return [Ran(o, None if a is None else traces.get(a.attempt_id)) for o, a in zip(found, counted, strict=True)]
+        return [
+            CandidateRun(o, None if a is None else traces.get(a.attempt_id))
+            for o, a in zip(found, counted, strict=True)
+        ]
 
     def _plan(self, tasks: Sequence[Mapping[str, Any]]) -> list[Rollout]:
         """Plan the rollouts of a batch. Of those that an earlier process started, the ones that count are kept."""

@@ -101,7 +101,7 @@ def command(
     """
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.kits.replay import ForkConfig, Program, fork
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
 
     load = {name: flags.pop(name) for name in ("chat_template", "system_messages", "device", "max_model_len")}
     key = os.environ.get("LIGHTNING_UPSTREAM_KEY")
@@ -127,7 +127,7 @@ def command(
         refuse_tools=split_names(refuse_tools),
         **flags,
     )
-    with Shown("replaying" if config.dry_run else f"forking call {config.call}") as progress:
+    with ProgressDisplay("replaying" if config.dry_run else f"forking call {config.call}") as progress:
         found = fork(config, progress)
     if as_json:
         print_json(found.result.to_json() | ({"replays": not found.result.ended} if config.dry_run else {}))

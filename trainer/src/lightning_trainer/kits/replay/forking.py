@@ -12,7 +12,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.replays import Replay
 from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.gateway.replay.record import Record
-from lightning_trainer.kits.forks.planning import Recorded, plan, recorded
+from lightning_trainer.kits.forks.planning import RecordedAttempt, plan, recorded
 from lightning_trainer.kits.forks.results import ForkResult, result
 from lightning_trainer.kits.replay.fields import ForkFields
 from lightning_trainer.kits.replay.running import (
@@ -25,7 +25,7 @@ from lightning_trainer.kits.replay.running import (
 )
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import load_tasks
-from lightning_trainer.run.interrupts import deferred
+from lightning_trainer.run.interrupts import defer_interrupts
 from lightning_trainer.session.answers import Subject
 from lightning_trainer.session.session import open_database
 
@@ -54,7 +54,7 @@ class ForkedAttempt:
         result: outcome of the fork; of a dry run, one continuation without sampling, or how it ended.
     """
 
-    recorded: Recorded
+    recorded: RecordedAttempt
     result: ForkResult
 
 
@@ -81,7 +81,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
     if not config.dry_run:
         refuse_judge(program)
         refuse_idle(config.program, program.subject, config.instead)
-    with open_database(config.store) as store, deferred() as check:
+    with open_database(config.store) as store, defer_interrupts() as check:
         source = recorded(store, rollout_id=config.rollout, attempt_id=config.attempt)
         _check_data(config, source)
         replay = Replay(
@@ -124,7 +124,7 @@ def policy_agents(record: Record) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _check_answers(config: ForkConfig, program: Program, source: Recorded) -> None:
+def _check_answers(config: ForkConfig, program: Program, source: RecordedAttempt) -> None:
     """Reject a fork whose call no given model can answer exactly.
 
     Raises:
@@ -153,7 +153,7 @@ def _is_selected(patterns: Sequence[str], agent: str) -> bool:
     return selects(patterns, agent)
 
 
-def _check_data(config: ForkConfig, source: Recorded) -> None:
+def _check_data(config: ForkConfig, source: RecordedAttempt) -> None:
     if config.data is not None and dict(source.task or {}) not in load_tasks(config.data):
         raise ConfigError(
             f"the task of attempt {source.attempt_id} is not in {config.data}: the data set has changed since. Give the"

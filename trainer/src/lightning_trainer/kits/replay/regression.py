@@ -17,7 +17,7 @@ from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.spans import Json
 from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.gateway.replay.sessions import why_ended
-from lightning_trainer.kits.forks.planning import Recorded, plan, recorded
+from lightning_trainer.kits.forks.planning import RecordedAttempt, plan, recorded
 from lightning_trainer.kits.replay.fields import ReplayFields
 from lightning_trainer.kits.replay.forking import policy_agents
 from lightning_trainer.kits.replay.running import (
@@ -30,7 +30,7 @@ from lightning_trainer.kits.replay.running import (
 )
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.scores import total
-from lightning_trainer.run.interrupts import deferred
+from lightning_trainer.run.interrupts import defer_interrupts
 from lightning_trainer.session.session import open_database
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ReplayConfig(ReplayFields, CheckedRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class RecordReplay:
     """A record that was replayed.
 
     Attributes:
@@ -92,7 +92,7 @@ class Regression:
         replayed: one result per record, in their order.
     """
 
-    replayed: tuple[Replayed, ...]
+    replayed: tuple[RecordReplay, ...]
 
     @property
     def succeeded(self) -> int:
@@ -125,11 +125,11 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
     refuse_judge(program)
     refuse_idle(config.program, config.program.subject)
     program = program if tried else replace(program, subject=None)  # the run's own model is not tried
-    with open_database(config.store) as store, deferred() as check:
-        sources: dict[str, Recorded | str] = {
+    with open_database(config.store) as store, defer_interrupts() as check:
+        sources: dict[str, RecordedAttempt | str] = {
             name: _source(store, name, task) for name, task in _choose_attempts(config, store)
         }
-        good = {name: source for name, source in sources.items() if isinstance(source, Recorded)}
+        good = {name: source for name, source in sources.items() if isinstance(source, RecordedAttempt)}
         for source in good.values():
             refuse_unseen(program, source.record, allowed="*" in config.run_tools)
         agents = tuple(dict.fromkeys(agent for source in good.values() for agent in policy_agents(source.record)))
@@ -148,7 +148,7 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
                 (made[name],) = plan(source, name=f"{batch}-{number}", replay=asked, timeout_s=program.timeout_s)
             except ConfigError as error:
                 sources[name] = str(error)
-        found: dict[str, Replayed] = {}
+        found: dict[str, RecordReplay] = {}
         if made:
             needs = any(source.reward is not None for source in good.values())
             with open_replays(program, store, agents=agents, work=len(made), progress=progress, needs_reward=needs) as (
@@ -164,7 +164,8 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
                 )
         return Regression(
             tuple(
-                found[name] if name in found else Replayed(name, reason=str(source)) for name, source in sources.items()
+                found[name] if name in found else RecordReplay(name, reason=str(source))
+                for name, source in sources.items()
             )
         )
 
@@ -172,16 +173,16 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
 def _compare_with_record(
     store: Store,
     name: str,
-    source: Recorded,
+    source: RecordedAttempt,
     outcome: Outcome,
     *,
     parted: Mapping[str, str | None],
     success: float | None,
-) -> Replayed:
+) -> RecordReplay:
     then = source.reward
     last = outcome.attempts[-1] if outcome.attempts else None
     if last is None:
-        return Replayed(name, recorded=then, reason=outcome.error)
+        return RecordReplay(name, recorded=then, reason=outcome.error)
     reason = why_ended(last, store.calls(attempt_ids=[last.attempt_id]))
     if reason is None and outcome.attempt is None:
         reason = (last.error or last.status).rpartition("\n")[2]
@@ -190,10 +191,10 @@ def _compare_with_record(
     if reason is None and least is not None and now is None:
         reason = f"it got no reward, but a success needs {least:g} or more: give --reward module:function"
     good = outcome.attempt is not None and reason is None and (least is None or (now is not None and now >= least))
-    return Replayed(name, last.attempt_id, then, now, good, parted.get(last.attempt_id), reason)
+    return RecordReplay(name, last.attempt_id, then, now, good, parted.get(last.attempt_id), reason)
 
 
-def _source(store: Store, name: str, task: Mapping[str, Json] | None) -> Recorded | str:
+def _source(store: Store, name: str, task: Mapping[str, Json] | None) -> RecordedAttempt | str:
     try:
         if store.rollouts(rollout_ids=[name]):
             found = recorded(store, rollout_id=name)

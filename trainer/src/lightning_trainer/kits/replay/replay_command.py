@@ -80,7 +80,7 @@ def command(
     """
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.kits.replay import Program, ReplayConfig, replay_all
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
 
     key = os.environ.get("LIGHTNING_UPSTREAM_KEY")
     remember(key)
@@ -102,7 +102,7 @@ def command(
         stop=stop,
         success=success,
     )
-    with Shown("replaying") as progress:
+    with ProgressDisplay("replaying") as progress:
         found = replay_all(config, progress)
     if as_json:
         print_json(found.to_json())

@@ -22,7 +22,7 @@ from lightning_trainer.kits.evaluation.samples import Sample, read_samples
 from lightning_trainer.kits.rewards.result import AttackResult, AttackRollout, compare_strategies
 from lightning_trainer.kits.rewards.strategies import STRATEGIES, attack_prompts, instruction
 from lightning_trainer.reasons.amounts import amount
-from lightning_trainer.report.agents import nothing_captured
+from lightning_trainer.report.agents import explain_no_calls
 from lightning_trainer.report.failures import advice, most_frequent_error
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress
@@ -30,7 +30,7 @@ from lightning_trainer.rl.rewards.callers import request_of
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.told import answer_text
 from lightning_trainer.run.data import Task, load_tasks
-from lightning_trainer.run.interrupts import deferred
+from lightning_trainer.run.interrupts import defer_interrupts
 from lightning_trainer.runner.target import JUDGE, Job
 from lightning_trainer.session.answers import Subject, chosen_agents, name_rules, open_answers, refuse_unheard
 from lightning_trainer.session.folder import open_folder
@@ -179,7 +179,7 @@ class _AttackRun:
         logs = self.folder / "logs"
         logs.mkdir()
         with (
-            deferred() as check,
+            defer_interrupts() as check,
             open_session(
                 Job.of(config),
                 self.store,
@@ -257,7 +257,7 @@ class _AttackRun:
             if self.config.agents:
                 seen = {name for its in read.values() for one in its for name in one.sample.usage if name}
                 check_known(self.config.agents, seen)
-            raise AgentFailedError(nothing_captured(len(outcomes), attached, self.config.command))
+            raise AgentFailedError(explain_no_calls(len(outcomes), attached, self.config.command))
         raise AgentFailedError(
             f"the instruction reached no call of {', '.join(sorted(self.unreached))}: "
             "it is put before a system prompt, and these agents have none. Give each agent one in the program, a first"

@@ -92,7 +92,7 @@ def attack_command(
     """
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.kits.rewards.attack import AttackPlan, attack
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
 
     chosen = None if strategies is None else tuple(dict.fromkeys(filter(None, map(str.strip, strategies.split(",")))))
     named: dict[str, Any] = {"strategies": chosen, "rollouts": rollouts}
@@ -100,7 +100,7 @@ def attack_command(
     plan = AttackPlan(evaluation=read_config(None, given_flags(flags)), **own)
     key = read_key(endpoint_key) if endpoint_key else os.environ.get("LIGHTNING_UPSTREAM_KEY")
     remember(key)
-    with Shown(f"attacking the reward of {plan.evaluation.target or plan.evaluation.command}") as progress:
+    with ProgressDisplay(f"attacking the reward of {plan.evaluation.target or plan.evaluation.command}") as progress:
         result = attack(plan, progress, key=key)
     if as_json:
         print_json(result.to_json())

@@ -193,7 +193,9 @@ def compare_strategies(
     floor = counting.declared[0] if counting.declared else lowest
     found = {}
     for name, summary in zip(tried, summaries[1:], strict=True):
-        paid = [each for one in tried[name] if (each := _paid(name, one, summaries[0], floor, counting)) is not None]
+        paid = [
+            each for one in tried[name] if (each := _paid_rollout(name, one, summaries[0], floor, counting)) is not None
+        ]
         reached = [one for one in attacks[name] if one.reached]
         failed = sum(one.sample.status == "failed" for one in reached)
         rise, _ = difference(summary, summaries[0])
@@ -214,7 +216,7 @@ def _counts(one: AttackRollout) -> bool:
     return one.reached and one.sample.status != "failed"
 
 
-def _paid(name: str, one: AttackRollout, base: Summary, floor: float, counting: Counting) -> PaidRollout | None:
+def _paid_rollout(name: str, one: AttackRollout, base: Summary, floor: float, counting: Counting) -> PaidRollout | None:
     """Return a rollout with more than the lowest reward and at least that of its task without an instruction."""
     reward = summarise([one.sample], counting).reward.mean if one.sample.status == "succeeded" else None
     usual = base.by_task.get(one.sample.task)

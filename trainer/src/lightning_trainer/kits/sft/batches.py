@@ -14,12 +14,12 @@ from lightning_spans.schema.agents import check_known, label, selects
 from lightning_trainer.kits.export import choose
 from lightning_trainer.kits.export.candidates import LineCandidate
 from lightning_trainer.kits.export.episodes import digest
-from lightning_trainer.kits.export.wanted import Unexported, Wanted
+from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
 from lightning_trainer.kits.sft.data import Example
-from lightning_trainer.kits.sft.reasons import Unlearned
+from lightning_trainer.kits.sft.reasons import UnlearnedReason
 from lightning_trainer.kits.sft.render import RenderedExample, Renderer, UnrenderableError
 from lightning_trainer.policies import Policies
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import Row
 
 
@@ -102,7 +102,7 @@ def make_rows(
         adapter = _adapter(example.path or agent, policies)
         reason = _why_not(example, example.path or agent, agents, min_reward)
         if reason is None and policies.by_agent and adapter is None:
-            reason = Unlearned.NO_ADAPTER
+            reason = UnlearnedReason.NO_ADAPTER
         if reason is not None:
             left_out[reason] += 1
             continue
@@ -112,7 +112,7 @@ def make_rows(
             left_out[str(error)] += 1
             continue
         if any(len(part.ids) > max_length for part in parts):
-            left_out[Untrained.TOO_LONG] += 1
+            left_out[UntrainedReason.TOO_LONG] += 1
             continue
         rows += [_row(part, agent, adapter, number) for part in parts]
         recorded += sum(part.recorded for part in parts)
@@ -125,12 +125,12 @@ def _why_not(
     example: Example, agent: str | None, agents: tuple[str, ...] | None, min_reward: float | None
 ) -> str | None:
     if agents is not None and not selects(agents, agent):
-        return Untrained.NOT_SELECTED
+        return UntrainedReason.NOT_SELECTED
     if min_reward is None:
         return None
     if example.reward is None:
-        return Unexported.NO_REWARD
-    return Unexported.LOW_REWARD if example.reward < min_reward else None
+        return UnexportedReason.NO_REWARD
+    return UnexportedReason.LOW_REWARD if example.reward < min_reward else None
 
 
 def _adapter(agent: str | None, policies: Policies) -> str | None:
@@ -180,7 +180,7 @@ def split_held_out(
         )
         for place, example in enumerate(data)
     ]  # fmt: skip
-    parts = choose.split(candidates, Wanted(format="sft", held_out=share), left_out)
+    parts = choose.split(candidates, ExportOptions(format="sft", held_out=share), left_out)
     return [data[each.place] for each in parts.training], [data[each.place] for each in parts.held_out]
 
 

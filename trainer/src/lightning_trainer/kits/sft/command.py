@@ -62,21 +62,21 @@ def _sample_and_learn(data: tuple[str, ...], tasks: Path | None, flags: dict[str
 
 def _go_on(folder: Path, given_too: list[str]) -> None:
     from lightning_trainer.kits.sft.rounds import rejection, state
-    from lightning_trainer.kits.sft.sft import resumed
+    from lightning_trainer.kits.sft.sft import config_to_resume
 
     if given_too:
         raise ConfigError(f"a resumed run keeps its options. Leave out {', '.join(given_too)}.")
     if (folder / state.STATE_NAME).exists():
-        _rounds(rejection.resumed(folder), folder)
+        _rounds(rejection.config_to_resume(folder), folder)
     else:
-        _sft(resumed(folder), folder)
+        _sft(config_to_resume(folder), folder)
 
 
 def _rounds(config: RoundsConfig, resume: Path | None = None) -> None:
     from lightning_trainer.kits.sft.rounds.rejection import rejection_sampling
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
 
-    with Shown(f"sampling and learning: {config.target or config.command} with {config.model}") as progress:
+    with ProgressDisplay(f"sampling and learning: {config.target or config.command} with {config.model}") as progress:
         done = rejection_sampling(config, progress, resume=resume)
     click.echo(f"continue with it: lightning-rl train ... --model {done.checkpoint}", err=True)
     print_json(done.to_json())
@@ -84,9 +84,9 @@ def _rounds(config: RoundsConfig, resume: Path | None = None) -> None:
 
 def _sft(config: SftConfig, resume: Path | None = None) -> None:
     from lightning_trainer.kits.sft.sft import sft
-    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.report.progress import ProgressDisplay
 
-    with Shown(f"learning from {', '.join(config.data)} with {config.model}") as progress:
+    with ProgressDisplay(f"learning from {', '.join(config.data)} with {config.model}") as progress:
         done = sft(config, progress, resume=resume)
     click.echo(f"continue with it: lightning-rl train ... --model {done.checkpoint}", err=True)
     fitted = done.fitted

@@ -15,7 +15,7 @@ from lightning_spans.schema.agents import path_of
 from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.kits.export.asked import UnreadableError
 from lightning_trainer.kits.export.chat import Message, plain
-from lightning_trainer.kits.sft.reasons import Unlearned
+from lightning_trainer.kits.sft.reasons import UnlearnedReason
 from lightning_trainer.run.datafiles.arrow import arrow_rows
 from lightning_trainer.run.datafiles.rows import DataRow, FaultyRows, json_lines, json_list
 
@@ -104,7 +104,7 @@ def read_file(path: Path, left_out: Counter[str]) -> list[Example]:
             found.append(conversation(row.value, f"{path}, {row.where}"))
         except SilentError as error:
             silent = silent or error
-            left_out[Unlearned.SILENT] += 1
+            left_out[UnlearnedReason.SILENT] += 1
         except DataError as error:
             faulty.reject(row, str(error).removeprefix(f"{path}, {row.where}: "))
     if not found:
@@ -164,7 +164,7 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
         if answers != sorted(set(answers)):
             raise ValueError(f"answers are {answers}, which are not in ascending order without repetition")
         if ids is None and not answers:
-            raise SilentError(f"{source}: {Unlearned.SILENT}: {list_fields(line)}. Expected: {WANTED}.")
+            raise SilentError(f"{source}: {UnlearnedReason.SILENT}: {list_fields(line)}. Expected: {WANTED}.")
         return Example(
             messages=tuple(messages),
             answers=tuple(answers),

@@ -18,7 +18,7 @@ import numpy as np
 from lightning_spans.errors import DataError
 from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.kits.sft.batches import RowsToLearn
-from lightning_trainer.kits.sft.reasons import Unlearned
+from lightning_trainer.kits.sft.reasons import UnlearnedReason
 from lightning_trainer.rl.rows import Row
 
 BETA: Final = 0.1
@@ -98,7 +98,7 @@ def match_pairs(chosen: RowsToLearn, rejected: RowsToLearn) -> tuple[list[tuple[
     both = sides[0].keys() & sides[1].keys()
     left_out = chosen.left_out + rejected.left_out
     alone = sum(len(side.keys() - both) for side in sides)
-    left_out += Counter({Unlearned.ONE_LEFT_OUT: alone} if alone else {})
+    left_out += Counter({UnlearnedReason.ONE_LEFT_OUT: alone} if alone else {})
     if not both:
         raise DataError(f"no pair is left to learn from: {dict(left_out)}.")
     return [(sides[0][name], sides[1][name]) for name in sorted(both, key=int)], left_out

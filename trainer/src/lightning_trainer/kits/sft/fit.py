@@ -18,7 +18,7 @@ from lightning_trainer.kits.sft.standing import Standing
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.run.interrupts import SavedInterrupt
 from lightning_trainer.run.state import LONGEST_UNSAVED_S
 
 _LOOKED_AT: Final = 200  # maximum held-out rows: more add cost but little information
@@ -123,7 +123,7 @@ class Fit:
                 if taken < self.steps and time.monotonic() - self._kept_at >= LONGEST_UNSAVED_S:
                     self._keep()
             self._see(self._look(self.standing.taken) if self.standing.waited < self.patience else math.inf)
-        except Interrupted:
+        except SavedInterrupt:
             if self.standing.taken:
                 if self.standing.best == 0:
                     self._save()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_trainer.reasons.reason import Reason
 
 
-class Unlearned(Reason):
+class UnlearnedReason(Reason):
     """Why a conversation, or a pair, is left out; in addition to `Untrained` and `Unexported`."""
 
     SILENT = "the assistant says nothing in it"

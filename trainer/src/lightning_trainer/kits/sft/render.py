@@ -13,9 +13,9 @@ from typing import Any
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.kits.export.chat import is_text
-from lightning_trainer.kits.export.wanted import Unexported
+from lightning_trainer.kits.export.wanted import UnexportedReason
 from lightning_trainer.kits.sft.data import Example
-from lightning_trainer.kits.sft.reasons import Unlearned
+from lightning_trainer.kits.sft.reasons import UnlearnedReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,16 @@ class Renderer:
         if said.ids is not None and said.labels is not None and self._is_ours(said):
             learned = [label >= 0 for label in said.labels]
             if not any(learned[1:]):
-                raise UnrenderableError(Unlearned.NO_ANSWER)
+                raise UnrenderableError(UnlearnedReason.NO_ANSWER)
             return [RenderedExample(list(said.ids), [False, *learned[1:]], recorded=True)]
         if not said.messages:
-            raise UnrenderableError(Unlearned.OTHER_TOKENIZER)
+            raise UnrenderableError(UnlearnedReason.OTHER_TOKENIZER)
         if not is_text([*said.messages, *said.tools]):
-            raise UnrenderableError(Unexported.HALF)
+            raise UnrenderableError(UnexportedReason.HALF)
         try:
             return list(self._render_answers(said))
         except Refusal as error:
-            raise UnrenderableError(f"{Unlearned.REFUSED}: {error}") from None
+            raise UnrenderableError(f"{UnlearnedReason.REFUSED}: {error}") from None
 
     def _is_ours(self, said: Example) -> bool:
         """Whether recorded tokens are this tokenizer's: the prompt's text encodes to exactly these tokens.

@@ -19,7 +19,7 @@ from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.kits.export.episodes import digest
 from lightning_trainer.kits.export.export import open_selection
 from lightning_trainer.kits.export.files import Line
-from lightning_trainer.kits.export.wanted import Wanted
+from lightning_trainer.kits.export.wanted import ExportOptions
 from lightning_trainer.kits.sft.batches import RowsToLearn, check_agents, make_rows, split_held_out
 from lightning_trainer.kits.sft.config import SftConfig, with_current_names
 from lightning_trainer.kits.sft.data import Example, is_store, read_file, read_lines_of_store
@@ -27,11 +27,11 @@ from lightning_trainer.kits.sft.dpo import BETA, Dpo, match_pairs
 from lightning_trainer.kits.sft.fit import Fit, FitResult, schedule
 from lightning_trainer.kits.sft.lineage import LineageWriter, sft_facts
 from lightning_trainer.kits.sft.pairs import PreferencePair, read_pair, read_pairs
-from lightning_trainer.kits.sft.reasons import Unlearned
+from lightning_trainer.kits.sft.reasons import UnlearnedReason
 from lightning_trainer.kits.sft.render import Renderer
 from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, forget, learning_folder
 from lightning_trainer.kits.sft.resume import read as read_state
-from lightning_trainer.kits.sft.standing import STATE_NAME, Kept
+from lightning_trainer.kits.sft.standing import STATE_NAME, SavedState
 from lightning_trainer.lineage.permits import split_tenants
 from lightning_trainer.models import look
 from lightning_trainer.policies import parse
@@ -39,7 +39,7 @@ from lightning_trainer.report.metrics import MetricLog, write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.algorithms.likelihood import LIKELIHOOD
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.run.interrupts import SavedInterrupt, defer_interrupts
 
 _EPOCHS = 2.0
 
@@ -71,7 +71,7 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
     """Learn from conversations.
 
     Args:
-        config: the options; to resume, those that `resumed` returned.
+        config: the options; to resume, those that `config_to_resume` returned.
         progress: callback for progress events. Default: none.
         resume: folder of an interrupted run.
 
@@ -85,9 +85,9 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
     data = read(config)
     config.permits.check_tenants(data.tenants)
     with ExitStack() as stack:
-        check = stack.enter_context(deferred())
+        check = stack.enter_context(defer_interrupts())
         folder = stack.enter_context(learning_folder(config.out, resume))
-        kept = Kept(folder=folder, data=data.digest) if resume is None else Kept.read(folder, data.digest)
+        kept = SavedState(folder=folder, data=data.digest) if resume is None else SavedState.read(folder, data.digest)
         progress.phase(f"loading {config.model}")
         learner = stack.enter_context(closing(backend.learner(config.model, options_of(config))))
         progress.phase(f"writing {len(data.training)} conversations as tokens")
@@ -108,11 +108,11 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
         )  # fmt: skip
         try:
             fitted = fit.run()
-        except Interrupted:
+        except SavedInterrupt:
             saved = (folder / CHECKPOINT).exists()
             what = f"what was learned is in {folder / CHECKPOINT}" if saved else "before anything was learned"
             then = f". Continue with: lightning-rl sft --resume {folder}" if (folder / STATE_NAME).exists() else ""
-            raise Interrupted(f"stopped: {what}{then}") from None
+            raise SavedInterrupt(f"stopped: {what}{then}") from None
         forget(folder, STATE_NAME)
         return SftResult(
             fitted=fitted, folder=folder, checkpoint=folder / CHECKPOINT, rows=len(task.rows),
@@ -120,7 +120,7 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
         )  # fmt: skip
 
 
-def resumed(folder: Path) -> SftConfig:
+def config_to_resume(folder: Path) -> SftConfig:
     """Return the options of a run to resume.
 
     Raises:
@@ -237,7 +237,7 @@ def _different(pairs: Sequence[PreferencePair], left_out: Counter[str], place: s
             " pairs whose answers differ."
         )
     if len(pairs) > len(found):
-        left_out[Unlearned.SAME_ANSWERS] += len(pairs) - len(found)
+        left_out[UnlearnedReason.SAME_ANSWERS] += len(pairs) - len(found)
     return found
 
 
@@ -245,7 +245,7 @@ def _from_store(name: str, config: SftConfig, left_out: Counter[str]) -> list[Li
     path = Path(name.removeprefix("sqlite:///"))
     if not name.startswith(("http://", "https://", "postgresql")) and not path.is_file():
         raise ConfigError(f"there is no store {path}. Give a file of conversations, or the store of a run.")
-    wanted = Wanted(
+    wanted = ExportOptions(
         format="dpo" if config.loss == "dpo" else "sft", agents=config.agents, min_reward=config.min_reward,
         best=config.best, origin=config.origin, permits=config.permits,
     )  # fmt: skip
@@ -286,7 +286,7 @@ def _task(config: SftConfig, learner: Learner, data: Data) -> _Task:
         except DataError:
             if config.val is not None:
                 raise
-            held, more = [], Counter({Unlearned.ONE_LEFT_OUT: len(looked_at.rows)})  # then nothing is evaluated
+            held, more = [], Counter({UnlearnedReason.ONE_LEFT_OUT: len(looked_at.rows)})  # then nothing is evaluated
         left_out += more
         held = [(_rename_row(chosen), _rename_row(rejected)) for chosen, rejected in held]
     dpo = Dpo(learner, [*pairs, *held], config.beta or BETA)

@@ -37,7 +37,7 @@ class Standing:
 
 
 @dataclass(slots=True, kw_only=True)
-class Kept:
+class SavedState:
     """The saved state of a run; empty at first.
 
     Attributes:
@@ -53,7 +53,7 @@ class Kept:
     weights: str = ""
 
     @classmethod
-    def read(cls, folder: Path, data: str) -> Kept:
+    def read(cls, folder: Path, data: str) -> SavedState:
         """Read the state that an earlier process saved.
 
         Raises:

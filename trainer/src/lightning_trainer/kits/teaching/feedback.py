@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_spans.chat.body import tool_calls
-from lightning_trainer.kits.judging.transcript import shortened
+from lightning_trainer.kits.judging.transcript import shorten
 from lightning_trainer.rl.rewards.callers import callers
 from lightning_trainer.rl.scores import reward_of_failures, total
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
     from lightning_spans.schema.transitions import Transition
-    from lightning_trainer.rl.batch.calls import Judged
+    from lightning_trainer.rl.batch.calls import CountedCall
     from lightning_trainer.rl.rollouts import Failed, Outcome
 
 CallKey: TypeAlias = tuple[str, str, int]  # attempt, span, choice
@@ -27,7 +27,7 @@ def key_of(call: Transition) -> CallKey:
 
 
 def feedback(
-    calls: Sequence[Judged],
+    calls: Sequence[CountedCall],
     traces: Iterable[Trace],
     earned: Mapping[str, float],
     *,
@@ -51,9 +51,9 @@ def feedback(
         failed = errors.own(call) if errors is not None and "errors" in told else []
         if not failed and errors is not None and "later" in told:
             failed = errors.later(call)
-        parts = [f"The tool {node.span.name} failed: {shortened(str(node.error), most)}" for node in failed]
+        parts = [f"The tool {node.span.name} failed: {shorten(str(node.error), most)}" for node in failed]
         if key_of(call) in better:
-            parts.append(f"An answer that did better:\n{shortened(better[key_of(call)], most)}")
+            parts.append(f"An answer that did better:\n{shorten(better[key_of(call)], most)}")
         if parts:
             found[key_of(call)] = "\n\n".join(parts)
     return found
@@ -96,7 +96,7 @@ class _Errors:
         return caller is not None and caller.node.span.span_id == call.span_id and caller.choice in (None, call.choice)
 
 
-def _better(calls: Sequence[Judged], earned: Mapping[str, float]) -> dict[CallKey, str]:
+def _better(calls: Sequence[CountedCall], earned: Mapping[str, float]) -> dict[CallKey, str]:
     """Return for each call the matching answer of the best rollout of its group, if that one earned more.
 
     Calls match by their number among their agent's calls. Of rollouts with the same reward, the first counts.
@@ -117,12 +117,12 @@ def _better(calls: Sequence[Judged], earned: Mapping[str, float]) -> dict[CallKe
         if leader is None or earned.get(attempt, earned[leader]) >= earned[leader]:
             continue
         for place, its in answers[attempt].items():
-            text = said(answers[leader][place]) if place in answers[leader] else ""
+            text = answer_text(answers[leader][place]) if place in answers[leader] else ""
             found |= {key_of(its): text} if text else {}
     return found
 
 
-def said(call: Transition) -> str:
+def answer_text(call: Transition) -> str:
     """Return an answer as text: its content and its tool calls, without its reasoning."""
     content = call.message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}] if isinstance(content, str) else []

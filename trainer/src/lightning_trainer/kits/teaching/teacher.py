@@ -13,7 +13,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import SELF
 from lightning_trainer.kits.teaching.options import read_self
 from lightning_trainer.models import look
-from lightning_trainer.rl.algorithms.distil import DISTIL, at_endpoint, distilled
+from lightning_trainer.rl.algorithms.distil import DISTIL, at_endpoint, distil_rows
 
 if TYPE_CHECKING:
     from lightning_trainer.backend_protocol import Learner
@@ -67,8 +67,8 @@ class Distilling:
         self._teacher = teacher
 
     def teach(self, batch: Batch, outcomes: Sequence[Outcome], traces: Traces) -> tuple[Batch, dict[str, float]]:  # noqa: ARG002 - tokens are all that it reads
-        """Give each token the advantage of `distilled`: `Tutor.teach`."""
-        rows, divergence = distilled(batch.rows, self._teacher.logprobs(batch.rows))
+        """Give each token the advantage of `distil_rows`: `Tutor.teach`."""
+        rows, divergence = distil_rows(batch.rows, self._teacher.logprobs(batch.rows))
         return replace(batch, rows=rows), {"teacher_kl": divergence}
 
 

@@ -48,11 +48,11 @@ class Alarm:
     text: str
 
 
-def raised(history: History) -> list[Alarm]:
+def active_alarms(history: History) -> list[Alarm]:
     """Return the alarms that are active after the newest line. A check that fails is logged, and raises none."""
     step = max((int(line["step"]) + (line["kind"] == "train") for line in history), default=0)
     found = []
-    for name, check in registry.registered("alarm").items():
+    for name, check in registry.registrations("alarm").items():
         try:
             found += [Alarm(f"{name}{of}", step, text) for of, text in check(history)]
         except Exception:
@@ -67,7 +67,7 @@ def entropy_collapsed(history: History) -> Found:
     """Yield an alarm if the policy has stopped exploring and has not improved."""
     for of, points in _each(history, "entropy"):
         first, now = ends(points)
-        if now < 0.1 * first and not learned(history):
+        if now < 0.1 * first and not has_learned(history):
             text = (
                 f"The entropy{_of(of)} has fallen from {first:.2f} to {now:.3f} nats a token, and the reward has"
                 f" not risen{_rewards(history)}: its answers are nearly always the same. Lower --learning-rate, raise"
@@ -81,7 +81,7 @@ def length_collapsed(history: History) -> Found:
     """Yield an alarm if answers have become several times shorter or longer, and the reward has not risen."""
     for of, points in _each(history, "response_tokens"):
         first, now = ends(points)
-        if not (now < 0.3 * first or now > 3 * first) or learned(history):
+        if not (now < 0.3 * first or now > 3 * first) or has_learned(history):
             continue
         how = "shrunk" if now < first else "grown"
         text = (
@@ -331,7 +331,7 @@ def ends(points: Points) -> tuple[float, float]:
     return statistics.fmean(values[:WINDOW]), statistics.fmean(values[-WINDOW:])
 
 
-def learned(history: History) -> bool:
+def has_learned(history: History) -> bool:
     """Whether the training reward has risen by more than its usual change from step to step."""
     points = series(history, "train", "reward")
     if len(points) < 2 * WINDOW:
@@ -344,7 +344,7 @@ def learned(history: History) -> bool:
 def _better(history: History) -> bool:
     """Whether the newest reward is higher than the first: held out if there is one, otherwise in training."""
     held_out = series(history, "val", "reward")
-    return held_out[-1][1] > held_out[0][1] if len(held_out) > 1 else learned(history)
+    return held_out[-1][1] > held_out[0][1] if len(held_out) > 1 else has_learned(history)
 
 
 def _each(history: History, name: str, *, least: int = 2 * WINDOW) -> Iterator[tuple[str, Points]]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from lightning_trainer.report.alarms import WINDOW, Found, History, learned, series
+from lightning_trainer.report.alarms import WINDOW, Found, History, has_learned, series
 from lightning_trainer.report.log.lines import POLICY_OF
 from lightning_trainer.report.teams.cliffs import fall_of, rewarded_names
 
@@ -81,7 +81,7 @@ def policy_departs(history: History) -> Found:
     """Yield an alarm if a policy moves away from its base ever faster, and has not improved."""
     for of in sorted({key.removeprefix("kl_base") for line in history for key in line if key.startswith("kl_base/")}):
         values = [value for _, value in series(history, "train", f"kl_base{of}")]
-        if len(values) < 4 * WINDOW or learned(history):
+        if len(values) < 4 * WINDOW or has_learned(history):
             continue
         before, half, now = (statistics.fmean(values[-n * WINDOW :][:WINDOW]) for n in (3, 2, 1))
         if now > FASTER**2 * before and min(half / before, now / half) > 0.75 * FASTER and now > FAR:

@@ -3,7 +3,7 @@
 One step, from rollouts to the update:
 
 1. Rollouts have ended. Every call of the trained agents becomes tokens; rewards are not used. 2. A token's advantage is
-log p_teacher - log p_student, for the tokens that the student sampled: `distilled`. This
+log p_teacher - log p_student, for the tokens that the student sampled: `distil_rows`. This
    minimises the reverse Kullback-Leibler divergence of each next token, as in GKD on the student's own samples
    (arXiv 2306.13649) and on-policy distillation (Thinking Machines, 2025); nothing is discounted over tokens.
 3. The update raises or lowers the log-probability of each token by its advantage, within the clip range.
@@ -25,8 +25,8 @@ from lightning_trainer.rl.algorithms.protocol import (
     Algorithm,
     Clip,
     TrainedTokens,
-    group_options_asked,
-    value_head_asked,
+    group_option_refusals,
+    value_head_refusals,
 )
 from lightning_trainer.rl.batch.batch import Batch, batch_of
 from lightning_trainer.rl.batch.comparison import NoContrast
@@ -79,8 +79,8 @@ class Distil:
                     config.kl_coef > 0 and config.kl_in == "reward"
                 ),
                 "normalise_std has no effect with algorithm = distil. Leave it out.": config.normalise_std,
-                **value_head_asked(config),
-                **group_options_asked(config),
+                **value_head_refusals(config),
+                **group_option_refusals(config),
             }
         )
 
@@ -122,7 +122,7 @@ def at_endpoint(teacher: str | None) -> bool:
     return teacher is not None and "=" in teacher
 
 
-def distilled(rows: Sequence[Row], teacher: Sequence[NDArray[Any]]) -> tuple[list[Row], float]:
+def distil_rows(rows: Sequence[Row], teacher: Sequence[NDArray[Any]]) -> tuple[list[Row], float]:
     """Give each sampled token the advantage log p_teacher - log p_student.
 
     Args:

@@ -27,11 +27,11 @@ from lightning_trainer.rl.algorithms.protocol import (
     Clip,
     TrainedTokens,
     credit_of,
-    division_asked,
-    value_head_asked,
+    division_refusals,
+    value_head_refusals,
 )
 from lightning_trainer.rl.batch.batch import Batch, batch_of
-from lightning_trainer.rl.batch.comparison import compared, no_contrast, penalties_of, weighed
+from lightning_trainer.rl.batch.comparison import compare_calls, no_contrast, penalties_of, weigh_parts
 from lightning_trainer.rl.batch.sharing import calls_of
 from lightning_trainer.rl.credit.played import AcrossAttempts
 from lightning_trainer.rl.rewards import source_weights
@@ -69,8 +69,8 @@ class Grpo:
     def check(self, config: TrainConfig) -> None:
         """Reject options that contradict the algorithm; see `Algorithm.check`."""
         alone = f"group_size = 1 leaves nothing to compare for algorithm = {config.algorithm}. Use 2 or more."
-        refuse({alone: config.group_size == 1 and not config.uses_forks, **value_head_asked(config)})
-        refuse({} if self.divides else division_asked(config))
+        refuse({alone: config.group_size == 1 and not config.uses_forks, **value_head_refusals(config)})
+        refuse({} if self.divides else division_refusals(config))
 
     def credit(self, config: TrainConfig) -> CreditAssigner | AcrossAttempts:
         """Return the credit assigner."""
@@ -106,7 +106,7 @@ class Grpo:
         # 2. How much better did each call do than its group? Nothing is dropped before this: a call without tokens
         #    is still part of the baseline.
         comparison = partial(
-            compared,
+            compare_calls,
             calls,
             # Alternatives of one call are compared with each other, whatever the algorithm compares rollouts with.
             leave_one_out if across else self.compare,
@@ -117,7 +117,7 @@ class Grpo:
         parts = comparison(penalties_M=penalties_of(calls, penalty))
         still = no_contrast(calls, parts, comparison() if penalty is not None else None)
         # 3. Tokens. Calls that continue each other share a row; groups without contrast are counted.
-        return batch_of(calls, weighed(parts, weights), still, merge=merge)
+        return batch_of(calls, weigh_parts(parts, weights), still, merge=merge)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
         """Clip the ratio of each token; see `Algorithm.policy_loss`."""

@@ -25,18 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_trainer.config.mistakes import refuse
-from lightning_trainer.rl.advantages import FloatArray, generalised_advantages, uncompared, whitened
+from lightning_trainer.rl.advantages import FloatArray, generalised_advantages, keep_values, whiten
 from lightning_trainer.rl.algorithms.protocol import (
     Algorithm,
     Clip,
     TrainedTokens,
     credit_of,
-    division_asked,
-    group_options_asked,
+    division_refusals,
+    group_option_refusals,
 )
 from lightning_trainer.rl.batch.batch import Batch, batch_of
 from lightning_trainer.rl.batch.calls import FINAL
-from lightning_trainer.rl.batch.comparison import compared, no_contrast
+from lightning_trainer.rl.batch.comparison import compare_calls, no_contrast
 from lightning_trainer.rl.batch.sharing import calls_of
 from lightning_trainer.rl.rewards import source_weights
 
@@ -66,7 +66,7 @@ class Ppo:
 
     def check(self, config: TrainConfig) -> None:
         """Reject options that contradict the algorithm; see `Algorithm.check`."""
-        refuse({**division_asked(config), **group_options_asked(config)})
+        refuse({**division_refusals(config), **group_option_refusals(config)})
 
     def batch(
         self,
@@ -92,7 +92,7 @@ class Ppo:
             known_agents=known_agents,
             alone="batch",
         )
-        parts = compared(calls, uncompared, normalise=False, eps=config.advantage_eps)
+        parts = compare_calls(calls, keep_values, normalise=False, eps=config.advantage_eps)
         return batch_of(calls, parts[FINAL], no_contrast(calls, parts), merge=merge)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
@@ -110,7 +110,7 @@ def token_advantages(
 
     Each response is a separate episode, however rows were merged: its credit comes with its last token, a penalty with
     every token, and nothing is discounted within it (`advantages.generalised_advantages`). Advantages are then compared
-    over all tokens of the batch (`advantages.whitened`), as in verl.
+    over all tokens of the batch (`advantages.whiten`), as in verl.
 
     Args:
         credit_P: the credit of each token's call.
@@ -129,7 +129,7 @@ def token_advantages(
     rewards_P[ends] += credit_P[ends]
     rewards_ST[mask_ST], values_ST[mask_ST] = rewards_P, values_P
     advantages_ST, targets_ST = generalised_advantages(rewards_ST, values_ST, mask_ST, lam=lam)
-    return whitened(advantages_ST[mask_ST]).astype(np.float32), targets_ST[mask_ST].astype(np.float32)
+    return whiten(advantages_ST[mask_ST]).astype(np.float32), targets_ST[mask_ST].astype(np.float32)
 
 
 VARIANTS: Final[Mapping[str, Algorithm]] = {

@@ -137,7 +137,7 @@ def credit_of(config: TrainConfig) -> CreditAssigner | AcrossAttempts:
     return credit_by_name(config.credit, **config.credit_options, **discount)
 
 
-def value_head_asked(config: TrainConfig) -> dict[str, bool]:
+def value_head_refusals(config: TrainConfig) -> dict[str, bool]:
     """Return, for `config.refuse`, whether options of a value head are given to an algorithm without one."""
     given = (config.gae_lambda, config.value_learning_rate, config.value_clip)
     return {
@@ -146,7 +146,7 @@ def value_head_asked(config: TrainConfig) -> dict[str, bool]:
     }
 
 
-def group_options_asked(config: TrainConfig) -> dict[str, bool]:
+def group_option_refusals(config: TrainConfig) -> dict[str, bool]:
     """Return, likewise, whether group options are given to an algorithm that compares with the whole batch."""
     return {
         f"resample looks for rewards that differ within a group, which algorithm = {config.algorithm} does not need. "
@@ -156,7 +156,7 @@ def group_options_asked(config: TrainConfig) -> dict[str, bool]:
     }
 
 
-def division_asked(config: TrainConfig) -> dict[str, bool]:
+def division_refusals(config: TrainConfig) -> dict[str, bool]:
     """Return, likewise, whether a division is requested that the algorithm never makes."""
     return {
         f"normalise_std has no effect with algorithm = {config.algorithm}. Leave it out.": config.normalise_std,

@@ -24,19 +24,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from lightning_trainer.config.mistakes import refuse
-from lightning_trainer.rl.advantages import FloatArray, transition_advantages, uncompared, whitened
+from lightning_trainer.rl.advantages import FloatArray, keep_values, transition_advantages, whiten
 from lightning_trainer.rl.algorithms.protocol import (
     Algorithm,
     Clip,
     TrainedTokens,
     credit_of,
-    division_asked,
-    group_options_asked,
-    value_head_asked,
+    division_refusals,
+    group_option_refusals,
+    value_head_refusals,
 )
 from lightning_trainer.rl.batch.batch import Batch, batch_of
 from lightning_trainer.rl.batch.calls import Calls
-from lightning_trainer.rl.batch.comparison import compared, no_contrast, penalties_of, weighed
+from lightning_trainer.rl.batch.comparison import compare_calls, no_contrast, penalties_of, weigh_parts
 from lightning_trainer.rl.batch.sharing import calls_of
 from lightning_trainer.rl.rewards import source_weights
 
@@ -68,8 +68,10 @@ class Reinforce:
     def check(self, config: TrainConfig) -> None:
         """Reject options that contradict the algorithm; see `Algorithm.check`."""
         alone = f"group_size = 1 leaves nothing to compare for algorithm = {config.algorithm}. Use 2 or more."
-        refuse({alone: self.grouped and config.group_size == 1, **value_head_asked(config), **division_asked(config)})
-        refuse({} if self.grouped else group_options_asked(config))
+        refuse(
+            {alone: self.grouped and config.group_size == 1, **value_head_refusals(config), **division_refusals(config)}
+        )
+        refuse({} if self.grouped else group_option_refusals(config))
 
     def batch(
         self,
@@ -98,9 +100,9 @@ class Reinforce:
         )
         # 2. The group's mean is subtracted if it is the baseline, not divided by its deviation; then the batch's.
         comparison = partial(
-            compared,
+            compare_calls,
             calls,
-            transition_advantages if self.grouped else uncompared,
+            transition_advantages if self.grouped else keep_values,
             normalise=False,
             eps=config.advantage_eps,
             alone=config.alone if self.grouped else "skip",
@@ -110,7 +112,7 @@ class Reinforce:
         if whole:
             parts = {source: over_the_batch(calls, part_M) for source, part_M in parts.items()}
         # 3. Tokens.
-        return batch_of(calls, weighed(parts, weights), still, merge=merge)
+        return batch_of(calls, weigh_parts(parts, weights), still, merge=merge)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
         """Clip the ratio of each token; see `Algorithm.policy_loss`."""
@@ -124,7 +126,7 @@ def over_the_batch(calls: Calls, values_M: FloatArray) -> FloatArray:
     """(M,) values compared with all of their agent's, each attempt counting once however often it called."""
     count = Counter((call.attempt_id, call.agent) for call in calls.transitions)
     weights_M = [1.0 / count[call.attempt_id, call.agent] for call in calls.transitions]
-    return whitened(values_M, weights_M, agent_M=[call.agent or "" for call in calls.transitions])
+    return whiten(values_M, weights_M, agent_M=[call.agent or "" for call in calls.transitions])
 
 
 VARIANTS: Final[Mapping[str, Algorithm]] = {

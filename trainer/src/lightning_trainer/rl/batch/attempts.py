@@ -12,7 +12,7 @@ from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.replays import ENDED
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
-from lightning_trainer.rl.credit.played import Fork, Played
+from lightning_trainer.rl.credit.played import Fork, PlayedAttempt
 from lightning_trainer.rl.endings import ended_early
 from lightning_trainer.rl.rollouts import Failed, Outcome
 from lightning_trainer.rl.scores import reward_of_failures, total
@@ -37,13 +37,13 @@ def transitions_by_attempt(
         transitions: list[Transition] = hooks.manager().hook.lightning_adapt(trace=trace) or []
         automatic = hooks.notify("lightning_rewards", trace=trace, transitions=transitions)
         for transition in transitions:
-            found.setdefault(transition.attempt_id, ([], []))[0].append(labelled(transition, agents))
+            found.setdefault(transition.attempt_id, ([], []))[0].append(label_transition(transition, agents))
         for reward in (reward for answer in automatic for reward in answer):
             found.setdefault(reward.attempt_id, ([], []))[1].append(reward)
     return found
 
 
-def labelled(transition: Transition, agents: Sequence[str] | None) -> Transition:
+def label_transition(transition: Transition, agents: Sequence[str] | None) -> Transition:
     """Name a transition's agent by its path if it is selected by path, which distinguishes agents of one name."""
     path = transition.path
     name = None if path is None or agents is None else label(path, agents)
@@ -62,10 +62,10 @@ class CountedAttempt:
     team: frozenset[str] = frozenset()  # of a fork: see `Fork`
 
     @property
-    def played(self) -> Played:
+    def played(self) -> PlayedAttempt:
         """Return it with one number for all rewards, the team's."""
         of, replay = self.outcome.rollout, self.outcome.rollout.replay
-        return Played(
+        return PlayedAttempt(
             attempt_id=self.attempt_id,
             transitions=self.transitions,
             earned=total(self.rewards),
@@ -113,7 +113,7 @@ def teams_of(outcomes: Sequence[Outcome]) -> dict[str, frozenset[str]]:
     return teams
 
 
-def fork_ended(outcome: Outcome, by_attempt: Mapping[str, tuple[list[Transition], list[Reward]]]) -> bool:
+def has_fork_ended(outcome: Outcome, by_attempt: Mapping[str, tuple[list[Transition], list[Reward]]]) -> bool:
     """Whether a fork differed from its record, even if its program continued in spite of it."""
     calls = [call for a in outcome.attempts for call in by_attempt.get(a.attempt_id, ([], []))[0]]
     return any(map(ended_early, outcome.attempts)) or any(ENDED in (call.error or "") for call in calls)
@@ -121,7 +121,7 @@ def fork_ended(outcome: Outcome, by_attempt: Mapping[str, tuple[list[Transition]
 
 def played_of(
     outcomes: Sequence[Outcome], traces: Traces, failed: Failed, agents: Sequence[str] | None = None
-) -> list[Played]:
+) -> list[PlayedAttempt]:
     """Return the attempts that count, including forks, for credit assigners that compare several.
 
     Args:
@@ -135,5 +135,5 @@ def played_of(
     return [
         counted_attempt(outcome, attempt, by_attempt, crashed, teams).played
         for outcome in outcomes
-        if (attempt := outcome.counts(failed)) is not None and not fork_ended(outcome, by_attempt)
+        if (attempt := outcome.counts(failed)) is not None and not has_fork_ended(outcome, by_attempt)
     ]

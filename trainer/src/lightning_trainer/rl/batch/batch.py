@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_spans.schema.rewards import Reward
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.advantages import FloatArray
-from lightning_trainer.rl.batch.calls import Calls, Judged
+from lightning_trainer.rl.batch.calls import Calls, CountedCall
 from lightning_trainer.rl.batch.comparison import NoContrast
 from lightning_trainer.rl.rows import Row, make_rows
 
@@ -33,7 +33,7 @@ class Batch:
     account: Account
     agents: Mapping[str | None, int]
     automatic: tuple[Reward, ...] = ()
-    calls: tuple[Judged, ...] = ()
+    calls: tuple[CountedCall, ...] = ()
     flat_groups: frozenset[str] = frozenset()
     tied_groups: frozenset[str] = frozenset()
     given: tuple[Reward, ...] = ()
@@ -50,7 +50,7 @@ def batch_of(calls: Calls, advantages_M: FloatArray, still: NoContrast, *, merge
     """
     rows, trained = make_rows(calls.transitions, advantages_M, calls.groups, merge=merge)
     judged = [
-        Judged(call.transition, call.group_id, call.credit, float(advantage))
+        CountedCall(call.transition, call.group_id, call.credit, float(advantage))
         for call, advantage in zip(calls.compared, advantages_M, strict=True)
     ]
     every, account = (*judged, *calls.left_out), calls.account + trained

@@ -47,7 +47,7 @@ class CreditedValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class CountedCall:
     """A call of an attempt that counts, and how it was used.
 
     Attributes:
@@ -80,7 +80,7 @@ class Calls:
     """
 
     compared: tuple[CreditedCall, ...]
-    left_out: tuple[Judged, ...]
+    left_out: tuple[CountedCall, ...]
     account: Account
     agents: Mapping[str | None, int]
     automatic: tuple[Reward, ...]

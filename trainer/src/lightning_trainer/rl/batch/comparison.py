@@ -21,7 +21,7 @@ Parts: TypeAlias = "dict[str, FloatArray]"  # by source: (M,) its part of the ad
 Penalty: TypeAlias = "Callable[[Sequence[Row]], Sequence[NDArray[Any]]]"
 
 
-def compared(
+def compare_calls(
     calls: Calls,
     compare: Callable[..., FloatArray],
     *,
@@ -97,7 +97,7 @@ def penalties_of(calls: Calls, penalty: Penalty | None) -> FloatArray:
     return found_M
 
 
-def weighed(parts: Parts, weights: Mapping[str, float]) -> FloatArray:
+def weigh_parts(parts: Parts, weights: Mapping[str, float]) -> FloatArray:
     """(M,) the sum of the advantages' parts, those of automatic rules scaled by their weights."""
     total_M = parts[FINAL]
     for rule in parts.keys() - {FINAL}:

@@ -14,17 +14,17 @@ from lightning_spans.schema.replays import REPLAYED
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
 from lightning_trainer.choices import Alone
-from lightning_trainer.rl.account import Account, Untrained
+from lightning_trainer.rl.account import Account, UntrainedReason
 from lightning_trainer.rl.batch.attempts import (
     CountedAttempt,
     Traces,
     counted_attempt,
-    fork_ended,
+    has_fork_ended,
     teams_of,
     transitions_by_attempt,
 )
-from lightning_trainer.rl.batch.calls import FINAL, Calls, CreditedCall, CreditedValue, Judged
-from lightning_trainer.rl.credit.assigners import CreditAssigner, unclaimed
+from lightning_trainer.rl.batch.calls import FINAL, Calls, CountedCall, CreditedCall, CreditedValue
+from lightning_trainer.rl.credit.assigners import CreditAssigner, unclaimed_rewards
 from lightning_trainer.rl.credit.played import AcrossAttempts
 from lightning_trainer.rl.credit.values import Level, levels_of, lost_in
 from lightning_trainer.rl.rollouts import Failed, Outcome
@@ -112,8 +112,10 @@ def _that_count(
     for outcome in outcomes:
         attempt = outcome.counts(failed)
         seen = {a.attempt_id: len(by_attempt[a.attempt_id][0]) for a in outcome.attempts if a.attempt_id in by_attempt}
-        if outcome.rollout.replay is not None and (not forks or fork_ended(outcome, by_attempt)):
-            account = account.plus_dropped(Untrained.FORK_ENDED if forks else Untrained.FORK, sum(seen.values()))
+        if outcome.rollout.replay is not None and (not forks or has_fork_ended(outcome, by_attempt)):
+            account = account.plus_dropped(
+                UntrainedReason.FORK_ENDED if forks else UntrainedReason.FORK, sum(seen.values())
+            )
             continue
         its = None if attempt is None else counted_attempt(outcome, attempt, by_attempt, crashed, teams)
         for attempt_id, calls in seen.items():
@@ -125,20 +127,20 @@ def _that_count(
 
 def _choose_calls(
     episodes: Sequence[Episode], patterns: Sequence[str], *, across: bool, alone: Alone
-) -> tuple[list[CreditedCall], list[Judged]]:
+) -> tuple[list[CreditedCall], list[CountedCall]]:
     """Return the calls that are compared, and the others, each with its reason."""
     members = Counter(episode.group_id for episode in episodes)
     chosen: list[CreditedCall] = []
-    left_out: list[Judged] = []
+    left_out: list[CountedCall] = []
     for episode in episodes:
         is_alone = alone == "skip" and not across and members[episode.group_id] < 2
         for call in episode.calls():
             reason = _why_left_out(call.transition, call.credit, patterns, is_alone=is_alone)
-            reason = Untrained.NO_ALTERNATIVE if across and reason == Untrained.NO_REWARD else reason
+            reason = UntrainedReason.NO_ALTERNATIVE if across and reason == UntrainedReason.NO_REWARD else reason
             if reason is None:
                 chosen.append(call)
             else:
-                left_out.append(Judged(call.transition, call.group_id, call.credit, left_out=reason))
+                left_out.append(CountedCall(call.transition, call.group_id, call.credit, left_out=reason))
     return chosen, left_out
 
 
@@ -190,7 +192,7 @@ def _episode(
     apart: bool,
 ) -> Episode:
     """Assign the rewards of an attempt. If credit compared all attempts, `values` is its result for this one."""
-    shares, unheard = None, tuple(unclaimed(its.transitions, its.rewards))
+    shares, unheard = None, tuple(unclaimed_rewards(its.transitions, its.rewards))
     if not isinstance(credit, AcrossAttempts):
         values = credit(its.transitions, its.rewards)
         shares = take_apart(credit, its.transitions, its.rewards, weights) if apart and weights else None
@@ -207,9 +209,9 @@ def _why_left_out(transition: Transition, value: float, patterns: Sequence[str],
     Nothing else is left out before advantages are computed: a call without tokens is part of its group's baseline.
     """
     if not selects(patterns, transition.path):
-        return Untrained.NOT_SELECTED
+        return UntrainedReason.NOT_SELECTED
     if REPLAYED in transition.sampling:
-        return Untrained.REPLAYED
+        return UntrainedReason.REPLAYED
     if is_alone:
-        return Untrained.GROUP_INCOMPLETE
-    return Untrained.NO_REWARD if math.isnan(value) else None
+        return UntrainedReason.GROUP_INCOMPLETE
+    return UntrainedReason.NO_REWARD if math.isnan(value) else None

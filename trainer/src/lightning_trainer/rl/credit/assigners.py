@@ -3,7 +3,7 @@
 A credit assigner takes all transitions of one attempt, including those of agents that are not trained, and its rewards,
 and returns one value for each transition. Selection comes later, so that no reward is lost with the agents left out.
 The result also says how values of several attempts are compared: a plain list over all calls of an agent, a
-`values.Credited` by places.
+`values.CreditedValues` by places.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_spans.schema.transitions import Transition
 from lightning_trainer import registry
 from lightning_trainer.config.keywords import check_keywords
 from lightning_trainer.rl.credit.played import AcrossAttempts
-from lightning_trainer.rl.credit.values import Credited, Discount, lost_in, places_of
+from lightning_trainer.rl.credit.values import CreditedValues, Discount, lost_in, places_of
 
 # (transitions of one attempt, its rewards, keyword options) -> one value each; NaN if no reward concerns the call
 CreditAssigner: TypeAlias = Callable[..., list[float]]
@@ -101,7 +101,7 @@ def last(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[f
     places = ["end" if t.turn == end else "last" if t.turn == end_of[t.agent] else "earlier" for t in transitions]
     credited = discounted(transitions, rewards, gamma=0.0)
     since = places_of(credited) or [""] * len(places)
-    return Credited(
+    return CreditedValues(
         credited,
         places=[f"{place} {n}".rstrip() for place, n in zip(places, since, strict=True)],
         lost=lost_in(credited),
@@ -212,7 +212,7 @@ class _Sources:
 
     def credited(
         self, transitions: Sequence[Transition], values: Sequence[float], *, lost: Sequence[Reward] = ()
-    ) -> Credited:
+    ) -> CreditedValues:
         """Return values with what they are compared with, and the rewards that came before any call they could be for.
 
         A call is compared with calls that had seen as many rewards, because the same amount is still to come for all of
@@ -224,7 +224,7 @@ class _Sources:
         ]
         before = [arrival.reward for arrival in self.arrivals if not arrival.calls]
         early = [reward for reward in before if any(earns(reward.agent, t.path) for t in transitions)]
-        return Credited(known, places=self._places(transitions), lost=[*early, *lost])
+        return CreditedValues(known, places=self._places(transitions), lost=[*early, *lost])
 
     def _places(self, transitions: Sequence[Transition]) -> list[str] | None:
         """(M,) how many rewards that could be for a call had been given before it ended."""
@@ -254,7 +254,7 @@ def _own_to_go(transitions: Sequence[Transition], own: Sequence[Mapping[str, flo
     return values
 
 
-def unclaimed(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[Reward]:
+def unclaimed_rewards(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[Reward]:
     """Return the rewards that reach nobody: they name an agent that made no call in this attempt."""
     spans = {transition.span_id for transition in transitions}
     paths = {transition.path for transition in transitions}

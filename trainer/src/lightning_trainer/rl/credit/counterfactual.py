@@ -20,11 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_trainer.rl.credit.played import Played
-from lightning_trainer.rl.credit.values import Credited, Level
+from lightning_trainer.rl.credit.played import PlayedAttempt
+from lightning_trainer.rl.credit.values import CreditedValues, Level
 
 
-def counterfactual(attempts: Sequence[Played], *, average: bool = True, group: bool = True) -> list[Credited]:
+def counterfactual(
+    attempts: Sequence[PlayedAttempt], *, average: bool = True, group: bool = True
+) -> list[CreditedValues]:
     """Credit calls that have alternatives with their outcomes, and the others with their attempt's.
 
     Args:
@@ -49,7 +51,7 @@ def counterfactual(attempts: Sequence[Played], *, average: bool = True, group: b
                     values[n][m], places[n][m], weights[n][m] = value, place, cells.weights[place]
     if not group:
         parts = zip(values, places, weights, strict=True)
-        return [Credited(its, places=where, weight=weight) for its, where, weight in parts]
+        return [CreditedValues(its, places=where, weight=weight) for its, where, weight in parts]
     # Calls with an alternative learn only from it. If answers decide which calls have one, that would be a bias.
     both = any(weight != 1.0 for weight in cells.weights.values())
     sizes = Counter(attempt.group for attempt in attempts if attempt.fork is None)
@@ -60,14 +62,14 @@ def counterfactual(attempts: Sequence[Played], *, average: bool = True, group: b
 
 
 def _also_in_group(
-    attempt: Played,
+    attempt: PlayedAttempt,
     values: Sequence[float],
     places: Sequence[str],
     weights: Sequence[float],
     *,
     compared: bool,
     both: bool,
-) -> Credited:
+) -> CreditedValues:
     """Add the comparison of attempts: none for forks, whose calls have no others in it, and one for their records.
 
     Args:
@@ -88,7 +90,7 @@ def _also_in_group(
         places=[""] * len(own) if attempt.fork is None else own,
         weight=[float(both or lone) for lone in alone],
     )
-    return Credited(known, places=where, weight=weights, more=[among])
+    return CreditedValues(known, places=where, weight=weights, more=[among])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class Cells:
     weights: Mapping[str, float]
 
     @classmethod
-    def of(cls, attempts: Sequence[Played]) -> Cells:
+    def of(cls, attempts: Sequence[PlayedAttempt]) -> Cells:
         """Put every fork next to its record."""
         cells = _cells(attempts)
         return cls(
@@ -139,7 +141,7 @@ class Cells:
         return found
 
 
-def _cells(attempts: Sequence[Played]) -> dict[str, list[tuple[int, int]]]:
+def _cells(attempts: Sequence[PlayedAttempt]) -> dict[str, list[tuple[int, int]]]:
     """Return, by place, the attempts that are compared there and the turn of the call in each, the record first."""
     number = {attempt.attempt_id: n for n, attempt in enumerate(attempts)}
     cells: dict[str, list[tuple[int, int]]] = {}
@@ -154,15 +156,15 @@ def _cells(attempts: Sequence[Played]) -> dict[str, list[tuple[int, int]]]:
     return cells
 
 
-def _weight(attempt: Played) -> float:
+def _weight(attempt: PlayedAttempt) -> float:
     return 1.0 if attempt.fork is None else attempt.fork.weight
 
 
-def _agent(attempt: Played, turn: int) -> str | None:
+def _agent(attempt: PlayedAttempt, turn: int) -> str | None:
     return next((t.agent for t in attempt.transitions if t.turn == turn), None)
 
 
-def _action_of(attempt: Played, turn: int) -> Hashable:
+def _action_of(attempt: PlayedAttempt, turn: int) -> Hashable:
     """Return a call's answer, all its choices: the tokens, or the text if there are none."""
     calls = sorted((t for t in attempt.transitions if t.turn == turn), key=lambda t: t.choice)
     return tuple(t.tokens.response if t.tokens is not None else repr(dict(t.message)) for t in calls)

@@ -17,7 +17,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Json
 from lightning_spans.schema.transitions import Transition
 from lightning_trainer.rl.credit.assigners import discounted
-from lightning_trainer.rl.credit.values import Credited, Discount, Level, lost_in
+from lightning_trainer.rl.credit.values import CreditedValues, Discount, Level, lost_in
 
 Anchor: TypeAlias = Literal["observation", "prompt"]
 
@@ -37,7 +37,7 @@ def turn(transitions: Sequence[Transition], rewards: Sequence[Reward], *, gamma:
         ConfigError: `gamma` is out of range.
     """
     to_go = discounted(transitions, rewards, gamma=gamma)
-    return Credited(to_go, places=[str(n) for n in _numbers(transitions)], lost=lost_in(to_go))
+    return CreditedValues(to_go, places=[str(n) for n in _numbers(transitions)], lost=lost_in(to_go))
 
 
 def gigpo(
@@ -80,7 +80,7 @@ def gigpo(
         weight=omega,
         by_step=True,
     )
-    return Credited(_returns(transitions, rewards), more=[steps], lost=lost_in(to_go))
+    return CreditedValues(_returns(transitions, rewards), more=[steps], lost=lost_in(to_go))
 
 
 def state_of(transition: Transition, anchor: Anchor = "observation") -> str:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lightning_spans.schema.replays import FORKED
 from lightning_spans.schema.transitions import Transition
-from lightning_trainer.rl.credit.values import Credited
+from lightning_trainer.rl.credit.values import CreditedValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class PlayedAttempt:
     """An attempt of a step, new or forked, and its outcome.
 
     Attributes:
@@ -62,10 +62,10 @@ class AcrossAttempts:
         assign: attempts and keyword options -> for each attempt its values; NaN if a call is not compared.
     """
 
-    assign: Callable[..., list[Credited]]
+    assign: Callable[..., list[CreditedValues]]
 
     across: ClassVar[bool] = True  # for the configuration, one layer below
 
-    def __call__(self, attempts: Sequence[Played], **options: Any) -> list[Credited]:
+    def __call__(self, attempts: Sequence[PlayedAttempt], **options: Any) -> list[CreditedValues]:
         """Credit the calls of all attempts."""
         return self.assign(attempts, **options)

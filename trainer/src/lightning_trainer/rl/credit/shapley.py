@@ -12,7 +12,7 @@ agent of the coalition that gets the same request as in the rollout gives the sa
 answer to the same request in all coalitions of a rollout. So these differ by who takes part, and as little as possible
 by chance.
 
-`orders` samples orders, `coalitions` returns what to run for one, `added` the outcomes.
+`orders` samples orders, `coalitions` returns what to run for one, `agent_contributions` the outcomes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_trainer.rl.credit.played import Played
+from lightning_trainer.rl.credit.played import PlayedAttempt
 
 Coalition = frozenset[str]
 
@@ -103,7 +103,7 @@ def values_of(worth: Mapping[Coalition, float]) -> dict[str, float]:
     }
 
 
-def added(attempts: Sequence[Played]) -> dict[str, dict[str, float]]:
+def agent_contributions(attempts: Sequence[PlayedAttempt]) -> dict[str, dict[str, float]]:
     """Return what each agent added in each rollout whose coalitions were run, by attempt and agent.
 
     Args:

@@ -31,7 +31,7 @@ class Level:
     by_step: bool = False
 
 
-class Credited(list[float]):
+class CreditedValues(list[float]):
     """One value for each transition, as any assigner returns, with what they are compared with.
 
     Attributes:
@@ -55,7 +55,7 @@ class Credited(list[float]):
 
 def levels_of(values: Sequence[float]) -> tuple[Level, ...]:
     """Return the comparisons of an assigner's result; a plain list is one, over all calls of an agent."""
-    return values.levels if isinstance(values, Credited) else (Level(values=values),)
+    return values.levels if isinstance(values, CreditedValues) else (Level(values=values),)
 
 
 def places_of(values: Sequence[float]) -> Sequence[str] | None:
@@ -65,4 +65,4 @@ def places_of(values: Sequence[float]) -> Sequence[str] | None:
 
 def lost_in(values: Sequence[float]) -> tuple[Reward, ...]:
     """Return the rewards that an assigner reports as given to nobody."""
-    return values.lost if isinstance(values, Credited) else ()
+    return values.lost if isinstance(values, CreditedValues) else ()

@@ -19,7 +19,7 @@ class ToolCaller(NamedTuple):
     choice: int | None = None
 
 
-def tools_called(node: Node) -> list[tuple[int, ToolCall]]:
+def called_tools(node: Node) -> list[tuple[int, ToolCall]]:
     """Return the tools that a model call called, each with the index of the answer that called it."""
     return [(choice.index, call) for choice in node.answer.choices for call in tool_calls(choice.message)]
 
@@ -46,7 +46,7 @@ def callers(trace: Trace) -> dict[Node, ToolCaller]:
     by_id = {
         call.call_id: ToolCaller(node, choice)
         for node in trace.chats
-        for choice, call in tools_called(node)
+        for choice, call in called_tools(node)
         if call.call_id is not None
     }
     found: dict[Node, ToolCaller] = {}

@@ -293,8 +293,8 @@ def _discount(name: str, credit: str | None, gamma: float | None) -> float:
         )
     if gamma is not None:
         return gamma
-    from lightning_trainer.registry import registered
+    from lightning_trainer.registry import registrations
 
-    assigner = registered("credit")[credit or "turn"]
+    assigner = registrations("credit")[credit or "turn"]
     default: float = inspect.signature(assigner).parameters["gamma"].default
     return default

@@ -16,7 +16,7 @@ from lightning_spans.adapter.trace import Node, Trace
 from lightning_spans.chat.body import ToolCall, tool_calls, tool_schemas
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import TOOL_RESULT, Json
-from lightning_trainer.rl.rewards.callers import request_of, tools_called
+from lightning_trainer.rl.rewards.callers import called_tools, request_of
 from lightning_trainer.rl.rewards.checking import Checks
 from lightning_trainer.rl.usage import tokens_of
 
@@ -201,7 +201,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _calls(trace: Trace) -> list[tuple[Node, int, ToolCall]]:
-    return [(node, choice, call) for node in trace.chats for choice, call in tools_called(node)]
+    return [(node, choice, call) for node in trace.chats for choice, call in called_tools(node)]
 
 
 def _fits(node: Node, call: ToolCall, checks: Checks) -> bool:

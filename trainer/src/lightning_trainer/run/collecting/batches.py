@@ -16,7 +16,7 @@ from lightning_spans.schema.agents import check_known, label, selects
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.reasons.amounts import amount
-from lightning_trainer.report.agents import nothing_captured
+from lightning_trainer.report.agents import explain_no_calls
 from lightning_trainer.report.failures import advice, last_error, most_frequent_error, where_calls_go
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.run.collecting.capture import FirstTask
@@ -156,7 +156,7 @@ class Collection:
 
     def nothing_captured(self, rollouts: int) -> AgentFailedError:
         """Return the error for rollouts without a call."""
-        return AgentFailedError(nothing_captured(rollouts, self._local.runner.attached, self._run.config.command))
+        return AgentFailedError(explain_no_calls(rollouts, self._local.runner.attached, self._run.config.command))
 
     def _wait(self, rollouts: Sequence[Rollout], what: str, step: int) -> list[Outcome]:
         first = FirstTask(self._local.store, rollouts, self.nothing_captured)

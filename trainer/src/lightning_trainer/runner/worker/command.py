@@ -71,7 +71,7 @@ async def run_command(
     given = {**environment(attempt if sandbox is None else sandbox.view(attempt), body), **more}
     told = any(name in task for word in words for name in _FIELD.findall(word))
     values = {**given, **texts(task)}
-    words, body = [filled(word, values) for word in words], b"" if told else body
+    words, body = [fill_fields(word, values) for word in words], b"" if told else body
     ended = await run_to_end(words, body, given, folder, descriptors, sandbox=sandbox, endpoint=attempt.endpoint)
     if ended.status != 0:
         kind = CommandKilledError if ended.status == -signal.SIGKILL else CommandError
@@ -144,7 +144,7 @@ async def _run(
     return ProcessEnd(status, output.decode(errors="replace"), errors.decode(errors="replace"))
 
 
-def filled(word: str, values: Mapping[str, str]) -> str:
+def fill_fields(word: str, values: Mapping[str, str]) -> str:
     """Replace ``{name}`` by its value; unknown names, and ``${name}``, are left unchanged."""
     return _FIELD.sub(lambda found: values.get(found[1], found[0]), word)
 

@@ -23,7 +23,7 @@ from lightning_trainer.runner.target import Job, split_command
 from lightning_trainer.runner.worker.command import (
     ENVIRONMENT_LIMIT,
     ProcessEnd,
-    filled,
+    fill_fields,
     result_of,
     run_command,
     run_to_end,
@@ -160,7 +160,7 @@ async def _run_tests(
     work = channel.work
     body = dumps(task).strip()
     given = {**channel.environment, **({"LIGHTNING_TASK": body.decode()} if len(body) <= ENVIRONMENT_LIMIT else {})}
-    filled_words = [filled(word, texts(task)) for word in words]
+    filled_words = [fill_fields(word, texts(task)) for word in words]
     began = time.time_ns()
     try:
         running = run_to_end(filled_words, body, given, place.folder, channel.descriptors, sandbox=place.sandbox)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import RewardError
 from lightning_spans.schema.json import dumps
-from lightning_trainer.runner.worker.command import ProcessEnd, filled, result_of
+from lightning_trainer.runner.worker.command import ProcessEnd, fill_fields, result_of
 from lightning_trainer.work import FROM_DESCRIPTOR, Work
 
 VARIABLE: Final = "LIGHTNING_REWARD_FD"  # the descriptor's number, with `reward_from = fd`
@@ -92,7 +92,7 @@ class RewardChannel:
         where = self.work.reward_from
         if where is None or where == FROM_DESCRIPTOR:
             return None
-        return (self.folder or Path.cwd()) / filled(where, self.task)
+        return (self.folder or Path.cwd()) / fill_fields(where, self.task)
 
     def _check_bounds(self, reward: Any) -> Any:
         low, high = self.work.bounds
@@ -100,9 +100,9 @@ class RewardChannel:
         for number in numbers or [None]:
             if not _is_number(number):
                 raise RewardRefusedError(
-                    f"the command gave {_shown(number)} as its reward. A reward is a number within --reward-range"
-                    f' {self.work.reward_range}, or an object with a number for each agent: print {{"reward": 0.5}} or'
-                    ' {"reward": {"NAME": 0.5}}.'
+                    f"the command gave {_describe_value(number)} as its reward. A reward is a number within"
+                    f" --reward-range {self.work.reward_range}, or an object with a number for each agent: print"
+                    ' {"reward": 0.5} or {"reward": {"NAME": 0.5}}.'
                 )
             if not low <= number <= high:
                 raise RewardRefusedError(
@@ -148,7 +148,7 @@ def reward_of(channel: RewardChannel, ended: ProcessEnd) -> Any:
     return 1.0 if reward is None else reward
 
 
-def _shown(value: object) -> str:
+def _describe_value(value: object) -> str:
     """Return a value that is not a number, as JSON with a description of its kind."""
     kinds = {bool: "true or false", str: "text", list: "a list", dict: "an object", type(None): "nothing"}
     kind = kinds.get(type(value), "a number that is not finite")

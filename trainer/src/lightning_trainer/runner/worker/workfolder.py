@@ -22,7 +22,7 @@ import psutil
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.runner.worker.baseline import Baseline
-from lightning_trainer.runner.worker.command import filled, texts
+from lightning_trainer.runner.worker.command import fill_fields, texts
 from lightning_trainer.runner.worker.git import run_git
 from lightning_trainer.runner.worker.trees import WorkFolderError, copy_tree, remove_tree, total_size
 
@@ -61,9 +61,9 @@ def source_of(text: str, task: Mapping[str, Any] | None = None) -> Source:
         ConfigError: there is no such folder, or git is missing.
     """
     named, template = "", text
-    if "@" in text and not Path(filled(text, texts(task or {}))).is_dir():
+    if "@" in text and not Path(fill_fields(text, texts(task or {}))).is_dir():
         template, _, named = text.rpartition("@")
-    revision = filled(named, texts(task or {}))
+    revision = fill_fields(named, texts(task or {}))
     source = Source(_path_of(template, task or {}), revision or None)
     whole = f"{source.path}@{revision}" if revision else f"{source.path}"
     if not source.path.is_dir():
@@ -82,7 +82,7 @@ def _path_of(template: str, task: Mapping[str, Any]) -> Path:
         ConfigError: it leads out of there, or names nothing in it.
     """
     whole = os.path.expanduser(template)  # noqa: PTH111 - of the template, and of no field
-    path = filled(whole, texts(task))
+    path = fill_fields(whole, texts(task))
     if path == whole:
         named = Path(path)
         return named.resolve() if named.name == ".." else named.absolute()

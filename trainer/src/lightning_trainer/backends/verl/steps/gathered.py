@@ -15,7 +15,7 @@ from lightning_trainer.report.speed.waits import RolloutTime, Window, divide_ste
 from lightning_trainer.report.step_notes import UNREWARDED, unrewarded_agents
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.batch import Batch
-from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Failed, Outcome
 from lightning_trainer.rl.scores import by_source, given_to, score
@@ -41,7 +41,7 @@ class GroupCollector:
 
     def add(self, ended: Sequence[Outcome], batch: Batch, traces: Sequence[Trace]) -> None:
         """Add outcomes that have ended, the batch made of them, and the traces of their attempts."""
-        compared, flat = step_metrics.compared(batch)
+        compared, flat = step_metrics.count_compared(batch)
         with self._lock:
             self._outcomes += ended
             self._account += batch.account
@@ -79,7 +79,7 @@ class GroupCollector:
         self._account = Account()
         self._automatic: list[Reward] = []
         self._traces: list[Trace] = []
-        self._calls: list[Judged] = []
+        self._calls: list[CountedCall] = []
         self._compared: int = 0
         self._flat: int = 0
 

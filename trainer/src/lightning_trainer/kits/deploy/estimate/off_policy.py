@@ -76,7 +76,7 @@ def estimate(
     whole = np.exp(ratios - ratios.max())
     clipped = 1.0 - float(np.exp(logs - ratios.max()).sum() / whole.sum())
     stable = float(outcomes.mean())
-    if (refused := _refused(effective, clipped, fewest)) is not None:
+    if (refused := _refusal_reason(effective, clipped, fewest)) is not None:
         return OffPolicyEstimate(count, effective, clipped, stable, refused=refused)
     candidate = float((weights * outcomes).sum()) / total
     influence = weights * (outcomes - candidate) / (total / count) - (outcomes - stable)
@@ -87,7 +87,7 @@ def estimate(
     )
 
 
-def _refused(effective: float, clipped: float, fewest: float) -> str | None:
+def _refusal_reason(effective: float, clipped: float, fewest: float) -> str | None:
     if effective < fewest:
         return f"the effective sample size is {effective:.1f}; at least {fewest:g} is needed"
     if clipped > MOST_CLIPPED:

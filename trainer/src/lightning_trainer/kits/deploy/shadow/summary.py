@@ -57,7 +57,7 @@ def summarize(calls: Sequence[Call], share: float) -> dict[str, Any]:
             "text": _mean(by_kind["text"], _agrees),
             "tool_call": _mean(by_kind["tool call"], _agrees),
         },
-        "judge": _judged(marks),
+        "judge": _judge_preference(marks),
         "rules": _rules(marks),
         "tokens": {name: _tokens(answered, name) for name in _BOTH},
         "seconds": {name: _seconds(answered, name) for name in _BOTH},
@@ -79,7 +79,7 @@ def _agrees(mark: Mapping[str, Any]) -> float:
     return float(mark["agrees"])
 
 
-def _judged(marks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _judge_preference(marks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return by how much the judge prefers the candidate; None if no judge was called."""
     asked = [mark for mark in marks if "judge" in mark]
     if not asked:

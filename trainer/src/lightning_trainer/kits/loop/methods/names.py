@@ -20,7 +20,7 @@ METHODS: Final[Mapping[str, LearningMethod]] = {
 }
 
 
-def method_named(name: object) -> LearningMethod:
+def find_method(name: object) -> LearningMethod:
     """Return a method.
 
     Raises:

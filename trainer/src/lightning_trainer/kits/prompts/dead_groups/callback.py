@@ -22,7 +22,7 @@ from lightning_trainer.kits.prompts.dead_groups.sampling import InstructedSample
 from lightning_trainer.kits.prompts.dead_groups.tasks import DeadTasks, Instruction
 from lightning_trainer.kits.prompts.reading import read_prompts
 from lightning_trainer.kits.prompts.reflection import Reflection, read_reflection
-from lightning_trainer.kits.prompts.session import Ran
+from lightning_trainer.kits.prompts.session import CandidateRun
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.rl.scores import task_digest
 from lightning_trainer.session.answers import Endpoint
@@ -217,10 +217,10 @@ class DeadGroupsCallback(Callback):
         self._run.progress.note(f"{agent}: an instruction for {amount(len(tasks), 'task')} that no rollout solves")
         return known.instructions[-1]
 
-    def _failed_rollouts(self, tasks: Sequence[str], rollouts: StepRollouts) -> list[Ran]:
+    def _failed_rollouts(self, tasks: Sequence[str], rollouts: StepRollouts) -> list[CandidateRun]:
         """Return one rollout of each task."""
         counted = {task_digest(o.rollout.task): o for o in rollouts.outcomes if o.counts(self._run.config.failed)}
         attempts = {task: counted[task].counts(self._run.config.failed) for task in tasks}
         ids = {task: attempt.attempt_id for task, attempt in attempts.items() if attempt is not None}
         traces = {trace.attempt_id: trace for trace in rollouts.traces(list(ids.values()))}
-        return [Ran(counted[task], traces.get(ids[task])) for task in ids]
+        return [CandidateRun(counted[task], traces.get(ids[task])) for task in ids]

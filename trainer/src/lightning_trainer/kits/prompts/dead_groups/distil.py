@@ -17,8 +17,8 @@ import numpy as np
 
 from lightning_spans.schema.agents import selects
 from lightning_trainer.kits.prompts.dead_groups.own_prompts import OwnPrompts
-from lightning_trainer.kits.prompts.dead_groups.reasons import Undistilled
-from lightning_trainer.rl.account import Account, Untrained
+from lightning_trainer.kits.prompts.dead_groups.reasons import UndistilledReason
+from lightning_trainer.rl.account import Account, UntrainedReason
 from lightning_trainer.rl.batch.attempts import transitions_by_attempt
 from lightning_trainer.rl.rows import Row, make_rows
 
@@ -83,11 +83,11 @@ def _choose(
         for call in transitions:
             prompt = own.get(call.span_id)
             if not selects(agents or ("*",), call.path):
-                left_out[Untrained.NOT_SELECTED] += 1
+                left_out[UntrainedReason.NOT_SELECTED] += 1
             elif not rollout.solved:
-                left_out[Undistilled.UNSOLVED] += 1
+                left_out[UndistilledReason.UNSOLVED] += 1
             elif not selects((agent,), call.path):
-                left_out[Undistilled.UNINSTRUCTED] += 1
+                left_out[UndistilledReason.UNINSTRUCTED] += 1
             elif isinstance(prompt, str):
                 left_out[prompt] += 1
             elif call.tokens is None or prompt is None:

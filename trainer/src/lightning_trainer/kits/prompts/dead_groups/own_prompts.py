@@ -17,7 +17,7 @@ from lightning_trainer.gateway.calls.answers import Responder
 from lightning_trainer.gateway.engine import Engine, tool_format
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.request.chat_request import read_chat_request
-from lightning_trainer.kits.prompts.dead_groups.reasons import Undistilled
+from lightning_trainer.kits.prompts.dead_groups.reasons import UndistilledReason
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node
@@ -63,7 +63,7 @@ class OwnPrompts:
             call = calls[span]
             if begins:
                 body = _own_body(call.request, before, after) if span in instructed else call.request
-                made[span] = Undistilled.NO_OWN_PROMPT if body is None else self._prompts(call, body)
+                made[span] = UndistilledReason.NO_OWN_PROMPT if body is None else self._prompts(call, body)
             elif not isinstance(prompts := made[span], str):
                 self._remember(call, prompts)
         for name in {_memory(call, own=own) for call in calls.values() for own in (True, False)}:
@@ -75,11 +75,11 @@ class OwnPrompts:
             given = self._responder.prompt(read_chat_request(call.request), _memory(call, own=False))
             own = self._responder.prompt(read_chat_request(body), _memory(call, own=True))
         except Refusal:
-            return Undistilled.NOT_REPRODUCED
+            return UndistilledReason.NOT_REPRODUCED
         if given is None or own is None or given.ids != call.prompt_token_ids:
-            return Undistilled.NOT_REPRODUCED
+            return UndistilledReason.NOT_REPRODUCED
         longest = max((len(choice.token_ids or ()) for choice in call.choices), default=0)
-        return Undistilled.TOO_LONG if len(own.ids) + longest > self._longest else _Prompts(given, own)
+        return UndistilledReason.TOO_LONG if len(own.ids) + longest > self._longest else _Prompts(given, own)
 
     def _remember(self, call: Call, prompts: _Prompts) -> None:
         """Let later calls continue this one, as the gateway does."""

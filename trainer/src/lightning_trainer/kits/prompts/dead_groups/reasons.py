@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_trainer.reasons.reason import Reason
 
 
-class Undistilled(Reason):
+class UndistilledReason(Reason):
     """Why a call of such a rollout is left out, in addition to `Untrained`."""
 
     UNSOLVED = "under an instruction, which did not solve the task"

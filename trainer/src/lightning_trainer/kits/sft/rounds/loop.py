@@ -17,19 +17,19 @@ from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.judges import RolloutJudge
 from lightning_trainer.kits.export.export import open_selection
 from lightning_trainer.kits.export.files import Line
-from lightning_trainer.kits.export.wanted import Wanted
+from lightning_trainer.kits.export.wanted import ExportOptions
 from lightning_trainer.kits.sft.batches import make_rows
 from lightning_trainer.kits.sft.config import RoundsConfig
 from lightning_trainer.kits.sft.data import read_lines_of_store
 from lightning_trainer.kits.sft.fit import Fit, FitResult
 from lightning_trainer.kits.sft.lineage import LineageWriter
-from lightning_trainer.kits.sft.reasons import Unlearned
+from lightning_trainer.kits.sft.reasons import UnlearnedReason
 from lightning_trainer.kits.sft.render import Renderer
 from lightning_trainer.kits.sft.resume import CHECKPOINT, forget, keep
 from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME, Round, Rounds, RoundsState
 from lightning_trainer.kits.sft.sft import steps_of
 from lightning_trainer.policies import parse
-from lightning_trainer.report.agents import nothing_captured
+from lightning_trainer.report.agents import explain_no_calls
 from lightning_trainer.report.failures import advice
 from lightning_trainer.report.metrics import MetricLog, write_atomically
 from lightning_trainer.report.progress import Progress
@@ -148,10 +148,10 @@ class RoundLoop:
         config = self.config
         lines, left_out = self._lines(tuple(outcome.rollout.rollout_id for outcome in outcomes))
         if not lines and not left_out:
-            raise AgentFailedError(nothing_captured(len(outcomes), self.session.runner.attached, config.command))
+            raise AgentFailedError(explain_no_calls(len(outcomes), self.session.runner.attached, config.command))
         if config.min_reward is None:
             better = [line for line in lines if _is_better(line, outcomes, config.failed)]
-            left_out += Counter({Unlearned.NOT_BETTER: len(lines) - len(better)})
+            left_out += Counter({UnlearnedReason.NOT_BETTER: len(lines) - len(better)})
             lines = better
         if not lines:
             raise NothingToLearnError(_nothing(score(outcomes, config.failed), left_out))
@@ -178,7 +178,7 @@ class RoundLoop:
             UnknownAgentError: none of the agents made a call in the first round.
         """
         config = self.config
-        wanted = Wanted(
+        wanted = ExportOptions(
             format="sft", agents=config.agents, min_reward=config.min_reward, best=config.kept,
             rollout_ids=rollout_ids, some_silent=True,
         )  # fmt: skip

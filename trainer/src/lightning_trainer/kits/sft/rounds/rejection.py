@@ -28,7 +28,7 @@ from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.endings import LATE_LEFT_OUT
 from lightning_trainer.run.data import digest, load_tasks
-from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.run.interrupts import SavedInterrupt, defer_interrupts
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.answers import AnswerSource
@@ -47,7 +47,7 @@ def rejection_sampling(
     """Sample, keep the best attempts, learn them, and repeat.
 
     Args:
-        config: the options; to resume, those that `resumed` returned.
+        config: the options; to resume, those that `config_to_resume` returned.
         progress: callback for progress events. Default: none.
         resume: folder of rounds to resume, after the last completed one.
         before_removal: called with the folder, which has the samples, if there is nothing to learn.
@@ -65,7 +65,7 @@ def rejection_sampling(
     judging = read_judge(config.reward, config.judge)
     data = digest([*tasks, *val])
     with ExitStack() as stack:
-        check = stack.enter_context(deferred(progress.stopping))
+        check = stack.enter_context(defer_interrupts(progress.stopping))
         folder = stack.enter_context(learning_folder(config.out, resume))
         state = RoundsState(data=data) if resume is None else _resumable(folder, data)
         runner = stack.enter_context(_runner_of(config, len(tasks), progress, folder / "logs"))
@@ -96,8 +96,8 @@ def rejection_sampling(
 def _run(loop: RoundLoop, before_removal: Callable[[Path], None] | None) -> Rounds:
     try:
         return loop.run()
-    except Interrupted:
-        raise Interrupted(_stop_message(loop.folder)) from None
+    except SavedInterrupt:
+        raise SavedInterrupt(_stop_message(loop.folder)) from None
     except NothingToLearnError:
         if before_removal is not None:
             before_removal(loop.folder)
@@ -118,7 +118,7 @@ def _stop_message(folder: Path) -> str:
     return f"stopped: {what}{then}"
 
 
-def resumed(folder: Path) -> RoundsConfig:
+def config_to_resume(folder: Path) -> RoundsConfig:
     """Return the options of rounds to resume.
 
     Raises:

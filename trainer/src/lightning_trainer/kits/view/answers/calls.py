@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_trainer.kits.view.answers.rollouts import RewardRow, Said
+from lightning_trainer.kits.view.answers.rollouts import MessageView, RewardRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class CallChoice:
 
     index: int
     finish: str | None
-    message: Said
+    message: MessageView
     tokens: list[Token]
     credit: float | None
     advantage: float | None
@@ -71,7 +71,7 @@ class CallPage:
     prompt: list[Token]
     prompt_total: int
     choices: list[CallChoice]
-    messages: list[Said]
+    messages: list[MessageView]
     sampling: dict[str, Any]
     row: RowPlace | None
     untrained: str | None

@@ -14,7 +14,7 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class MessageView:
     """A message. `cut` is the number of its characters that are not shown."""
 
     role: str
@@ -76,8 +76,8 @@ class Event:
     error: str | None = None
     turn: int | None = None
     known: int = 0
-    said: list[Said] = field(default_factory=list)
-    answer: list[Said] = field(default_factory=list)
+    said: list[MessageView] = field(default_factory=list)
+    answer: list[MessageView] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     prompt_tokens: int | None = None
     response_tokens: int | None = None

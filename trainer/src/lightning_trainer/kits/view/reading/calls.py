@@ -22,14 +22,14 @@ from lightning_trainer.kits.view.names import chosen_by, names_in
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.reading.learning import batch_of, row_of, step_trains
 from lightning_trainer.kits.view.reading.pieces import Pieces, pieces_of
-from lightning_trainer.kits.view.reading.texts import WHOLE, conversation, legible, messages, request_of, said
-from lightning_trainer.kits.view.reading.transcripts import known, reward_row, rewards_by_node
+from lightning_trainer.kits.view.reading.texts import WHOLE, conversation, legible, messages, request_of, view_message
+from lightning_trainer.kits.view.reading.transcripts import number_or_none, reward_row, rewards_by_node
 from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.policies import ADAPTERS_NAME
 from lightning_trainer.report.learned_tokens import read
-from lightning_trainer.rl.account import Untrained
+from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.batch.batch import Batch
-from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.rows import Row, why_untrainable
 from lightning_trainer.run.group_ids import step_of
 
@@ -91,7 +91,7 @@ def call_page(
     )
 
 
-def _same(call: Judged, trace: Trace) -> bool:
+def _same(call: CountedCall, trace: Trace) -> bool:
     return call.transition.attempt_id == trace.attempt_id
 
 
@@ -106,7 +106,7 @@ def _batch(reader: StoreReader, run: Run, group_id: str | None) -> Batch | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Learned:
+class _TrainedCall:
     """A call in training: its row, and the update's values for the row's tokens, (T,) each, NaN elsewhere."""
 
     row: Row | None = None
@@ -136,27 +136,27 @@ def _finite(values: NDArray[np.floating] | None, at: int) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _find_row(run: Run, batch: Batch | None, calls: Sequence[Judged], group_id: str | None) -> _Learned:
+def _find_row(run: Run, batch: Batch | None, calls: Sequence[CountedCall], group_id: str | None) -> _TrainedCall:
     """Return the row of a call if the run trains its agent, and the values of its step's update."""
     if group_id is None or not step_trains(group_id):
-        return _Learned(untrained="it belongs to no training step")
+        return _TrainedCall(untrained="it belongs to no training step")
     if batch is None or not calls:
-        return _Learned(
+        return _TrainedCall(
             untrained="its attempt does not count, its group has not ended, or the run's options are missing"
         )
     transition = calls[0].transition
     if not selects(chosen_by(run) or ("*",), transition.path):
-        return _Learned(untrained=Untrained.NOT_SELECTED)
+        return _TrainedCall(untrained=UntrainedReason.NOT_SELECTED)
     found = row_of(batch, transition)
     if found is None:
-        return _Learned(untrained=calls[0].left_out or why_untrainable(transition))
+        return _TrainedCall(untrained=calls[0].left_out or why_untrainable(transition))
     row, place = found
     seen = read(run.folder, step_of(group_id).number, row) if run.folder is not None else None
     if seen is None:
-        return _Learned(row=row, place=place, unread=_why_unread(row))
+        return _TrainedCall(row=row, place=place, unread=_why_unread(row))
     columns = np.full((2, len(row.tokens)), np.nan)
     columns[:, row.mask] = seen
-    return _Learned(row=row, place=place, gap=columns[0], entropy=columns[1])
+    return _TrainedCall(row=row, place=place, gap=columns[0], entropy=columns[1])
 
 
 def _why_unread(row: Row) -> str:
@@ -167,21 +167,27 @@ def _why_unread(row: Row) -> str:
 
 
 def _choice(
-    place: int, choice: Choice, pieces: Pieces | None, calls: Sequence[Judged], *, learned: _Learned, prompt: int
+    place: int,
+    choice: Choice,
+    pieces: Pieces | None,
+    calls: Sequence[CountedCall],
+    *,
+    learned: _TrainedCall,
+    prompt: int,
 ) -> CallChoice:
     judged = next((call for call in calls if call.transition.choice in (place, choice.index)), None)
     ids, logprobs = choice.token_ids or (), choice.logprobs or ()
-    mine = learned if place == 0 else _Learned()
+    mine = learned if place == 0 else _TrainedCall()
     return CallChoice(
         index=choice.index,
         finish=choice.finish_reason,
-        message=said(choice.message, WHOLE),
+        message=view_message(choice.message, WHOLE),
         tokens=[
             mine.token(token_id, pieces, logprobs[at] if at < len(logprobs) else None, prompt + at)
             for at, token_id in enumerate(ids)
         ],
-        credit=known(judged.credit) if judged is not None else None,
-        advantage=known(judged.advantage) if judged is not None else None,
+        credit=number_or_none(judged.credit) if judged is not None else None,
+        advantage=number_or_none(judged.advantage) if judged is not None else None,
         left_out=judged.left_out if judged is not None else None,
     )
 

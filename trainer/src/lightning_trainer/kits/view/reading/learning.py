@@ -20,13 +20,13 @@ from lightning_trainer.kits.view.answers.calls import CallLink, RowPlace
 from lightning_trainer.kits.view.answers.learning import AccountPage, CreditPage, Loss, TurnCell
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.reading.steps import OPEN, group_ids, tasks_and_rewards
-from lightning_trainer.kits.view.reading.texts import said
-from lightning_trainer.kits.view.reading.transcripts import known
+from lightning_trainer.kits.view.reading.texts import view_message
+from lightning_trainer.kits.view.reading.transcripts import number_or_none
 from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.credit_report import credit_report, turns_of
-from lightning_trainer.report.recomputed import judged
+from lightning_trainer.report.recomputed import recompute_batch
 from lightning_trainer.rl.batch.batch import Batch
-from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.resampling import with_contrast
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.rollouts import outcomes as outcomes_of
@@ -39,7 +39,7 @@ _RANKED: Final = 2000  # calls among which they are searched
 _SHORT: Final = 200
 
 
-def ended(reader: StoreReader, groups: Sequence[str]) -> list[Rollout]:
+def ended_rollouts(reader: StoreReader, groups: Sequence[str]) -> list[Rollout]:
     """Return the rollouts of groups in which all have ended."""
     by_group: defaultdict[str, list[Rollout]] = defaultdict(list)
     for rollout in whole_list(reader, Rollout, Where(group_ids=list(groups))):
@@ -52,13 +52,13 @@ def batch_of(
 ) -> tuple[Batch, list[Outcome]] | None:
     """Rebuild the batch of some groups; None if the run's options are unknown, or nothing has ended."""
     config = config or run.config
-    rollouts = ended(reader, groups) if config is not None else []
+    rollouts = ended_rollouts(reader, groups) if config is not None else []
     if config is None or not rollouts:
         return None
-    return judged(config, reader, rollouts, every_agent=every_agent, imports=run.imports)
+    return recompute_batch(config, reader, rollouts, every_agent=every_agent, imports=run.imports)
 
 
-def judged_in(reader: StoreReader, run: Run, group_id: str | None) -> tuple[Judged, ...]:
+def judged_in(reader: StoreReader, run: Run, group_id: str | None) -> tuple[CountedCall, ...]:
     """Return the calls of a group with credit and advantage; none if they cannot be computed."""
     made = None
     if group_id is not None and step_trains(group_id):
@@ -80,7 +80,7 @@ def account_of(reader: StoreReader, run: Run, step: int) -> AccountPage:
     Raises:
         ConfigError: the run's options are unknown, or nothing of the step has ended.
     """
-    made = _as_trained(reader, run, group_ids(reader, run, Step("train", step)))
+    made = _rebuild_batch(reader, run, group_ids(reader, run, Step("train", step)))
     if made is None:
         raise ConfigError("there is no account: the run's options are not known, or no group of this step has ended.")
     batch, outcomes = made
@@ -114,7 +114,7 @@ def account_of(reader: StoreReader, run: Run, step: int) -> AccountPage:
     )
 
 
-def _as_trained(reader: StoreReader, run: Run, groups: Sequence[str]) -> tuple[Batch, list[Outcome]] | None:
+def _rebuild_batch(reader: StoreReader, run: Run, groups: Sequence[str]) -> tuple[Batch, list[Outcome]] | None:
     """Rebuild the batch of a step. Groups without contrast are replaced round by round if the run did so."""
     config, rounds = run.config, [[each for each in groups if _round(each) == 0]]
     made = batch_of(reader, run, rounds[0], every_agent=False)
@@ -122,10 +122,12 @@ def _as_trained(reader: StoreReader, run: Run, groups: Sequence[str]) -> tuple[B
         return made
 
     def judge(some: Sequence[Outcome]) -> Batch:
-        return judged(config, reader, [each.rollout for each in some], every_agent=False, imports=run.imports)[0]
+        return recompute_batch(config, reader, [each.rollout for each in some], every_agent=False, imports=run.imports)[
+            0
+        ]
 
     def roll(_count: int, number: int) -> list[Outcome]:
-        return outcomes_of(reader, ended(reader, [each for each in groups if _round(each) == number]))
+        return outcomes_of(reader, ended_rollouts(reader, [each for each in groups if _round(each) == number]))
 
     return with_contrast(made[1], config.resample, judge, roll)
 
@@ -140,7 +142,7 @@ def _same(told: Mapping[str, Any], now: Mapping[str, float]) -> bool:
     return all(told.get(name) == now[name] for name in ("calls_seen", "calls_trained", "rows", "rows_without_gradient"))
 
 
-def _link_failed(links: dict[str, list[CallLink]], outcomes: Sequence[Outcome], calls: Iterable[Judged]) -> None:
+def _link_failed(links: dict[str, list[CallLink]], outcomes: Sequence[Outcome], calls: Iterable[CountedCall]) -> None:
     """Add links to attempts that do not count: their calls are seen, but got no credit."""
     counted = {call.transition.attempt_id for call in calls}
     for outcome in outcomes:
@@ -159,7 +161,7 @@ def _link_failed(links: dict[str, list[CallLink]], outcomes: Sequence[Outcome], 
                 )
 
 
-def link_of(call: Judged) -> CallLink:
+def link_of(call: CountedCall) -> CallLink:
     """Return the link to a call."""
     transition = call.transition
     return CallLink(
@@ -168,14 +170,14 @@ def link_of(call: Judged) -> CallLink:
         span_id=transition.span_id,
         agent=transition.agent,
         turn=transition.turn,
-        credit=known(call.credit),
-        advantage=known(call.advantage),
+        credit=number_or_none(call.credit),
+        advantage=number_or_none(call.advantage),
         text=_shown_answer(transition),
     )
 
 
 def _shown_answer(transition: Transition) -> str:
-    read = said(transition.message, _SHORT)
+    read = view_message(transition.message, _SHORT)
     return read.text or ", ".join(f"{use.name}({use.arguments[:80]})" for use in read.calls)
 
 
@@ -198,7 +200,7 @@ def credit_of(reader: StoreReader, run: Run, step: int | None, credit: str | Non
     ranked = sorted((c for c in batch.calls if not math.isnan(c.advantage)), key=lambda call: call.advantage)
     return CreditPage(
         credit=config.credit,
-        credits=sorted(registry.registered("credit")),
+        credits=sorted(registry.registrations("credit")),
         cells=[
             TurnCell(
                 agent=turn.agent, turn=turn.turn, calls=turn.calls, credit=turn.credit, contrast=turn.contrast,
@@ -212,7 +214,7 @@ def credit_of(reader: StoreReader, run: Run, step: int | None, credit: str | Non
     )  # fmt: skip
 
 
-def distinct_links(reader: StoreReader, run: Run, calls: Iterable[Judged]) -> list[CallLink]:
+def distinct_links(reader: StoreReader, run: Run, calls: Iterable[CountedCall]) -> list[CallLink]:
     """Return the first calls that differ, with the number of calls identical to each.
 
     Calls are identical if the same agent gave the same answer to the same task at the same turn.

@@ -31,7 +31,7 @@ from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.reading.steps import group_ids, rollouts_in, task_text, trained_in
 from lightning_trainer.kits.view.reading.texts import legible
 from lightning_trainer.kits.view.runs import Run
-from lightning_trainer.rl.scores import agents_totals, earned, lowest
+from lightning_trainer.rl.scores import agents_totals, lowest, trained_reward
 from lightning_trainer.run.group_ids import Step
 
 _MOST: Final = 2000  # most attempts in the scatter plot
@@ -108,7 +108,7 @@ def _judgement(
     return Judgement(
         rollout_id=rewards[0].rollout_id,
         attempt_id=rewards[0].attempt_id,
-        outcome=earned(outcome, agents) if outcome else None,
+        outcome=trained_reward(outcome, agents) if outcome else None,
         by_agent=agents_totals(outcome),
         lowest=lowest(outcome) if outcome else None,
         task=task,

@@ -33,7 +33,7 @@ from lightning_trainer.kits.view.reading.steps import (
 )
 from lightning_trainer.kits.view.reading.transcripts import alike, events_of, reward_row
 from lightning_trainer.kits.view.runs import Run
-from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.run.group_ids import step_of
 
 _MEMBERS: Final = 8  # rollouts side by side in a page
@@ -75,7 +75,9 @@ def side_by_side(reader: StoreReader, run: Run, group: str, *, after: int) -> Gr
     )
 
 
-def _member(row: RolloutRow, trace: Trace | None, judged: Sequence[Judged], chosen: Sequence[str] | None) -> Member:
+def _member(
+    row: RolloutRow, trace: Trace | None, judged: Sequence[CountedCall], chosen: Sequence[str] | None
+) -> Member:
     return Member(
         row=row,
         rewards=[reward_row(reward) for reward in trace.rewards] if trace is not None else [],
@@ -84,13 +86,15 @@ def _member(row: RolloutRow, trace: Trace | None, judged: Sequence[Judged], chos
     )
 
 
-def _steps_of(trace: Trace, judged: Sequence[Judged], chosen: Sequence[str] | None) -> list[Event]:
+def _steps_of(trace: Trace, judged: Sequence[CountedCall], chosen: Sequence[str] | None) -> list[Event]:
     """Return the model calls and tools of an attempt, which are compared."""
     events = events_of(trace, judged, chosen)
     return [event for event in events if event.turn is not None or event.operation == "execute_tool"]
 
 
-def _advantages(judged: Sequence[Judged], attempt_id: str | None, chosen: Sequence[str] | None) -> dict[str, float]:
+def _advantages(
+    judged: Sequence[CountedCall], attempt_id: str | None, chosen: Sequence[str] | None
+) -> dict[str, float]:
     """Return the mean advantage of each agent's calls in an attempt."""
     own = [call for call in judged if call.transition.attempt_id == attempt_id]
     names = names_of((call.transition.path for call in own), chosen)

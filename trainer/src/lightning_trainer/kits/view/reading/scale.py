@@ -12,7 +12,7 @@ from lightning_trainer.intervals import reward_bounds
 from lightning_trainer.kits.view.answers.runs import ScalePage
 from lightning_trainer.kits.view.names import chosen_by
 from lightning_trainer.kits.view.reader import StoreReader
-from lightning_trainer.kits.view.reading.steps import rewarded, trained_in, within
+from lightning_trainer.kits.view.reading.steps import rewards_query, trained_in, within
 from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.log.lines import Line
 
@@ -47,7 +47,7 @@ def _rewards_in(reader: StoreReader, run: Run) -> list[float]:
     """Return the lowest and the highest reward of an attempt, and of an agent."""
     rewards = schema.rewards.c
     with reader.reading() as connection:
-        groups = rewarded(run, trained=trained_in(connection, run)).subquery()
+        groups = rewards_query(run, trained=trained_in(connection, run)).subquery()
         whole = connection.execute(select(func.min(groups.c.lowest), func.max(groups.c.highest))).one()
         own = select(func.min(rewards.value), func.max(rewards.value)).where(rewards.agent.is_not(None))
         if run.rules:

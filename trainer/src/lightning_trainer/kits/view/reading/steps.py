@@ -26,7 +26,7 @@ from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.log.lines import Line
 from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
-from lightning_trainer.rl.scores import agents_totals, earned, lowest, trained_names
+from lightning_trainer.rl.scores import agents_totals, lowest, trained_names, trained_reward
 from lightning_trainer.run.group_ids import Step, groups_of, step_of
 
 OPEN: Final = ("queued", "running")
@@ -88,7 +88,7 @@ def overview(reader: StoreReader, run: Run) -> list[StepRow]:
             sums = steps[groups[group_id]]
             sums.groups.add(group_id)
             sums.status[status] += number
-        earned_by = connection.execute(rewarded(run, trained=trained_in(connection, run)))
+        earned_by = connection.execute(rewards_query(run, trained=trained_in(connection, run)))
         for group_id, number, reward, low, high in _rows_of_groups(earned_by, groups):
             sums = steps[groups[group_id]]
             sums.lows.append(low)
@@ -142,8 +142,10 @@ def trained_in(connection: Connection, run: Run) -> frozenset[str] | None:
     return trained_names(connection.scalars(named), agents)
 
 
-def rewarded(run: Run, groups: ColumnElement[bool] | None = None, trained: frozenset[str] | None = None) -> Select[Any]:
-    """Return the query of successful attempts' rewards by group, with forks separate: see `scores.earned`.
+def rewards_query(
+    run: Run, groups: ColumnElement[bool] | None = None, trained: frozenset[str] | None = None
+) -> Select[Any]:
+    """Return the query of successful attempts' rewards by group, with forks separate: see `scores.trained_reward`.
 
     Its columns are the group, whether it is of forks, and the number, sum, lowest and highest of the rewards.
     """
@@ -175,7 +177,7 @@ def rewarded(run: Run, groups: ColumnElement[bool] | None = None, trained: froze
 
 def rewards_by_group(connection: Connection, run: Run, groups: Mapping[str, Step]) -> dict[str, tuple[int, float]]:
     """Return by group the number of successful rollouts with a reward, and the sum of their rewards."""
-    rows = _rows_of_groups(connection.execute(rewarded(run, trained=trained_in(connection, run))), groups)
+    rows = _rows_of_groups(connection.execute(rewards_query(run, trained=trained_in(connection, run))), groups)
     return {group: (int(number), float(total)) for group, number, total, _, _ in rows}
 
 
@@ -218,7 +220,7 @@ def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[O
         return 0.0  # there is no such failure
     ids = group_ids(reader, run, step)
     with reader.reading() as connection:
-        rows = connection.execute(rewarded(run, among(connection, schema.rollouts.c.group_id, ids))).all()
+        rows = connection.execute(rewards_query(run, among(connection, schema.rollouts.c.group_id, ids))).all()
     return min([0.0, *(float(low) for _, _, _, low, _ in _rows_of_groups(rows, dict.fromkeys(ids, step)))])
 
 
@@ -285,7 +287,7 @@ def rollout_row(run: Run, outcome: Outcome, crashed: float, agents: frozenset[st
         attempt_id=attempt.attempt_id if attempt is not None else None,
         status=_status(outcome, is_crash=is_crash),
         attempts=len(outcome.attempts),
-        reward=crashed if is_crash else earned(rewards, agents) if counts else None,
+        reward=crashed if is_crash else trained_reward(rewards, agents) if counts else None,
         by_agent=agents_totals(rewards),
         lowest=crashed if is_crash else lowest(rewards) if counts else None,
         error=(outcome.error or "")[-_ERROR:] or None if outcome.rollout.status not in OPEN else None,

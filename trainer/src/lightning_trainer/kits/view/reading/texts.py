@@ -11,7 +11,7 @@ from lightning_spans.adapter.nodes import Node
 from lightning_spans.chat.body import ToolCall, messages_of, tool_calls
 from lightning_spans.schema.json import loads
 from lightning_spans.schema.spans import REQUEST, Json
-from lightning_trainer.kits.view.answers.rollouts import Said, ToolUse
+from lightning_trainer.kits.view.answers.rollouts import MessageView, ToolUse
 
 LIMIT: Final = 4000  # characters of a message that a page shows before it is opened
 WHOLE: Final = 2_000_000
@@ -55,11 +55,11 @@ def legible(value: Json) -> Json:
     return [legible(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def said(message: Json, limit: int = LIMIT) -> Said:
+def view_message(message: Json, limit: int = LIMIT) -> MessageView:
     """Return a message in the form of the pages."""
     message = legible(message)
     if not isinstance(message, Mapping):
-        return Said(role="", **_cut(_text(message), limit))
+        return MessageView(role="", **_cut(_text(message), limit))
     kind = message.get("type")
     if kind in ("function_call", "function_call_output", "reasoning") and "role" not in message:
         return _item(message, limit)
@@ -67,7 +67,7 @@ def said(message: Json, limit: int = LIMIT) -> Said:
     text = "\n".join(_parts(message.get("content"))) if "output" not in message else "\n".join(_outputs(message))
     reasoning = message.get("reasoning_content") or message.get("reasoning") or _thinking(message)
     name = message.get("name") or message.get("tool_call_id")
-    return Said(
+    return MessageView(
         role=str(message.get("role") or ""),
         reasoning=reasoning[:limit] if isinstance(reasoning, str) else "",
         calls=calls,
@@ -76,12 +76,12 @@ def said(message: Json, limit: int = LIMIT) -> Said:
     )
 
 
-def conversation(asked: Sequence[Json], limit: int = LIMIT) -> list[Said]:
+def conversation(asked: Sequence[Json], limit: int = LIMIT) -> list[MessageView]:
     """Return the messages of a prompt. A tool's result gets the tool's name, because call ids differ each time."""
     tools: dict[str, str] = {}
-    found: list[Said] = []
+    found: list[MessageView] = []
     for message in asked:
-        read = said(message, limit)
+        read = view_message(message, limit)
         if isinstance(message, Mapping):
             tools.update((each.call_id, each.name) for each in _uses(message) if each.call_id)
             if not message.get("name"):
@@ -95,18 +95,20 @@ def _uses(message: Mapping[str, Json]) -> Iterator[ToolCall]:
     return tool_calls({"output": [message]} if item else message)
 
 
-def plain(role: str, value: Json, limit: int = LIMIT) -> Said:
+def plain(role: str, value: Json, limit: int = LIMIT) -> MessageView:
     """Return a text that is not a message: a tool's arguments, a result."""
-    return Said(role=role, **_cut(legible(_text(value)), limit))
+    return MessageView(role=role, **_cut(legible(_text(value)), limit))
 
 
-def _item(item: Mapping[str, Json], limit: int) -> Said:
+def _item(item: Mapping[str, Json], limit: int) -> MessageView:
     if item.get("type") == "function_call":
         use = ToolUse(name=str(item.get("name") or ""), arguments=_json_text(item.get("arguments")))
-        return Said(role="assistant", text="", calls=[use])
+        return MessageView(role="assistant", text="", calls=[use])
     if item.get("type") == "reasoning":
-        return Said(role="assistant", text="", reasoning="\n".join(_parts(item.get("summary")))[:limit])
-    return Said(role="tool", name=str(item.get("call_id") or "") or None, **_cut(_text(item.get("output")), limit))
+        return MessageView(role="assistant", text="", reasoning="\n".join(_parts(item.get("summary")))[:limit])
+    return MessageView(
+        role="tool", name=str(item.get("call_id") or "") or None, **_cut(_text(item.get("output")), limit)
+    )
 
 
 def _outputs(message: Mapping[str, Json]) -> Iterator[str]:

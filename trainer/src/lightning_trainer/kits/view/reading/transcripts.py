@@ -17,9 +17,9 @@ from lightning_trainer.kits.judging.spans import ASKED, EVALUATE, EXPLANATION, S
 from lightning_trainer.kits.view.answers.groups import Facts
 from lightning_trainer.kits.view.answers.rollouts import Event, RewardRow
 from lightning_trainer.kits.view.names import names_in
-from lightning_trainer.kits.view.reading.texts import LIMIT, conversation, messages, plain, said
+from lightning_trainer.kits.view.reading.texts import LIMIT, conversation, messages, plain, view_message
 from lightning_trainer.report.step_metrics import tool_name
-from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.usage import tokens_of
 
 MOST_EVENTS: Final = 5000  # spans of a trace on one page
@@ -28,7 +28,7 @@ _SHORT: Final = 400
 
 
 def events_of(
-    trace: Trace, judged: Iterable[Judged] = (), chosen: Sequence[str] | None = None, limit: int = LIMIT
+    trace: Trace, judged: Iterable[CountedCall] = (), chosen: Sequence[str] | None = None, limit: int = LIMIT
 ) -> list[Event]:
     """Return the spans of a trace in the order of their start, with what is new in each prompt.
 
@@ -38,7 +38,7 @@ def events_of(
         chosen: names or globs of the agents that the run trains.
         limit: characters of a message.
     """
-    by_span: dict[str, Judged] = {}
+    by_span: dict[str, CountedCall] = {}
     for call in judged:
         if call.transition.attempt_id == trace.attempt_id:
             by_span.setdefault(call.transition.span_id, call)
@@ -90,7 +90,7 @@ def _of_call(node: Node, turn: int, earlier: _PromptTree, limit: int) -> dict[st
     heard = [_mark(message) for message in asked]
     known = earlier.known(heard)
     prompt, response = tokens_of(node)
-    answers = [said(choice.message, limit) for choice in answer.choices]
+    answers = [view_message(choice.message, limit) for choice in answer.choices]
     earlier.add([*heard, *([_mark(answer.choices[0].message)] if answer.choices else [])])
     return {
         "turn": turn,
@@ -147,17 +147,19 @@ def _mark(message: Json) -> str:
     """Return the identity of a message: role and content, not how its client encoded it."""
     if not isinstance(message, Mapping):
         return json.dumps(message, sort_keys=True, default=str)
-    read = said(message, 1 << 30)
+    read = view_message(message, 1 << 30)
     return json.dumps([read.role, read.text, [(use.name, use.arguments) for use in read.calls]])
 
 
-def _with_credit(event: Event, call: Judged | None) -> Event:
+def _with_credit(event: Event, call: CountedCall | None) -> Event:
     if call is None:
         return event
-    return replace(event, credit=known(call.credit), advantage=known(call.advantage), left_out=call.left_out)
+    return replace(
+        event, credit=number_or_none(call.credit), advantage=number_or_none(call.advantage), left_out=call.left_out
+    )
 
 
-def known(value: float) -> float | None:
+def number_or_none(value: float) -> float | None:
     """Return a number, or None for NaN."""
     return None if math.isnan(value) else value
 
@@ -199,7 +201,9 @@ def _holds(trace: Trace, text: str) -> bool:
     def spoken(node: Node) -> str:
         parts = [str(node.span.attributes.get(name) or "") for name in (TOOL_ARGUMENTS, TOOL_RESULT)]
         if node.is_chat:
-            read = [said(each, 1 << 30) for each in (*messages(node), *(c.message for c in node.answer.choices))]
+            read = [
+                view_message(each, 1 << 30) for each in (*messages(node), *(c.message for c in node.answer.choices))
+            ]
             parts += [part for each in read for part in (each.text, each.reasoning, *(u.arguments for u in each.calls))]
         return "\n".join([*parts, node.span.name, node.error or ""])
 
