@@ -15,7 +15,7 @@ MISSING = "agentlightning was not measured: set BENCH_AGENTLIGHTNING_PYTHON"
 
 
 @cache
-def measured(part: str) -> dict[str, float] | None:
+def measure(part: str) -> dict[str, float] | None:
     """Measure ``rollouts`` or ``spans``, a second, or ``read``, in seconds; None where it is not installed.
 
     Returns:
@@ -35,7 +35,7 @@ def measured(part: str) -> dict[str, float] | None:
 
 def others(name: str, unit: str, elsewhere: str) -> str:
     """Say what it does here, and what was measured elsewhere."""
-    found = measured(name.removesuffix("_cpu"))
+    found = measure(name.removesuffix("_cpu"))
     if found is None:
         return f"{elsewhere}; {MISSING}"
     return f"{found[name]:,.4g} {unit}: agentlightning 0.3.0 here, its store in memory; {elsewhere}"

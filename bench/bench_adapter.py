@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from figures import Figure, interleaved, sized
+from figures import Figure, choose_size, measure_in_rounds
 from records import agent_span, call_of, chat_span
 
 from lightning_spans.adapter.adapt import adapt
@@ -13,14 +13,14 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import Span
 
-SIZES = sized((10, 100, 1_000, 10_000), (10, 100))
+SIZES = choose_size((10, 100, 1_000, 10_000), (10, 100))
 OTHERS = {  # agent-lightning 0.3, µs a call
     "nested": {10: "142", 100: "215", 1_000: "1,659"},
     "flat": {10: "161", 100: "404", 1_000: "5,023"},
 }
 
 
-def nested(size: int) -> list[Span]:
+def nested_spans(size: int) -> list[Span]:
     """Every agent is called by the one before, as deep as there are calls."""
     spans: list[Span] = []
     parent_id = None
@@ -38,7 +38,7 @@ def flat(size: int) -> list[Span]:
 
 
 def measure() -> list[Figure]:
-    return [of_size(shape, size) for shape in (nested, flat) for size in SIZES]
+    return [of_size(shape, size) for shape in (nested_spans, flat) for size in SIZES]
 
 
 def of_size(shape: Callable[[int], list[Span]], size: int) -> Figure:
@@ -51,7 +51,7 @@ def of_size(shape: Callable[[int], list[Span]], size: int) -> Figure:
         for _ in range(repeats):
             run(spans, calls)
 
-    seconds = interleaved({"adapt": case}, rounds=7)["adapt"] / repeats
+    seconds = measure_in_rounds({"adapt": case}, rounds=7)["adapt"] / repeats
     others = OTHERS[shape.__name__].get(size)
     return Figure(
         what=f"{shape.__name__}, {size:,} calls",

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-from figures import Figure, sized
+from figures import Figure, choose_size
 
 from lightning_trainer import registry
 from lightning_trainer.report.teams.cliffs import from_best
 from lightning_trainer.rl.scores import BY_TASK
 
 FRESH = 1000  # the first seed of what is reported
-RUNS = sized(200, 2)
+RUNS = choose_size(200, 2)
 Line = dict[str, Any]
 Change = Callable[["SimulatedRun", float], None]  # what a fault does at a time after its beginning, from 0 to 1
 

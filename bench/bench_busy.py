@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bench_update import timed
-from figures import Figure, sized
+from bench_update import time_update
+from figures import Figure, choose_size
 from model import model_folder
 
 LOOP = "import time\nend = time.monotonic() + 900\nwhile time.monotonic() < end: pass"  # should it outlive us
@@ -29,16 +29,16 @@ def measure() -> list[Figure]:
     from lightning_trainer.backends.torch.threads import available_cores
 
     model, cores = model_folder(), available_cores()
-    rows = make(AutoTokenizer.from_pretrained(model))[: int(os.environ.get("BENCH_ROWS", sized("64", "4")))]
+    rows = make(AutoTokenizer.from_pretrained(model))[: int(os.environ.get("BENCH_ROWS", choose_size("64", "4")))]
     backend = TorchLearner(model, dtype=os.environ.get("BENCH_DTYPE", "auto"), learning_rate=1e-5)
     steps: dict[tuple[int, int | str], list[dict[str, float]]] = defaultdict(list)
     backend.update(rows)  # makes the optimiser's state
-    for _ in range(int(os.environ.get("BENCH_ROUNDS", sized("3", "1")))):
+    for _ in range(int(os.environ.get("BENCH_ROUNDS", choose_size("3", "1")))):
         for loops in (0, cores):
             for threads in (cores, "auto"):
                 backend.options = backend.options.with_values(threads=threads)
                 with busy(loops):
-                    step = timed(backend, rows)
+                    step = time_update(backend, rows)
                 steps[loops, threads].append(step)
                 took = f"wall {step['wall']:.1f} s, CPU {step['cpu']:.1f} s, {step['update_threads']:.0f} threads"
                 print(f"{loops} loops, threads = {threads}: {took}", file=sys.stderr, flush=True)

@@ -37,13 +37,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from figures import QUICK, Figure, sized
+from figures import QUICK, Figure, choose_size
 
-TURNS = sized(20, 4)
-CALLS = sized(40, 4)  # of one turn
+TURNS = choose_size(20, 4)
+CALLS = choose_size(40, 4)  # of one turn
 COUNTED_CALLS = 20
 WARM_UP = 20  # calls before: patching a class empties the interpreter's caches for it
-CASES = ("bare", "otel", "embedded", *sized(("openinference",), ()))
+CASES = ("bare", "otel", "embedded", *choose_size(("openinference",), ()))
 COUNTED = ("bare", "otel", "openinference")  # both of our tracers do the same
 KINDS = {"a call": False, "a stream of 20 events": True}
 MOST, SHARE = 150, 0.5  # what a call may cost: µs, and of what OpenInference costs
@@ -147,11 +147,11 @@ def measure_here(framework: str) -> list[Cost]:
         return [
             cost
             for kind, stream in KINDS.items()
-            for cost in compared(framework, kind, capture_programs.PROGRAMS[framework](stream=stream), url)
+            for cost in compare_costs(framework, kind, capture_programs.PROGRAMS[framework](stream=stream), url)
         ]
 
 
-def compared(framework: str, kind: str, call: Callable[[], object], url: str) -> list[Cost]:
+def compare_costs(framework: str, kind: str, call: Callable[[], object], url: str) -> list[Cost]:
     """Run all cases in turns, and give what each adds to a bare call."""
     recorders = {
         "bare": lambda: contextlib.nullcontext((lambda: None, lambda: 0)),
@@ -238,7 +238,7 @@ def openinference(framework: str, url: str) -> Iterator[Recorder]:
     provider.shutdown()
 
 
-def counted(wanted: Sequence[str]) -> str:
+def count_instructions(wanted: Sequence[str]) -> str:
     """Count the instructions of a model call in each framework, in thousands: bare, ours above it, and theirs."""
     lines = [f"{'framework':14} {'kind':22} {'bare':>8} {'ours':>8} {'theirs':>8} {'of theirs':>9}"]
     for framework in wanted:
@@ -340,7 +340,7 @@ if __name__ == "__main__":
             counts = count_here(*sys.argv[2:4])
         print(json.dumps(counts))
     elif sys.argv[1:2] == ["--count"]:
-        print(counted(sys.argv[2:] or frameworks()))
+        print(count_instructions(sys.argv[2:] or frameworks()))
     elif sys.argv[1:2] == ["--json"]:
         with contextlib.redirect_stdout(sys.stderr):
             costs = measure_here(sys.argv[2])

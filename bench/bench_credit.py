@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 import team as simulated
-from figures import Figure, sized
+from figures import Figure, choose_size
 
 SEEDS = range(5)
 RATES = (6.0, 12.0, 24.0, 48.0, 96.0)
@@ -29,17 +29,17 @@ def table(seeds: Sequence[int] = SEEDS, rates: Sequence[float] = RATES) -> dict[
         (told, name): (
             simulated.cosine(team, told, credit, COSINES[: 5 * len(seeds)]),
             *simulated.agreement(team, told, credit, seeds),
-            *tuned(told, credit, seeds, rates),
+            *tune(told, credit, seeds, rates),
         )
         for told in get_args(simulated.Told)
         for name, credit in simulated.assigners().items()
     }
 
 
-def tuned(told: str, credit: object, seeds: Sequence[int], rates: Sequence[float]) -> tuple[float, list[float]]:
+def tune(told: str, credit: object, seeds: Sequence[int], rates: Sequence[float]) -> tuple[float, list[float]]:
     """Return the rate with the fewest rollouts in the median, and the rollouts of each seed."""
     needed = {
-        rate: [simulated.rollouts_needed(simulated.Team(), told, credit, seed, rate) for seed in seeds]
+        rate: [simulated.rollouts_to_goal(simulated.Team(), told, credit, seed, rate) for seed in seeds]
         for rate in rates
     }
     best = min(needed, key=lambda rate: statistics.median(needed[rate]))
@@ -48,7 +48,7 @@ def tuned(told: str, credit: object, seeds: Sequence[int], rates: Sequence[float
 
 def measure() -> list[Figure]:
     """Rollouts needed by each assigner, with how just it is next to them."""
-    found = table(SEEDS[: sized(5, 1)], sized(RATES, RATES[-1:]))
+    found = table(SEEDS[: choose_size(5, 1)], choose_size(RATES, RATES[-1:]))
     return [
         Figure(
             what=f"{name}, reward for {told}: rollouts to {simulated.GOAL}",

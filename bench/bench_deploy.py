@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 import tests_path  # noqa: F401 - for support
-from figures import Figure, sized
+from figures import Figure, choose_size
 
 from lightning_spans.store import open_store
 from lightning_trainer.kits.deploy.serving import deploying
@@ -18,7 +18,7 @@ from lightning_trainer.kits.deploy.table import keep
 from lightning_trainer.kits.deploy.transitions import Note, Policy, begin_canary, name_candidate, roll_back
 from support.fakes import FakeEngine, Served, served
 
-STREAMS = sized(64, 8)
+STREAMS = choose_size(64, 8)
 NOTE = Note("measured", "bench")
 
 

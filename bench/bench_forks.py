@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import forked
-from figures import Figure, sized
+from figures import Figure, choose_size
 from forked import Step
 from team import assigners
 from worlds import Expedition, Turns, World
@@ -44,7 +44,7 @@ def learners() -> dict[str, Step]:
     return {name: updates()[name] for name in chosen}
 
 
-def described(world: World) -> str:
+def describe(world: World) -> str:
     return f"{type(world).__name__}, noise {world.noise:g}"
 
 
@@ -52,7 +52,7 @@ def measured_updates(seeds: Sequence[int]) -> Iterator[tuple[str, Mapping[str, f
     """Yield, by world, the update of each method."""
     for world in WORLDS:
         exact = forked.gradient(world)
-        yield described(world), {name: forked.update(world, step, seeds, exact) for name, step in updates().items()}
+        yield describe(world), {name: forked.update(world, step, seeds, exact) for name, step in updates().items()}
 
 
 def measured_learning(
@@ -61,12 +61,12 @@ def measured_learning(
     """Yield world, method, and what it needed at its best rate."""
     for world in worlds:
         for name, step in learners().items():
-            yield described(world), name, forked.tuned(world, step, seeds, rates)
+            yield describe(world), name, forked.tune(world, step, seeds, rates)
 
 
 def measure() -> list[Figure]:
     """Cosines of updates with the exact gradient, and continuations until the goal at each method's best rate."""
-    seeds, learning_seeds = range(sized(24, 2)), range(sized(5, 1))
+    seeds, learning_seeds = range(choose_size(24, 2)), range(choose_size(5, 1))
     return [
         Figure(
             what=f"{world}, {name}: cosine of an update with the gradient",
@@ -83,12 +83,14 @@ def measure() -> list[Figure]:
             unit="continuations",
             note=f"rate {found.rate:g}, the best of those tried; median of {len(learning_seeds)} seeds",
         )
-        for world, name, found in measured_learning(learning_seeds, sized(RATES, RATES[-1:]), sized(WORLDS, WORLDS[:1]))
+        for world, name, found in measured_learning(
+            learning_seeds, choose_size(RATES, RATES[-1:]), choose_size(WORLDS, WORLDS[:1])
+        )
     ]
 
 
 def main() -> None:
-    head = ["method", *(f"{described(world)}: cosine, free rider, calls" for world in WORLDS)]
+    head = ["method", *(f"{describe(world)}: cosine, free rider, calls" for world in WORLDS)]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     columns = [methods for _, methods in measured_updates(range(24))]
     for name in updates():

@@ -30,15 +30,15 @@ from typing import Any
 import tests_path  # noqa: F401 - for fakes.py
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
-from figures import Figure, sized
+from figures import Figure, choose_size
 
 LITELLM = os.environ.get("BENCH_LITELLM_PYTHON", "")
 PROXY = "litellm's proxy of PyPI in its own environment, which records nothing"
-REQUESTS = sized(300, 16)
-ROUNDS = sized(3, 1)
-AT_ONCE = int(os.environ.get("BENCH_AT_ONCE", sized("64", "8")))
-THINKS_S = sized(0.1, 0.0)  # the model, before it answers
-TOKEN_S = sized(0.02, 0.0)  # and between two tokens of a stream
+REQUESTS = choose_size(300, 16)
+ROUNDS = choose_size(3, 1)
+AT_ONCE = int(os.environ.get("BENCH_AT_ONCE", choose_size("64", "8")))
+THINKS_S = choose_size(0.1, 0.0)  # the model, before it answers
+TOKEN_S = choose_size(0.02, 0.0)  # and between two tokens of a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Case:
 
 
 CASES = [Case("10 KB", 67, 0.5), Case("51 KB", 390, 1.0), Case("10 KB", 28, 0.5, True), Case("51 KB", 146, 1.0, True)]
-CASES = sized(CASES, [CASES[0], CASES[2]])
+CASES = choose_size(CASES, [CASES[0], CASES[2]])
 OTHERS = {
     "10 KB": "2.1-3.6 ms (agent-lightning 1.0); 3.0-4.3 ms (rLLM)",
     "51 KB": "4.7-5.3 ms (agent-lightning 1.0); 4.0-7.9 ms (rLLM)",
@@ -64,10 +64,10 @@ OTHERS = {
 
 
 def measure() -> list[Figure]:
-    return [figure for case in CASES for figure in _measured(case)]
+    return [figure for case in CASES for figure in _measure_case(case)]
 
 
-def _measured(case: Case) -> list[Figure]:
+def _measure_case(case: Case) -> list[Figure]:
     with (
         _Process("upstream", str(case.tokens)) as upstream,
         _Process("relay", upstream.url) as relay,
@@ -249,7 +249,7 @@ def serve(kind: str, argument: str, folder: str) -> None:
 
     key = "none"
     if kind == "upstream":
-        app: Any = scripted(int(argument))
+        app: Any = scripted_app(int(argument))
     elif kind == "relay":
         app = relay(argument)
     elif kind == "fastapi":
@@ -270,7 +270,7 @@ def tell(url: str, key: str) -> None:
         print(json.dumps({"cpu_s": used.ru_utime + used.ru_stime, "rss_mib": rss_kib / 1024}), flush=True)
 
 
-def scripted(tokens: int) -> Any:
+def scripted_app(tokens: int) -> Any:
     models = b'{"object": "list", "data": [{"id": "m", "owned_by": "vllm"}]}'
     body, pieces = reply(tokens), events(tokens)
 

@@ -18,10 +18,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import bench_gateway as gateway
-from figures import Figure, interleaved, sized
+from figures import Figure, choose_size, measure_in_rounds
 
-CASE = gateway.CASES[sized(1, 0)]
-ROUNDS = sized(5, 1)
+CASE = gateway.CASES[choose_size(1, 0)]
+ROUNDS = choose_size(5, 1)
 RELAYS = {  # server, event loop, client
     "uvicorn, httptools, uvloop, aiohttp": ("httptools", "uvloop", "aiohttp"),
     "the same with asyncio's loop": ("httptools", "asyncio", "aiohttp"),
@@ -63,7 +63,7 @@ def _parsers() -> list[Figure]:
         "orjson, write": lambda: orjson.dumps(data),
         "json, write": lambda: json.dumps(data),
     }
-    times = interleaved(cases, rounds=sized(200, 2))
+    times = measure_in_rounds(cases, rounds=choose_size(200, 2))
     return [
         Figure(what=name, value=1000 * seconds, unit="ms", note="a reply of 51 KB") for name, seconds in times.items()
     ]

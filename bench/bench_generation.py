@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from figures import QUICK, Figure, sized
+from figures import QUICK, Figure, choose_size
 from model import model_folder
 
-CHATS, PROMPT, TOKENS = sized((64, 150, 48), (8, 70, 4))
-CONVERSATIONS, TURNS, SAID, ANSWER = sized((32, 4, 60, 32), (3, 2, 10, 4))  # each turn of a user, and each answer
-LONG, FEW = sized((1200, 16), (200, 3))
+CHATS, PROMPT, TOKENS = choose_size((64, 150, 48), (8, 70, 4))
+CONVERSATIONS, TURNS, SAID, ANSWER = choose_size((32, 4, 60, 32), (3, 2, 10, 4))  # each turn of a user, and each answer
+LONG, FEW = choose_size((1200, 16), (200, 3))
 GOAL = 1000.0
 
 
 def prompt(number: int, length: int, kind: int) -> list[int]:
     """Token ids that no prompt of another number shares."""
-    return [5 + (number * 977 + place * 31 + kind * 13) % sized(5000, 241) for place in range(length)]
+    return [5 + (number * 977 + place * 31 + kind * 13) % choose_size(5000, 241) for place in range(length)]
 
 
 class Bench:
@@ -31,7 +31,7 @@ class Bench:
     def __init__(self) -> None:
         from lightning_trainer.backends.torch.learner import TorchLearner
 
-        self.learner = TorchLearner(model_folder(), dtype="bfloat16", max_model_len=sized(2048, 512))
+        self.learner = TorchLearner(model_folder(), dtype="bfloat16", max_model_len=choose_size(2048, 512))
 
     async def answer(self, prompt: list[int], tokens: int) -> list[int]:
         from lightning_trainer.gateway.engine import Sampling

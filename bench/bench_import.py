@@ -8,9 +8,9 @@ import subprocess
 import sys
 import tempfile
 
-from figures import Figure, sized
+from figures import Figure, choose_size
 
-ROUNDS = sized(9, 1)
+ROUNDS = choose_size(9, 1)
 PACKAGES = ("lightning_spans", "lightning_openai", "lightning_langchain", "lightning_trainer")
 OTHERS = "10,000-19,000 ms wall (agentlightning 0.3)"
 SHOW = "import time; {before}; a=time.process_time(); {statement}; print(time.process_time()-a)"

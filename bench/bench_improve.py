@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from figures import Figure, sized
+from figures import Figure, choose_size
 
 from lightning_trainer.kits.improve.decision import decide
 from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve, rung_count
@@ -22,7 +22,7 @@ METHODS = ("prompts", "sft", "rl", "distil")
 HELPS = "rl"
 SAMPLES = 4
 FRESH = 1000  # the first seed; smaller ones were used while this was made
-NULL, POWER = sized(1000, 2), sized(300, 2)  # searches of each kind
+NULL, POWER = choose_size(1000, 2), choose_size(300, 2)  # searches of each kind
 Choices = Callable[[Sequence[str]], float]
 
 

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agl import others
-from figures import Figure, sized
+from figures import Figure, choose_size
 from records import chat_span
-from served import DATABASES, Served, server
+from served import DATABASES, RunningServer, server
 
-SPANS = sized(20_000, 2_000)
-BATCH = sized(1_000, 200)
+SPANS = choose_size(20_000, 2_000)
+BATCH = choose_size(1_000, 200)
 SENDERS = 4
 ELSEWHERE = "86-165 spans/s (agent-lightning 0.3, its exporter); OTel collector about 12,000/s/core"
 
@@ -56,7 +56,7 @@ def over_http(kind: str) -> list[Figure]:
         cpu, wall = served.cpu_s(), time.perf_counter()
         post(served, sent[1:])
         cpu, wall = served.cpu_s() - cpu, time.perf_counter() - wall
-        check(kept(served), SPANS)
+        check(count_spans(served), SPANS)
     done = (len(sent) - 1) / len(sent)
     how = f"OTLP protobuf, {SENDERS} connections, CPU of the server and its database, answered when on disk"
     mine = [others(name, "spans/s", ELSEWHERE) for name in ("spans_cpu", "spans")]
@@ -70,7 +70,7 @@ def bodies(count: int, first: int = 0) -> Iterator[bytes]:
         yield encode(chat_span(number, trace=1 + number // 20) for number in range(start, start + BATCH))
 
 
-def post(served: Served, sent: list[bytes]) -> None:
+def post(served: RunningServer, sent: list[bytes]) -> None:
     import httpx
 
     from lightning_spans.record.delivery.otlp import PROTOBUF
@@ -87,7 +87,7 @@ def post(served: Served, sent: list[bytes]) -> None:
             list(pool.map(send, sent))
 
 
-def kept(served: Served) -> int:
+def count_spans(served: RunningServer) -> int:
     from lightning_spans.store.http import HttpStore
 
     store = HttpStore(served.url, key=served.key)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import tests_path  # noqa: F401 - for fakes.py
-from figures import Figure, sized
+from figures import Figure, choose_size
 
-CALLS = int(os.environ.get("BENCH_CALLS", sized("100000", "400")))
+CALLS = int(os.environ.get("BENCH_CALLS", choose_size("100000", "400")))
 WARM = CALLS // 4
 USER = [{"role": "user", "content": "What is the answer? " * 5}]
 BODIES: dict[str, dict[str, Any]] = {

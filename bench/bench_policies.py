@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from figures import Figure, interleaved, sized
+from figures import Figure, choose_size, measure_in_rounds
 from model import model_folder
 from training_rows import TOOLS, conversation, tool_call
 
-ROLLOUTS, GROUP = sized((64, 8), (8, 4))
+ROLLOUTS, GROUP = choose_size((64, 8), (8, 4))
 ANSWER_LIMIT = {"caller": 44, "answerer": 24}
-ROUNDS = sized(3, 1)
+ROUNDS = choose_size(3, 1)
 
 
 def prompts(tokenizer: Any) -> list[tuple[str, list[int], list[int]]]:
@@ -111,7 +111,7 @@ def measure() -> list[Figure]:
         "one policy, two agents": case(model, (), both),
         "two policies": case(model, both, both),
     }
-    seconds = interleaved({name: step for name, (_, step) in cases.items()}, rounds=ROUNDS)
+    seconds = measure_in_rounds({name: step for name, (_, step) in cases.items()}, rounds=ROUNDS)
     for backend, _ in cases.values():
         backend.close()
     ratio = partial(_ratio, seconds)

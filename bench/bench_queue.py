@@ -6,14 +6,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from agl import others
-from figures import Figure, sized
-from served import DATABASES, Served, server
+from figures import Figure, choose_size
+from served import DATABASES, RunningServer, server
 
 from lightning_spans.schema.attempts import End, Rollout
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store.http import HttpStore
 
-ROLLOUTS = sized(2_000, 200)
+ROLLOUTS = choose_size(2_000, 200)
 WORKERS = 16
 CLAIMED = 64
 ELSEWHERE = "57 (agent-lightning, MongoDB, 32 cores)"
@@ -30,7 +30,7 @@ def measure() -> list[Figure]:
     return found
 
 
-def over_http(kind: str, served: Served, store: HttpStore, *, together: bool) -> list[Figure]:
+def over_http(kind: str, served: RunningServer, store: HttpStore, *, together: bool) -> list[Figure]:
     ids = [f"r{together} {number}" for number in range(ROLLOUTS)]
     store.enqueue([
         Rollout(rollout_id=name, group_id=f"g{number // 8}", task={"question": f"What is {number} + 7?"})

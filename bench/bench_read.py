@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from agl import others
-from figures import Figure, sized
+from figures import Figure, choose_size
 from records import call_of, chat_span
 from served import DATABASES, database
 
@@ -16,8 +16,8 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store, open_store
 
-ROLLOUTS, CALLS = sized((64, 20), (16, 2))
-OLDER = sized(10, 1)  # batches that are in the store already
+ROLLOUTS, CALLS = choose_size((64, 20), (16, 2))
+OLDER = choose_size(10, 1)  # batches that are in the store already
 ELSEWHERE = "nothing known"
 
 

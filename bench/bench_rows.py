@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from figures import Figure, interleaved, sized
+from figures import Figure, choose_size, measure_in_rounds
 
 from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.rl.rows import make_rows
 
-ATTEMPTS, AGENTS, TURNS = sized(64, 4), 3, 10
+ATTEMPTS, AGENTS, TURNS = choose_size(64, 4), 3, 10
 SYSTEM, REPLY, OBSERVATION = 300, 60, 40  # tokens
 
 
@@ -18,7 +18,7 @@ def measure() -> list[Figure]:
     calls = [call for attempt in range(ATTEMPTS) for call in interleaved_agents(attempt)]
     advantages, groups = np.ones(len(calls)), {call.rollout_id: "g" for call in calls}
     _, account = make_rows(calls, advantages, groups)
-    seconds = interleaved({"rows": lambda: make_rows(calls, advantages, groups)}, rounds=5)["rows"]
+    seconds = measure_in_rounds({"rows": lambda: make_rows(calls, advantages, groups)}, rounds=5)["rows"]
     return [
         Figure(
             what=f"tokens saved, {AGENTS} interleaved agents, {TURNS} turns",

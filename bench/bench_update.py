@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from figures import Figure, sized
+from figures import Figure, choose_size
 from model import model_folder
 
 from lightning_trainer.rl.rows import Row
 
-STEPS = sized(2, 1)
+STEPS = choose_size(2, 1)
 TRL = "bfloat16 8"
 OTHERS = "42 s (TRL, two cores)"
 
@@ -80,16 +80,16 @@ def measure() -> list[Figure]:
     from transformers import AutoTokenizer
 
     model = Path(model_folder())
-    rows = make(AutoTokenizer.from_pretrained(model))[: sized(64, 4)]
+    rows = make(AutoTokenizer.from_pretrained(model))[: choose_size(64, 4)]
     python = os.environ.get("BENCH_TRL_PYTHON")
     with tempfile.TemporaryDirectory() as folder:
         if not python:
             return ours_alone(model, rows)
         with Peer(python, model, rows, Path(folder)) as peer:
-            return side_by_side(model, recorded(rows, peer.logprobs), peer)
+            return side_by_side(model, with_logprobs(rows, peer.logprobs), peer)
 
 
-def recorded(rows: list[Row], logprobs: np.ndarray) -> list[Row]:
+def with_logprobs(rows: list[Row], logprobs: np.ndarray) -> list[Row]:
     """Put recorded log-probabilities into rows."""
     found, start = [], 0
     for row in rows:
@@ -104,12 +104,12 @@ def side_by_side(model: Path, rows: list[Row], peer: Peer) -> list[Figure]:
     """Ours and TRL's steps in turns; ours also on the same rows made to share nothing, which is the same to TRL."""
     from lightning_trainer.backends.torch.learner import TorchLearner
 
-    backend, apart = TorchLearner(model, learning_rate=1e-5), unshared(rows)
+    backend, apart = TorchLearner(model, learning_rate=1e-5), without_prefixes(rows)
     ours, alone, theirs = [], [], []
     for _ in range(STEPS + 1):
-        ours.append(timed(backend, rows))
+        ours.append(time_update(backend, rows))
         theirs.append(peer.step())
-        alone.append(timed(backend, apart))
+        alone.append(time_update(backend, apart))
     backend.close()
     mine, its, mine_apart = typical(ours), typical(theirs), typical(alone)
     same = f"gradient norm of the first step: ours {ours[0]['grad_norm']:.2f}, TRL's {theirs[0]['grad_norm']:.2f}"
@@ -135,7 +135,7 @@ def side_by_side(model: Path, rows: list[Row], peer: Peer) -> list[Figure]:
     ]
 
 
-def unshared(rows: list[Row]) -> list[Row]:
+def without_prefixes(rows: list[Row]) -> list[Row]:
     """The same rows, each with a first token of its own: no two share a prefix."""
     return [
         replace(row, tokens=np.concatenate([[1_000 + r], row.tokens[1:]], dtype=np.int32)) for r, row in enumerate(rows)
@@ -146,7 +146,7 @@ def ours_alone(model: Path, rows: list[Row]) -> list[Figure]:
     from lightning_trainer.backends.torch.learner import TorchLearner
 
     backend = TorchLearner(model, learning_rate=1e-5)
-    mine = typical([timed(backend, rows) for _ in range(STEPS + 1)])
+    mine = typical([time_update(backend, rows) for _ in range(STEPS + 1)])
     backend.close()
     return figures(rows, mine, note="; TRL was not measured: set BENCH_TRL_PYTHON")
 
@@ -167,7 +167,7 @@ def figures(rows: list[Row], mine: dict[str, float], note: str = "") -> list[Fig
     ]
 
 
-def timed(backend: object, rows: list[Row]) -> dict[str, float]:
+def time_update(backend: object, rows: list[Row]) -> dict[str, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     metrics = backend.update(rows)
     return {

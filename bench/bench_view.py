@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from figures import Figure, sized
+from figures import Figure, choose_size
 from starlette.testclient import TestClient
 
 from lightning_spans.schema.attempts import End, Rollout
@@ -64,11 +64,11 @@ def fill(store: Store, spans: int) -> None:
 
 def measure() -> list[Figure]:
     """Open a new store: seconds until each page is answered."""
-    spans = sized(200_000, 4_000)
+    spans = choose_size(200_000, 4_000)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lightning.db"
         write(path, spans)
-        seconds, memory = opened(path)
+        seconds, memory = open_pages(path)
     note = f"a store of {spans:,} spans, wall"
     return [
         *(Figure(what=f"the page's {name}", value=1e3 * took, unit="ms", note=note) for name, took in seconds.items()),
@@ -82,7 +82,7 @@ def write(path: Path, spans: int) -> None:
     store.close()
 
 
-def opened(path: Path) -> tuple[dict[str, float], float]:
+def open_pages(path: Path) -> tuple[dict[str, float], float]:
     """Ask for what each page shows, as a browser does: seconds by name, and by how many MiB the process grew."""
     keys = Keys.fresh()
     client = TestClient(create_view(Views(Runs(store=str(path))), keys))
@@ -116,7 +116,7 @@ def main() -> None:
             began = time.perf_counter()
             write(path, args.spans)
             print(f"written in {time.perf_counter() - began:.0f} s, {path.stat().st_size / 1e9:.2f} GB")
-        seconds, memory = opened(path)
+        seconds, memory = open_pages(path)
         print(json.dumps({"spans": args.spans, "seconds": seconds, "memory_mib": round(memory)}))
 
 

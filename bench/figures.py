@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 QUICK = os.environ.get("BENCH_QUICK") == "1"
 
 
-def sized(full: _T, quick: _T) -> _T:
+def choose_size(full: _T, quick: _T) -> _T:
     """Return the size of a measurement: `quick` where it is only to be seen that it runs, as in CI."""
     return quick if QUICK else full
 
@@ -49,7 +49,7 @@ class Figure:
         return self.value >= self.goal if self.more_is_better else self.value <= self.goal
 
 
-def interleaved(
+def measure_in_rounds(
     cases: Mapping[str, Callable[[], None]],
     *,
     rounds: int,

@@ -139,7 +139,7 @@ def play(
 
 
 @dataclass
-class Learned:
+class StepData:
     """What a step gave: calls with their advantages, and its costs."""
 
     calls: list[Call] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Learned:
     given: int = 0
 
     @classmethod
-    def of(cls, runs: Sequence[Run], advantages: Sequence[Sequence[float]]) -> Learned:
+    def of(cls, runs: Sequence[Run], advantages: Sequence[Sequence[float]]) -> StepData:
         """Keep the calls that have an advantage, NaN being none."""
         pairs = [
             (call, advantage)
@@ -166,7 +166,7 @@ class Learned:
         )
 
 
-def grouped(world: World, policy: Policy, numbers: np.random.Generator, groups: int, size: int) -> list[Run]:
+def play_groups(world: World, policy: Policy, numbers: np.random.Generator, groups: int, size: int) -> list[Run]:
     """Play groups of attempts, each group in one scene, as the rollouts of a task are."""
     runs: list[Run] = []
     for number in range(groups):
@@ -176,19 +176,19 @@ def grouped(world: World, policy: Policy, numbers: np.random.Generator, groups: 
     return runs
 
 
-Step = Callable[[World, Policy, np.random.Generator], Learned]
+Step = Callable[[World, Policy, np.random.Generator], StepData]
 
 
 def groups(credit, size: int = 8, budget: float = BUDGET) -> Step:
     """Whole attempts in groups, one reward for the team, which an assigner assigns to the calls."""
 
-    def step(world: World, policy: Policy, numbers: np.random.Generator) -> Learned:
-        runs = grouped(world, policy, numbers, int(budget) // size, size)
+    def step(world: World, policy: Policy, numbers: np.random.Generator) -> StepData:
+        runs = play_groups(world, policy, numbers, int(budget) // size, size)
         credited = [
             credit(run.played().transitions, [Reward(rollout_id=run.name, attempt_id=run.name, value=run.earned)])
             for run in runs
         ]
-        return Learned.of(runs, advantages_of(runs, credited, transition_advantages))
+        return StepData.of(runs, advantages_of(runs, credited, transition_advantages))
 
     return step
 
@@ -206,10 +206,10 @@ def forks(
     """Attempts in groups, and alternatives to some of their calls, until the budget is spent."""
     spread: dict[str, float] = {}  # of the step before, for disagreement
 
-    def step(world: World, policy: Policy, numbers: np.random.Generator) -> Learned:
+    def step(world: World, policy: Policy, numbers: np.random.Generator) -> StepData:
         nonlocal spread
         spread = {} if not policy.logits else spread
-        runs = grouped(world, policy, numbers, groups, size)
+        runs = play_groups(world, policy, numbers, groups, size)
         by_name = {run.name: run for run in runs}
         found = candidates([run.played().transitions for run in runs], lambda _: False)
         draw = random.Random(int(numbers.integers(2**31)))
@@ -225,7 +225,7 @@ def forks(
         if where == "disagreement":
             spread = Cells.of(played).spread
         credited = counterfactual(played, average=average, group=group)
-        return Learned.of(runs, advantages_of(runs, credited, leave_one_out))
+        return StepData.of(runs, advantages_of(runs, credited, leave_one_out))
 
     return step
 
@@ -233,7 +233,7 @@ def forks(
 def vine(draws: int = 1) -> Step:
     """VinePPO: the value of every state of an attempt from fresh continuations, of which nothing is learned."""
 
-    def step(world: World, policy: Policy, numbers: np.random.Generator) -> Learned:
+    def step(world: World, policy: Policy, numbers: np.random.Generator) -> StepData:
         runs: list[Run] = []
         advantages: list[list[float]] = []
         while sum(run.cost for run in runs) < BUDGET - 1e-9:
@@ -248,7 +248,7 @@ def vine(draws: int = 1) -> Step:
             runs += [record, *its]
             advantages += [[after - before for before, after in itertools.pairwise(values)]]
             advantages += [[math.nan] * len(run.calls) for run in its]
-        return Learned.of(runs, advantages)
+        return StepData.of(runs, advantages)
 
     return step
 
@@ -312,10 +312,10 @@ def gradient(world: World, attempts: int = 3000) -> dict[Seen, float]:
     policy, numbers = Policy(world), np.random.default_rng(10**6)
     runs = [play(world, policy, "", numbers) for _ in range(attempts)]
     calls = [call for run in runs for call in run.calls]
-    return direction(policy, Learned(calls, np.array([call.truth for call in calls])))
+    return direction(policy, StepData(calls, np.array([call.truth for call in calls])))
 
 
-def direction(policy: Policy, learned: Learned) -> dict[Seen, float]:
+def direction(policy: Policy, learned: StepData) -> dict[Seen, float]:
     """Return the change of each logit: the sum of advantage times slope of the log-probability."""
     change: dict[Seen, float] = {}
     for call, advantage in zip(learned.calls, learned.advantages, strict=True):
@@ -344,23 +344,23 @@ class Learning:
     drawn: list[float]
 
 
-def tuned(world: World, step: Step, seeds: Sequence[int], rates: Sequence[float]) -> Learning:
+def tune(world: World, step: Step, seeds: Sequence[int], rates: Sequence[float]) -> Learning:
     """Learn at several rates, with several seeds each; return the best."""
     tried = []
     for rate in rates:
-        costs = [needed(world, step, 100 + seed, rate) for seed in seeds]
+        costs = [costs_to_goal(world, step, 100 + seed, rate) for seed in seeds]
         tried.append(Learning(rate, *(list(its) for its in zip(*costs, strict=True))))
     return min(tried, key=lambda learning: statistics.median(learning.continuations))
 
 
-def _justice(world: World, learned: Learned) -> tuple[float, float]:
+def _justice(world: World, learned: StepData) -> tuple[float, float]:
     idle = np.array([world.agents[call.seen[0]] == 0.0 for call in learned.calls])
     sizes = np.abs(learned.advantages)
     share = float(sizes[idle].mean() if idle.any() else 0.0) / max(float(sizes[~idle].mean()), 1e-12)
     return rank_correlation(learned.advantages, np.array([call.truth for call in learned.calls])), share
 
 
-def needed(world: World, step: Step, seed: int, rate: float) -> tuple[float, float]:
+def costs_to_goal(world: World, step: Step, seed: int, rate: float) -> tuple[float, float]:
     """Continuations and drawn calls until the goal."""
     policy, numbers, cost, drawn = Policy(world), np.random.default_rng(seed), 0.0, 0
     while cost < LONGEST * BUDGET:

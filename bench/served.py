@@ -18,7 +18,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RunningServer:
     """A running server.
 
     Attributes:
@@ -71,13 +71,13 @@ def database(kind: str) -> Iterator[tuple[str, str | None]]:
 
 
 @contextmanager
-def server(kind: str) -> Iterator[Served]:
+def server(kind: str) -> Iterator[RunningServer]:
     """Run a server on an empty store."""
     with database(kind) as (url, folder):
         command = [sys.executable, __file__, url]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             address, key = process.stdout.readline().split()
-            yield Served(address, key, process.pid, folder)
+            yield RunningServer(address, key, process.pid, folder)
             process.stdin.close()
             process.wait(30)
 

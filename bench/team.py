@@ -102,7 +102,7 @@ def roll(policy: Policy, told: Told, name: str, numbers: np.random.Generator):
     return calls, transitions, rewards
 
 
-def judged(attempts, groups: Sequence[str], credit) -> np.ndarray:
+def advantages_of(attempts, groups: Sequence[str], credit) -> np.ndarray:
     """Advantages of all calls of these attempts, as `algorithms.rl` makes them."""
     levels = [levels_of(credit(transitions, rewards)) for _, transitions, rewards in attempts]
     transitions = [transition for _, own, _ in attempts for transition in own]
@@ -129,10 +129,10 @@ def step(policy: Policy, told: Told, credit, numbers: np.random.Generator):
     """Roll out groups and judge them: all calls, and their advantages."""
     groups = [f"g{group}" for group in range(GROUPS) for _ in range(GROUP)]
     attempts = [roll(policy, told, f"{group}-{n}", numbers) for n, group in enumerate(groups)]
-    return [call for calls, _, _ in attempts for call in calls], judged(attempts, groups, credit)
+    return [call for calls, _, _ in attempts for call in calls], advantages_of(attempts, groups, credit)
 
 
-def rollouts_needed(team: Team, told: Told, credit, seed: int, rate: float = 6.0) -> float:
+def rollouts_to_goal(team: Team, told: Told, credit, seed: int, rate: float = 6.0) -> float:
     """Rollouts until the policy's reward reaches the goal; infinity when it does not within `LONGEST` steps."""
     policy, numbers = Policy(team), np.random.default_rng(seed)
     for number in range(LONGEST):

@@ -44,7 +44,7 @@ def batch_of(rows: np.lib.npyio.NpzFile, pad: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-class Given(GRPOTrainer):
+class FixedRowsTrainer(GRPOTrainer):
     """GRPOTrainer on rows that are given."""
 
     rows: dict[str, torch.Tensor]
@@ -99,7 +99,7 @@ def main(model: str, rows_file: str, logprobs_file: str, dtype: str, micro_batch
         disable_tqdm=True,
     )
     dataset = Dataset.from_dict({"prompt": ["?"] * count})
-    trainer = Given(
+    trainer = FixedRowsTrainer(
         model, lambda completions, **_: [0.0] * len(completions), config, dataset, processing_class=tokenizer
     )
     trainer.rows = batch_of(rows, tokenizer.pad_token_id)
@@ -109,7 +109,7 @@ def main(model: str, rows_file: str, logprobs_file: str, dtype: str, micro_batch
     trainer.train()
 
 
-def write_logprobs(trainer: Given, file: str) -> None:
+def write_logprobs(trainer: FixedRowsTrainer, file: str) -> None:
     """What an engine would have recorded: so that ratios start at 1, as in a run."""
     rows = trainer.rows
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)

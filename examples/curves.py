@@ -97,12 +97,12 @@ def measure(
         for name in names:
             if (name, seed) not in done:
                 with tempfile.TemporaryDirectory() as folder:
-                    run = trained(name, seed, Path(folder), config)
+                    run = train_once(name, seed, Path(folder), config)
                 with path.open("a") as file:
                     file.write(json.dumps(asdict(run)) + "\n")
 
 
-def trained(name: str, seed: int, folder: Path, config: Callable[[str, int, Path], dict[str, Any]]) -> Run:
+def train_once(name: str, seed: int, folder: Path, config: Callable[[str, int, Path], dict[str, Any]]) -> Run:
     """Train once."""
     before_s, began = cpu_seconds(), time.monotonic()
     chosen = TrainConfig(**{"out": folder / "run", "seed": seed, **config(name, seed, folder)})

@@ -105,7 +105,7 @@ class Experiment:
             self._tell()
             yield
             return
-        with served(model) as where:
+        with serve_model(model) as where:
             self._alone = False
             self._tell(**where)
             yield
@@ -188,7 +188,7 @@ class Experiment:
 
 
 @contextmanager
-def served(model: str) -> Iterator[dict[str, str]]:
+def serve_model(model: str) -> Iterator[dict[str, str]]:
     """Serve a model to the agents that are not trained, and yield its base URL and its key."""
     words = ["lightning-rl", "serve", model]
     print("$", " ".join(words), flush=True)

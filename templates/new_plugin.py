@@ -37,18 +37,18 @@ def make(name: str, root: Path = ROOT, title: str | None = None) -> list[Path]:
     title = title or "".join(word.capitalize() for word in name.split("-"))
     written = []
     for source in sorted(TEMPLATE.rglob("*")):
-        part = Path(_named(str(source.relative_to(TEMPLATE)), name, title))
+        part = Path(_fill_names(str(source.relative_to(TEMPLATE)), name, title))
         if source.is_dir() or "__pycache__" in part.parts:
             continue
         place = root / "tests" / "plugins" / part if part.name.startswith("test_") else folder / part
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(_named(source.read_text(encoding="utf-8"), name, title), encoding="utf-8")
+        place.write_text(_fill_names(source.read_text(encoding="utf-8"), name, title), encoding="utf-8")
         written.append(place)
     (folder / "LICENSE").write_bytes((ROOT / "LICENSE").read_bytes())
     return [*written, folder / "LICENSE"]
 
 
-def _named(text: str, name: str, title: str) -> str:
+def _fill_names(text: str, name: str, title: str) -> str:
     for placeholder, value in (
         ("new-framework", name),
         ("new_framework", name.replace("-", "_")),

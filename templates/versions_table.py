@@ -27,7 +27,7 @@ def table(root: Path = ROOT) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def written(text: str, root: Path = ROOT) -> str:
+def write_table(text: str, root: Path = ROOT) -> str:
     """Return a text with the table between its markers.
 
     Raises:
@@ -47,4 +47,4 @@ def _plain(requirement: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(write_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

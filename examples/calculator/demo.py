@@ -30,7 +30,7 @@ console = Console()
 
 
 @contextmanager
-def served(model: Path, folder: Path) -> Iterator[None]:
+def serve_model(model: Path, folder: Path) -> Iterator[None]:
     """Serve a model with `lightning-rl serve`, and point OpenAI programs of this process and its children at it."""
     command = [sys.executable, "-m", "lightning_trainer.cli", "serve", str(model)]
     with (folder / "serve.log").open("w") as log:
@@ -71,7 +71,7 @@ def config_of(model: Path, agents: tuple[str, ...], folder: Path, args: argparse
     )
 
 
-def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.Namespace) -> Result:
+def train_agents(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.Namespace) -> Result:
     config = config_of(model, agents, folder, args)
     with ProgressDisplay(f"{', '.join(agents)} of the calculator on {model.name}") as progress:
         return train(config, progress)
@@ -95,7 +95,7 @@ def report(result: Result) -> None:
 
 def ask(checkpoint: Path, folder: Path) -> None:
     """Ask the tuned model a question through the same program, at its own endpoint."""
-    with served(checkpoint, folder):
+    with serve_model(checkpoint, folder):
         from agent import GRAPH
 
         question = "What is 47*12?"
@@ -134,10 +134,10 @@ def main() -> None:
         print(described.text, json.dumps(dict(described.facts)), sep="\n")
         return
     if set(agents) >= {"caller", "answerer"}:
-        result = trained(model, agents, folder, args)
+        result = train_agents(model, agents, folder, args)
     else:
-        with served(model, folder):  # the other agent's own endpoint: the model as it was
-            result = trained(model, agents, folder, args)
+        with serve_model(model, folder):  # the other agent's own endpoint: the model as it was
+            result = train_agents(model, agents, folder, args)
     report(result)
     assert result.checkpoint is not None
     if args.engine is None:  # the program asks for one model, and several adapters are several

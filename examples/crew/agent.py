@@ -41,12 +41,12 @@ def compute(expression: str) -> str:
     if len(expression := expression.strip()) > LONGEST:
         raise ValueError(f"can't compute more than {LONGEST} characters")
     try:
-        return shown(_value(ast.parse(expression, mode="eval").body))
+        return format_value(_value(ast.parse(expression, mode="eval").body))
     except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(f"can't compute {expression!r}") from error
 
 
-def shown(value: Fraction) -> str:
+def format_value(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.4f}".rstrip("0").rstrip(".")
 
 
@@ -60,7 +60,7 @@ def _value(node: ast.expr) -> Fraction:
     raise ValueError("only numbers, + - * / and brackets")
 
 
-def computed(output: TaskOutput) -> tuple[bool, Any]:  # CrewAI reads the type, so no postponed annotations here
+def add_value(output: TaskOutput) -> tuple[bool, Any]:  # CrewAI reads the type, so no postponed annotations here
     """Put the value beside what the Solver wrote: a guardrail that lets everything pass."""
     expression = output.raw.strip()
     try:
@@ -79,7 +79,7 @@ def make(problem: str, llm: BaseLLM | None = None) -> Crew:
 
     solver, checker, reporter = (agent(role) for role in ROLES)
     solve = Task(
-        description=SOLVE.format(problem=problem), expected_output="an expression", agent=solver, guardrail=computed
+        description=SOLVE.format(problem=problem), expected_output="an expression", agent=solver, guardrail=add_value
     )
     check = Task(description=CHECK.format(problem=problem), expected_output="yes or no", agent=checker, context=[solve])
     report = Task(
@@ -94,7 +94,7 @@ def number_in(text: str) -> str | None:
     if not found:
         return None
     above, below = found[-1]
-    return shown(Fraction(re.sub("[$,]", "", above)) / int(below or 1))
+    return format_value(Fraction(re.sub("[$,]", "", above)) / int(below or 1))
 
 
 def right(task: dict[str, Any]) -> str:

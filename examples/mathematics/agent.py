@@ -41,12 +41,12 @@ def compute(expression: str) -> str:
     if len(expression := expression.strip()) > LONGEST:
         raise ValueError(f"can't compute more than {LONGEST} characters")
     try:
-        return shown(_value(ast.parse(expression, mode="eval").body))
+        return format_value(_value(ast.parse(expression, mode="eval").body))
     except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(f"can't compute {expression!r}") from error
 
 
-def shown(value: Fraction) -> str:
+def format_value(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.4f}".rstrip("0").rstrip(".")
 
 
@@ -69,7 +69,7 @@ def number_in(text: str) -> str | None:
     if not found:
         return None
     above, below = found[-1]
-    return shown(Fraction(re.sub("[$,]", "", above)) / int(below or 1))
+    return format_value(Fraction(re.sub("[$,]", "", above)) / int(below or 1))
 
 
 def right(task: dict[str, Any]) -> str:

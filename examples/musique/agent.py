@@ -38,41 +38,41 @@ MOST_SEARCHES = 4
 
 
 @dataclass
-class Found:
+class FoundParagraphs:
     paragraphs: list[int] = field(default_factory=list)  # in the order in which they were found, each once
 
 
 @function_tool
-def search(context: RunContextWrapper[Found], query: str) -> str:
+def search(context: RunContextWrapper[FoundParagraphs], query: str) -> str:
     """Search the paragraphs of an encyclopedia."""
     numbers = index().search(query)
     found = context.context.paragraphs
     found.extend(number for number in numbers if number not in found)
-    return shown(numbers)
+    return format_paragraphs(numbers)
 
 
-def shown(numbers: list[int]) -> str:
+def format_paragraphs(numbers: list[int]) -> str:
     return "\n".join(index().shown(number) for number in numbers) or "nothing found"
 
 
-def asked(numbers: list[int], question: str) -> str:
-    return f"{shown(numbers)}\n\n{question}"
+def format_question(numbers: list[int], question: str) -> str:
+    return f"{format_paragraphs(numbers)}\n\n{question}"
 
 
 async def solve(question: str) -> tuple[list[int], str]:
     """Return the paragraphs that the searcher found and what the answerer said."""
-    found = Found()
+    found = FoundParagraphs()
     async with AsyncOpenAI(max_retries=2) as client:
         model = OpenAIChatCompletionsModel(os.environ.get("MUSIQUE_MODEL", "policy"), client)
         settings = ModelSettings(max_tokens=60)
-        searcher = Agent[Found](
+        searcher = Agent[FoundParagraphs](
             name="searcher", instructions=SEARCH, tools=[search], model=model, model_settings=settings
         )
-        answerer = Agent[Found](name="answerer", instructions=ANSWER, model=model, model_settings=settings)
+        answerer = Agent[FoundParagraphs](name="answerer", instructions=ANSWER, model=model, model_settings=settings)
         # Where it goes on searching, or calls what is not there, what it found is what there is.
         with suppress(MaxTurnsExceeded, ModelBehaviorError):
             await Runner.run(searcher, question, context=found, max_turns=MOST_SEARCHES)
-        said = await Runner.run(answerer, asked(found.paragraphs, question), context=found)
+        said = await Runner.run(answerer, format_question(found.paragraphs, question), context=found)
     return found.paragraphs, str(said.final_output)
 
 

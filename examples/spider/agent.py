@@ -31,7 +31,7 @@ class State(TypedDict, total=False):
     failed: bool
 
 
-def asked(database: str, question: str) -> str:
+def format_question(database: str, question: str) -> str:
     return f"{schema(database)}\n\n{question}"
 
 
@@ -69,13 +69,13 @@ def look(database: str, query: str) -> tuple[str, bool]:
 
 def writer(state: State) -> State:
     database, question = state["database"], state["question"]
-    query = only_query(ask(("system", WRITE), ("user", asked(database, question)), max_tokens=80))
+    query = only_query(ask(("system", WRITE), ("user", format_question(database, question)), max_tokens=80))
     said, failed = look(database, query)
     return {"first": query, "query": query, "said": said, "failed": failed}
 
 
 def checker(state: State) -> State:
-    text = f"{asked(state['database'], state['question'])}\n\n{doubt(state['query'], state['said'])}"
+    text = f"{format_question(state['database'], state['question'])}\n\n{doubt(state['query'], state['said'])}"
     verdict = ask(("system", CHECK), ("user", text), max_tokens=3)
     return {"failed": verdict.strip().lower().startswith("no")}
 
@@ -84,7 +84,7 @@ def rewriter(state: State) -> State:
     database, question = state["database"], state["question"]
     turns = (
         ("system", WRITE),
-        ("user", asked(database, question)),
+        ("user", format_question(database, question)),
         ("assistant", state["query"]),
         ("user", f"SQLite says: {state['said']}. Write another query."),
     )

@@ -79,7 +79,7 @@ def chats(rows: list[dict[str, str]], draw: random.Random) -> Iterator[dict[str,
     for row in rows:
         text = asked(row["database"], row["question"])
         yield _chat("writer", (WRITE, text), row["query"])
-        wrong = _spoiled(row, by_database[row["database"]], draw)
+        wrong = _spoil_query(row, by_database[row["database"]], draw)
         said, failed = look(row["database"], wrong)
         turns = (WRITE, text, wrong, f"SQLite says: {said}. Write another query.")
         if draw.random() < 0.3:
@@ -91,7 +91,7 @@ def chats(rows: list[dict[str, str]], draw: random.Random) -> Iterator[dict[str,
             yield _chat("checker", (CHECK, f"{text}\n\n{doubt(shown, said)}"), "yes" if right else "no")
 
 
-def _spoiled(row: dict[str, str], others: list[str], draw: random.Random) -> str:
+def _spoil_query(row: dict[str, str], others: list[str], draw: random.Random) -> str:
     """Return a query that does not answer the question: of another question, or with a column that is not there."""
     query, words = row["query"], row["query"].split()
     other = draw.choice(others)

@@ -32,7 +32,7 @@ logger.remove()  # tau2 tells every message
 MAX_STEPS = 60
 
 
-class Served(LLMAgent):  # type: ignore[misc]
+class NamedAgent(LLMAgent):  # type: ignore[misc]
     """tau2's agent, whose model calls carry the name `agent`."""
 
     def generate_next_message(self, *args: Any, **named: Any) -> Any:
@@ -48,7 +48,7 @@ class Solo(LLMSoloAgent):  # type: ignore[misc]
             return super().generate_next_message(*args, **named)
 
 
-registry.register_agent(Served, "lightning")
+registry.register_agent(NamedAgent, "lightning")
 registry.register_agent(Solo, "lightning_solo")
 
 

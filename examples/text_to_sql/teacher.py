@@ -29,7 +29,7 @@ def steps_to_goal(run: Run) -> str:
     return f"more than {len(curve)}" if reached is None else str(reached)
 
 
-def taught(run: Run) -> str:
+def summarise_teaching(run: Run) -> str:
     """How many calls were taught in all, and the mean divergence from the teacher in the first and the last step."""
     calls = sum(count or 0.0 for count in run.curves.get("calls_taught", []))
     apart = [value for value in run.curves.get("teacher_kl", []) if value is not None]
@@ -61,7 +61,7 @@ def main() -> None:
     runs = read(args.results)
     draw(runs, {"reward/writer": "writer"}, HERE.parent.parent / "docs" / "img" / "text-to-sql-teacher.png")
     ordered = sorted(runs, key=lambda run: (run.setup, run.seed))
-    needed = [f"| {run.setup} | {run.seed} | {steps_to_goal(run)} | {taught(run)} |" for run in ordered]
+    needed = [f"| {run.setup} | {run.seed} | {steps_to_goal(run)} | {summarise_teaching(run)} |" for run in ordered]
     goal = f"step in which the writer reached {GOAL}"
     head = [f"| setup | seed | {goal} | calls taught | divergence |", "|---|---|---|---|---|"]
     publish(HERE / "README.md", "teacher", "\n".join([*head, *needed, "", table(runs, ("writer", "rewriter"))]))

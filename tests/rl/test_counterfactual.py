@@ -358,7 +358,7 @@ def test_worlds_know_what_each_call_is_worth(world: worlds.World) -> None:
     assert world.reached(policy) == pytest.approx(np.mean(means) / best)
 
 
-Step = Callable[..., forked.Learned]
+Step = Callable[..., forked.StepData]
 
 
 def justice(world: worlds.World, step: Step, seeds: Sequence[int] = range(6)) -> np.ndarray:

@@ -56,6 +56,6 @@ def test_a_free_rider_gets_less_from_its_own_reward_than_from_the_teams(group):
 
 def test_a_team_learns_and_sooner_from_what_its_agents_did():
     needed = {
-        told: simulated.rollouts_needed(OTHER, told, credit_by_name("per-agent"), 0) for told in ("team", "agents")
+        told: simulated.rollouts_to_goal(OTHER, told, credit_by_name("per-agent"), 0) for told in ("team", "agents")
     }
     assert needed["agents"] < needed["team"] < np.inf

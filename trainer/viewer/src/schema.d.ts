@@ -551,7 +551,7 @@ export interface components {
             index: number;
             /** Finish */
             finish: string | null;
-            message: components["schemas"]["Said"];
+            message: components["schemas"]["MessageView"];
             /** Tokens */
             tokens: components["schemas"]["Token"][];
             /** Credit */
@@ -643,7 +643,7 @@ export interface components {
             /** Choices */
             choices: components["schemas"]["CallChoice"][];
             /** Messages */
-            messages: components["schemas"]["Said"][];
+            messages: components["schemas"]["MessageView"][];
             /** Sampling */
             sampling: {
                 [key: string]: unknown;
@@ -802,9 +802,9 @@ export interface components {
              */
             known: number;
             /** Said */
-            said?: components["schemas"]["Said"][];
+            said?: components["schemas"]["MessageView"][];
             /** Answer */
-            answer?: components["schemas"]["Said"][];
+            answer?: components["schemas"]["MessageView"][];
             /** Asked */
             asked?: string[];
             /** Prompt Tokens */
@@ -1365,6 +1365,30 @@ export interface components {
             events: components["schemas"]["Event"][];
         };
         /**
+         * MessageView
+         * @description A message. `cut` is the number of its characters that are not shown.
+         */
+        MessageView: {
+            /** Role */
+            role: string;
+            /** Text */
+            text: string;
+            /**
+             * Cut
+             * @default 0
+             */
+            cut: number;
+            /**
+             * Reasoning
+             * @default
+             */
+            reasoning: string;
+            /** Calls */
+            calls?: components["schemas"]["ToolUse"][];
+            /** Name */
+            name?: string | null;
+        };
+        /**
          * Percentiles
          * @description The 50th, 90th and 99th percentile, and the largest value.
          */
@@ -1669,30 +1693,6 @@ export interface components {
             seconds: number;
             /** Limit S */
             limit_s: number | null;
-        };
-        /**
-         * Said
-         * @description A message. `cut` is the number of its characters that are not shown.
-         */
-        Said: {
-            /** Role */
-            role: string;
-            /** Text */
-            text: string;
-            /**
-             * Cut
-             * @default 0
-             */
-            cut: number;
-            /**
-             * Reasoning
-             * @default
-             */
-            reasoning: string;
-            /** Calls */
-            calls?: components["schemas"]["ToolUse"][];
-            /** Name */
-            name?: string | null;
         };
         /**
          * ScalePage

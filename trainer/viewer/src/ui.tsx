@@ -1,7 +1,7 @@
 // Small parts that every screen is made of. Texts of models are children of elements, never markup.
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import type { Loaded, RewardRow, RolloutRow, Said, ScalePage } from "./api";
+import type { Loaded, MessageView, RewardRow, RolloutRow, ScalePage } from "./api";
 import { RefusedError, setKey } from "./api";
 
 export const href = (...parts: (string | number)[]): string =>
@@ -230,7 +230,7 @@ export function Marked({ text, find }: { text: string; find?: string | undefined
   );
 }
 
-export function Message({ said, find }: { said: Said; find?: string | undefined }): JSX.Element {
+export function Message({ said, find }: { said: MessageView; find?: string | undefined }): JSX.Element {
   return (
     <div class={`said role-${/^[a-z]+$/.test(said.role) ? said.role : "other"}`}>
       <span class="role">
