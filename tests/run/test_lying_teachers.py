@@ -158,17 +158,17 @@ SLOW = """
 import sys
 from contextlib import closing
 from test_lying_teachers import ROW
-from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.run.interrupts import SavedInterrupt
 from lightning_trainer.kits.teaching.endpoint import EndpointTeacher
 
 def check():
     if sys.stdin.readline() == "stop\\n":
-        raise Interrupted
+        raise SavedInterrupt
 
 try:
     with closing(EndpointTeacher(sys.argv[1], check)) as teacher:
         teacher.logprobs([ROW] * 20)
-except Interrupted:
+except SavedInterrupt:
     print("stopped")
 """
 

@@ -139,7 +139,7 @@ class Backend(Protocol):
 
         Raises:
             LightningError: there is nothing to learn, or a part failed.
-            Interrupted: `run.check` raised it. What was learned is saved.
+            SavedInterrupt: `run.check` raised it. What was learned is saved.
         """
         ...
 

@@ -15,7 +15,7 @@ FORMATS: Final[tuple[Format, ...]] = ("sft", "dpo", "tokens", "openinference")
 
 
 class UnexportedReason(Reason):
-    """Why a call is in no line. Those of `Untrained` are used if they mean the same."""
+    """Why a call is in no line. Those of `UntrainedReason` are used if they mean the same."""
 
     NOT_ENDED = "attempt has not ended"
     OTHER_ATTEMPT = "a later attempt of its rollout counts"

@@ -49,7 +49,7 @@ def improve(
 
     Raises:
         LightningError: an option, a file or the agent is wrong, or the budget is too small.
-        Interrupted: a stop was requested.
+        SavedInterrupt: a stop was requested.
     """
     progress = progress or Silent()
     config.check()

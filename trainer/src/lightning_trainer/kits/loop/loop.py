@@ -61,7 +61,7 @@ def loop(config: LoopConfig, out: Path, pace: LoopPace, progress: Progress | Non
 
     Raises:
         LightningError: an option, a file or the program is wrong. The same call continues once it is fixed.
-        Interrupted: a stop was requested.
+        SavedInterrupt: a stop was requested.
     """
     folder = make_folder(out, LOOPS).resolve()
     worked = []

@@ -101,7 +101,7 @@ class Fit:
         """Take the steps.
 
         Raises:
-            Interrupted: the program was asked to stop; the newest weights are saved unless better ones are, and so is
+            SavedInterrupt: the program was asked to stop; the newest weights are saved unless better ones are, and so is
                 the state of the loop.
         """
         self._began -= self.standing.seconds

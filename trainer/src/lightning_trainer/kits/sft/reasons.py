@@ -6,7 +6,7 @@ from lightning_trainer.reasons.reason import Reason
 
 
 class UnlearnedReason(Reason):
-    """Why a conversation, or a pair, is left out; in addition to `Untrained` and `Unexported`."""
+    """Why a conversation, or a pair, is left out; in addition to `UntrainedReason` and `UnexportedReason`."""
 
     SILENT = "the assistant says nothing in it"
     OTHER_TOKENIZER = "tokens of another tokenizer, and no messages to tokenise again"

@@ -77,7 +77,7 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
 
     Raises:
         LightningError: an option or a file is wrong, or there is nothing to learn. Then no folder is left.
-        Interrupted: the program was asked to stop; what was learned is saved.
+        SavedInterrupt: the program was asked to stop; what was learned is saved.
     """
     progress = progress or Silent()
     backend: Backend = registry.by_name("backend", config.backend)

@@ -28,7 +28,7 @@ class Lesson:
     """A teacher's targets for a micro-batch.
 
     Attributes:
-        place_Q: (Q,) index into `Packed.predicts_U` of each taught token.
+        place_Q: (Q,) index into `PackedMicroBatch.predicts_U` of each taught token.
         tokens_QC: (Q, C) candidates.
         teacher_QC: (Q, C) the teacher's log-probabilities.
         weights_Q: (Q,) weight of each divergence in the batch's loss.

@@ -6,7 +6,7 @@ from lightning_trainer.reasons.reason import Reason
 
 
 class UndistilledReason(Reason):
-    """Why a call of such a rollout is left out, in addition to `Untrained`."""
+    """Why a call of such a rollout is left out, in addition to `UntrainedReason`."""
 
     UNSOLVED = "under an instruction, which did not solve the task"
     UNINSTRUCTED = "of a rollout in which another agent had an instruction"

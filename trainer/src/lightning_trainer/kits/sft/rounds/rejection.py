@@ -55,7 +55,7 @@ def rejection_sampling(
     Raises:
         LightningError: an option, a file or the agent is wrong, or the first round has nothing to learn. Then no folder
             is left.
-        Interrupted: the program was asked to stop; what was learned is saved.
+        SavedInterrupt: the program was asked to stop; what was learned is saved.
     """
     began, progress = time.monotonic(), progress or Silent()
     backend: Backend = registry.by_name("backend", config.backend)
