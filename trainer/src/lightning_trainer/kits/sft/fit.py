@@ -101,8 +101,8 @@ class Fit:
         """Take the steps.
 
         Raises:
-            SavedInterrupt: the program was asked to stop; the newest weights are saved unless better ones are, and so is
-                the state of the loop.
+            SavedInterrupt: the program was asked to stop; the newest weights are saved unless better ones are, and so
+                is the state of the loop.
         """
         self._began -= self.standing.seconds
         before = self._look(0) if self.standing.before is None else self.standing.before
