@@ -21,6 +21,7 @@ from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.replicas import Replicas
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
+from lightning_trainer.reasons.call_errors import ENGINE_ENDED
 from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import why_untrainable
 from support.fakes import FakeEngine, served
@@ -186,8 +187,11 @@ def test_time_limits_end_an_answer(tmp_path):
 
     with gateway(tmp_path, Behind(slow), upstreams=limited) as front:
         for model in ("m", "n"):
-            assert front.post({"messages": USER, "model": model}).status_code == 502
+            assert front.post({"messages": USER, "model": model}, attempt=model).status_code == 502
         ended.set()
+        (silent,), (late,) = front.calls("m"), front.calls("n")
+        assert silent.sampling[ENGINE_ENDED]
+        assert ENGINE_ENDED not in late.sampling, "a policy can bring about that an answer takes too long"
 
 
 def test_a_stream_that_falls_silent_ends_within_its_bound_and_one_that_goes_on_does_not(tmp_path):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.upstream import Upstream
 from lightning_trainer.reasons import continuation as reasons
+from lightning_trainer.reasons.call_errors import ENGINE_ENDED
 from lightning_trainer.reasons.continuation import ContinuationReason
 from support.fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer, FakeEngine, fake_logprob, served
 from support.gateway.continuation import World, _calls, names
@@ -385,6 +386,17 @@ def test_another_replica_answers_while_nothing_was_drawn_and_none_after(tmp_path
 
 
 # Random conversations over the templates of several model families.
+
+
+@pytest.mark.parametrize(("status", "is_down"), [(503, True), (500, False)])
+def test_a_call_whose_server_is_down_says_so(tmp_path, status, is_down):
+    behind = TokenUpstream(FakeEngine())
+    with gateway(tmp_path, behind) as front:
+        ask(front, [{"role": "user", "content": "hi"}])
+        behind.status = status
+        assert front.post({"messages": [OTHER]}, "b").status_code == status
+        (call,) = front.calls("b")
+        assert call.sampling.get(ENGINE_ENDED, False) == is_down
 
 
 class UpstreamWorld(World):

@@ -6,104 +6,25 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_spans.store import open_store
-from lightning_spans.store.traces import traces_of
-from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.engine_wait import engine_wait, mark_ended
 from lightning_trainer.gateway.upstream.errors import upstream_failure
 from lightning_trainer.report import step_metrics
-from lightning_trainer.report.progress import Silent
 from lightning_trainer.report.step_notes import infrastructure_sentence
-from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.endings import Ending, is_long_wait
-from lightning_trainer.rl.rollouts import Outcome, plan
+from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import score
-from lightning_trainer.runner.runner import Runner
-from lightning_trainer.runner.target import Job
 from lightning_trainer.session.answers import AnswerSource
-from lightning_trainer.session.sampling import SamplingOptions
-from lightning_trainer.session.session import serve
 from support.fakes import FakeEngine
+from support.training.ended_attempts import PATIENT_S, SHORT_S, run_group
 
 pytest.importorskip("openai")
-
-SHORT_S, PATIENT_S = 4.0, 120.0  # enough for an answer, which takes milliseconds; never reached by what ends
-
-PROGRAM = """
-import collections, threading
-import openai
-import lightning_openai
-from lightning_spans import agent
-
-lightning_openai.attach(tracer="embedded")
-
-def ask(text, **options):
-    with agent("writer"):
-        reply = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0).chat.completions.create(
-            model="m", messages=[{"role": "user", "content": text}], **options)
-    return reply.choices[0].message.content
-
-def run(task):
-    said = ask("go")
-    if said == "hang":
-        threading.Event().wait()
-    return 1.0 if said == "good" else 0.5
-
-def impatient(task):
-    return float(ask("go", timeout=task.get("limit_s", 120.0)) == "good")
-
-def answer(task):
-    return ask("go")
-
-calls = collections.Counter()
-
-def score(task, said):
-    calls[said] += 1
-    if said == "bad" or calls[said] == 1:
-        raise ConnectionError("the judge is down")
-    return None if said == "none" else 1.0
-
-def unanswered(task):
-    return ask("fail")
-
-def twice(task, **options):
-    said = ask("go")
-    ask("wait", **options)
-    return 1.0 if said == "good" else 0.5
-
-def twice_impatient(task):
-    return twice(task, timeout=task.get("limit_s", 120.0))
-
-def calm(task, **options):
-    # Takes 0 for an answer that it does not get.
-    ask("go")
-    for _ in range(task.get("tries", 1)):
-        try:
-            ask(task.get("text", "wait"), **options)
-            return 1.0
-        except openai.APIError:
-            pass
-    return 0.0
-
-def calm_impatient(task):
-    return calm(task, timeout=task.get("limit_s", 120.0))
-
-def again(task):
-    said = ask("go")
-    try:
-        ask("fail")
-    except openai.InternalServerError:
-        ask("go on")
-    raise ValueError(said)
-"""
 
 
 class Scripted(FakeEngine):
@@ -138,6 +59,19 @@ class Restarting(Scripted):
             yield piece
 
 
+class OutOfMemory(Scripted):
+    """An engine that fails at the first call that says `wait`."""
+
+    has_failed = False
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        if "wait" in self.tokenizer.decode(prompt) and not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("out of memory")
+        async for piece in super().generate(prompt, sampling):
+            yield piece
+
+
 class Ended(Scripted):
     """An engine that ends in the middle of its first answer to a call that says `wait`."""
 
@@ -155,37 +89,8 @@ class Ended(Scripted):
                 raise upstream_failure("did not answer: ConnectionResetError")
 
 
-def rolled(
-    folder: Path,
-    target: str,
-    engine: FakeEngine,
-    size: int,
-    timeout_s: float = PATIENT_S,
-    timeouts: Any = "count",
-    reward: str | None = None,
-    tries: int = 1,
-    task: Mapping[str, Any] | None = None,
-) -> tuple[list[Outcome], Batch]:
-    """Run a group, one rollout after the other, and make the batch of a step of it. Only the first is short of time."""
-    (folder / "slow_agent.py").write_text(PROGRAM)
-    config = TrainConfig(target=f"slow_agent:{target}", data=folder, model="m", timeouts=timeouts)
-    job = Job(target=f"slow_agent:{target}", reward=reward)
-    runner = Runner(job, workers=1, concurrency=1, logs=folder / "logs", grace_s=0.2)
-    runner.start()
-    store = open_store(str(folder / "store.db"))
-    try:
-        answers = AnswerSource(model=engine.model, engines=[engine])
-        options = SamplingOptions(answered=("writer",))
-        with serve(store, runner, answers, options, timeouts=timeouts, failed=config.failed) as session:
-            first, *rest = plan([{}], name="r:0", size=size, mode="train", max_attempts=tries, timeout_s=PATIENT_S)
-            limit = {"limit_s": SHORT_S} if target.endswith("impatient") else {}
-            rollouts = [replace(first, task=limit | dict(task or {}), timeout_s=timeout_s), *rest]
-            outcomes = session.run(rollouts, Silent(), "rollouts")
-        batch = algorithm_by_name("grpo").batch(config, outcomes, lambda ids: traces_of(store, attempt_ids=ids))
-        return outcomes, batch
-    finally:
-        runner.stop()
-        store.close()
+def rolled(folder: Path, target: str, engine: FakeEngine, *args: Any, **options: Any) -> tuple[list[Outcome], Batch]:
+    return run_group(folder, target, AnswerSource(model=engine.model, engines=[engine]), *args, **options)
 
 
 @pytest.fixture
@@ -257,7 +162,9 @@ def test_time_lost_to_an_engine_that_is_down_is_not_the_policys_failure(
 
 
 @pytest.mark.parametrize(
-    ("target", "engine"), [("calm", Ended), ("calm_impatient", Restarting)], ids=["broken", "late"]
+    ("target", "engine"),
+    [("calm", Ended), ("calm_impatient", Restarting), ("calm", OutOfMemory)],
+    ids=["broken", "late", "out of memory"],
 )
 @pytest.mark.parametrize("tries", [1, 2])
 def test_reward_without_an_answer_that_the_engine_failed_to_give_does_not_count(
@@ -276,8 +183,8 @@ def test_reward_without_an_answer_that_the_engine_failed_to_give_does_not_count(
 
 @pytest.mark.parametrize(
     ("task", "reward"),
-    [({"tries": 2}, 1.0), ({"text": "refuse"}, 0.0), ({"text": "go" * 60_000}, 0.0), ({"text": "fail"}, 0.0)],
-    ids=["made again", "refused by a healthy engine", "too long", "failed request"],
+    [({"tries": 2}, 1.0), ({"text": "refuse"}, 0.0), ({"text": "go" * 60_000}, 0.0)],
+    ids=["made again", "refused by a healthy engine", "too long"],
 )
 def test_reward_counts_if_the_engine_was_not_to_blame_or_answered_later(
     folder: Path, task: Mapping[str, Any], reward: float
@@ -301,7 +208,7 @@ def test_call_that_failed_and_was_made_again_excuses_no_crash(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("target", "attempts", "ending"), [("again", 1, Ending.CRASHED), ("unanswered", 2, Ending.SERVER_FAILED)]
+    ("target", "attempts", "ending"), [("again", 1, Ending.CRASHED), ("unanswered", 2, Ending.ENGINE_DOWN)]
 )
 def test_only_what_does_not_count_is_tried_again(folder: Path, target: str, attempts: int, ending: Ending) -> None:
     outcomes, _ = rolled(folder, target, Scripted("poor"), 1, tries=2)

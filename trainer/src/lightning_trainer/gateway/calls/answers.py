@@ -14,7 +14,7 @@ from lightning_trainer.gateway.calls.generation import Generation
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.calls.seeds import PromptCounter, seeds_of_choices
 from lightning_trainer.gateway.engine import STEERED, Engine, SampledPiece, Sampling, marks_steered
-from lightning_trainer.gateway.engine_wait import measure_wait
+from lightning_trainer.gateway.engine_wait import mark_ended, measure_wait
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.continuation import Continuations, RenderedPrompt
 from lightning_trainer.gateway.prompt.template import ChatFormat
@@ -257,6 +257,7 @@ class Responder:
         except ValueError as error:
             raise bad_request(f"the engine refuses this: {error}", "context_length_exceeded") from error
         except Exception as error:
+            mark_ended(0.0)  # such a failure ends all answers in progress, whichever request caused it
             self.failure = f"{type(error).__name__}: {error}"
             raise Refusal(500, f"the engine failed: {self.failure}", "server_error", "engine_failed") from error
         self.failure = None

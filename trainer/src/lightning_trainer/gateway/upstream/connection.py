@@ -69,7 +69,7 @@ class Connection:
         """
         import aiohttp
 
-        url = f"{replica.url}{path}"
+        url, began = f"{replica.url}{path}", time.monotonic()
         try:
             method, data = ("GET", None) if body is None else ("POST", dumps(body))
             asking = self._client().request(method, url, data=data, allow_redirects=False)
@@ -94,7 +94,8 @@ class Connection:
         except (aiohttp.ClientError, TimeoutError) as error:
             stale = isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError))
             told = upstream_failure(f"{url} did not answer: {type(error).__name__}: {error}")
-            raise BrokenError(told, stale=stale) from error
+            late = self._total_s is not None and time.monotonic() - began >= self._total_s
+            raise BrokenError(told, stale=stale, late=late) from error
 
     async def read(self, response: aiohttp.ClientResponse) -> bytes:
         """Read a whole body.

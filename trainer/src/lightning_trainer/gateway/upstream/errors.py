@@ -19,10 +19,11 @@ _RETRY_AFTER: Final = re.compile(r"\d{1,7}(\.\d{1,3})?|[A-Za-z]{3}, [\w: ]{18,26
 class BrokenError(Exception):
     """A replica did not answer, or not completely."""
 
-    def __init__(self, refusal: Refusal, *, stale: bool = False) -> None:
+    def __init__(self, refusal: Refusal, *, stale: bool = False, late: bool = False) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
         self.stale = stale  # the connection was closed before any of it arrived
+        self.late = late  # the answer took longer than answers may take, which a policy can bring about
 
 
 def upstream_failure(what: str) -> Refusal:

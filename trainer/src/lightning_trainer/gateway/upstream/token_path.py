@@ -19,6 +19,7 @@ from lightning_trainer.gateway.request.constraints import Constraint, Form
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.connection import Connection
+from lightning_trainer.gateway.upstream.ending import down_note
 from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, object_of, upstream_failure
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
 from lightning_trainer.gateway.upstream.served_names import ServedNames
@@ -86,7 +87,7 @@ class TokenPath:
         Raises:
             Refusal: no replica can be reached.
         """
-        found = await self._first(pending.requested.grant.attempt_id, self.server)
+        found = await self._first(pending, self.server)
         stamp()
         if isinstance(found, str):
             return found
@@ -101,7 +102,7 @@ class TokenPath:
         except Refusal:  # the upstream may support it; otherwise it rejects it with its own message
             return ContinuationReason.ONLY_UPSTREAM_READS
         if request.constraint is not None:
-            if await self._first(pending.requested.grant.attempt_id, self.form) == "none":
+            if await self._first(pending, self.form) == "none":
                 return ContinuationReason.NO_FORM
             others = {name: value for name, value in request.others.items() if name != "grammar"}
             request = replace(request, others=others)  # each replica gets it in its own format
@@ -120,18 +121,19 @@ class TokenPath:
             for choice in pending.sampled.choices:
                 self._answers.continuations.pass_by(pending.requested.grant.attempt_id, messages, choice.message)
 
-    async def _first(self, attempt_id: str | None, find: Callable[[Replica], Awaitable[_T]]) -> _T:
+    async def _first(self, pending: PendingCall, find: Callable[[Replica], Awaitable[_T]]) -> _T:
         """Detect a property of the replica that the call uses."""
         await self._route.replicas.may_go(self._route.paused_s)
         tried: list[Replica] = []
-        while replica := self._route.replicas.choose(attempt_id, tried):
+        while replica := self._route.replicas.choose(pending.requested.grant.attempt_id, tried):
             try:
                 return await find(replica)
             except BrokenError as error:
                 tried.append(replica)
                 self._route.unwell(replica, error)
-                told = error.refusal
-        raise told
+                last = error
+        pending.note(**await down_note(last, self._route.http, tried[-1], pending))
+        raise last.refusal
 
     async def server(self, replica: Replica) -> TokenServer | str:
         """Return how a replica is sent token ids, or why it is sent messages; detected once."""
@@ -246,8 +248,12 @@ class _OneCall:
                 self._route.unwell(replica, error)
                 others = len(tried) < len(replicas.all)
                 if self._begun or not (others or (error.stale and not stale)):
+                    self._pending.note(**await down_note(error, self._route.http, replica, self._pending))
                     raise error.refusal from error
                 stale = error.stale
+            except Refusal as refusal:
+                self._pending.note(**await down_note(refusal, self._route.http, replica, self._pending))
+                raise
 
     async def _whole(
         self, replica: Replica, prompt: Sequence[int], sampling: Sampling

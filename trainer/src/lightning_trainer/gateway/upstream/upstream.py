@@ -24,6 +24,7 @@ from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.assembly import Assembly
 from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.dialects import chunks_of
+from lightning_trainer.gateway.upstream.ending import down_note
 from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, object_of, upstream_failure
 from lightning_trainer.gateway.upstream.parameters import refuse_unknown
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
@@ -220,8 +221,12 @@ class UpstreamPolicy:
                 self._unwell(replica, error)
                 others = len(tried) < len(self.replicas.all)
                 if sender.started or assembly.drawn or not (others or (error.stale and not stale)):
+                    sampling |= await down_note(error, self._http, replica, pending)
                     raise error.refusal from error
                 stale = error.stale
+            except Refusal as refusal:
+                sampling |= await down_note(refusal, self._http, replica, pending)
+                raise
             finally:
                 assembly.settle(sampling)
         if self._tokens is not None:
