@@ -84,9 +84,11 @@ def test_vllm_answers_with_the_frozen_weights_of_opponents(tiny_model, folder, s
     assert largest_gap(tiny_model, out) < 1e-3
 
 
-@pytest.mark.parametrize("fault", ["crash", "again", "scoring", "port"])
+@pytest.mark.parametrize("fault", ["crash", "again", "scoring", "port", "hang"])
 def test_a_vllm_that_ends_is_started_again_with_the_newest_adapters(tiny_model, folder, scripted, monkeypatch, fault):  # noqa: F811
     monkeypatch.setenv("SCRIPTED_FAULT", fault)
+    if fault == "hang":
+        monkeypatch.setattr(process, "_FROZEN_S", 5.0)
     train(config(tiny_model, engine="vllm", steps=3, max_attempts=4))
     events, metrics = scripted(), lines(folder / "out")
     lives = list(dict.fromkeys(event["pid"] for event in events))
@@ -116,6 +118,25 @@ def test_a_program_that_takes_0_for_an_answer_that_broke_off_is_not_learned_from
     broken = [call for call in calls(folder / "out") if call.error is not None]
     assert broken
     assert all(call.sampling["engine_ended"] for call in broken)
+
+
+def test_a_broken_answer_of_a_vllm_that_lives_on_counts_with_the_reward_of_the_program(
+    tiny_model,
+    folder,  # noqa: F811
+    scripted,
+    monkeypatch,
+):
+    """The policy can bring it about, for example by a request that vLLM cannot answer."""
+    monkeypatch.setenv("SCRIPTED_FAULT", "broken")
+    monkeypatch.setattr(process, "_ENDING_S", 0.5)
+    train(config(tiny_model, target="policy_agent:calm", engine="vllm", steps=3))
+    (broken,) = [call for call in calls(folder / "out") if call.error is not None]
+    assert "ended its answer before it was complete" in broken.error
+    assert "engine_ended" not in broken.sampling
+    metrics = lines(folder / "out")
+    assert all(line.get("infrastructure/engine_down", 0) == 0 for line in metrics)
+    assert sum(line["failed"] for line in metrics) == 0
+    assert len({event["pid"] for event in scripted()}) == 1
 
 
 def end_outage(out, back):
@@ -316,12 +337,36 @@ def test_vllm_ends_with_a_trainer_that_is_killed(tmp_path):
         assert held.read() == ""
 
 
+def test_a_vllm_that_is_stopped_with_its_supervisor_is_ended_too(tmp_path, monkeypatch):
+    fifo = tmp_path / "held"  # the server holds its writing end for as long as it lives
+    os.mkfifo(fifo)
+    server = (
+        f"import http.server, sys; held = open({str(fifo)!r}, 'w')\n"
+        "class Answers(http.server.BaseHTTPRequestHandler):\n"
+        "    do_GET = lambda self: (self.send_response(200), self.end_headers())\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[-1])), Answers).serve_forever()"
+    )
+    monkeypatch.setattr(process, "_STOP_S", 0.5)
+    ours = VllmProcess([sys.executable, "-c", server], os.environ, tmp_path / "log")
+    begun = threading.Thread(target=ours.start, daemon=True)
+    begun.start()
+    with fifo.open() as held:
+        begun.join()
+        os.killpg(ours._process.pid, signal.SIGSTOP)
+        ours.stop()
+        assert held.read() == ""
+
+
 def test_options_that_contradict_each_other_are_refused(tiny_model, folder, tmp_path):  # noqa: F811
     for options, words in (
         ({"engine": "nosuch"}, "unknown engine 'nosuch'. Use one of: embedded, vllm"),
         ({"engine": "vllm", "policies": {}, "lora_rank": 0}, "keeps the old output layer if it is tied"),
         ({"engine_url": "http://127.0.0.1:9/v1", "policies": {}, "lora_rank": 0}, "take LoRA adapters only"),
         ({"engine": "vllm", "lora_rank": 600}, "rank 512 at most"),
+        (
+            {"engine": "vllm", "staleness": 1, "backend_options": {"lora_targets": ["q_proj", "lm_head"]}},
+            "Leave lm_head out of lora_targets, or use engine = embedded",
+        ),
         ({"engine": "embedded", "engine_gpus": "1"}, "need engine = vllm"),
         ({"engine": "vllm"}, "vLLM is not installed here"),
         ({"engine_python": str(tmp_path / "none")}, "does not run"),

@@ -36,6 +36,7 @@ class EngineRequest:
         policies: names of the LoRA adapters on it; empty: one policy.
         copies: those of them that are frozen copies of others, whose weights change only between steps.
         lora_rank: rank of the adapters; 0: all weights are trained.
+        lora_targets: names of the layers that have adapters, as far as the options or existing adapters name them.
         base_bits: bits of the learner's frozen weights under the adapters; None: `dtype`.
         staleness: steps by which the weights of a rollout may be older than the newest.
         slots: maximum number of answers that are sampled at once.
@@ -56,6 +57,7 @@ class EngineRequest:
     policies: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
     base_bits: int | None = None
     staleness: int = 0
     slots: int = 64

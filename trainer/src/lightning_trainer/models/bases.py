@@ -41,12 +41,14 @@ class AdapterBase:
         rank: of the adapters; 0 without adapters.
         bits: to which the weights of its linear layers were rounded in training; None: they were not.
         dtype: in which the adapters were trained; None: not recorded.
+        targets: names of the layers that have adapters; empty if there are none, or if a pattern names them.
     """
 
     folder: Path
     rank: int = 0
     bits: int | None = None
     dtype: str | None = None
+    targets: tuple[str, ...] = ()
 
 
 def read_base(folder: Path) -> AdapterBase:
@@ -62,7 +64,9 @@ def read_base(folder: Path) -> AdapterBase:
     base = Path(str(index.get("base") or peft.get("base_model_name_or_path") or folder))
     number = read_format(folder / NEEDED) or NumberFormat()
     whole = base if base.is_dir() else folder
-    return AdapterBase(whole, int(peft.get("r") or 0), number.bits, number.dtype)
+    named = peft.get("target_modules")
+    targets = tuple(map(str, named)) if isinstance(named, list) else ()
+    return AdapterBase(whole, int(peft.get("r") or 0), number.bits, number.dtype, targets)
 
 
 def read_format(path: Path) -> NumberFormat | None:

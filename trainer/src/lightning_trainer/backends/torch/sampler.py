@@ -78,6 +78,7 @@ def engine_of(config: TrainConfig) -> tuple[EngineKind, EngineRequest]:
         policies=(*parse(config.policies).adapters, *copies) if config.policies else (),
         copies=copies,
         lora_rank=config.lora_rank or base.rank,
+        lora_targets=tuple(config.backend_options.get("lora_targets") or base.targets),
         base_bits=config.base_bits or base.bits,
         staleness=config.staleness,
         slots=int(config.backend_options.get("slots", 64)),

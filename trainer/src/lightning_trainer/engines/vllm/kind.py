@@ -52,6 +52,7 @@ class VllmKind:
         """
         if request.lora_rank:
             vllm_rank(request.lora_rank)
+            _check_targets(request)
         else:
             _check_all_weights(request)
         if ours := sorted(_OURS & {name.replace("-", "_") for name in request.options}):
@@ -139,6 +140,7 @@ class OwnServer:
         self._policies: VllmPolicies | None = None
         self._started = False
         self.key: str | None = self._process.key
+        self.pulse = self._process.pulse
 
     def start(self, policies: VllmPolicies) -> None:
         """Start the server.
@@ -295,6 +297,17 @@ def _given_options(request: EngineRequest) -> dict[str, Any]:
 def _adapter_options(request: EngineRequest) -> dict[str, Any]:
     places, rank = _places(request), vllm_rank(request.lora_rank) if request.lora_rank else 0
     return {"enable_lora": True, "max_loras": places, "max_cpu_loras": places, "max_lora_rank": rank}
+
+
+def _check_targets(request: EngineRequest) -> None:
+    """Refuse adapters of the head on vLLM's CPU build, which ends as `_options` says. Others' servers are not known."""
+    heads = [name for name in request.lora_targets if name.rpartition(".")[2] == "lm_head"]
+    if heads and not request.urls and (request.device == "cpu" or not gpu_totals()):
+        raise ConfigError(
+            f"lora_targets: an adapter of the output layer, {heads[0]}, ends vLLM's CPU build (0.27.1) when that scores"
+            " a prompt while other calls are answered, as with staleness and with answers that must follow a grammar."
+            f" Leave {heads[0]} out of lora_targets, or use engine = embedded."
+        )
 
 
 def _check_all_weights(request: EngineRequest) -> None:

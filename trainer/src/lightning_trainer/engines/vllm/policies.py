@@ -28,7 +28,7 @@ from lightning_trainer.engines.vllm.constrained import mark_steered, marks, read
 from lightning_trainer.engines.vllm.rounding import read_vllm_bits
 from lightning_trainer.engines.vllm.running import BASE_NAME
 from lightning_trainer.engines.vllm.servers import Servers
-from lightning_trainer.engines.vllm.weights import replace_weights
+from lightning_trainer.engines.vllm.weights import replace_weights, write_weights
 from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.engine_wait import add_wait, engine_wait, mark_ended
 from lightning_trainer.gateway.http.errors import Refusal
@@ -37,7 +37,12 @@ from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.errors import BrokenError, object_of, upstream_failure
 from lightning_trainer.gateway.upstream.replicas import Replica
 from lightning_trainer.gateway.upstream.served_names import ServedName, ServedNames
-from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING, CompletionsProtocol, TokenProtocolError
+from lightning_trainer.gateway.upstream.token_protocols import (
+    ADJUSTING,
+    CompletionsProtocol,
+    Reader,
+    TokenProtocolError,
+)
 from lightning_trainer.gateway.upstream.upstream import SILENCE_S
 
 logger = logging.getLogger(__name__)
@@ -45,7 +50,6 @@ _WIRE: Final = CompletionsProtocol(grammars=True)
 _CALLS_S: Final = 3600.0  # how long old calls may delay the loading of the next version
 _TRIES: Final = 3  # of a request of which nothing was sampled yet
 _SENDS: Final = 5  # of weights; a server of ours that crashes so often in a row has ended
-
 _SERVERS: Final = frozenset({401, 403, 404, 405})  # another key, or an adapter that a restarted server does not have
 
 Sent = TypeVar("Sent")
@@ -109,7 +113,7 @@ class ServedPolicy:
             try:
                 async with self._owner.gate.passed():
                     since, urls = time.monotonic(), self._owner.servers.urls
-                    with self.names.call() as served:
+                    with self.names.call() as served, self._owner.servers.pulse.noted_if_cut():
                         stream = self._owner.constrained if marks(sampling) else self._owner.stream
                         async for piece in stream(served, prompt, most, sampling):
                             begun = True
@@ -201,7 +205,7 @@ class VllmPolicies:
             folder = self._folder / served
             shutil.rmtree(folder, ignore_errors=True)
             with waiting("engine", f"vLLM to load {name} {version}"):
-                _write_weights(write, name, folder)
+                write_weights(write, name, folder)
                 self._send(partial(self._load, served, folder))
             before = policy.names.newest.name
 
@@ -216,7 +220,7 @@ class VllmPolicies:
         for name, version in versions.items():
             before, folder = self._weights, self._folder / f"weights.{secrets.token_hex(3)}"
             with waiting("engine", f"answers of {name} to end, and vLLM to take its weights {version}"):
-                _write_weights(write, name, folder)
+                write_weights(write, name, folder)
                 with self.gate.shut():
                     self._weights = folder  # also loaded by a server that is restarted meanwhile
                     self._send(partial(self._load_weights, folder))
@@ -257,24 +261,22 @@ class VllmPolicies:
             BrokenError: a server cannot be reached, or broke off.
             Refusal: the server's own.
         """
-        http = self._connection()
-        replica = self._replica()
+        http, replica = self._connection(), self._replica()
         reader, events, version, ended = _WIRE.reader(prompt, sampling), EventReader(), served.version, False
         seed = self.random.getrandbits(31) if sampling.seed is None else sampling.seed
         body = _WIRE.body(served.name, prompt, most, sampling, stream=True) | {"seed": seed % 2**31}
         if sampling.grammar is not None:
             body["structured_outputs"] = {"grammar": sampling.grammar}
-        async with http.response(replica, _WIRE.path, body) as response:
-            with _count_in_flight(replica), http.arriving(response) as arriving:
-                while not events.done and (data := await arriving.piece()):
-                    for event in events.feed(data):
-                        try:
-                            piece = reader.read(object_of(event))
-                        except TokenProtocolError as error:
-                            raise BrokenError(upstream_failure(f"{replica.url} {error}")) from None
-                        if piece is not None:
-                            ended = ended or piece.finish_reason is not None
-                            yield _with_version(piece, version)
+        with self.servers.pulse.request(), _count_in_flight(replica):
+            async with http.response(replica, _WIRE.path, body) as response:
+                with http.arriving(response) as arriving:
+                    while not events.done and (data := await arriving.piece()):
+                        self.servers.pulse.beat()
+                        for event in events.feed(data):
+                            piece = _read_piece(reader, event, replica)
+                            if piece is not None:
+                                ended = ended or piece.finish_reason is not None
+                                yield _with_version(piece, version)
         if not ended:
             raise BrokenError(upstream_failure(f"{replica.url} ended its answer before it was complete"))
 
@@ -291,7 +293,9 @@ class VllmPolicies:
         ids = [token for piece in pieces for token in piece.token_ids]
         tokens = [*prompt, *ids][: self.held.max_model_len - 1]  # the scoring request needs room for one more
         http, replica = self._connection(), self._replica()
-        reply = await http.page(replica, _WIRE.path, scoring_request(served.name, tokens))
+        with self.servers.pulse.request():
+            reply = await http.page(replica, _WIRE.path, scoring_request(served.name, tokens))
+        self.servers.pulse.beat()
         try:
             own = read_scores(json.loads(reply), tokens)[len(prompt) - 1 :]
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -345,7 +349,10 @@ class VllmPolicies:
             self.servers.wait()
             urls = self.servers.urls
             try:
-                return send()
+                with self.servers.pulse.request():
+                    sent = send()
+                self.servers.pulse.beat()
+                return sent
             except ConfigError as error:
                 failure = EngineError(str(error))
                 if not self.servers.ends(urls):
@@ -364,18 +371,6 @@ class VllmPolicies:
         shutil.rmtree(self._folder / served, ignore_errors=True)
 
 
-def _write_weights(write: WriteWeights, name: str, folder: Path) -> None:
-    from safetensors import SafetensorError
-
-    try:
-        write(name, folder)
-    except (OSError, SafetensorError) as error:
-        raise EngineError(
-            f"the weights of {name} could not be written to {folder}: {error}. Free space there, or name another"
-            ' folder: engine_options = {folder = "/path"}.'
-        ) from None
-
-
 @contextmanager
 def _count_in_flight(replica: Replica) -> Iterator[None]:
     replica.in_flight += 1
@@ -392,6 +387,13 @@ def _failure_of(error: BrokenError | Refusal) -> Refusal:
     if error.status not in _SERVERS and error.status < 500:
         raise error
     return upstream_failure(f"answered {error.status}: {error.message}")
+
+
+def _read_piece(reader: Reader, event: bytes, replica: Replica) -> SampledPiece | None:
+    try:
+        return reader.read(object_of(event))
+    except TokenProtocolError as error:
+        raise BrokenError(upstream_failure(f"{replica.url} {error}")) from None
 
 
 def _with_version(piece: SampledPiece, version: int | None) -> SampledPiece:

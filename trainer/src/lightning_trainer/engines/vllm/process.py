@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import os
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -21,11 +24,14 @@ import httpx
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.engines.contract import EngineError
+from lightning_trainer.engines.vllm.pulse import Pulse
 
+logger = logging.getLogger(__name__)
 _START_S: Final = 1800.0  # on a busy machine, imports alone take minutes
 _STOP_S: Final = 30.0
 _LOOK_S: Final = 0.5
 _ENDING_S: Final = 10.0
+_FROZEN_S: Final = 300.0  # without a byte, although it works on requests; the longest prompts take less
 _POLL_S: Final = 0.05
 _CRASHES: Final = 3  # in a row, without new weights in between
 _PORTS: Final = 3  # ports that are tried at first
@@ -99,7 +105,7 @@ def environment_of(given: Mapping[str, str], found: Environment, *, gpus: str | 
 
 
 class VllmProcess:
-    """A server that is restarted when it crashes, on another port.
+    """A server that is restarted when it crashes or hangs, on another port.
 
     Args:
         command: its command without its address.
@@ -113,6 +119,7 @@ class VllmProcess:
     ) -> None:
         self.key = secrets.token_urlsafe(16)
         self.log = log
+        self.pulse = Pulse()
         self.failure: EngineError | None = None
         self.crashes = 0  # in a row
         self.restarts = 0
@@ -225,6 +232,7 @@ class VllmProcess:
         except BaseException:
             self._end()
             raise
+        self.pulse.beat()
         self._up.set()
 
     def _until_it_answers(self, process: subprocess.Popen[bytes]) -> None:
@@ -243,22 +251,21 @@ class VllmProcess:
                 time.sleep(_LOOK_S)
 
     def _watch(self) -> None:
-        """Restart the server whenever it has ended, also while it starts or takes its weights."""
+        """Restart the server whenever it has ended or hangs, also while it starts or takes its weights."""
         said = ""
         while not self._closing.is_set():
-            process = self._process
-            if process is not None:
-                process.wait()
+            hung = "" if self._process is None else self._await_end(self._process)
             self._up.clear()
             self._may_start.wait()
             if self._closing.is_set():
                 return
+            self._end(patience_s=0.0 if hung else None)
             self.crashes += 1
-            said = said or last_error(self.log, self._since)
+            said = said or hung or last_error(self.log, self._since)
             if self.crashes > _CRASHES:
                 self.failure = EngineError(f"vLLM ended {self.crashes} times in a row: {said}. See {self.log}.")
                 return
-            self._end()
+            logger.warning("vLLM ended and is started again: %s. See %s.", said, self.log)
             try:
                 self._launch()
                 said = ""
@@ -266,7 +273,18 @@ class VllmProcess:
             except Exception as error:  # noqa: BLE001 - it is started again, and ends the run in the end
                 said = "" if isinstance(error, EngineError) else f"{error}"  # the log says why it did not start
 
-    def _end(self) -> None:
+    def _await_end(self, process: subprocess.Popen[bytes]) -> str:
+        """Wait until a server has ended or hangs; return how it hangs."""
+        while not self._closing.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_S)
+                return ""
+            silent_s, requests = self.pulse.silent_s, self.pulse.requests
+            if silent_s > _FROZEN_S:
+                return f"it sent nothing for {silent_s:.0f} s, with {requests} requests in progress, so it was ended"
+        return ""
+
+    def _end(self, patience_s: float | None = None) -> None:
         """Stop the server with all that it started; the supervisor does this when its input ends."""
         process = self._process
         if process is None:
@@ -274,11 +292,11 @@ class VllmProcess:
         self._up.clear()
         if process.stdin is not None:
             process.stdin.close()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S if patience_s is None else patience_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what a supervisor that was stopped or killed leaves behind
+        process.wait()
 
 
 def last_error(log: Path, since: int = 0) -> str:

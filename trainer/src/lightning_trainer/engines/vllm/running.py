@@ -15,6 +15,7 @@ import httpx
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.engines.contract import EngineError, HeldModel
+from lightning_trainer.engines.vllm.pulse import Pulse
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
 
 BASE_NAME: Final = "base"  # name of the frozen model on the servers
@@ -60,6 +61,7 @@ class RunningServers:
 
     def __init__(self, urls: Sequence[str], key: str | None, *, places: int) -> None:
         self.urls, self._places = tuple(urls), places
+        self.pulse = Pulse()
         self.key = key or os.environ.get("VLLM_API_KEY")
         self._adapters: AdapterSource | None = None
         self._failure: EngineError | None = None

@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from lightning_trainer.engines.vllm.pulse import Pulse
+
 
 class Servers(Protocol):
-    """The vLLM servers of an engine: a process of ours, or servers of others."""
+    """The vLLM servers of an engine: a process of ours, or servers of others.
+
+    Attributes:
+        key: their bearer key.
+        pulse: is told of requests to them, and of what they send.
+    """
 
     key: str | None
+    pulse: Pulse
 
     @property
     def urls(self) -> Sequence[str]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import httpx
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.engines.contract import EngineError, WriteWeights
 
 _LOADING_S: Final = 600.0
 _GUARD: Final = "lightning_vllm_guard"
@@ -53,3 +54,20 @@ def development_mode(folder: Path, path: str | None) -> tuple[dict[str, str], di
     shutil.copy(Path(__file__).with_name("guard.py"), folder / f"{_GUARD}.py")
     env = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": f"{folder}:{path}" if path else str(folder)}
     return env, {"middleware": f"{_GUARD}.KeyGuard"}
+
+
+def write_weights(write: WriteWeights, name: str, folder: Path) -> None:
+    """Write the newest weights of a policy into a folder.
+
+    Raises:
+        EngineError: the folder does not take them.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        write(name, folder)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(
+            f"the weights of {name} could not be written to {folder}: {error}. Free space there, or name another"
+            ' folder: engine_options = {folder = "/path"}.'
+        ) from None

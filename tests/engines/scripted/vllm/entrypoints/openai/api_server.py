@@ -3,7 +3,8 @@
 It notes what it is asked in the file SCRIPTED_LOG. SCRIPTED_FAULT makes it fail: `frozen` accepts adapters and does not
 use them after each one's first version, `start` ends it before it answers, `crash` ends it once, while it answers,
 `again` does so too and ends the next one before it answers, `outage` does so too, and the next one starts once the
-file SCRIPTED_LOG with the suffix `.back` exists, `port` finds its port taken once, `asleep` ends it once,
+file SCRIPTED_LOG with the suffix `.back` exists, `hang` stops it once, while it answers, with SIGSTOP, `broken` ends
+one answer before it is complete, and nothing else, `port` finds its port taken once, `asleep` ends it once,
 while it sleeps, `waking` once, after it has answered /wake_up with an error, `sending` once, when it gets new weights
 after an update, and `scoring` once, when it is asked for log-probabilities after one. `trainer` kills the run,
 SCRIPTED_TRAINER, when it is to sleep for the second time. Asleep, it answers /wake_up and /health only: the real one's
@@ -191,6 +192,11 @@ class Server:
             self.crash_once("crash", self.answers > CRASH_AT)
             self.crash_once("again", self.answers > CRASH_AT)
             self.crash_once("outage", self.answers > CRASH_AT)
+            if FAULT in ("hang", "broken") and self.answers > CRASH_AT and not LOG.with_suffix(".crashed").exists():
+                LOG.with_suffix(".crashed").touch()
+                if FAULT == "broken":
+                    return
+                os.kill(os.getpid(), signal.SIGSTOP)
             if reason:
                 break
         yield "data: [DONE]\n\n"
