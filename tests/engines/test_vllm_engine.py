@@ -401,6 +401,7 @@ def test_the_last_error_is_the_one_that_says_why(tmp_path):
     vague = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\n"
     since = log.stat().st_size
     with log.open("a") as file:
+        file.write("(APIServer pid=6) ERROR 11-26 10:00:02 [serving.py:495] Error in completion stream generator.\n")
         file.write(vague * 2000)  # one for each request that was in progress
     assert last_error(log) == "ModuleNotFoundError: No module named 'flashinfer'"
     assert last_error(log, since) == vague.strip(), "not the error of an earlier server"

@@ -37,7 +37,9 @@ _CRASHES: Final = 3  # in a row, without new weights in between
 _PORTS: Final = 3  # ports that are tried at first
 _TAKEN: Final = "ddress already in use"  # as Python's asyncio and the system write it
 _SUPERVISED: Final = str(Path(__file__).with_name("supervised.py"))
-_ERROR: Final = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d: -]+\[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
+_ERROR: Final = re.compile(
+    r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d: -]+\[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b(?! in ).*)"
+)
 _VAGUE: Final = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered")
 
 
@@ -265,7 +267,7 @@ class VllmProcess:
             if self.crashes > _CRASHES:
                 self.failure = EngineError(f"vLLM ended {self.crashes} times in a row: {said}. See {self.log}.")
                 return
-            logger.warning("vLLM ended and is started again: %s. See %s.", said, self.log)
+            logger.warning("vLLM ended and is started again: %s. See %s.", said.rstrip("."), self.log)
             try:
                 self._launch()
                 said = ""
