@@ -64,7 +64,7 @@ class OutOfMemory(Scripted):
 
     has_failed = False
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[SampledPiece]:
         if "wait" in self.tokenizer.decode(prompt) and not self.has_failed:
             self.has_failed = True
             raise RuntimeError("out of memory")
