@@ -32,6 +32,7 @@ from lightning_trainer.kits.improve.methods import KINDS
 from lightning_trainer.kits.improve.snapshots import adapter_names
 from lightning_trainer.kits.improve.tasks import TaskFiles
 from lightning_trainer.report.progress import Silent
+from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.session.answers import Endpoint
 from lightning_trainer.work import Work
 from support.training.programs import CLIENT, put_programs
@@ -186,6 +187,19 @@ def test_two_agents_are_improved_apart_and_put_together_and_a_cut_search_is_resu
         assert {(call.agent, call.policy) for call in store.calls()} == {("writer", "writer"), ("checker", "checker")}
     finally:
         store.close()
+
+
+def test_a_stopped_dry_run_names_no_folder_to_resume(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(measurement: HeldOutMeasurement, base: Path) -> None:
+        raise Interrupted(f"stopped. Continue with: lightning-rl eval --resume {base}")
+
+    monkeypatch.setattr(HeldOutMeasurement, "measure_base", stop)
+    result = improve("program:run", model, "--budget", "30000", "--dry-run")
+    assert result.exit_code == 130, result.output
+    assert "run the same command again" in result.stderr
+    assert "--resume" not in result.stderr
 
 
 def test_a_dry_run_prints_the_plan_and_leaves_nothing(folder: Path, model: Path) -> None:

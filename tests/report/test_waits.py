@@ -17,6 +17,7 @@ from lightning_trainer.report.speed.waits import RolloutTime, divide_step, name_
 from lightning_trainer.rl.rollouts import Outcome
 
 S = 10**9
+PLAYERS: dict[str, Any] = {"concurrency": 4, "policies": "a=lora,b=lora"}
 CALL = Call(call_id="c", response_id="r", start_ns=0, end_ns=0, policy="p", policy_version=0)
 
 
@@ -73,6 +74,9 @@ def steps(count: int, part: str) -> list[dict[str, Any]]:
         ("sampling", {"lora_rank": 8, "staleness": 1}, True, "--engine-gpus"),
         ("program", {"concurrency": 4}, False, "--concurrency (4)"),
         ("program", {"concurrency": 4, "resample": 1}, False, "s. Raise --concurrency (4)."),
+        ("program", {**PLAYERS, "schedule": "alternate:1"}, False, "s. Raise --concurrency (4)."),
+        ("program", {**PLAYERS, "opponents": {"a": 1}}, False, "s. Raise --concurrency (4)."),
+        ("program", {"concurrency": 4, "task_order": "curriculum"}, False, "s. Raise --concurrency (4)."),
         ("sampling", {"backend": "tinker"}, True, "--staleness 1"),
         ("sampling", {"backend": "tinker"}, False, "s. Lower --max-tokens or --group-size."),
         ("learner", {}, False, "--lora-rank 16"),

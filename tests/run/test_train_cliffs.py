@@ -52,6 +52,8 @@ def test_a_fallen_policy_returns_to_its_best_weights_and_learns_slowly(tiny_mode
     [back] = lines(folder / "out", "rollback")
     assert (back["policy"], back["step"], back["to_step"], back["learning_rate_factor"]) == ("writer", 1, 0, 0.1)
     assert result.rollbacks == (PolicyReturn("writer", after_steps=1, to_step=0, learning_rate_factor=0.1),)
+    [returned] = result.returned_last()
+    assert returned.startswith("writer fell in the last validation: the checkpoint has its weights after 0 steps")
     assert "cliff/writer" in {alarm.name for alarm in result.alarms}
     assert result.checkpoint is not None
     weights = {name: (folder / "out" / "best" / name / "adapter_model.safetensors") for name in ("writer", "rewriter")}

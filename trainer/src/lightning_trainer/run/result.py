@@ -9,6 +9,7 @@ from typing import Any
 from lightning_trainer.backend_protocol import OpenRun
 from lightning_trainer.intervals import Estimate
 from lightning_trainer.models import BEST, NEWEST
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.alarms import Alarm
 from lightning_trainer.report.metrics import best_step
 from lightning_trainer.report.step_notes import held_out_sentence
@@ -96,6 +97,15 @@ class Result:
             return None
         rise, tasks = self.differences().get("", (Estimate(None), 0))
         return held_out_sentence(self.before, self.after, rise, tasks)
+
+    def returned_last(self) -> list[str]:
+        """Return a sentence for each policy that the last validation returned to earlier weights."""
+        return [
+            f"{its.policy} fell in the last validation: the checkpoint has its weights after"
+            f" {amount(its.to_step, 'step')}, and the reward after training is that of the weights before the return."
+            for its in self.rollbacks
+            if its.after_steps == self.steps
+        ]
 
     def _sides(self) -> tuple[Score | None, Score | None]:
         if self._held_out:

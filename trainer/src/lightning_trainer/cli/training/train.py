@@ -118,6 +118,8 @@ def _print_sentences(result: Result, agents: Sequence[str] | None) -> None:
             )
     if (sentence := result.sentence()) is not None:
         click.echo(sentence, err=True)
+    for text in result.returned_last():
+        click.echo(text, err=True)
     differences = result.differences()
     trained = trained_names(filter(None, differences), agents)
     for name, (rise, tasks) in differences.items():

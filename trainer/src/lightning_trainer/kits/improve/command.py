@@ -57,8 +57,8 @@ def command(
 
     For each agent, successive halving chooses between prompt optimisation, fine-tuning on its best rollouts, RL and
     distillation: all methods get a small share of the budget, the better half a larger one, the best one the rest. They
-    are compared on held-out tasks. The result is compared with the unchanged agents on other held-out tasks, and
-    replaces them only if it is better with confidence.
+    are compared on one half of the held-out tasks. The best candidate of each agent is compared with the unchanged
+    agents on all held-out tasks, and replaces them only if it is better with confidence.
 
     The folder can be passed to eval and serve. --resume continues an interrupted search.
     """

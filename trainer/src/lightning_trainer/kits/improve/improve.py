@@ -85,7 +85,10 @@ def plan_search(config: ImproveConfig, progress: Progress | None = None) -> Sear
         tried = tasks.some_to_learn(_TRIED, config.train.seed, Path(name) / "tried.jsonl")
         few = config.with_values(samples=1)
         held_out = HeldOutMeasurement(config=few, tasks=tried, progress=progress, agents=config.train.agents)
-        held_out.measure_base(Path(name) / "base")
+        try:
+            held_out.measure_base(Path(name) / "base")
+        except Interrupted:
+            raise Interrupted("stopped. Nothing was stored: run the same command again") from None
         return _plan_from(config, held_out, tasks)
 
 

@@ -139,7 +139,8 @@ def name_bottleneck(steps: Sequence[Mapping[str, Any]], config: TrainConfig, *, 
 def _advice(part: str, config: TrainConfig, *, samples_apart: bool) -> str:
     ours, at_once, adapters = config.backend == "torch", config.concurrency, config.lora_rank > 0
     newest = config.uses_forks or config.by_coalitions or config.teacher is not None or config.resample > 0
-    early = config.backend in ("torch", "tinker", "verl") and not newest  # the others reject staleness
+    changing = config.schedule is not None or bool(config.opponents) or config.task_order == "curriculum"
+    early = config.backend in ("torch", "tinker", "verl") and not newest and not changing  # the others reject staleness
     cluster = config.backend == "verl" and config.device != "cpu"
     overlap = f"--staleness {config.staleness + 1}"
     overlaps = early and samples_apart and not config.staleness  # then sampling during the update saves time
