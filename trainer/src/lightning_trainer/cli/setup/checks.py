@@ -108,7 +108,7 @@ def _bind(plugins: Any, name: str) -> str:
         undo = plugins.manager().hook.lightning_attach(framework=name, recorder=recorder)
         if undo is not None:
             undo()
-    return f"binds {', '.join(hooks) or 'nothing'}"
+    return f"implements {', '.join(hooks) or 'no hook'}"
 
 
 class _Nowhere:
