@@ -155,3 +155,15 @@ def test_tasks_that_all_differ_alike_leave_a_doubt():
     same = estimate_difference([0.6] * 10, [0.5] * 10)
     assert 0 < same.low < 0.1 < same.high < 0.2
     assert estimate_difference([1.0], [0.5]).low < 0.5
+
+
+@pytest.mark.parametrize(("tasks", "significant"), [(1, False), (2, False), (5, False), (6, True)])
+def test_the_largest_difference_is_significant_from_six_tasks_on_as_in_a_sign_test(
+    tasks: int, significant: bool
+) -> None:
+    for sign in (1.0, -1.0):
+        found = estimate_difference([max(0.0, sign)] * tasks, [max(0.0, -sign)] * tasks, (0.0, 1.0))
+        assert found.mean == sign
+        assert found.low is not None
+        assert found.high is not None
+        assert (not found.low <= 0.0 <= found.high) == significant

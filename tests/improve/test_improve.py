@@ -32,7 +32,7 @@ from lightning_trainer.kits.improve.methods import KINDS
 from lightning_trainer.kits.improve.snapshots import adapter_names
 from lightning_trainer.kits.improve.tasks import TaskFiles
 from lightning_trainer.report.progress import Silent
-from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.run.interrupts import SavedInterrupt
 from lightning_trainer.session.answers import Endpoint
 from lightning_trainer.work import Work
 from support.training.programs import CLIENT, put_programs
@@ -193,7 +193,7 @@ def test_a_stopped_dry_run_names_no_folder_to_resume(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(measurement: HeldOutMeasurement, base: Path) -> None:
-        raise Interrupted(f"stopped. Continue with: lightning-rl eval --resume {base}")
+        raise SavedInterrupt(f"stopped. Continue with: lightning-rl eval --resume {base}")
 
     monkeypatch.setattr(HeldOutMeasurement, "measure_base", stop)
     result = improve("program:run", model, "--budget", "30000", "--dry-run")

@@ -103,7 +103,8 @@ def estimate_difference(
     0.
 
     If all tasks differ by the same amount, their spread is uninformative. The interval is then that of `estimate_mean`,
-    within what one more task could be: no difference or twice this one; if there is no difference, any.
+    within what one more task could be: no difference or twice this one; if there is no difference, or the largest that
+    is possible, any. Six or more tasks with the largest difference are significant, as in a sign test.
 
     Args:
         this_N: (N,) one number per task: the mean of its samples.
@@ -120,7 +121,8 @@ def estimate_difference(
     tail = TAIL / comparisons
     mean, error = float(values.mean()), _t_error(values, tail)
     if error <= _EQUAL * width:
-        low, high = sorted((0.0, 2 * mean)) if abs(mean) > _EQUAL * width else (-width, width)
+        certain = _EQUAL * width < abs(mean) < (1 - _EQUAL) * width
+        low, high = sorted((0.0, 2 * mean)) if certain else (-width, width)
         return Estimate(mean, *_ends(values, (max(-width, low), min(width, high)), tail))
     low, high = max(-width, mean - error), min(width, mean + error)
     if np.isin(values, (-width, 0.0, width)).all():

@@ -87,8 +87,8 @@ def plan_search(config: ImproveConfig, progress: Progress | None = None) -> Sear
         held_out = HeldOutMeasurement(config=few, tasks=tried, progress=progress, agents=config.train.agents)
         try:
             held_out.measure_base(Path(name) / "base")
-        except Interrupted:
-            raise Interrupted("stopped. Nothing was stored: run the same command again") from None
+        except SavedInterrupt:
+            raise SavedInterrupt("stopped. Nothing was stored: run the same command again") from None
         return _plan_from(config, held_out, tasks)
 
 
