@@ -26,7 +26,7 @@ from lightning_trainer.kits.export import choose, files
 from lightning_trainer.kits.export import episodes as room
 from lightning_trainer.kits.export.candidates import LineCandidate
 from lightning_trainer.kits.export.export import ExportResult, export
-from lightning_trainer.kits.export.wanted import ExportOptions
+from lightning_trainer.kits.export.wanted import ExportSelection
 from lightning_trainer.rl.endings import Ending
 from support.training.stores import ADD, Made, Said, calls_tool, make_store, read, says, user
 
@@ -39,7 +39,7 @@ def made(tmp_path: Path) -> Iterator[Made]:
 
 
 def run(made: Made, out: Path, **wanted: Any) -> tuple[list[dict[str, Any]], ExportResult]:
-    done = export(made.store, ExportOptions(**{"format": "sft", **wanted}), out)
+    done = export(made.store, ExportSelection(**{"format": "sft", **wanted}), out)
     return read(out), done
 
 
@@ -393,7 +393,7 @@ def test_parts_share_no_group_no_task_no_prompt(drawn: list[tuple[int, int, int,
         for place, (group, task, prompt, validation) in enumerate(drawn)
     ]  # fmt: skip
     left_out: Any = choose.Counter()
-    parts = choose.split(candidates, ExportOptions(format="sft", held_out=share), left_out)
+    parts = choose.split(candidates, ExportSelection(format="sft", held_out=share), left_out)
     for name in ("group", "task", "prompt"):
         seen = [{getattr(each, name) for each in part} for part in (parts.training, parts.held_out)]
         assert not seen[0] & seen[1]

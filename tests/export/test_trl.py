@@ -13,7 +13,7 @@ trl = pytest.importorskip("trl")
 torch = pytest.importorskip("torch")
 
 from lightning_trainer.kits.export.export import export
-from lightning_trainer.kits.export.wanted import ExportOptions
+from lightning_trainer.kits.export.wanted import ExportSelection
 from support.training.stores import ADD, Made, Said, calls_tool, make_store, read, says, user
 
 pytestmark = pytest.mark.torch
@@ -59,7 +59,7 @@ def fill(made: Made, tokenizer: Any, *, tokens: bool) -> None:
 def exported(made: Made, out: Path, **wanted: Any) -> tuple[Any, list[dict[str, Any]]]:
     from datasets import load_dataset
 
-    export(made.store, ExportOptions(**wanted), out)
+    export(made.store, ExportSelection(**wanted), out)
     return load_dataset("json", data_files=str(out), cache_dir=str(out.parent / "cache"))["train"], read(out)
 
 
@@ -111,7 +111,7 @@ def test_a_large_file_whose_lines_hold_other_fields_is_loaded(made: Made, tokeni
     for n in range(50):
         made.attempt({"n": n}, [Said([user(f"{n}?")], says(f"it is {n}"))], 1.0)
     fill(made, tokenizer, tokens=True)
-    done = export(made.store, ExportOptions(format="sft"), tmp_path / "out.jsonl")
+    done = export(made.store, ExportSelection(format="sft"), tmp_path / "out.jsonl")
     data = load_dataset("json", data_files=str(done.files[0]), chunksize=8192, cache_dir=str(tmp_path / "cache"))
     assert len(data["train"]) == done.lines == 52
 

@@ -102,7 +102,7 @@ def test_a_plugin_is_named_wherever_all_are(place, folder):
 
 def test_the_table_of_versions_is_the_one_that_the_plugins_name():
     page = table().PAGE.read_text(encoding="utf-8")
-    assert table().written(page) == page, "stale: nox -s table"
+    assert table().write_table(page) == page, "stale: nox -s table"
 
 
 def test_the_table_follows_the_plugins(tmp_path):
@@ -112,9 +112,9 @@ def test_the_table_follows_the_plugins(tmp_path):
         '[tool.lightning.versions]\noldest = ["far[x]==1.0", "openai==1.109.1"]\nlatest = ["far", "mcp<2"]\n'
     )
     text = f"a\n{table().BEGIN}\nold\n{table().END}\nb\n"
-    made = table().written(text, tmp_path)
+    made = table().write_table(text, tmp_path)
     assert "| [far-away](../../plugins/far-away) | far 1.0, openai 1.109.1 | far, mcp <2 |" in made
     assert "old\n" not in made
     assert made.startswith("a\n")
     assert made.endswith("b\n")
-    assert table().written(made, tmp_path) == made
+    assert table().write_table(made, tmp_path) == made

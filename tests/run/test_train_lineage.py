@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 from lightning_trainer import train
 from lightning_trainer.kits.export.export import export
-from lightning_trainer.kits.export.wanted import ExportOptions
+from lightning_trainer.kits.export.wanted import ExportSelection
 from lightning_trainer.kits.sft.config import SftConfig
 from lightning_trainer.kits.sft.sft import sft
 from lightning_trainer.lineage.chain import ChainWriter
@@ -69,7 +69,8 @@ def test_checkpoints_name_the_calls_rewards_files_and_code_that_they_learned_fro
     again = read_lineage(out / "checkpoint")
     assert (again.all_of("calls") != newest.all_of("calls"), len(again.steps)) == (True, 2)
 
-    export(store, ExportOptions(format="tokens", rollout_ids=tuple(newest.all_of("rollouts"))), folder / "lines.jsonl")
+    chosen = ExportSelection(format="tokens", rollout_ids=tuple(newest.all_of("rollouts")))
+    export(store, chosen, folder / "lines.jsonl")
     store.close()
     exported = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
     options = {"out": folder / "tuned", "steps": 1, "batch_size": 2, "device": "cpu", "held_out": 0.0}

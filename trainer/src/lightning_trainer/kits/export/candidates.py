@@ -15,7 +15,7 @@ from lightning_trainer.kits.export.branches import Branch, BranchCall, answers_i
 from lightning_trainer.kits.export.chat import Message, comparison_keys, exchange
 from lightning_trainer.kits.export.episodes import StoredEpisode, digest
 from lightning_trainer.kits.export.files import Line
-from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
+from lightning_trainer.kits.export.wanted import ExportSelection, UnexportedReason
 from lightning_trainer.lineage.permits import join_tenants, tenants_of
 from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import why_no_tokens
@@ -53,7 +53,7 @@ class LineCandidate:
 
 
 def lines_of(
-    episode: StoredEpisode, wanted: ExportOptions, left_out: Counter[str]
+    episode: StoredEpisode, wanted: ExportSelection, left_out: Counter[str]
 ) -> Iterator[tuple[Line, dict[str, Any]]]:
     """Make the lines of an attempt, each with the fields of `LineCandidate` except its place.
 
@@ -87,7 +87,7 @@ def lines_of(
         )
 
 
-def _branch_calls(episode: StoredEpisode, wanted: ExportOptions, left_out: Counter[str]) -> Iterator[BranchCall]:
+def _branch_calls(episode: StoredEpisode, wanted: ExportSelection, left_out: Counter[str]) -> Iterator[BranchCall]:
     left = episode.left
     for call in episode.calls:
         reason, said = episode.problem, None
@@ -101,7 +101,7 @@ def _branch_calls(episode: StoredEpisode, wanted: ExportOptions, left_out: Count
             yield said
 
 
-def _read(call: Transition, wanted: ExportOptions, *, left: bool) -> tuple[str | None, BranchCall | None]:
+def _read(call: Transition, wanted: ExportSelection, *, left: bool) -> tuple[str | None, BranchCall | None]:
     if call.error is not None:
         return UntrainedReason.CALL_FAILED, None
     if wanted.format == "tokens":
@@ -114,7 +114,7 @@ def _read(call: Transition, wanted: ExportOptions, *, left: bool) -> tuple[str |
         return str(error), None
 
 
-def _line(branch: Branch, wanted: ExportOptions) -> Line:
+def _line(branch: Branch, wanted: ExportSelection) -> Line:
     """Return the training content of a line; `dpo` joins two of them later."""
     tokens = tokens_of(branch) if wanted.ids or wanted.format == "tokens" else None
     exact = {} if tokens is None else dict(zip(("input_ids", "labels"), tokens, strict=True))

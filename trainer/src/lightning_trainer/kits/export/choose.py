@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lightning_trainer.kits.export.candidates import LineCandidate
-from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
+from lightning_trainer.kits.export.wanted import ExportSelection, UnexportedReason
 
 # A prompt with which more than this share of the tasks begins, such as a router's or a planner's constant prompt, does
 # not identify a task.
@@ -25,7 +25,7 @@ class ChosenLines:
 
 
 def by_reward(
-    candidates: Iterable[LineCandidate], wanted: ExportOptions, left_out: Counter[str]
+    candidates: Iterable[LineCandidate], wanted: ExportSelection, left_out: Counter[str]
 ) -> list[LineCandidate]:
     """Keep lines with enough reward, and the best attempts of each group and agent.
 
@@ -94,7 +94,7 @@ class PlayedTasks(Protocol):
 
 def split(
     candidates: Sequence[LineCandidate],
-    wanted: ExportOptions,
+    wanted: ExportSelection,
     left_out: Counter[str],
     played: Sequence[PlayedTasks] | None = None,
 ) -> ChosenLines:

@@ -71,10 +71,10 @@ def command(*, out: Path, store: str, key_file: Path | None, **options: Any) -> 
     The last line on stdout is JSON: lines, and left_out with the number of model calls by reason.
     """
     from lightning_trainer.kits.export.export import export
-    from lightning_trainer.kits.export.wanted import ExportOptions
+    from lightning_trainer.kits.export.wanted import ExportSelection
 
     permits = take_permits(options)
-    wanted = ExportOptions(**options, permits=permits)
+    wanted = ExportSelection(**options, permits=permits)
     with reading(store, key_file) as source:
         done = export(source, wanted, out)
     lines = done.lines + done.held_out

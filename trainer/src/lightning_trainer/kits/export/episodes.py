@@ -20,7 +20,7 @@ from lightning_spans.store.protocol import Where, each
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.kits.export.asked import UnreadableError
 from lightning_trainer.kits.export.chat import comparison_keys, exchange
-from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
+from lightning_trainer.kits.export.wanted import ExportSelection, UnexportedReason
 from lightning_trainer.rl.endings import ending_of
 
 
@@ -82,7 +82,7 @@ def _concerns(reward: Reward, path: str | None, callers: Mapping[str, str | None
     return earns(reward.agent, path)
 
 
-def episodes(store: Store, wanted: ExportOptions) -> Iterator[StoredEpisode]:
+def episodes(store: Store, wanted: ExportSelection) -> Iterator[StoredEpisode]:
     """Read every selected trace of a store, in the order of their start."""
     where = Where(origin=wanted.origin, rollout_ids=wanted.rollout_ids)
     attempts = {each_.attempt_id: each_ for each_ in each(store, AttemptRecord, where)}

@@ -18,7 +18,7 @@ from lightning_trainer.kits.export import choose, pairs
 from lightning_trainer.kits.export.candidates import LineCandidate, lines_of
 from lightning_trainer.kits.export.episodes import StoredEpisode, episodes
 from lightning_trainer.kits.export.files import Draft, Line, LineSpool
-from lightning_trainer.kits.export.wanted import ExportOptions
+from lightning_trainer.kits.export.wanted import ExportSelection
 from lightning_trainer.lineage.permits import tenants_of
 
 
@@ -56,7 +56,7 @@ class ExportResult:
     files: tuple[Path, ...] = field(default=())
 
 
-def export(store: Store, wanted: ExportOptions, out: Path) -> ExportResult:
+def export(store: Store, wanted: ExportSelection, out: Path) -> ExportResult:
     """Write the selected lines of a store.
 
     Args:
@@ -104,7 +104,7 @@ def export(store: Store, wanted: ExportOptions, out: Path) -> ExportResult:
 
 
 @contextmanager
-def open_selection(store: Store, wanted: ExportOptions) -> Iterator[Selection]:
+def open_selection(store: Store, wanted: ExportSelection) -> Iterator[Selection]:
     """Read a store and choose the lines.
 
     Raises:
@@ -147,7 +147,7 @@ def open_selection(store: Store, wanted: ExportOptions) -> Iterator[Selection]:
 
 
 @dataclass(frozen=True, slots=True)
-class _TaskFields:
+class _PlayedTask:
     """The fields of an attempt that identify its task."""
 
     group: str
@@ -161,7 +161,7 @@ class _StoreNotes:
     """Values collected while a store is read: agent paths, attempts, fields of tasks, tenants of the traces used."""
 
     agents: set[str] = field(default_factory=set)
-    played: list[_TaskFields] = field(default_factory=list)
+    played: list[_PlayedTask] = field(default_factory=list)
     fields: set[str] = field(default_factory=set)
     tenants: set[str] = field(default_factory=set)
 
@@ -170,11 +170,11 @@ class _StoreNotes:
             self.tenants.update(tenants_of(episode.trace))
         paths = (*episode.trace.agent_paths, *(call.path for call in episode.calls))
         self.agents.update(path for path in paths if path is not None)
-        self.played.append(_TaskFields(episode.group, episode.task, episode.opening, episode.validation))
+        self.played.append(_PlayedTask(episode.group, episode.task, episode.opening, episode.validation))
         self.fields.update(() if episode.attempt is None else episode.attempt.rollout.task)
 
 
-def _note_contents(store: Store, wanted: ExportOptions, seen: _StoreNotes) -> Iterator[StoredEpisode]:
+def _note_contents(store: Store, wanted: ExportSelection, seen: _StoreNotes) -> Iterator[StoredEpisode]:
     """Read episodes, and collect their values."""
     for episode in episodes(store, wanted):
         seen.note(episode)
@@ -188,7 +188,7 @@ def _selection(spool: LineSpool, places: tuple[list[int], list[int]], left_out: 
     )
 
 
-def _check(wanted: ExportOptions, seen: _StoreNotes) -> None:
+def _check(wanted: ExportSelection, seen: _StoreNotes) -> None:
     if wanted.agents is not None and seen.agents:
         heard = len(unheard(wanted.agents, seen.agents)) < len(wanted.agents)
         (check_spelling if wanted.some_silent and heard else check_known)(wanted.agents, seen.agents)
@@ -240,7 +240,7 @@ def _origins(store: Store) -> set[str]:
     return {span.origin for span in spans} | {call.origin for call in calls}
 
 
-def _nothing(chosen: Selection, wanted: ExportOptions, held_out: int, elsewhere: set[str]) -> str:
+def _nothing(chosen: Selection, wanted: ExportSelection, held_out: int, elsewhere: set[str]) -> str:
     if held_out:
         return f"all {held_out} lines are held out, so no training line is left. Give a smaller --split."
     if elsewhere:

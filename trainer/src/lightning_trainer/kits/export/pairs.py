@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_trainer.kits.export.candidates import LineCandidate
 from lightning_trainer.kits.export.files import Line, LineSpool
-from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
+from lightning_trainer.kits.export.wanted import ExportSelection, UnexportedReason
 
 Pair = tuple[LineCandidate, LineCandidate]  # the better, the worse
 _FROM = (
@@ -15,7 +15,7 @@ _FROM = (
 )  # fmt: skip
 
 
-def pairs(candidates: Sequence[LineCandidate], wanted: ExportOptions, left_out: Counter[str]) -> list[Pair]:
+def pairs(candidates: Sequence[LineCandidate], wanted: ExportSelection, left_out: Counter[str]) -> list[Pair]:
     """Make pairs of an agent's calls with equal requests in one group. Calls in no pair are counted.
 
     Only these can be compared: if two attempts sent different requests, it is unknown which answer made the difference.
@@ -39,7 +39,7 @@ def pairs(candidates: Sequence[LineCandidate], wanted: ExportOptions, left_out: 
     return list(found.values())
 
 
-def _pairs(own: list[LineCandidate], wanted: ExportOptions) -> tuple[list[Pair], str]:
+def _pairs(own: list[LineCandidate], wanted: ExportSelection) -> tuple[list[Pair], str]:
     """Return the pairs of answers to one prompt, and the reason why the others are in no pair."""
     if len(own) == 1:
         return [], UnexportedReason.ALONE
@@ -55,7 +55,7 @@ def _pairs(own: list[LineCandidate], wanted: ExportOptions) -> tuple[list[Pair],
     return (possible, UnexportedReason.TIED) if wanted.all_pairs else (possible[:1], UnexportedReason.NOT_PAIRED)
 
 
-def _is_pair(better: LineCandidate, worse: LineCandidate, wanted: ExportOptions) -> bool:
+def _is_pair(better: LineCandidate, worse: LineCandidate, wanted: ExportSelection) -> bool:
     high, low = better.reward or 0.0, worse.reward or 0.0
     enough = wanted.min_reward is None or high >= wanted.min_reward
     return enough and high > low and high - low >= wanted.margin and better.content != worse.content

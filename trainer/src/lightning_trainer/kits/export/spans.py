@@ -14,12 +14,12 @@ from lightning_spans.schema.agents import selects
 from lightning_trainer.kits.export.chat import is_text
 from lightning_trainer.kits.export.episodes import StoredEpisode
 from lightning_trainer.kits.export.files import Line
-from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
+from lightning_trainer.kits.export.wanted import ExportSelection, UnexportedReason
 
 _STATUS = {"ok": "OK", "error": "ERROR"}
 
 
-def spans_of(episode: StoredEpisode, wanted: ExportOptions, left_out: Counter[str]) -> Iterator[Line]:
+def spans_of(episode: StoredEpisode, wanted: ExportSelection, left_out: Counter[str]) -> Iterator[Line]:
     """Return all spans of an attempt, or count them all with the reason."""
     reason = _why_not(episode, wanted)
     if reason is not None:
@@ -51,7 +51,7 @@ def spans_of(episode: StoredEpisode, wanted: ExportOptions, left_out: Counter[st
         yield _writable(line)
 
 
-def _why_not(episode: StoredEpisode, wanted: ExportOptions) -> str | None:
+def _why_not(episode: StoredEpisode, wanted: ExportSelection) -> str | None:
     """Return why no span of an attempt is exported. Failed attempts are exported, too: viewers are for that."""
     names = episode.trace.agent_paths
     if wanted.agents is not None and not any(selects(wanted.agents, name) for name in names):

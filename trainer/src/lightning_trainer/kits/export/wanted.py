@@ -42,7 +42,7 @@ class UnexportedReason(Reason):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
+class ExportSelection:
     """The options of an export.
 
     Attributes:

@@ -14,7 +14,7 @@ from lightning_spans.schema.agents import check_known, label, selects
 from lightning_trainer.kits.export import choose
 from lightning_trainer.kits.export.candidates import LineCandidate
 from lightning_trainer.kits.export.episodes import digest
-from lightning_trainer.kits.export.wanted import ExportOptions, UnexportedReason
+from lightning_trainer.kits.export.wanted import ExportSelection, UnexportedReason
 from lightning_trainer.kits.sft.data import Example
 from lightning_trainer.kits.sft.reasons import UnlearnedReason
 from lightning_trainer.kits.sft.render import RenderedExample, Renderer, UnrenderableError
@@ -180,7 +180,7 @@ def split_held_out(
         )
         for place, example in enumerate(data)
     ]  # fmt: skip
-    parts = choose.split(candidates, ExportOptions(format="sft", held_out=share), left_out)
+    parts = choose.split(candidates, ExportSelection(format="sft", held_out=share), left_out)
     return [data[each.place] for each in parts.training], [data[each.place] for each in parts.held_out]
 
 

@@ -19,7 +19,7 @@ from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.kits.export.episodes import digest
 from lightning_trainer.kits.export.export import open_selection
 from lightning_trainer.kits.export.files import Line
-from lightning_trainer.kits.export.wanted import ExportOptions
+from lightning_trainer.kits.export.wanted import ExportSelection
 from lightning_trainer.kits.sft.batches import RowsToLearn, check_agents, make_rows, split_held_out
 from lightning_trainer.kits.sft.config import SftConfig, with_current_names
 from lightning_trainer.kits.sft.data import Example, is_store, read_file, read_lines_of_store
@@ -245,7 +245,7 @@ def _from_store(name: str, config: SftConfig, left_out: Counter[str]) -> list[Li
     path = Path(name.removeprefix("sqlite:///"))
     if not name.startswith(("http://", "https://", "postgresql")) and not path.is_file():
         raise ConfigError(f"there is no store {path}. Give a file of conversations, or the store of a run.")
-    wanted = ExportOptions(
+    wanted = ExportSelection(
         format="dpo" if config.loss == "dpo" else "sft", agents=config.agents, min_reward=config.min_reward,
         best=config.best, origin=config.origin, permits=config.permits,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.judges import RolloutJudge
 from lightning_trainer.kits.export.export import open_selection
 from lightning_trainer.kits.export.files import Line
-from lightning_trainer.kits.export.wanted import ExportOptions
+from lightning_trainer.kits.export.wanted import ExportSelection
 from lightning_trainer.kits.sft.batches import make_rows
 from lightning_trainer.kits.sft.config import RoundsConfig
 from lightning_trainer.kits.sft.data import read_lines_of_store
@@ -178,7 +178,7 @@ class RoundLoop:
             UnknownAgentError: none of the agents made a call in the first round.
         """
         config = self.config
-        wanted = ExportOptions(
+        wanted = ExportSelection(
             format="sft", agents=config.agents, min_reward=config.min_reward, best=config.kept,
             rollout_ids=rollout_ids, some_silent=True,
         )  # fmt: skip
