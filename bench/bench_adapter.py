@@ -15,7 +15,7 @@ from lightning_spans.schema.spans import Span
 
 SIZES = choose_size((10, 100, 1_000, 10_000), (10, 100))
 OTHERS = {  # agent-lightning 0.3, µs a call
-    "nested": {10: "142", 100: "215", 1_000: "1,659"},
+    "nested_spans": {10: "142", 100: "215", 1_000: "1,659"},
     "flat": {10: "161", 100: "404", 1_000: "5,023"},
 }
 
