@@ -287,7 +287,7 @@ def finishes(work: Callable[[], None]) -> bool:
 
 @contextmanager
 def collect_logs() -> Iterator[list[str]]:
-    """Collect the messages of our logger."""
+    """Collect the messages of our logger, also after a framework has configured logging without it."""
     lines: list[str] = []
 
     class Keeping(logging.Handler):
@@ -295,10 +295,18 @@ def collect_logs() -> Iterator[list[str]]:
             lines.append(record.getMessage())
 
     logger, handler = logging.getLogger("lightning_spans"), Keeping()
+    level, limit = logger.level, logger.manager.disable
+    for name, each in list(logger.manager.loggerDict.items()):
+        if name.startswith(logger.name) and isinstance(each, logging.Logger):
+            each.disabled = False  # as `logging.config` leaves the loggers that it does not name
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logging.disable(logging.NOTSET)
     try:
         yield lines
     finally:
+        logging.disable(limit)
+        logger.setLevel(level)
         logger.removeHandler(handler)
 
 
