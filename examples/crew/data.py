@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from agent import compute, make, shown
+from agent import compute, format_value, make
 from crewai import BaseLLM
 
 HELD_OUT = 300
@@ -48,7 +48,7 @@ def problems() -> list[dict[str, str]]:
         rows.append(
             {
                 "problem": f"{body}{'' if body.endswith(('.', '?', ',')) else '.'} {row['Question']}",
-                "answer": shown(Fraction(str(row["Answer"]))),
+                "answer": format_value(Fraction(str(row["Answer"]))),
                 "expression": re.sub(r"^\( (.*) \)$", r"\1", expression),
             }
         )

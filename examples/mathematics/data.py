@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from agent import SOLVE, TOOL, compute, shown
+from agent import SOLVE, TOOL, compute, format_value
 
 STEP = re.compile(r"<<([^=<>]+)=([^<>]+)>>")
 MOST_STEPS = 1  # of GSM8K's problems to learn from: the others are out of reach for 135M
@@ -39,7 +39,7 @@ def svamp() -> list[dict[str, Any]]:
         problem = f"{body}{'' if body.endswith(('.', '?', ',')) else '.'} {row['Question']}"
         expression = re.sub(r"(\d+)\.0\b", r"\1", row["Equation"]).strip()
         expression = re.sub(r"^\( (.*) \)$", r"\1", expression)
-        answer = shown(Fraction(str(row["Answer"])))
+        answer = format_value(Fraction(str(row["Answer"])))
         rows.append({"problem": problem, "answer": answer, "steps": [("", expression)]})
     return rows
 
@@ -56,7 +56,11 @@ def gsm8k(name: str) -> list[dict[str, Any]]:
             steps.append((said.replace("\n", " "), found[1].strip()))
             at = found.end() + len(found[2]) if text[found.end() :].startswith(found[2]) else found.end()
         rows.append(
-            {"problem": row["question"], "answer": shown(Fraction(answer.strip().replace(",", ""))), "steps": steps}
+            {
+                "problem": row["question"],
+                "answer": format_value(Fraction(answer.strip().replace(",", ""))),
+                "steps": steps,
+            }
         )
     return rows
 

@@ -125,7 +125,7 @@ def lessons(row: dict[str, Any], number: Number, known: Index) -> Iterator[dict[
 
 
 def searcher_chat(question: str, searched: list[tuple[str, list[int]]]) -> dict[str, Any]:
-    from agent import SEARCH, search, shown
+    from agent import SEARCH, format_paragraphs, search
     from agents.models.chatcmpl_converter import Converter
 
     messages: list[dict[str, Any]] = [{"role": "system", "content": SEARCH}, {"role": "user", "content": question}]
@@ -138,15 +138,19 @@ def searcher_chat(question: str, searched: list[tuple[str, list[int]]]) -> dict[
                 "tool_calls": [{"id": f"call_{place}", "type": "function", "function": call}],
             }
         )
-        messages.append({"role": "tool", "tool_call_id": f"call_{place}", "content": shown(numbers)})
+        messages.append({"role": "tool", "tool_call_id": f"call_{place}", "content": format_paragraphs(numbers)})
     messages.append({"role": "assistant", "content": "done"})
     return {"agent": "searcher", "messages": messages, "tools": [Converter.tool_to_openai(search)]}
 
 
 def answerer_chat(question: str, found: list[int], answer: str) -> dict[str, Any]:
-    from agent import ANSWER, asked
+    from agent import ANSWER, format_question
 
-    turns = (("system", ANSWER), ("user", asked(found, question)), ("assistant", f"<answer>{answer}</answer>"))
+    turns = (
+        ("system", ANSWER),
+        ("user", format_question(found, question)),
+        ("assistant", f"<answer>{answer}</answer>"),
+    )
     return {"agent": "answerer", "messages": [{"role": role, "content": text} for role, text in turns]}
 
 

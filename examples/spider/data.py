@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agent import CHECK, WRITE, asked, doubt, look
+from agent import CHECK, WRITE, doubt, format_question, look
 from database import QueryError, execute, folder, place, schema
 
 # What 135M parameters read and write: a third of all questions with `single`, a little over half with `all`.
@@ -77,7 +77,7 @@ def chats(rows: list[dict[str, str]], draw: random.Random) -> Iterator[dict[str,
     for row in rows:
         by_database.setdefault(row["database"], []).append(row["query"])
     for row in rows:
-        text = asked(row["database"], row["question"])
+        text = format_question(row["database"], row["question"])
         yield _chat("writer", (WRITE, text), row["query"])
         wrong = _spoil_query(row, by_database[row["database"]], draw)
         said, failed = look(row["database"], wrong)
