@@ -14,7 +14,7 @@ class Servers(Protocol):
 
     Attributes:
         key: their bearer key.
-        pulse: is told of requests to them, and of what they send.
+        pulse: measures for how long they have sent nothing while they work on requests.
     """
 
     key: str | None
