@@ -30,7 +30,7 @@ from support.warm_workers import WarmWorkers
 
 # Whose tests run many programs, and say nothing of how a worker starts.
 FORKED = {
-    "evaluation", "forks", "improve", "interop", "judging", "lineage", "loop", "prompts", "rewards", "run", "session",
+    "engines", "evaluation", "forks", "improve", "interop", "judging", "lineage", "loop", "prompts", "rewards", "run", "session",
     "sft", "tinker_backend",
 }  # fmt: skip
 
