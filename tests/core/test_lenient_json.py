@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from lightning_spans.schema.json import dumps
-from lightning_spans.schema.lenient_json import read_json, read_object
+from lightning_spans.schema.json import dumps, read_json, read_object
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_trainer.engines.vllm import pulse
 from lightning_trainer.engines.vllm.pulse import Pulse
-from lightning_trainer.gateway.engine_wait import measure_wait
+from lightning_trainer.gateway.engine import measure_wait
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_openai.json_text import to_json
-from lightning_spans.schema.lenient_json import read_json, read_object
+from lightning_spans.schema.json import read_json, read_object
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(10**18, 10**40)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_trainer.gateway.engine import SampledPiece, Sampling
-from lightning_trainer.gateway.engine_wait import engine_wait, mark_ended
+from lightning_trainer.gateway.engine import SampledPiece, Sampling, engine_wait, mark_ended
 from lightning_trainer.gateway.upstream.errors import upstream_failure
 from lightning_trainer.report import step_metrics
 from lightning_trainer.report.step_notes import infrastructure_sentence

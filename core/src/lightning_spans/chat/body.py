@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_spans.schema.spans import Json
 
 

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from lightning_spans.chat.body import tool_call
 from lightning_spans.schema.calls import Choice
-from lightning_spans.schema.json import dumps
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import dumps, read_json
 from lightning_spans.schema.spans import Json
 
 _STOPS: Final = {  # Anthropic's stop reasons, in the terms of chat completions

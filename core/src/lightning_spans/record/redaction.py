@@ -15,8 +15,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.schema.json import dumps
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import dumps, read_json
 from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE, TOOL_ARGUMENTS, TOOL_RESULT, TOOL_RETURNED, Json, Span
 
 if TYPE_CHECKING:

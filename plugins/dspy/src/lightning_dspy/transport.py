@@ -20,14 +20,13 @@ from lightning_openai.call import endpoint_of
 from lightning_openai.events import is_whole, read_events
 from lightning_openai.reroute import agent_header
 from lightning_spans.chat.stream import put_together
-from lightning_spans.record.instrument.http_calls import look
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.scope import current_scope, scopes_around
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.prompts import with_prompts
+from lightning_spans.record.unrecorded import look
 from lightning_spans.schema import spans as names
-from lightning_spans.schema.json import dumps
-from lightning_spans.schema.lenient_json import read_json, read_object
+from lightning_spans.schema.json import dumps, read_json, read_object
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder

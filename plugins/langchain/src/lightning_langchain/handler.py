@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManager, BaseCallbackHandler
 from langchain_core.language_models import BaseChatModel, BaseLLM
+from langchain_core.messages import ToolMessage
 from langchain_core.tracers.context import _configure_hooks, register_configure_hook
 
 from lightning_langchain import FRAMEWORK, tools
 from lightning_langchain.agents import ChainRun, ChainRuns
 from lightning_langchain.handoffs import handed_to
 from lightning_langchain.models import OtherModels, follow_caches
-from lightning_langchain.refused import answers_in, offered_in, unreadable_in
 from lightning_langchain.tools import called_for, is_control_flow, requests_in, take_request, tool_result
 from lightning_openai.json_text import to_json
 from lightning_spans.record.context import current, current_agent, entered_iteration, entered_steps
 from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.tool_requests import ToolRequest
 from lightning_spans.record.instrument.tracker import begins, ends
 from lightning_spans.schema import spans as names
 
@@ -289,3 +290,37 @@ class Handler(ChainRuns, BaseCallbackHandler):
 def _name_of(serialized: Mapping[str, Any] | None, otherwise: str) -> str:
     known = serialized or {}
     return str(known.get("name") or (known.get("id") or [otherwise])[-1])
+
+
+if TYPE_CHECKING:
+    from langchain_core.outputs import LLMResult
+
+
+def offered_in(params: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the tools offered to a model, in any provider's format."""
+    tools = params.get("tools") or params.get("functions") or ()
+    known = [tool.get("function") or tool for tool in tools if isinstance(tool, Mapping)]
+    return frozenset(str(tool["name"]) for tool in known if isinstance(tool, Mapping) and tool.get("name"))
+
+
+def unreadable_in(response: LLMResult, agent: str | None) -> Iterator[tuple[ToolRequest, str]]:
+    """Return an answer's tool calls with unreadable arguments, and the reason for each."""
+    for generation in (generation for row in response.generations for generation in row):
+        for call in getattr(getattr(generation, "message", None), "invalid_tool_calls", None) or ():
+            name, arguments = call.get("name") or "unknown", call.get("args") or ""
+            why = call.get("error") or f"the arguments of {name} can't be read"
+            yield ToolRequest(call.get("id"), name, arguments, agent), str(why)
+
+
+def answers_in(outputs: Any) -> Iterator[ToolMessage]:
+    """Return the messages in a node's output that answer tool calls."""
+    if isinstance(outputs, ToolMessage):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from (part for part in value if isinstance(part, ToolMessage)) if isinstance(value, list) else ()
+    elif isinstance(outputs, list):
+        for part in outputs:
+            yield from answers_in(part)
+    elif isinstance(update := getattr(outputs, "update", None), Mapping | list):
+        yield from answers_in(update)

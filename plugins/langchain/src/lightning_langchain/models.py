@@ -15,7 +15,7 @@ from lightning_openai.json_text import to_json
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import current_scope
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 
 if TYPE_CHECKING:
     from langchain_core.outputs import LLMResult

@@ -10,7 +10,7 @@ import orjson
 
 from lightning_openai.reading.anthropic_stream import MESSAGES
 from lightning_spans.chat.stream import TEXTS, EventReader
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_spans.schema.spans import Json
 
 _ADDS: Final = re.compile(b'"content": ?"')

@@ -1,6 +1,6 @@
 """JSON text for any object of a program: nothing is rejected.
 
-`lightning_spans.schema.lenient_json` parses what others wrote; `schema.json.dumps` writes plain data.
+`lightning_spans.schema.json` parses what others wrote; `schema.json.dumps` writes plain data.
 """
 
 from __future__ import annotations

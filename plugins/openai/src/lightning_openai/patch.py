@@ -28,11 +28,11 @@ from lightning_openai.litellm import calls as litellm_calls
 from lightning_openai.other_clients import mark
 from lightning_openai.reading.abandoned import abandoned
 from lightning_openai.reading.unfinished import unfinished
-from lightning_spans.record.instrument.http_calls import watch
 from lightning_spans.record.instrument.patches import Undo, clear, put_back, replace, replace_in_subclasses
 from lightning_spans.record.instrument.scope import scopes_around
 from lightning_spans.record.process import in_child
 from lightning_spans.record.recorder import log_failure
+from lightning_spans.record.unrecorded import watch
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder

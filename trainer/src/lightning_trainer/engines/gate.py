@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from lightning_trainer.engines.contract import EngineError
-from lightning_trainer.gateway.engine_wait import engine_wait
+from lightning_trainer.gateway.engine import engine_wait
 
 _LOOK_S: Final = 0.05
 _ENDS_S: Final = 3600.0  # longest wait for answers in progress before weights change

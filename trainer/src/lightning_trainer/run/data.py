@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import orjson
 
 from lightning_spans.errors import DataError
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_trainer.run.datafiles.arrow import arrow_rows
 from lightning_trainer.run.datafiles.rows import DataRow, FaultyRows, csv_rows, finite, json_lines, json_list
 

@@ -25,8 +25,7 @@ from openinference.semconv.trace import OpenInferenceMimeTypeValues, OpenInferen
 from lightning_spans.chat.body import messages_of
 from lightning_spans.chat.response import read_answer
 from lightning_spans.schema import spans as names
-from lightning_spans.schema.json import dumps
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import dumps, read_json
 from lightning_spans.schema.spans import Json, Span
 
 _KINDS: Final = {

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.record.delivery.otlp import JSON, PROTOBUF, STATUS, lift
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_spans.schema.spans import Json, Span
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import orjson
 from lightning_openai.events import read_events
 from lightning_openai.foreign.dialect import ForeignDialect
 from lightning_spans.chat.stream import EventReader
-from lightning_spans.schema.json import dumps
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import dumps, read_json
 from lightning_spans.schema.spans import Json
 
 

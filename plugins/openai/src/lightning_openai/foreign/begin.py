@@ -10,7 +10,7 @@ from lightning_openai.foreign.known import dialect_of
 from lightning_openai.httpx.calls import HttpxCall, requested_endpoint
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.record.unrecorded import is_model_call
-from lightning_spans.schema.lenient_json import read_object
+from lightning_spans.schema.json import read_object
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from lightning_openai.json_text import to_json
 from lightning_spans.chat.body import tool_call
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_spans.schema.spans import Json
 
 CHAT: Final = "/chat/completions"  # the endpoint of translated requests

@@ -23,7 +23,7 @@ from lightning_spans.record.instrument.patches import Undo, replace
 from lightning_spans.record.instrument.scope import place_of_call, scopes_around, with_scope
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.schema import spans as names
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder

@@ -27,8 +27,7 @@ from lightning_spans.record.instrument.scope import current_scope
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.schema import spans as names
-from lightning_spans.schema.json import dumps
-from lightning_spans.schema.lenient_json import read_object
+from lightning_spans.schema.json import dumps, read_object
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder

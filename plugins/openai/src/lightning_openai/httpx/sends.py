@@ -12,10 +12,9 @@ from lightning_openai.call import PLUGIN
 from lightning_openai.caller import caller_in
 from lightning_openai.foreign.begin import begin_call
 from lightning_openai.httpx.collected import note_loop
-from lightning_spans.record.instrument.http_calls import look
 from lightning_spans.record.instrument.scope import place_of_call, scopes_around
 from lightning_spans.record.recorder import log_failure
-from lightning_spans.record.unrecorded import is_model_call
+from lightning_spans.record.unrecorded import is_model_call, look
 
 if TYPE_CHECKING:
     from lightning_openai.httpx.calls import HttpxCall

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from lightning_spans.chat.stream import Growing
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_spans.schema.spans import Json
 
 MESSAGES: Final = "/messages"  # the endpoint

@@ -19,7 +19,7 @@ import orjson
 
 from lightning_spans.chat.stream import EventReader
 from lightning_spans.errors import LightningError
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_trainer.gateway.engine import SampledPiece, Sampling
 from lightning_trainer.gateway.upstream.token_protocols import (
     CompletionsProtocol,

@@ -29,8 +29,7 @@ from lightning_trainer.engines.vllm.rounding import read_vllm_bits
 from lightning_trainer.engines.vllm.running import BASE_NAME
 from lightning_trainer.engines.vllm.servers import Servers
 from lightning_trainer.engines.vllm.weights import replace_weights, write_weights
-from lightning_trainer.gateway.engine import SampledPiece, Sampling
-from lightning_trainer.gateway.engine_wait import add_wait, engine_wait, mark_ended
+from lightning_trainer.gateway.engine import SampledPiece, Sampling, add_wait, engine_wait, mark_ended
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
 from lightning_trainer.gateway.upstream.connection import Connection

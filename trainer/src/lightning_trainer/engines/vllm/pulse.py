@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from lightning_trainer.gateway.engine_wait import add_wait
+from lightning_trainer.gateway.engine import add_wait
 
 _HANGS_S: Final = 10.0  # without a byte of any answer; servers that work send tokens all the time
 

@@ -13,8 +13,15 @@ from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.calls.generation import Generation
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.calls.seeds import PromptCounter, seeds_of_choices
-from lightning_trainer.gateway.engine import STEERED, Engine, SampledPiece, Sampling, marks_steered
-from lightning_trainer.gateway.engine_wait import mark_ended, measure_wait
+from lightning_trainer.gateway.engine import (
+    STEERED,
+    Engine,
+    SampledPiece,
+    Sampling,
+    mark_ended,
+    marks_steered,
+    measure_wait,
+)
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.continuation import Continuations, RenderedPrompt
 from lightning_trainer.gateway.prompt.template import ChatFormat

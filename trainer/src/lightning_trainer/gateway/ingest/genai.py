@@ -8,8 +8,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from lightning_spans.schema import spans as names
-from lightning_spans.schema.json import dumps
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import dumps, read_json
 from lightning_spans.schema.spans import Json, Span
 from lightning_trainer.gateway.http.weight import too_heavy
 

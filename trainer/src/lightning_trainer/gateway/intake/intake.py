@@ -18,8 +18,7 @@ from typing import Any, Final, TypeVar
 from starlette.types import Message, Receive, Scope
 
 from lightning_spans.record.stalls import waiting
-from lightning_spans.schema.json import loads
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import loads, read_json
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.auth.quotas import Quotas
 from lightning_trainer.gateway.http import weight

@@ -15,7 +15,7 @@ from lightning_spans.schema import spans as names
 from lightning_spans.schema.calls import Choice
 from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.calls.answers import Record
-from lightning_trainer.gateway.calls.completion import tool_call_deltas
+from lightning_trainer.gateway.calls.generation import tool_call_deltas
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.http.asgi import send_bytes
 from lightning_trainer.gateway.http.errors import Refusal

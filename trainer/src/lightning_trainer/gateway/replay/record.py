@@ -11,7 +11,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.agents import name_of, path_of
 from lightning_spans.schema.calls import Call
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_spans.schema.spans import AGENT_PATH, ENDPOINT, FRAMEWORK, REQUEST, RESPONSE, Json, Span
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of

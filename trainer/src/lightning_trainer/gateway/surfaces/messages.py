@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from lightning_spans.schema.json import dumps
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import dumps, read_json
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.events import named_event
 from lightning_trainer.gateway.request.pending import PendingCall

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from lightning_spans.schema.json import dumps
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import dumps, read_json
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.request.fields import read_list, wrong
 

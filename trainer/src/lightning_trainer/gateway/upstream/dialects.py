@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 
 # vLLM and this gateway: in chunks too. SGLang: only in whole replies; it rejects them for streams. plain: never.
 Dialect: TypeAlias = Literal["vllm", "lightning", "sglang", "plain"]

@@ -6,7 +6,7 @@ import re
 from typing import Any, Final
 
 from lightning_spans.chat.stream import EventReader
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.weight import deeper_than, too_heavy
 from lightning_trainer.gateway.intake.intake import MAX_DEPTH

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import DataError
 from lightning_spans.schema.agents import path_of
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_trainer.kits.export.asked import UnreadableError
 from lightning_trainer.kits.export.chat import Message, plain
 from lightning_trainer.kits.sft.reasons import UnlearnedReason

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lightning_spans.errors import DataError
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 from lightning_trainer.run.datafiles.rows import DataRow
 
 if TYPE_CHECKING:

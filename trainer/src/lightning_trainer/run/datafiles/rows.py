@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import DataError
-from lightning_spans.schema.lenient_json import read_json
+from lightning_spans.schema.json import read_json
 
 logger = logging.getLogger(__name__)
 _SHOWN: Final = 3  # rows that a warning names

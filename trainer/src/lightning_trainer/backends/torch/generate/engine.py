@@ -20,8 +20,7 @@ from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.backends.torch.threads import available_cores
 from lightning_trainer.engines.contract import WriteWeights
-from lightning_trainer.gateway.engine import STEERED, Engine, SampledPiece, Sampling
-from lightning_trainer.gateway.engine_wait import add_wait
+from lightning_trainer.gateway.engine import STEERED, Engine, SampledPiece, Sampling, add_wait
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 from lightning_trainer.policies import BASE
 
