@@ -30,8 +30,8 @@ from support.warm_workers import WarmWorkers
 
 # Whose tests run many programs, and say nothing of how a worker starts.
 FORKED = {
-    "engines", "evaluation", "forks", "improve", "interop", "judging", "lineage", "loop", "prompts", "rewards", "run", "session",
-    "sft", "tinker_backend",
+    "engines", "evaluation", "forks", "improve", "interop", "judging", "lineage", "loop", "prompts", "rewards", "run",
+    "session", "sft", "tinker_backend",
 }  # fmt: skip
 
 settings.register_profile(  # a slow machine is no fault of the code

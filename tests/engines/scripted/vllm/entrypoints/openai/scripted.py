@@ -262,4 +262,3 @@ def main():
         module, _, kind = options.middleware.rpartition(".")
         app.add_middleware(getattr(importlib.import_module(module), kind))
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
-
