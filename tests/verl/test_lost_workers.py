@@ -134,6 +134,7 @@ class KillsAfter(Silent):
                     process.kill()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_a_rollout_that_never_ends_is_left_out_and_a_killed_worker_is_told(options):
     """Two steps with an agent that hangs on one task of six, then the trainer's process is killed."""

@@ -138,6 +138,7 @@ def test_adapters_and_a_critic_learn(options):
     assert not found["unexpected_keys"]
 
 
+@pytest.mark.full
 def test_collecting_while_learning_is_bounded_and_corrected(options):
     """Asynchronous collection, one step stale at most, REINFORCE++, one row for each response."""
     options |= {"algorithm": "reinforce++", "staleness": 1, "loss_aggregation": "sequence-mean", "steps": 4}
