@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from lightning_trainer import train
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.backends.torch.sampler import engine_of
+from lightning_trainer.engines.vllm import process
 from lightning_trainer.report.progress import Silent
 from support.models.tiny import make_tiny_model
 from support.training.engines import answer_under_grammar
@@ -38,24 +39,34 @@ def servers():
     ]
 
 
-class EndsVllm(Silent):
-    """Kills vLLM's server after the first step."""
+def cores():
+    """Processes in which vLLM computes."""
+    return [each for each in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(each.cmdline()[:1])]
 
-    def __init__(self):
-        self.killed = 0
+
+class Disturbs(Silent):
+    """Sends a signal to some processes of vLLM after the first step."""
+
+    def __init__(self, sent, targets):
+        self.sent, self.targets = sent, targets
+        self.disturbed = 0
 
     def step(self, step, metrics):
         if step == 0:
-            for each in servers():
-                os.kill(each.pid, signal.SIGKILL)
-                self.killed += 1
+            for each in self.targets():
+                os.kill(each.pid, self.sent)
+                self.disturbed += 1
 
 
-def test_two_adapters_learn_although_vllm_is_killed(model, folder):  # noqa: F811
-    progress = EndsVllm()
+@pytest.mark.parametrize(
+    ("sent", "targets"), [(signal.SIGKILL, servers), (signal.SIGSTOP, servers), (signal.SIGSTOP, cores)]
+)
+def test_two_adapters_learn_although_vllm_is_killed_or_hangs(model, folder, monkeypatch, sent, targets):  # noqa: F811
+    monkeypatch.setattr(process, "_FROZEN_S", 60.0)
+    progress = Disturbs(sent, targets)
     options = {"engine": "vllm", "steps": 3, "max_model_len": 512, "timeout_s": 900, "max_attempts": 4}
     train(config(model, dtype="float32", **options), progress)
-    assert progress.killed
+    assert progress.disturbed
     steps = lines(folder / "out")
     assert [line["step"] for line in steps] == [0, 1, 2]
     assert [line["failed"] for line in steps] == [0, 0, 0]
@@ -63,7 +74,7 @@ def test_two_adapters_learn_although_vllm_is_killed(model, folder):  # noqa: F81
         for name in NAMES:
             assert line[f"engine_gap/{name}"] < 2e-3
             assert line[f"engine_correlation/{name}"] > 0.999
-    assert not servers()
+    assert not servers() + cores()
 
 
 def test_adapters_loaded_stay_constant_over_many_updates_and_none_is_stale(model, folder):  # noqa: F811

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 import pytest
 
 from lightning_spans.schema.attempts import Attempt
+from lightning_trainer.runner.worker import watchdog
 from lightning_trainer.runner.worker.execution import execute
 from lightning_trainer.runner.worker.watchdog import LoopWatch
 
@@ -45,3 +50,27 @@ async def test_timeout_of_a_blocked_loop_names_the_line_that_blocked_it(told: Te
     assert "make run() synchronous" in last
     own = await execute(_times_out, None, {"blocks": False}, ATTEMPT, needs_reward=True)
     assert (own.error or "").splitlines()[-1] == "TimeoutError", "nothing was blocked meanwhile"
+
+
+async def test_time_without_a_free_core_is_not_the_programs(monkeypatch: pytest.MonkeyPatch, told: TextIO) -> None:
+    """On a machine with more work than cores, a worker that imports its client may not run for many seconds."""
+    began = time.monotonic()
+    monkeypatch.setattr(watchdog, "waited_for_core_s", lambda _thread: time.monotonic() - began)
+    starved = next(block for line in told if (block := json.loads(line)))
+    assert starved["seconds"] < 0.5
+    assert "test_blocked_loop.py:" in starved["where"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how long a thread waited for a core")
+def test_a_thread_that_shares_its_core_waits_for_it() -> None:
+    own, cores = threading.get_native_id(), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        before = watchdog.waited_for_core_s(own)
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:  # on this core, too
+            while watchdog.waited_for_core_s(own) < before + 0.05:
+                pass
+            other.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert watchdog.waited_for_core_s(-1) == 0.0

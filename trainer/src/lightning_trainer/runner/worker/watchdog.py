@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from lightning_spans.record.process import thread_frames
@@ -63,6 +64,7 @@ class LoopWatch:
         self._number_of = number_of
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
+        self._native_id = threading.get_native_id()
         self._answered = threading.Event()
         self._closing = threading.Event()
         self._tell(None)  # before any attempt can silence us
@@ -75,7 +77,7 @@ class LoopWatch:
     def _run(self) -> None:
         while not self._closing.wait(LOOK_S):
             self._answered.clear()
-            asked = time.monotonic()
+            asked, starved_s = time.monotonic(), waited_for_core_s(self._native_id)
             try:
                 self._loop.call_soon_threadsafe(self._answered.set)
             except RuntimeError:
@@ -84,7 +86,9 @@ class LoopWatch:
                 while not self._answered.wait(LOOK_S) and not self._closing.is_set():
                     now, where = time.monotonic(), self._where()
                     _LAST[:] = [LoopBlock(now, where)]
-                    self._tell({"number": self._holder(), "seconds": now - asked, "where": where})
+                    without_core_s = waited_for_core_s(self._native_id) - starved_s  # no fault of the program
+                    seconds = now - asked - without_core_s
+                    self._tell({"number": self._holder(), "seconds": seconds, "where": where})
             self._tell(None)
 
     def _holder(self) -> int | None:
@@ -105,6 +109,18 @@ class LoopWatch:
             os.write(self._pipe, json.dumps(blocking).encode() + b"\n")
         except OSError:
             self._closing.set()  # the runner has ended
+
+
+def waited_for_core_s(thread: int) -> float:
+    """Return for how long a thread of this process has waited for a free core since it began; 0 where that is unknown.
+
+    Args:
+        thread: its number in the system, as of `threading.get_native_id`.
+    """
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):  # not Linux, or a kernel that does not count it
+        return 0.0
 
 
 def leaked_threads() -> int:
