@@ -17,19 +17,20 @@ from support.models.tiny import make_tiny_model
 MEASURE = Path(__file__).parents[2] / "examples" / "teams" / "measure.py"
 
 
-@pytest.mark.parametrize(
-    "setup", ["rewriters, shared, safeguards", "orchestra, separate, plain", "voters, separate, safeguards"]
-)
-def test_each_team_runs_in_the_quick_form(tmp_path: Path, setup: str) -> None:
+SETUPS = ("rewriters, shared, safeguards", "orchestra, separate, plain", "voters, separate, safeguards")
+
+
+def test_each_team_runs_in_the_quick_form(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny", max_position_embeddings=2048)
     results = tmp_path / "results.jsonl"
-    command = [sys.executable, MEASURE, "--quick", "--setups", setup, "--model", model, "--results", results]
+    command = [sys.executable, MEASURE, "--quick", "--setups", ";".join(SETUPS), "--model", model, "--results", results]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (run,) = [json.loads(line) for line in results.read_text().splitlines()]
-    assert (run["setup"], run["seed"]) == (setup, 0)
-    assert run["held_out"][0] == [0, 0.0]  # a tiny random model solves nothing
-    assert f"| {setup} | 1 | 0.00 | 0.00 | 0.00 | no reward | 0 |" in done.stdout
+    runs = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(run["setup"], run["seed"]) for run in runs] == [(setup, 0) for setup in SETUPS]
+    for run in runs:
+        assert run["held_out"][0] == [0, 0.0]  # a tiny random model solves nothing
+        assert f"| {run['setup']} | 1 | 0.00 | 0.00 | 0.00 | no reward | 0 |" in done.stdout
 
 
 def test_a_measurement_is_drawn_and_its_table_goes_into_the_page(tmp_path: Path) -> None:
