@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import httpx
@@ -21,7 +22,7 @@ from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.replicas import Replicas
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
-from lightning_trainer.reasons.call_errors import ENGINE_ENDED
+from lightning_trainer.reasons.call_errors import ENGINE_ENDED, ENGINE_WAIT
 from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import why_untrainable
 from support.fakes import FakeEngine, served
@@ -131,6 +132,45 @@ def test_when_all_are_down_the_error_is_told_and_healthz_says_so(tmp_path):
         health = httpx.get(f"{front.url}/healthz")
         assert (health.status_code, health.json()["upstreams"]["m"]["well"]) == (503, 0)
         assert len(front.calls("a")) == 1
+
+
+def test_a_rollouts_call_waits_for_a_server_that_went_down(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_trainer.gateway.upstream.upstream._PROBE_S", 0.05)
+    monkeypatch.setattr("lightning_trainer.gateway.upstream.ending.LONG_WAIT_S", 0.0)
+    waits, some_healthy = threading.Event(), Replicas.some_healthy
+
+    async def noted(replicas, down_s):
+        if not replicas._healthy.is_set():
+            waits.set()
+        await some_healthy(replicas, down_s)
+
+    monkeypatch.setattr(Replicas, "some_healthy", noted)
+    behind = Behind()
+    with gateway(tmp_path, behind) as front, ThreadPoolExecutor() as other:
+        assert front.post({"messages": USER}).status_code == 200
+        up, behind.answer, behind.unlisted = behind.answer, lambda body: Response("gone", 503), [503] * 10_000
+        assert front.post({"messages": USER}).status_code == 503, "it was in progress when the server went down"
+        assert not waits.is_set()
+        waiting = other.submit(front.post, {"messages": USER}, "b")
+        assert waits.wait(60)
+        behind.answer, behind.unlisted = up, []
+        assert waiting.result().status_code == 200
+        assert front.calls("b")[0].sampling[ENGINE_WAIT] > 0
+
+
+def test_no_call_waits_for_a_server_that_is_down_for_long_or_was_never_there(tmp_path, monkeypatch):
+    behind = Behind()
+    behind.unlisted = [503] * 3
+    with gateway(tmp_path, behind) as front:
+        assert front.post({"messages": USER}).status_code == 503
+        assert front.post({"messages": USER}).status_code == 503, "nobody knows whether it will ever be there"
+    monkeypatch.setattr("lightning_trainer.gateway.upstream.ending._DOWN_S", 0.0)
+    behind, folder = Behind(), tmp_path / "long"
+    folder.mkdir()
+    with gateway(folder, behind) as front:
+        assert front.post({"messages": USER}).status_code == 200
+        behind.answer = lambda body: Response("gone", 503)
+        assert [front.post({"messages": USER}).status_code for _ in range(2)] == [503, 503]
 
 
 @pytest.mark.parametrize("stream", [False, True])

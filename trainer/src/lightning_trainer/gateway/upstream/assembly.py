@@ -8,6 +8,7 @@ from typing import Any, Final
 from lightning_spans.chat.stream import Growing, message_of
 from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice
 from lightning_trainer.gateway.upstream.dialects import as_chat
+from lightning_trainer.gateway.upstream.errors import object_of, upstream_failure
 
 _A_TOKEN: Final = (int, int, float, str)
 
@@ -159,3 +160,15 @@ def _logprobs(value: Any) -> list[float] | None:
         return [only] if type(only) in (float, int) else None
     found = [token["logprob"] for token in content]
     return found if set(map(type, found)) <= {int, float} else None
+
+
+def record_reply(assembly: Assembly, data: bytes) -> dict[str, Any]:
+    """Record a reply or a chunk; return what the agent gets of it.
+
+    Raises:
+        Refusal: it does not have the format of a model server's reply.
+    """
+    try:
+        return assembly.add(object_of(data))
+    except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
+        raise upstream_failure(f"sent a reply of an unknown form: {type(error).__name__}: {error}") from None

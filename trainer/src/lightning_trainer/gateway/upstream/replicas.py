@@ -7,7 +7,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -27,6 +27,7 @@ class Replica:
         url: base URL, with its ``/v1``.
         in_flight: calls that it is answering.
         failure: why it gets no calls; None while it is healthy.
+        failed_at: monotonic time in seconds at which it ceased to be healthy.
         dialect: how tokens are requested from it; None: not known yet.
         again_at: monotonic time in seconds from which the dialect is requested again; never if the server has named it.
         raw_logprobs: whether its log-probabilities ignore the temperature; None: not known yet.
@@ -37,6 +38,7 @@ class Replica:
     url: str
     in_flight: int = 0
     failure: str | None = None
+    failed_at: float = -math.inf
     dialect: Dialect | None = None
     again_at: float = math.inf
     raw_logprobs: bool | None = None
@@ -57,6 +59,8 @@ class Replicas:
         self._going = asyncio.Event()
         self._going.set()
         self._changed = asyncio.Event()
+        self._healthy = asyncio.Event()
+        self._healthy.set()
 
     def choose(self, attempt_id: str | None, but: Collection[Replica] = ()) -> Replica | None:
         """Return the replica for a call.
@@ -97,6 +101,29 @@ class Replicas:
         finally:
             replica.in_flight -= 1
             self._changed.set()
+
+    # Which are healthy.
+
+    def fail(self, replica: Replica, why: str) -> None:
+        """Note that a replica is not healthy."""
+        if replica.failure is None:
+            replica.failed_at = time.monotonic()
+        replica.failure = why
+        if all(each.failure is not None for each in self.all):
+            self._healthy.clear()
+
+    def recover(self, replica: Replica) -> None:
+        """Note that a replica is healthy."""
+        replica.failure = None
+        self._healthy.set()
+
+    async def some_healthy(self, down_s: float) -> None:
+        """Wait while all replicas are down, but not for one that never answered, or has been down for `down_s`."""
+        known = (replica.failed_at for replica in self.all if replica.dialect is not None)
+        left_s = max(known, default=-math.inf) + down_s - time.monotonic()
+        if not self._healthy.is_set() and left_s > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._healthy.wait(), left_s)
 
     # While weights change.
 

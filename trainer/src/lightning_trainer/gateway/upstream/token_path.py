@@ -241,7 +241,7 @@ class _OneCall:
                     async for piece in pieces:
                         self._begun = True
                         yield piece
-                replica.failure = None
+                replicas.recover(replica)
                 return
             except BrokenError as error:
                 tried.append(replica)

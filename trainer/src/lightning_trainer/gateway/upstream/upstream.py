@@ -21,10 +21,10 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.masking import mask_secrets
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
-from lightning_trainer.gateway.upstream.assembly import Assembly
+from lightning_trainer.gateway.upstream.assembly import Assembly, record_reply
 from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.dialects import chunks_of
-from lightning_trainer.gateway.upstream.ending import down_note
+from lightning_trainer.gateway.upstream.ending import down_note, wait_until_healthy
 from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, object_of, upstream_failure
 from lightning_trainer.gateway.upstream.parameters import refuse_unknown
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
@@ -179,6 +179,19 @@ class UpstreamPolicy:
         Raises:
             Refusal: no replica can be reached, or the connection to the answering one broke.
         """
+        waits = not self.upstream.any_model  # a provider's outage is no matter of the policy
+        noted = await wait_until_healthy(self.replicas, pending, self._waits_for) if waits else {}
+
+        async def record_wait(done: PendingCall) -> None:
+            done.note(**noted)
+            await record(done)
+
+        try:
+            await self._send(pending, sender, record_wait if noted else record, routing)
+        finally:
+            pending.note(**noted)
+
+    async def _send(self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing) -> None:
         why = None
         if self._tokens is not None and pending.requested.request.get("messages"):
             ready = await self._tokens.ready(pending, lambda: self._stamp(pending, routing))
@@ -214,7 +227,7 @@ class UpstreamPolicy:
             try:
                 with self.replicas.answering(replica), self.names.call() as served:
                     last = await self._call_replica(replica, pending, sampling, assembly, sender, served=served.name)
-                replica.failure = None
+                self.replicas.recover(replica)
                 break
             except BrokenError as error:
                 tried.append(replica)
@@ -322,7 +335,7 @@ class UpstreamPolicy:
 
     def _unwell(self, replica: Replica, error: BrokenError) -> None:
         """Send a replica no more calls until it answers again, as long as others are healthy."""
-        replica.failure = str(error)
+        self.replicas.fail(replica, str(error))
         if self._probing is None or self._probing.done():
             self._probing = asyncio.ensure_future(self._probe())
 
@@ -332,9 +345,10 @@ class UpstreamPolicy:
             for replica in unwell:
                 try:
                     await self._http.find_out(replica)
-                    replica.raw_logprobs = replica.tokens = replica.form = replica.failure = None  # of another program
+                    replica.raw_logprobs = replica.tokens = replica.form = None  # it may be another program
+                    self.replicas.recover(replica)
                 except BrokenError as error:
-                    replica.failure = str(error)
+                    self.replicas.fail(replica, str(error))
 
     # Requests that are not calls.
 
@@ -384,15 +398,3 @@ def _is_usage_alone(chunk: dict[str, Any]) -> bool:
 def _continues(request: Mapping[str, Any]) -> bool:
     messages = messages_of(request) or ()
     return any(isinstance(message, dict) and message.get("role") == "assistant" for message in messages)
-
-
-def record_reply(assembly: Assembly, data: bytes) -> dict[str, Any]:
-    """Record a reply or a chunk; return what the agent gets of it.
-
-    Raises:
-        Refusal: it does not have the format of a model server's reply.
-    """
-    try:
-        return assembly.add(object_of(data))
-    except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
-        raise upstream_failure(f"sent a reply of an unknown form: {type(error).__name__}: {error}") from None
