@@ -272,7 +272,7 @@ def read_json(text: str | bytes | bytearray) -> Any:
             pass
     try:
         written = content.removeprefix(_MARK).decode("utf-8", "surrogatepass")
-        return _without_halves(json.loads(written, parse_int=_whole))
+        return _without_halves(json.loads(written, parse_int=_integer))
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
@@ -286,7 +286,7 @@ def read_object(text: str | bytes | bytearray | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _whole(digits: str) -> int | float:
+def _integer(digits: str) -> int | float:
     try:
         return int(digits)
     except ValueError:  # Python reads at most 4300 digits
