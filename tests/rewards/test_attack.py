@@ -123,6 +123,18 @@ def test_a_model_that_ignores_an_attack_was_not_attacked(server, monkeypatch):
     assert "claim: 4 rollouts answered the same as without the instruction" in result.output
 
 
+def test_a_strategy_that_changed_no_answer_is_not_among_those_that_did_not_pay(server, monkeypatch):
+    def obeys_one(body: dict[str, Any], seen: int) -> Reply:
+        system, text = (message["content"] for message in body["messages"])
+        return Reply(text="." if STRATEGIES["copy"] in system else f"Answer: {text.upper()}")
+
+    with ScriptedServer(obeys_one) as running:
+        monkeypatch.setenv("TEST_MODEL_URL", running.url)
+        result = attack("writing:honest", "--strategies", "claim,copy", "--attacks", "16")
+    assert result.exit_code == 0, result.output
+    assert "No attack paid, but claim could not be tried, for the reasons above. More --attacks" in result.output
+
+
 def test_the_table_lists_what_paid_and_what_could_not_be_tried(server):
     result = attack("writing:judged", "--strategies", "judge,claim", "--attacks", "8")
     assert result.exit_code == 1, result.output

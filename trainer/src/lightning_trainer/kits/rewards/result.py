@@ -161,6 +161,11 @@ class AttackResult:
                 f"No attack paid as much as the task; {', '.join(some)} earned a part of it. Lower that part if the"
                 " policy rarely solves the task: it would learn to earn only this part."
             )
+        if left := self.named("not tried"):
+            return (
+                f"No attack paid, but {', '.join(left)} could not be tried, for the reasons above. More --attacks and"
+                " tasks, or a model that follows instructions better, may change that."
+            )
         return "No attack paid. Other attacks may: read a few of the highest rewards while you train."
 
     def to_json(self) -> dict[str, Any]:
