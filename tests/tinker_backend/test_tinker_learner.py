@@ -28,7 +28,7 @@ from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.service import Patience, Service
 from lightning_trainer.cli import cli
 from lightning_trainer.engines.gate import Gate
-from lightning_trainer.gateway.engine import SampledPiece, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling, measure_wait
 from lightning_trainer.gateway.http.errors import Refusal
 from support.tinker import Server, StatusError
 
@@ -176,6 +176,16 @@ def test_nonsense_teaches_nothing(server: Server, opened, rows) -> None:
     assert not learner._policies["tiny"].adapter.client.table.weights.any()
     with pytest.raises(Refusal, match="log-probabilities"):
         sample(learner.engine, [1, 2], max_tokens=3)
+
+
+@pytest.mark.parametrize(("status", "ended"), [(500, True), (503, True), (None, True), (400, False)])
+def test_call_of_a_server_that_fails_is_no_fault_of_the_policy(status, ended: bool, server: Server, opened) -> None:
+    learner = opened()
+    server.fail["sample"] = ConnectionError("reset") if status is None else StatusError(status, "no")
+    wait = measure_wait()
+    with pytest.raises(Refusal, match="failed to sample"):
+        sample(learner.engine, [1, 2], max_tokens=3)
+    assert wait.ended is ended
 
 
 def test_sdk_that_cannot_sample_names_a_working_pair(server: Server, opened) -> None:

@@ -14,7 +14,13 @@ _LINE: Final = 300  # characters of a server's message
 
 
 class TinkerError(EngineError):
-    """A Tinker server is down, refuses a request, or sends something impossible."""
+    """A Tinker server is down, refuses a request, or sends something impossible.
+
+    Attributes:
+        refused: whether it refused the request itself, with a status from 400 to 499.
+    """
+
+    refused = False
 
 
 def explain(error: BaseException, doing: str, url: str) -> TinkerError:
@@ -27,7 +33,9 @@ def explain(error: BaseException, doing: str, url: str) -> TinkerError:
     """
     message = " ".join(str(error).split())[:_LINE] or type(error).__name__
     status = getattr(error, "status_code", None)
-    return TinkerError(f"the Tinker server {url} failed to {doing}: {message}.{_advice(status, message, error)}")
+    told = TinkerError(f"the Tinker server {url} failed to {doing}: {message}.{_advice(status, message, error)}")
+    told.refused = isinstance(status, int) and 400 <= status < 500
+    return told
 
 
 def _advice(status: int | None, message: str, error: BaseException) -> str:

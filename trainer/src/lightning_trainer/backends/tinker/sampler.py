@@ -16,7 +16,7 @@ from lightning_trainer.backends.tinker.bill import Bill, BudgetSpentError, Token
 from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.service import Service, sdk
 from lightning_trainer.engines.gate import Gate
-from lightning_trainer.gateway.engine import SampledPiece, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling, mark_ended
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 
@@ -90,6 +90,8 @@ class TinkerEngine:
                 tokens, logprobs, cached = await self._sample(client, prompt, sampling, most, seed)
                 self._bill.add(TokenCount(prompt=len(prompt), cached=cached, sampled=len(tokens)))
         except (TinkerError, BudgetSpentError) as error:
+            if isinstance(error, TinkerError) and not error.refused:
+                mark_ended(0.0)  # whatever the program makes of it says nothing about the policy
             raise Refusal(502, str(error), "server_error", "upstream_failed") from error
         yield self._answer(tokens, logprobs, sampling, version)
 
