@@ -13,7 +13,7 @@ import pytest
 from bombs import CHAT, GZIP, JSON, OTLP, PROTOBUF, USER, _listed, spans_protobuf
 
 from lightning_spans.record.delivery import otlp
-from lightning_spans.schema import lenient_json
+from lightning_spans.schema import json as parsed
 from lightning_trainer.gateway.auth.quotas import HOUR_S, Quotas
 from lightning_trainer.gateway.http import weight
 from lightning_trainer.gateway.http.errors import Refusal
@@ -38,7 +38,7 @@ def unread(monkeypatch):
         return parse
 
     monkeypatch.setattr(receiver, "read", parser("OTLP"))
-    monkeypatch.setattr(lenient_json.orjson, "loads", parser("JSON"))
+    monkeypatch.setattr(parsed.orjson, "loads", parser("JSON"))
     return reached
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from sqlalchemy import event, text
 from lightning_conformance import StoreConformance
 from lightning_conformance.stores.samples import a_rollout, a_span
 from lightning_spans.errors import ConfigError, RefusedError, StoreError
+from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.sql.store import SqlStore
 
@@ -134,22 +136,31 @@ def test_a_rollout_cancelled_while_it_is_claimed_has_no_running_attempt(opened: 
 def test_a_server_that_drops_its_connections_loses_nothing(url: str, opened: Callable[[], SqlStore]) -> None:
     store = opened()
     store.add_spans([a_span()])
-    stop = threading.Event()
+    progress: queue.SimpleQueue[bool] = queue.SimpleQueue()  # on a busy machine, connecting takes longer than any pause
 
     def kill() -> None:
         with psycopg.connect(url, autocommit=True) as other:
-            while not stop.wait(0.05):
+            while progress.get():
                 other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+
+    def add(some: list[Span]) -> None:
+        store.add_spans(some)
+        progress.put(True)
+
+    def count(_: int) -> int:
+        found = len(store.spans(trace_ids=["t"]))
+        progress.put(True)
+        return found
 
     killer = threading.Thread(target=kill)
     killer.start()
     spans = [a_span(trace_id="t", attributes={"n": n}) for n in range(120)]
     try:
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(store.add_spans, [spans[first : first + 3] for first in range(0, 120, 3)]))
-            counts = list(pool.map(lambda _: len(store.spans(trace_ids=["t"])), range(20)))
+            list(pool.map(add, [spans[first : first + 3] for first in range(0, 120, 3)]))
+            counts = list(pool.map(count, range(20)))
     finally:
-        stop.set()
+        progress.put(False)
         killer.join()
     assert counts == [120] * 20
 
