@@ -117,11 +117,16 @@ class Replicas:
         replica.failure = None
         self._healthy.set()
 
+    @property
+    def all_down(self) -> bool:
+        """Whether none is healthy."""
+        return not self._healthy.is_set()
+
     async def some_healthy(self, down_s: float) -> None:
         """Wait while all replicas are down, but not for one that never answered, or has been down for `down_s`."""
         known = (replica.failed_at for replica in self.all if replica.dialect is not None)
         left_s = max(known, default=-math.inf) + down_s - time.monotonic()
-        if not self._healthy.is_set() and left_s > 0:
+        if self.all_down and left_s > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._healthy.wait(), left_s)
 
