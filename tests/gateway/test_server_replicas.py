@@ -137,11 +137,12 @@ def test_when_all_are_down_the_error_is_told_and_healthz_says_so(tmp_path):
 def test_a_rollouts_call_waits_for_a_server_that_went_down(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_trainer.gateway.upstream.upstream._PROBE_S", 0.05)
     monkeypatch.setattr("lightning_trainer.gateway.upstream.ending.LONG_WAIT_S", 0.0)
-    waits, some_healthy = threading.Event(), Replicas.some_healthy
+    waits, went_on, some_healthy = threading.Event(), threading.Event(), Replicas.some_healthy
 
     async def noted(replicas, down_s):
         waits.set()
         await some_healthy(replicas, down_s)
+        went_on.set()
 
     monkeypatch.setattr(Replicas, "some_healthy", noted)
     behind = Behind()
@@ -152,6 +153,8 @@ def test_a_rollouts_call_waits_for_a_server_that_went_down(tmp_path, monkeypatch
         assert not waits.is_set()
         waiting = other.submit(front.post, {"messages": USER}, "b")
         assert waits.wait(60)
+        assert httpx.get(f"{front.url}/healthz").status_code == 503
+        assert not went_on.is_set()
         behind.answer, behind.unlisted = up, []
         assert waiting.result().status_code == 200
         assert front.calls("b")[0].sampling[ENGINE_WAIT] > 0
