@@ -144,7 +144,9 @@ def test_what_was_measured_with_other_options_is_not_told_as_of_these(tmp_path: 
 
 def test_a_stage_that_is_interrupted_has_time_to_keep_where_it_stands(tmp_path: Path) -> None:
     measurement = _measurement(tmp_path, SLOW.format(python=sys.executable, here=str(tmp_path)))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
     with subprocess.Popen(**measurement, start_new_session=True) as running:
+        signal.signal(signal.SIGINT, before)
         while not (tmp_path / "begun").exists():
             assert running.poll() is None
         os.killpg(running.pid, signal.SIGINT)  # as Ctrl-C does
