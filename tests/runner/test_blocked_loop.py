@@ -55,7 +55,7 @@ async def test_timeout_of_a_blocked_loop_names_the_line_that_blocked_it(told: Te
 async def test_time_without_a_free_core_is_not_the_programs(monkeypatch: pytest.MonkeyPatch, told: TextIO) -> None:
     """On a machine with more work than cores, a worker that imports its client may not run for many seconds."""
     began = time.monotonic()
-    monkeypatch.setattr(watchdog, "waited_for_core_s", lambda _thread: time.monotonic() - began)
+    monkeypatch.setattr(watchdog, "core_wait_s", lambda _thread: time.monotonic() - began)
     starved = next(block for line in told if (block := json.loads(line)))
     assert starved["seconds"] < 0.5
     assert "test_blocked_loop.py:" in starved["where"]
@@ -66,11 +66,11 @@ def test_a_thread_that_shares_its_core_waits_for_it() -> None:
     own, cores = threading.get_native_id(), os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        before = watchdog.waited_for_core_s(own)
+        before = watchdog.core_wait_s(own)
         with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:  # on this core, too
-            while watchdog.waited_for_core_s(own) < before + 0.05:
+            while watchdog.core_wait_s(own) < before + 0.05:
                 pass
             other.kill()
     finally:
         os.sched_setaffinity(0, cores)
-    assert watchdog.waited_for_core_s(-1) == 0.0
+    assert watchdog.core_wait_s(-1) == 0.0

@@ -1,4 +1,7 @@
-"""Counts unrecorded HTTP calls that look like model calls, so that none is missed silently."""
+"""Counts unrecorded HTTP calls that look like model calls, so that none is missed silently.
+
+`watch` covers the standard library (requests, urllib3) and aiohttp.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The JSON form of every record, both ways, from the fields of its dataclass: used by spools, columns and HTTP.
 
 A record's fields and their types are declared once, in its class; docs/decisions/records.md explains the codec.
+JSON that others wrote (requests, replies, data files, arguments of tools) is read by `read_json` alone;
+docs/reference/json.md lists how each oddity is read.
 """
 
 from __future__ import annotations

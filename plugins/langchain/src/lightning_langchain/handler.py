@@ -1,7 +1,8 @@
 """The callback handler: LangChain reports every event to one object.
 
 Chat spans normally come from the openai client. For models reached in another way, they are created here when the call
-ends.
+ends. Tool calls that never run, of unknown tools or with unreadable arguments, are reported by no event: the first kind
+appears in the message with which a tool node answers, the second in the model's answer.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class Handler(ChainRuns, BaseCallbackHandler):
     ) -> None:
         run = self.begin_run(run_id, parent_run_id, "chat", _name_of(serialized, "model"), metadata or {})
         run.context = self.place(run.parent)
-        run.offered = offered_in(invocation_params or {})
+        run.offered = offered_tools(invocation_params or {})
         if self._models.begin(run, serialized, messages, invocation_params or {}) or run.context is not current():
             # otherwise nothing reads the call's context, and the surrounding node's is sufficient
             run.enter(run.context)
@@ -296,7 +297,7 @@ if TYPE_CHECKING:
     from langchain_core.outputs import LLMResult
 
 
-def offered_in(params: Mapping[str, Any]) -> frozenset[str]:
+def offered_tools(params: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the tools offered to a model, in any provider's format."""
     tools = params.get("tools") or params.get("functions") or ()
     known = [tool.get("function") or tool for tool in tools if isinstance(tool, Mapping)]

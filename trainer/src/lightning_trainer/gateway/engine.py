@@ -1,4 +1,7 @@
-"""The interface of engines, which generate with a policy, for the gateway. It needs no torch."""
+"""The interface of engines, which generate with a policy, for the gateway. It needs no torch.
+
+`EngineWait` is what a call lost to an engine that could not sample: it was down, or its weights were replaced.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One request while the embedded engine answers it: pieces in, chunks or one reply out, and the record."""
+"""One request while the embedded engine answers it: pieces in, chunks or one reply out, and the record.
+
+Chat completions are in OpenAI's format with vLLM's token ids.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class LoopWatch:
     def _run(self) -> None:
         while not self._closing.wait(LOOK_S):
             self._answered.clear()
-            asked, starved_s = time.monotonic(), waited_for_core_s(self._native_id)
+            asked, starved_s = time.monotonic(), core_wait_s(self._native_id)
             try:
                 self._loop.call_soon_threadsafe(self._answered.set)
             except RuntimeError:
@@ -86,7 +86,7 @@ class LoopWatch:
                 while not self._answered.wait(LOOK_S) and not self._closing.is_set():
                     now, where = time.monotonic(), self._where()
                     _LAST[:] = [LoopBlock(now, where)]
-                    without_core_s = waited_for_core_s(self._native_id) - starved_s  # no fault of the program
+                    without_core_s = core_wait_s(self._native_id) - starved_s  # no fault of the program
                     seconds = now - asked - without_core_s
                     self._tell({"number": self._holder(), "seconds": seconds, "where": where})
             self._tell(None)
@@ -111,7 +111,7 @@ class LoopWatch:
             self._closing.set()  # the runner has ended
 
 
-def waited_for_core_s(thread: int) -> float:
+def core_wait_s(thread: int) -> float:
     """Return for how long a thread of this process has waited for a free core since it began; 0 where that is unknown.
 
     Args:
