@@ -131,6 +131,7 @@ def train_once(name: str, seed: int, folder: Path, config: Callable[[str, int, P
 EVENTS = {"alarm", "rollback"}
 KEPT = {
     *("reward", "reward_source", "tool_error_rate", "entropy", "calls_taught", "teacher_kl", "gradient_share"),
+    "groups_without_signal",
     *("seconds", "rollout_seconds", "update_seconds"),
 }
 

@@ -117,3 +117,9 @@ async def run_team(task: dict[str, str]) -> float:
     """Run the program on a task, with one reward for the team: whether the rows that it ends with are right."""
     first, second, rewritten = await answer(task["question"])
     return float((second if rewritten else first) == execute(task["query"]))
+
+
+async def run_writer(task: dict[str, str]) -> float:
+    """Run the writer alone on a task."""
+    rows, _ = _rows(await writer(task["question"]), execute)
+    return float(rows == execute(task["query"]))

@@ -82,7 +82,7 @@ def rollouts_until(goal: float, seed: int, *, curriculum: bool, centre: float) -
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("goal", "centre", "fewer"), [(0.75, 2.5, 0.85), (0.5, 5.0, 0.8)])
+@pytest.mark.parametrize(("goal", "centre", "fewer"), [(0.75, 2.5, 0.77), (0.5, 5.0, 0.7)])
 def test_a_curriculum_reaches_the_same_reward_with_fewer_rollouts(
     seed: int, goal: float, centre: float, fewer: float
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 
 FLOOR: Final = 0.03  # least weight of a task; a task that is solved half the time has 0.25
 FORGET: Final = 0.5  # weight of a task's earlier rollouts, each time it is used again
+PRIOR: Final = 0.5  # successes and failures that each estimate starts with (Jeffreys)
 
 # by policy and by digest of the task: successes and failures so far
 Estimates: TypeAlias = dict[str, dict[str, tuple[float, float]]]
@@ -25,7 +26,7 @@ def weight(estimates: Estimates, task: str) -> float:
     each = []
     for known in estimates.values():
         successes, failures = known.get(task, (0.0, 0.0))
-        p = (successes + 1) / (successes + failures + 2)
+        p = (successes + PRIOR) / (successes + failures + 2 * PRIOR)
         each.append(p * (1 - p))
     return max(FLOOR, sum(each) / len(each)) if each else 0.25
 
