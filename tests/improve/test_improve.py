@@ -32,6 +32,7 @@ from lightning_trainer.kits.improve.methods import KINDS
 from lightning_trainer.kits.improve.snapshots import adapter_names
 from lightning_trainer.kits.improve.tasks import TaskFiles
 from lightning_trainer.report.progress import Silent
+from lightning_trainer.run.folders import read_config
 from lightning_trainer.run.interrupts import SavedInterrupt
 from lightning_trainer.session.answers import Endpoint
 from lightning_trainer.work import Work
@@ -114,6 +115,30 @@ def test_rl_is_kept_where_it_helps_and_the_folder_is_that_of_a_run(folder: Path,
     again = told(CliRunner().invoke(cli, ["eval", "program:run", *options]))
     assert again["mean"] > found["base"]["mean"]
     assert json.loads((folder / "found" / "result.json").read_text()) == found
+
+
+def test_an_agent_that_keeps_the_unchanged_model_answers_and_does_not_count(folder: Path, model: Path) -> None:
+    policy = ("--agents", "writer", "--policy", "check*=base")
+    found = told(
+        improve("program:two", model, "--budget", "9000", "--methods", "rl", "--out", "found", *policy, "--json")
+    )
+    assert list(found["agents"]) == ["writer"]
+    run = read_config(folder / "found" / "agents" / "writer" / "rl" / "run")
+    assert (run["agents"], run["policies"]) == (["writer"], {"writer": "lora:writer", "check*": "base"})
+    store = open_store(str(folder / "found" / "base" / "lightning.db"))
+    try:
+        assert {(call.agent, call.policy) for call in store.calls()} == {("writer", "policy"), ("checker", "policy")}
+    finally:
+        store.close()
+    base, rl = (
+        json.loads((folder / "found" / name / "summary.json").read_text())["by_agent"]["writer"]["mean"]
+        for name in ("base", "agents/writer/rl/rung-1-held-out")
+    )
+    assert found["agents"]["writer"]["methods"]["rl"]["difference"] == pytest.approx(rl - base)
+    mistaken = improve(
+        "program:two", model, "--budget", "9000", "--out", "other", "--policy", "writer=lora,checker=base"
+    )
+    assert "with --policy only those that the unchanged model answers" in mistaken.stderr
 
 
 def test_prompts_are_kept_where_they_help(folder: Path, model: Path) -> None:

@@ -20,6 +20,7 @@ SHARED: Final = "shared"  # the adapter of trained agents without a policy of th
 DEFAULT_RANK: Final = 16
 ADAPTERS_NAME: Final = "adapters.json"  # in a checkpoint of several adapters: their names, and their model
 _LORA: Final = "lora"
+SHARED_ADAPTER: Final = f"{_LORA}:{SHARED}"
 _FIXED: Final = "fixed"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -112,14 +113,14 @@ def complete(values: Mapping[str, str], agents: Sequence[str] | None) -> tuple[d
     if agents is None:
         agents = trained
     if not agents:
-        raise ConfigError("no policy is trained: give at least one agent the policy lora.")
+        raise ConfigError("no policy is trained: give at least one agent the policy lora, or name it in agents.")
     for agent in trained:
         if agent not in agents:
             raise ConfigError(f"policy {agent}={values[agent]} has no effect: {agent} is not in agents. Add it there.")
     for agent in agents:
         if agent in values and agent not in trained:
             raise ConfigError(f"{agent} is in agents, but its policy {values[agent]} is not trained. Give it lora.")
-    filled = {agent: values.get(agent, f"{_LORA}:{SHARED}") for agent in agents}
+    filled = {agent: values.get(agent, SHARED_ADAPTER) for agent in agents}
     return {**filled, **{agent: value for agent, value in values.items() if agent not in filled}}, tuple(agents)
 
 

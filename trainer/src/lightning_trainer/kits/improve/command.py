@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LEFT_OUT: Final = frozenset(
     (
         "target", "steps", "epochs", "until", "resume", "out", "val_every", "val_samples", "keep", "checkpoint",
-        "store", "port", "policies", "agent_weight", "rollback_on_cliff", "judge", "schedule", "opponents",
+        "store", "port", "agent_weight", "rollback_on_cliff", "judge", "schedule", "opponents",
         "opponents_every",
     )
 )  # fmt: skip

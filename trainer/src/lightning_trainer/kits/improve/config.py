@@ -18,7 +18,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.improve.fields import ImproveFields
 from lightning_trainer.kits.sft.config import RoundsConfig
 from lightning_trainer.models import look
-from lightning_trainer.policies import ADAPTERS_NAME
+from lightning_trainer.policies import ADAPTERS_NAME, BASE, SHARED_ADAPTER
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.runner.target import JUDGE
 from lightning_trainer.session.answers import Endpoint
@@ -55,6 +55,11 @@ class ImproveConfig(ImproveFields, CheckedRecord):
         options = {name: value for name, value in self.train.backend_options.items() if name in _GENERATING}
         options |= {name: value for name in _LOADING if (value := getattr(self.train, name)) not in (None, "auto")}
         return {**options, "tool_format": self.train.tool_format}  # the same for all, whatever the model's run used
+
+    @property
+    def unchanged(self) -> tuple[str, ...]:
+        """Names and globs of agents that the unchanged model answers, and that are not improved."""
+        return tuple(agent for agent, value in self.train.policies.items() if value == BASE)
 
     def check(self) -> None:
         """Reject invalid options before anything is started.
@@ -94,8 +99,11 @@ class ImproveConfig(ImproveFields, CheckedRecord):
                 f"{self.train.model} has adapters of agents, and improve gives each agent a new one. Give the model"
                 " that they belong to."
             )
-        if self.train.policies:
-            raise ConfigError("improve gives each agent its own adapter. Leave policies out.")
+        if any(value not in {BASE, SHARED_ADAPTER} for value in self.train.policies.values()):
+            raise ConfigError(
+                "improve gives each agent its own adapter. Name the agents to improve with --agents, and with --policy"
+                " only those that the unchanged model answers, such as checker=base."
+            )
         if not self.train.lora_rank:
             raise ConfigError("improve trains an adapter for each agent. Give --lora-rank 1 or more, or leave it out.")
 

@@ -118,7 +118,7 @@ class _Search:
         agents = tuple(plan.agents)
         self.config = choose.config = self._name_agents(agents)
         choose.agents = agents
-        names, base = adapter_names(agents), choose.summarise([])[0]
+        names, base = adapter_names([*agents, *self.config.unchanged]), choose.summarise([])[0]
         searches = {
             agent: AgentSearch(
                 config=self.config, agent=agent, names=names, folder=self.folder / "agents" / names[agent], tasks=tasks,
@@ -198,7 +198,7 @@ def _plan_from(config: ImproveConfig, held_out: HeldOutMeasurement, tasks: TaskF
 
 def _plan(config: ImproveConfig, agents: Sequence[str], each: float, tasks: TaskFiles) -> SearchPlan:
     """Divide the budget between these agents, with so many tokens in each rollout."""
-    names = adapter_names(agents)
+    names = adapter_names([*agents, *config.unchanged])
     methods = {
         name: KINDS[name](
             config=config, agent=agents[0], names=names, folder=tasks.folder / name, tasks=tasks, rollout_tokens=each,

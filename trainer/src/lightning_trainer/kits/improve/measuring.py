@@ -26,7 +26,8 @@ class HeldOutMeasurement:
         config: options of the search.
         tasks: file of the set.
         progress: callback for progress events.
-        agents: names of the agents whose calls the model answers; None: all that have a name.
+        agents: names of the agents to improve, whose rewards count; None: all that have a name. The model answers
+            their calls, and those of the agents that are to stay unchanged.
         base: samples of the unchanged agents, once they have been measured.
         tokens: tokens of all model calls in all measurements.
     """
@@ -78,8 +79,9 @@ class HeldOutMeasurement:
             "target", "command", "reward", "temperature", "max_tokens", "sampling", "seed", "timeout_s", "max_attempts",
             "workers", "concurrency", "isolate", "name_by", "work",
         )  # fmt: skip
+        answered = None if self.agents is None else (*self.agents, *self.config.unchanged)
         return EvalConfig(
-            data=self.tasks, model=model, prompts=prompts, agents=self.agents, samples=self.config.samples,
+            data=self.tasks, model=model, prompts=prompts, agents=answered, samples=self.config.samples,
             counting=self.counting, out=folder, load=self.config.load, **{name: getattr(train, name) for name in names},
         )  # fmt: skip
 

@@ -41,7 +41,7 @@ class AgentTask:
     Attributes:
         config: options of the whole search; `train` names all agents.
         agent: the agent to improve.
-        names: adapter of each agent.
+        names: adapter of each agent that the model answers.
         folder: where the work is kept.
         tasks: the task files; a method learns from the training tasks.
         rollout_tokens: tokens of a rollout of the unchanged program.

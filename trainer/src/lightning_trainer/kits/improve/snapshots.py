@@ -65,7 +65,7 @@ class Snapshot:
 
         Args:
             config: configuration of the base, with the agents.
-            names: adapter of each agent.
+            names: adapter of each agent that the model answers.
             changes: by agent; the others use the base unchanged.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class Snapshot:
         if not checkpoints:
             self.checkpoint.symlink_to(resolve(config.model).absolute())
         kept = without_empty(config.model_dump())
-        kept |= {"policies": policies, "agents": tuple(checkpoints)} if checkpoints else {}
+        kept |= {"policies": policies if checkpoints else {}, "agents": tuple(checkpoints or names)}
         write_atomically(self.folder / CONFIG_NAME, to_json(TrainConfig(**kept)).encode())
         _write_prompts(self.folder / PROMPTS_NAME, [e.prompts for e in changes.values() if e.prompts is not None])
 
