@@ -155,6 +155,12 @@ def test_first_steps_raise_nothing_but_what_is_certain() -> None:
     assert names(history(logprob_gap=[3.0])[:1]) == {"engine_gap_widens"}
 
 
+def test_steps_without_a_gradient_do_not_hide_a_captured_policy() -> None:
+    lines = team(writer=0.0, talker=1.0)
+    flat = [{key: value for key, value in lines[-1].items() if not key.startswith("gradient_share")}]
+    assert "agent_captures/team" in names([*lines, *flat])
+
+
 def test_alarm_stands_only_as_long_as_its_reason() -> None:
     dead = history(groups_without_signal=[1.0])
     assert names(dead) == {"groups_dead"}

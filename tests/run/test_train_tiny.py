@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.errors import AgentFailedError, ConfigError, LightningError
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 
@@ -227,6 +227,28 @@ def test_ctrl_c_ends_the_step_and_saves(folder: Path, model: Path) -> None:
     assert (folder / "out" / "checkpoint").resolve().name == "step-000001"
     assert signal.getsignal(signal.SIGINT) is before
     assert all(r.status in {"succeeded", "cancelled"} for r in rollouts_of(folder / "out"))
+
+
+def test_an_error_after_a_step_says_how_to_go_on(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_trainer.backends.torch import TorchLearner
+
+    update, taken, notes, progress = TorchLearner.update, list[int](), list[str](), Silent()
+    monkeypatch.setattr(progress, "note", notes.append)
+
+    def failing(learner: TorchLearner, rows: Any) -> dict[str, float]:
+        taken.append(len(rows))
+        if len(taken) == 2:
+            raise AgentFailedError("the disk is gone")
+        return update(learner, rows)
+
+    monkeypatch.setattr(TorchLearner, "update", failing)
+    with pytest.raises(AgentFailedError, match="the disk is gone"):
+        train(config(model, steps=3, save_every=1), progress)
+    assert notes[-1] == "saved after 1 step. Continue with: lightning-rl train --resume out"
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    train(config(model, steps=3, resume="out", out=None))
+    assert [line["step"] for line in lines(folder / "out")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,18 @@ def test_no_further_rollout_begins_once_the_tokens_are_used(
     assert [line["instruction_tokens"] > 0 for line in steps] == [True, False, False, False]
 
 
+def test_each_proposal_is_tried_on_three_tasks_before_the_run_may_end(folder: Path, model: Path) -> None:
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({"q": f"word {n}"}) + "\n" for n in range(12)))
+    texts = iter(["Say nothing.", f"{OWN} No.", "Check it.", BETTER])  # the checker's, then the writer's
+    with ScriptedServer(lambda _body, _seen: Reply(text=f"```\n{next(texts)}\n```")) as server:
+        options = {"visits": 1, "tasks": 1, "proposals": 4}
+        own = {"val": None, "reflector": server.url}
+        train(config(model, steps=12, with_prompts=True, prompt_options=options, **own))
+    steps = lines(folder / "out")
+    assert [line["instruction_proposals"] for line in steps[:10]] == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
+    assert any(line["instructed_groups_solved"] for line in steps[9:])
+
+
 def test_without_another_model_the_policy_itself_proposes(folder: Path, model: Path) -> None:
     own = shutil.copytree(model, folder / "long")
     settings = json.loads((own / "config.json").read_text())

@@ -48,6 +48,14 @@ def test_gradient_shares_are_those_of_each_agents_own_gradient(tiny_model: Path,
         assert metrics[f"gradient_share/{agent}"] == pytest.approx(square / sum(squares.values()), rel=1e-4)
 
 
+def test_an_agent_without_a_gradient_has_no_share(tiny_model: Path) -> None:
+    backend = make_backend(tiny_model)
+    flat = [row if row.agent == "talker" else replace(row, advantages=0 * row.advantages) for row in team()]
+    metrics = backend.update(flat)
+    backend.close()
+    assert (metrics["gradient_share/talker"], metrics["gradient_share/writer"]) == (1.0, 0.0)
+
+
 def test_a_sample_of_the_entries_estimates_the_shares(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = team()
     squares = exact_squares(tiny_model, rows)

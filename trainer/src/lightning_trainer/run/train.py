@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Final
 
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import ConfigError, LightningError, NothingToLearnError
 from lightning_spans.store import Store
 from lightning_trainer import registry
 from lightning_trainer.backend_protocol import Backend, OpenRun, RunDescription, Start
@@ -18,6 +19,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judges import CACHE_NAME, JudgePlan, open_judge, read_judge
 from lightning_trainer.models import NEWEST
 from lightning_trainer.proxies import bypass_for_loopback
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report import trackers
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Progress, Silent
@@ -32,6 +34,8 @@ from lightning_trainer.run.result import Result, result_of
 from lightning_trainer.run.state import identity_of, read_state
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.session import STORE_NAME, cancel_left_over, open_database, open_runner
+
+_CONTINUE: Final = "lightning-rl train --resume"
 
 
 def train(config: TrainConfig, progress: Progress | None = None) -> Result:
@@ -63,6 +67,12 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
             steps = backend.train(run)
         except SavedInterrupt:
             raise SavedInterrupt(_stop_message(run)) from None
+        except NothingToLearnError:
+            raise
+        except LightningError:
+            if (saved := _resumable_step(run)) is not None:
+                progress.note(f"saved after {amount(saved, 'step')}. Continue with: {_CONTINUE} {run.folder}")
+            raise
         run.log.draw()
         return result_of(run, steps, time.monotonic() - began)
 
@@ -179,12 +189,21 @@ def _log(config: TrainConfig, folder: Path, step: int, val: Sequence[Task]) -> I
         yield log
 
 
+def _resumable_step(run: OpenRun) -> int | None:
+    """Return the step of the newest checkpoint; None if there is none with what resuming needs."""
+    newest = run.folder / NEWEST
+    try:
+        state = read_state(newest) if newest.exists() else None
+    except LightningError:  # a checkpoint of a backend that keeps another state
+        return None
+    return state.step if state is not None and state.resumable else None
+
+
 def _stop_message(run: OpenRun) -> str:
-    count = len(run.log.lines("train"))
-    steps = "1 step" if count == 1 else f"{count} steps"
+    steps = amount(len(run.log.lines("train")), "step")
     if not (run.folder / NEWEST).exists():
         return f"stopped after {steps}, before anything was learned"
     newest = (run.folder / NEWEST).resolve()
-    if not read_state(newest).resumable:
+    if _resumable_step(run) is None:
         return f"stopped after {steps}. The weights are in {newest}, without what --resume needs (--checkpoint weights)"
-    return f"stopped after {steps}. Continue with: lightning-rl train --resume {run.folder}"
+    return f"stopped after {steps}. Continue with: {_CONTINUE} {run.folder}"

@@ -172,7 +172,7 @@ class TorchLearner:
             check.confirm(self._engine, self.logprobs)
         weights_s = time.perf_counter() - began
         metrics = combine_metrics(found) if self.options.adapters else next(iter(found.values()))
-        gaps, shares = engine_gaps(parts, self._seen, known), gradient_shares(squares)
+        gaps, shares = engine_gaps(parts, self._seen, known), gradient_shares(squares, [row.agent for row in rows])
         return (
             without_older(metrics, parts, known)
             | gaps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -49,6 +50,10 @@ class PaidCalls(Protocol):
 
     def add(self, kind: str, asked: object, came_to: dict[str, Any]) -> None:
         """Record the result of a request."""
+
+
+class _NotJsonError(ValueError):
+    """The server's answer is not JSON."""
 
 
 @dataclass
@@ -104,7 +109,7 @@ class Reflection:
                 with httpx.Client(headers=bearer(self.at.key, ORIGIN)) as client:
                     answer = post_json(client, url, body, within_s=TIMEOUT_S)
                 if answer.status_code == 200:
-                    found = answer.json()
+                    found = _read_json(answer.text)
                     tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
                     text = found["choices"][0]["message"]["content"]
                     if isinstance(text, str) and text.strip():
@@ -115,6 +120,15 @@ class Reflection:
                     problem = f"it answered {answer.status_code}: {answer.text[:300]}"
                     if 400 <= answer.status_code < 500 and answer.status_code not in (408, 429):
                         break
+            except _NotJsonError as error:
+                problem = str(error)
             except (httpx.HTTPError, *_UNREADABLE) as error:
                 problem = f"{type(error).__name__}: {error}"
         raise LightningError(f"the reflection model at {self.at.url} gave no proposal: {problem}")
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise _NotJsonError(f"it answered no JSON: {text[:100]!r}") from None

@@ -44,8 +44,9 @@ def cliff(history: History) -> Found:
     for policy, names in (rewarded_names(validations, _policies(history)) or {"": [""]}).items():
         fall = fall_of(validations, policy, names)
         if fall is not None:
+            whose = " of the team" if names == [""] and policy else policy and f" of {policy}"
             text = (
-                f"The held-out reward{policy and f' of {policy}'} has fallen from {fall.best:.2f} after"
+                f"The held-out reward{whose} has fallen from {fall.best:.2f} after"
                 f" {fall.best_step} steps to {fall.now:.2f} (95 % interval of the change: {fall.difference.low:.2f} to"
                 f" {fall.difference.high:.2f}). Lower --learning-rate and start from its best weights,"
                 " as --rollback-on-cliff does."
@@ -102,8 +103,11 @@ def _policies(history: History) -> Mapping[str, str]:
 
 
 def _gradient_shares(history: History) -> Iterator[tuple[str, list[str], list[dict[str, float]]]]:
-    """Yield each policy that several agents share, those agents, and their shares of its gradient in the last steps."""
-    steps = _steps(history)[-STEPS:]
+    """Yield each policy that several agents share, those agents, and their shares of its gradient in the last steps.
+
+    Steps in which nothing was learned are left out.
+    """
+    steps = [line for line in _steps(history) if any(key.startswith("gradient_share/") for key in line)][-STEPS:]
     policy_of: Mapping[str, str] = steps[-1].get(POLICY_OF, {}) if steps else {}
     for policy in dict.fromkeys(policy_of.values()):
         agents = [agent for agent, its in policy_of.items() if its == policy]

@@ -83,9 +83,14 @@ def _sample(master: Tensor, share: float) -> Tensor:
     return torch.randint(master.numel(), (ceil(share * master.numel()),), generator=numbers).to(master.device)
 
 
-def gradient_shares(squares: Mapping[str, float]) -> dict[str, float]:
-    """Return each agent's share of the squared norms, `gradient_share/AGENT`; empty for a single agent."""
-    named = {agent: square for agent, square in squares.items() if agent}
+def gradient_shares(squares: Mapping[str, float], agents: Iterable[str]) -> dict[str, float]:
+    """Return each agent's share of the squared norms, `gradient_share/AGENT`; empty for a single agent.
+
+    Args:
+        squares: squared norm of each agent's gradient.
+        agents: all that have rows; those without a gradient have the share 0.
+    """
+    named = {agent: square for agent, square in (dict.fromkeys(agents, 0.0) | squares).items() if agent}
     total = sum(named.values())
     return {f"gradient_share/{a}": s / total for a, s in named.items()} if len(named) > 1 and total > 0 else {}
 

@@ -19,7 +19,7 @@ from lightning_trainer.kits.prompts.dead_groups.distil import InstructedRollout,
 from lightning_trainer.kits.prompts.dead_groups.options import DeadGroupRules, read_options
 from lightning_trainer.kits.prompts.dead_groups.proposals import EXAMPLES, FILE, PaidProposals, propose
 from lightning_trainer.kits.prompts.dead_groups.sampling import InstructedSampler, InstructedTask, counted_rewards
-from lightning_trainer.kits.prompts.dead_groups.tasks import DeadTasks, Instruction
+from lightning_trainer.kits.prompts.dead_groups.tasks import PROVE, DeadTasks, Instruction
 from lightning_trainer.kits.prompts.reading import read_prompts
 from lightning_trainer.kits.prompts.reflection import Reflection, read_reflection
 from lightning_trainer.kits.prompts.session import CandidateRun
@@ -96,9 +96,11 @@ class DeadGroupsCallback(Callback):
 
     @property
     def patience(self) -> int:
-        """Steps until each task was visited often enough, and every proposal was tried."""
-        passes = math.ceil(len(self._run.tasks) / self._run.config.batch_size)
-        return self._options.visits * passes + self._options.proposals
+        """Steps until each task was visited often enough, and every proposal was tried as often as it may be."""
+        size = self._run.config.batch_size
+        passes = math.ceil(len(self._run.tasks) / size)
+        steps = math.ceil(PROVE / min(self._options.tasks, size))  # that one proposal takes
+        return self._options.visits * passes + self._options.proposals * steps
 
     @property
     def kept(self) -> Mapping[str, Any]:

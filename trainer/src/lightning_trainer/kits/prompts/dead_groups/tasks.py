@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-_PROVE: Final = 3  # maximum tasks on which an instruction without successes is tried
+PROVE: Final = 3  # maximum tasks on which an instruction without successes is tried
 
 
 @dataclass
@@ -100,7 +100,5 @@ class DeadTasks:
         One that solved the task comes first, then those that solved the largest share of other tasks. One that has
         solved nothing is tried on three tasks.
         """
-        those = [
-            each for each in self.instructions if each.tried.get(task, each.solved > 0 or len(each.tried) < _PROVE)
-        ]
+        those = [each for each in self.instructions if each.tried.get(task, each.solved > 0 or len(each.tried) < PROVE)]
         return max(those, key=lambda each: (task in each.tried, each.solved / (len(each.tried) or 1)), default=None)
