@@ -23,7 +23,7 @@ pytest.importorskip("openai")
 from lightning_conformance import ScriptedServer
 from lightning_conformance.plugins.script import Reply
 from lightning_spans.adapter.trace import Trace
-from lightning_spans.errors import ConfigError, UnknownAgentError
+from lightning_spans.errors import ConfigError, LightningError, UnknownAgentError
 from lightning_spans.record.prompts import read_prompts as read_file
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.schema.attempts import Attempt, AttemptRecord, Rollout
@@ -32,7 +32,7 @@ from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE, Span
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.cli import cli
-from lightning_trainer.kits.prompts import journal
+from lightning_trainer.kits.prompts import journal, reflection
 from lightning_trainer.kits.prompts.adapter import SpansAdapter
 from lightning_trainer.kits.prompts.journal import SearchJournal
 from lightning_trainer.kits.prompts.optimise import _STATE
@@ -340,6 +340,18 @@ def test_a_reflecting_model_that_gives_nothing_ends_the_search(folder, monkeypat
         result = rl(*args, "--resume")
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout.splitlines()[-1])["after"] == 1.0
+
+
+def test_a_reflecting_model_that_answers_no_json_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NothingPaid:
+        def next(self, kind: str, asked: object) -> None:
+            return None
+
+    monkeypatch.setattr(reflection, "post_json", lambda *_, **__: httpx.Response(200, text="<html>a proxy</html>"))
+    monkeypatch.setattr(reflection, "_PAUSE_S", 0)
+    asking = Reflection(Endpoint("http://127.0.0.1:9/v1", "big"), NothingPaid(), lambda: None)
+    with pytest.raises(LightningError, match="gave no proposal: it answered no JSON: '<html>a proxy"):
+        asking("Propose.")
 
 
 def test_what_candidates_earn_is_told_as_a_mean(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class Reflection:
                 with httpx.Client(headers=bearer(self.at.key, ORIGIN)) as client:
                     answer = post_json(client, url, body, within_s=TIMEOUT_S)
                 if answer.status_code == 200:
-                    found = _read_json(answer.text)
+                    found = _read_json(answer.content)
                     tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
                     text = found["choices"][0]["message"]["content"]
                     if isinstance(text, str) and text.strip():
@@ -127,8 +127,9 @@ class Reflection:
         raise LightningError(f"the reflection model at {self.at.url} gave no proposal: {problem}")
 
 
-def _read_json(text: str) -> Any:
+def _read_json(content: bytes) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(content)
     except ValueError:
-        raise _NotJsonError(f"it answered no JSON: {text[:100]!r}") from None
+        shown = content[:100].decode(errors="replace")
+        raise _NotJsonError(f"it answered no JSON: {shown!r}") from None
