@@ -56,9 +56,10 @@ def search(setup: str, seed: int, folder: Path, args: argparse.Namespace) -> dic
             data=test, model=str(folder / "search"), against=args.model, samples=2, out=folder / "test", **program
         )
         tested = evaluate(options, progress).to_json()
+    its = {name: value for name, value in found.to_json().items() if name not in {"folder", "checkpoint", "prompts"}}
     base, rise = tested["against"]["by_agent"][AGENT], tested["by_agent"][AGENT]
     return {
-        "setup": setup, "seed": seed, "search": found.to_json(), "before": base["mean"], "after": rise["mean"],
+        "setup": setup, "seed": seed, "search": its, "before": base["mean"], "after": rise["mean"],
         "difference": [rise[name] for name in ("difference", "low", "high")],
     }  # fmt: skip
 

@@ -70,7 +70,7 @@ def flat(task):
 SMALL = (
     "--batch-size", "4", "--group-size", "4", "--workers", "1", "--device", "cpu", "--samples", "2",
     "--backend-options", "threads=1", "--backend-options", "slots=16", "--learning-rate", "3e-2", "--lora-rank", "8",
-    "--sft", "learning_rate=0.03",
+    "--sft", "learning_rate=0.03", "--sft", "epochs=2",
 )  # fmt: skip
 
 

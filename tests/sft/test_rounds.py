@@ -22,7 +22,7 @@ from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.sft.config import RoundsConfig
-from lightning_trainer.kits.sft.rounds.loop import _is_better
+from lightning_trainer.kits.sft.rounds.loop import _is_better, round_steps
 from lightning_trainer.kits.sft.rounds.rejection import rejection_sampling
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
@@ -69,6 +69,14 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
     settings = json.loads((made / "generation_config.json").read_text())
     (made / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [2, *range(3, 259, 2)]}))
     return made
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(1, 1), (14, 7), (30, 10), (400, 50)])
+def test_a_round_of_few_rollouts_takes_enough_steps_to_learn(rows: int, steps: int) -> None:
+    options: dict[str, Any] = {"target": "a:b", "rounds": 1, "tasks": Path("t.jsonl"), "model": "m"}
+    assert round_steps(RoundsConfig(**options), rows) == steps
+    assert round_steps(RoundsConfig(**options, epochs=1.0), rows) == -(-rows // 16)
+    assert round_steps(RoundsConfig(**options, steps=3), rows) == 3
 
 
 def test_each_round_learns_the_best_of_its_own_samples(folder: Path, model: Path) -> None:

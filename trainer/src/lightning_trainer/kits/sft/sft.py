@@ -92,7 +92,7 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
         learner = stack.enter_context(closing(backend.learner(config.model, options_of(config))))
         progress.phase(f"writing {len(data.training)} conversations as tokens")
         task = _task(config, learner, data)
-        steps = steps_of(config, task.rows)
+        steps = steps_of(config, len(task.rows))
         learner.schedule(*schedule(steps))
         kept.restore(learner)
         log = stack.enter_context(closing(MetricLog(folder, from_step=kept.standing.taken)))
@@ -318,9 +318,9 @@ def _held_out_rows(config: SftConfig, learner: Learner, data: Sequence[Example])
         return RowsToLearn(rows=[], left_out=Counter(), recorded=0)
 
 
-def steps_of(config: SftConfig, rows: Sequence[Row]) -> int:
+def steps_of(config: SftConfig, rows: int) -> int:
     """Return the number of steps of all epochs."""
-    return config.steps or max(1, math.ceil((config.epochs or _EPOCHS) * len(rows) / config.batch_size))
+    return config.steps or max(1, math.ceil((config.epochs or _EPOCHS) * rows / config.batch_size))
 
 
 def _rename_row(row: Row) -> Row:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
 from lightning_spans.errors import AgentFailedError, DataError, NothingToLearnError, UnknownAgentError
 from lightning_spans.schema.agents import earns
@@ -39,6 +41,9 @@ from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import BY_TASK, Score, reward_of_failures, score
 from lightning_trainer.run.data import Task
 from lightning_trainer.session.session import Session
+
+_LEAST_STEPS: Final = 10  # of a round
+_MOST_EPOCHS: Final = 8.0  # for that
 
 
 @dataclass(kw_only=True)
@@ -197,8 +202,19 @@ class RoundLoop:
         return Fit(
             learner=self.learner, rows=rows, held_out=(), folder=self.folder, log=self.log, progress=self.progress,
             check=self.check, batch_size=config.batch_size, group_by_prefix=config.group_by_prefix,
-            steps=steps_of(config, rows), seed=config.seed, from_step=self.steps, lineage=self.lineage,
+            steps=round_steps(config, len(rows)), seed=config.seed, from_step=self.steps, lineage=self.lineage,
         ).run()  # fmt: skip
+
+
+def round_steps(config: RoundsConfig, rows: int) -> int:
+    """Return the number of steps of a round: if no length is given, at least ten, unless that is over eight epochs.
+
+    A round often keeps few rollouts, and two epochs of 16 of them are two steps, from which nothing is learned.
+    """
+    steps = steps_of(config, rows)
+    if config.steps or config.epochs:
+        return steps
+    return max(steps, min(_LEAST_STEPS, math.ceil(_MOST_EPOCHS * rows / config.batch_size)))
 
 
 def _path_of(line: Line) -> str:
