@@ -90,7 +90,7 @@ def gradient_shares(squares: Mapping[str, float], agents: Iterable[str]) -> dict
         squares: squared norm of each agent's gradient.
         agents: all that have rows; those without a gradient have the share 0.
     """
-    named = {agent: square for agent, square in (dict.fromkeys(agents, 0.0) | squares).items() if agent}
+    named = {agent: square for agent, square in {**dict.fromkeys(agents, 0.0), **squares}.items() if agent}
     total = sum(named.values())
     return {f"gradient_share/{a}": s / total for a, s in named.items()} if len(named) > 1 and total > 0 else {}
 
