@@ -102,6 +102,34 @@ def test_the_budget_is_divided_by_rungs_and_then_by_methods_and_the_best_gets_mo
     assert {"another method did better in rung 1"} == {found[name].ended for name in METHODS if found[name].rung == 1}
 
 
+@pytest.mark.parametrize(("best", "last"), [("sft", "sft+rl"), ("rl", "rl")])
+def test_the_last_rung_is_of_the_winner_or_of_the_method_that_continues_from_its_weights(best: str, last: str) -> None:
+    simulation = Simulation(0, lambda method, tokens: 0.9 * (method == best))
+    found = halve(
+        METHODS, BUDGET, simulation.base["choose"], simulation.spend,
+        lambda method, _: simulation.rewards("choose", 0.9 * (method in (best, last))), followers={"sft": "sft+rl"},
+    )  # fmt: skip
+    assert found[last].rung == 3
+    assert sum(result.tokens for result in found.values()) == BUDGET
+    assert list(found) == [*METHODS, *[last] * (best != last)]
+    if best != last:
+        assert (found[best].ended, found[best].rung) == ("sft+rl continues from its weights", 2)
+        assert found[best].best is not None  # and can be the candidate, if RL made it worse
+
+
+def test_a_winner_that_can_not_continue_is_followed_too() -> None:
+    simulation = Simulation(0, lambda method, tokens: 0.9)
+
+    def spend(method: str, rung: int, limit: int) -> Spending:
+        return Spending(tokens=limit, changed=method != "rl", ended=None if "+" in method else "nothing to learn")
+
+    found = halve(
+        ["sft", "rl"], BUDGET, simulation.base["choose"], spend, lambda method, _: simulation.rewards("choose", 0.9),
+        followers={"sft": "sft+rl"},
+    )  # fmt: skip
+    assert (found["sft+rl"].tokens, found["sft+rl"].rung) == (BUDGET // 2, 2)
+
+
 def test_a_method_that_has_ended_gets_no_more_and_one_that_changed_nothing_is_not_measured() -> None:
     asked, measured = [], []
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 from lightning_conformance import ScriptedServer
 from lightning_conformance.plugins.script import Reply
-from lightning_spans.errors import AgentFailedError
+from lightning_spans.errors import AgentFailedError, NothingToLearnError
 from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
 from lightning_trainer.config.train import TrainConfig
@@ -31,7 +31,11 @@ from lightning_trainer.kits.improve.measuring import HeldOutMeasurement
 from lightning_trainer.kits.improve.methods import KINDS
 from lightning_trainer.kits.improve.snapshots import adapter_names
 from lightning_trainer.kits.improve.tasks import TaskFiles
+from lightning_trainer.kits.sft.batches import batches
+from lightning_trainer.kits.sft.config import RoundsConfig
+from lightning_trainer.kits.sft.rounds.loop import round_steps
 from lightning_trainer.report.progress import Silent
+from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.folders import read_config
 from lightning_trainer.run.interrupts import SavedInterrupt
 from lightning_trainer.session.answers import Endpoint
@@ -115,6 +119,17 @@ def test_rl_is_kept_where_it_helps_and_the_folder_is_that_of_a_run(folder: Path,
     again = told(CliRunner().invoke(cli, ["eval", "program:run", *options]))
     assert again["mean"] > found["base"]["mean"]
     assert json.loads((folder / "found" / "result.json").read_text()) == found
+
+
+def test_rl_continues_from_the_weights_of_rejection_sampling_if_that_is_the_best(folder: Path, model: Path) -> None:
+    few = ("--budget", "14000", "--batch-size", "2", "--sft", "epochs=8", "--learning-rate", "1e-4")
+    found = told(improve("program:run", model, *few, "--out", "found", "--json"))
+    its = found["agents"]["writer"]["methods"]
+    assert {name: each["rungs"] for name, each in its.items()} == {"sft": 1, "rl": 1, "sft+rl": 2}, found
+    assert its["sft"]["ended"] == "sft+rl continues from its weights"
+    assert its["sft+rl"]["tokens"] > 0
+    run = read_config(folder / "found" / "agents" / "writer" / "sft+rl" / "run")
+    assert run["model"] == str((folder / "found/agents/writer/sft/run/rung-1/checkpoint").relative_to(folder))
 
 
 def test_an_agent_that_keeps_the_unchanged_model_answers_and_does_not_count(folder: Path, model: Path) -> None:
@@ -270,8 +285,6 @@ def test_mistakes_are_refused_before_anything_runs(folder: Path, model: Path, mo
 
 
 def test_held_out_tasks_are_learned_from_by_no_method(folder: Path, model: Path) -> None:
-    from lightning_trainer.run.data import load_tasks
-
     def sets(**options: Any) -> list[set[str]]:
         config = improve_config(model, **options)
         files = TaskFiles(folder / f"tasks-{len(options)}")
@@ -285,6 +298,33 @@ def test_held_out_tasks_are_learned_from_by_no_method(folder: Path, model: Path)
     train, choose, decide = sets()
     assert [len(train), len(choose), len(decide)] == [8, 2, 2]
     assert train | choose | decide == {str(n) for n in range(12)}  # a task that is there twice is on one side
+
+
+@pytest.mark.parametrize("share", [12_000, 30_000, 48_000, 120_000])
+def test_rejection_sampling_stays_within_its_share(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, share: int
+) -> None:
+    """If each group has a rollout that is kept: fewer are kept otherwise, and training on them costs less."""
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({"q": f"{n}"}) + "\n" for n in range(100)))
+    config, files, found = improve_config(model), TaskFiles(folder / "tasks"), list[RoundsConfig]()
+    files.write(config, Silent())
+
+    def ask(rounds: RoundsConfig, *_: Any, **__: Any) -> Any:
+        found.append(rounds)
+        raise NothingToLearnError("asked")
+
+    monkeypatch.setattr("lightning_trainer.kits.sft.rounds.rejection.rejection_sampling", ask)
+    each = 300
+    method = KINDS["sft"](
+        config=config, agent="writer", names=adapter_names(["writer"]), folder=folder / "sft", tasks=files,
+        rollout_tokens=each, progress=Silent(),
+    )  # fmt: skip
+    method.spend(share, 1)
+    (options,) = found
+    rows = list(range(len(load_tasks(options.tasks))))
+    learned = sum(map(len, batches(rows, options.batch_size, round_steps(options, len(rows)), 0)))
+    tokens = each * options.rounds * (len(rows) * options.samples + learned)
+    assert 0.75 * share < tokens <= share
 
 
 def improve_config(model: Path, **train: Any) -> ImproveConfig:

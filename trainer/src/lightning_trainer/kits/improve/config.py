@@ -29,6 +29,7 @@ SFT: Final = "sft"
 RL: Final = "rl"
 DISTIL: Final = "distil"
 METHODS: Final = (PROMPTS, SFT, RL, DISTIL)
+SFT_RL: Final = "sft+rl"  # RL from the weights of rejection sampling
 OPTIONS_NAME: Final = "improve.json"  # in the folder: the options
 _LOADING: Final = ("chat_template", "device", "dtype", "max_model_len", "system_messages")
 _GENERATING: Final = ("slots", "generate_threads", "threads")  # among the backend's own options
@@ -55,6 +56,11 @@ class ImproveConfig(ImproveFields, CheckedRecord):
         options = {name: value for name, value in self.train.backend_options.items() if name in _GENERATING}
         options |= {name: value for name in _LOADING if (value := getattr(self.train, name)) not in (None, "auto")}
         return {**options, "tool_format": self.train.tool_format}  # the same for all, whatever the model's run used
+
+    @property
+    def followers(self) -> dict[str, str]:
+        """By method: the one that continues from its weights in the last rung, if it is the best."""
+        return {SFT: SFT_RL} if RL in self.methods else {}
 
     @property
     def unchanged(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Successive halving: all methods get a small share of the budget, the better half a larger one, the best one the rest.
 
 Pure: spending tokens and measuring are passed as functions. Karnin, Koren and Somekh, "Almost Optimal Exploration in
-Multi-Armed Bandits" (2013), with one additional rung, in which the winner alone spends the rest.
+Multi-Armed Bandits" (2013), with one additional rung, in which the winner alone spends the rest, or another method that
+continues from the winner's weights.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def halve(
     spend: Callable[[str, int, int], Spending],
     measure: Callable[[str, int], Rewards],
     *,
+    followers: Mapping[str, str] | None = None,
     declared: Declared = None,
 ) -> dict[str, MethodResult]:
     """Spend a budget on methods.
@@ -127,17 +129,20 @@ def halve(
         base: rewards of the unchanged agent on the tasks for choosing.
         spend: gets a method, a rung (from 1) and the tokens that the method may have spent by then, and spends them.
         measure: gets a method and a rung, and runs the tasks for choosing with the method's result so far.
+        followers: by winner: the method that continues from its weights in the last rung of several, in its place.
         declared: range of the rewards.
 
     Returns:
-        The result of each method, in the order of `methods`.
+        The result of each method, in the order of `methods`, and of one that continued.
     """
     results = {name: MethodResult() for name in methods}
     alive, rungs = list(methods), rung_count(len(methods))
     for rung in range(1, rungs + 1):
+        if 1 < rung == rungs and alive and results[alive[0]].gain > 0:
+            alive = _follow(results, alive[0], followers or {})
         active = [name for name in alive if not results[name].ended]
         if not active:
-            break
+            continue
         share = share_of(budget, sum(each.tokens for each in results.values()), rungs - rung + 1, len(active))
         for name in active:
             spending = spend(name, rung, results[name].tokens + share)
@@ -150,6 +155,16 @@ def halve(
                 results[name] = _end(results[name], f"another method did better in rung {rung}")
             alive = kept
     return results
+
+
+def _follow(results: dict[str, MethodResult], winner: str, followers: Mapping[str, str]) -> list[str]:
+    """Return the method of the last rung: the winner, or the one that continues from its weights."""
+    follower = followers.get(winner)
+    if follower is None:
+        return [winner]
+    results[winner] = _end(results[winner], f"{follower} continues from its weights")
+    results[follower] = MethodResult()
+    return [follower]
 
 
 def _stage(

@@ -155,7 +155,7 @@ class _Search:
         decision = decide(
             list(changes), finals.base, finals.measure, declared=self.config.train.declared,
             choices=lambda agents: equivalent_comparisons(
-                first.base.by_task, [_states_of(results[agent].methods) for agent in agents], finals.fresh_tasks
+                first.base.by_task, [self._states_of(results[agent].methods) for agent in agents], finals.fresh_tasks
             ),
         )  # fmt: skip
         result = Snapshot(self.folder)
@@ -172,11 +172,10 @@ class _Search:
         write_atomically(self.folder / RESULT_NAME, (json.dumps(kept, indent=2) + "\n").encode())
         return improvement
 
-
-def _states_of(methods: Mapping[str, MethodResult]) -> StatesOfAgent:
-    """Return the states among which an agent's candidate was chosen."""
-    stages = [stage.rewards for each in methods.values() for stage in each.stages]
-    return StatesOfAgent(states=stages, possible=len(methods) * rung_count(len(methods)))
+    def _states_of(self, results: Mapping[str, MethodResult]) -> StatesOfAgent:
+        """Return the states among which an agent's candidate was chosen."""
+        stages, methods = [stage.rewards for each in results.values() for stage in each.stages], self.config.methods
+        return StatesOfAgent(states=stages, possible=len(methods) * rung_count(len(methods)))
 
 
 def _best(methods: Mapping[str, MethodResult]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, ClassVar, Final
 from lightning_spans.errors import ConfigError, NothingToLearnError, UnknownAgentError
 from lightning_trainer.config.defaults import with_defaults
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.kits.improve.config import DISTIL, PROMPTS, RL, SFT, ImproveConfig, rounds_options
+from lightning_trainer.kits.improve.config import DISTIL, PROMPTS, RL, SFT, SFT_RL, ImproveConfig, rounds_options
 from lightning_trainer.kits.improve.costs import Costs, costs_of
 from lightning_trainer.kits.improve.halving import Spending
 from lightning_trainer.kits.improve.snapshots import Change, without_empty
@@ -30,8 +31,6 @@ from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.folders import read_config
-
-_KEPT_EPOCHS: Final = 2  # epochs of rejection sampling on its best rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,11 +191,20 @@ class SftMethod(Method):
     @property
     def least(self) -> int:
         """Tokens of a sampled group, and of training on its best rollout."""
-        return round(self._rollout_cost * self.config.train.group_size)
+        return round(self._cost(1))
 
-    @property
-    def _rollout_cost(self) -> float:
-        return self.rollout_tokens * (1 + _KEPT_EPOCHS / self.config.train.group_size)
+    def _cost(self, groups: int) -> float:
+        """Return the tokens of sampling so many groups, in rounds, and of training on the best of each."""
+        from lightning_trainer.kits.sft.rounds.loop import round_steps
+
+        options = rounds_options(self.config, self._own_options(self.tasks.train, 1))
+        rounds = self._rounds(groups)
+        rows = groups // rounds * options.kept
+        learned = round_steps(options, rows) * min(rows, options.batch_size)
+        return self.rollout_tokens * rounds * (groups // rounds * options.samples + learned)
+
+    def _rounds(self, groups: int) -> int:
+        return math.ceil(groups / len(load_tasks(self.tasks.train)))
 
     def spend(self, limit: int, rung: int) -> Spending:
         """Sample as many tasks as the limit allows, in several rounds if there are too few, and train on the best."""
@@ -227,16 +235,19 @@ class SftMethod(Method):
         return Change(checkpoint=self._newest)
 
     def _options(self, tokens: int, rung: int) -> dict[str, Any]:
-        groups = max(1, int(tokens // self.least))
-        rounds = math.ceil(groups / len(load_tasks(self.tasks.train)))
+        """Return the options of as many groups as cost so many tokens, and of one if none does."""
+        groups = bisect_right(range(1, int(tokens // self.rollout_tokens) + 1), tokens, key=self._cost) or 1
+        rounds = self._rounds(groups)
         seed = self.config.train.seed + rung - 1  # other tasks and samples than in the previous rung
         file = self.tasks.some_to_learn(
             groups // rounds, seed, self.folder.with_name(f"{self.folder.name}-tasks-{rung}.jsonl")
         )
+        return {**self._own_options(file, rounds), "out": self._folder(rung), "seed": seed}
+
+    def _own_options(self, tasks: Path, rounds: int) -> dict[str, Any]:
+        model = self.config.train.model if self._newest is None else str(self._newest)
         return {
-            "tasks": file, "rounds": rounds, "out": self._folder(rung), "seed": seed,
-            "model": self.config.train.model if self._newest is None else str(self._newest),
-            "agents": (self.agent,), "policies": self.policies,
+            "tasks": tasks, "rounds": rounds, "model": model, "agents": (self.agent,), "policies": self.policies,
         }  # fmt: skip
 
     def _folder(self, rung: int) -> Path:
@@ -249,6 +260,20 @@ class SftMethod(Method):
     def _newest(self) -> Path | None:
         found = sorted(self.folder.glob("rung-*/result.json"), key=lambda path: int(path.parent.name[len("rung-") :]))
         return found[-1].parent / NEWEST if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftRLMethod(RLMethod):
+    """RL from the weights of rejection sampling, which often learns faster at first, and stops improving earlier."""
+
+    @property
+    def run_options(self) -> dict[str, Any]:
+        """The checkpoint to start from."""
+        sft = SftMethod(
+            config=self.config, agent=self.agent, names=self.names, folder=self.folder.parent.parent / SFT / "run",
+            tasks=self.tasks, rollout_tokens=self.rollout_tokens, progress=self.progress,
+        )  # fmt: skip
+        return {"model": str(sft.change().checkpoint)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,4 +334,6 @@ class PromptsMethod(Method):
         )  # fmt: skip
 
 
-KINDS: Final[Mapping[str, type[Method]]] = {PROMPTS: PromptsMethod, SFT: SftMethod, RL: RLMethod, DISTIL: DistilMethod}
+KINDS: Final[Mapping[str, type[Method]]] = {
+    PROMPTS: PromptsMethod, SFT: SftMethod, RL: RLMethod, DISTIL: DistilMethod, SFT_RL: SftRLMethod,
+}  # fmt: skip

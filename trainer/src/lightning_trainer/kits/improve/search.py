@@ -31,8 +31,9 @@ class AgentSearch(AgentTask):
     def run(self, budget: int) -> dict[str, MethodResult]:
         """Spend this agent's share of the budget."""
         return halve(
-            self.config.methods, budget, self.base.by_task, self._spend, self._measure, declared=self.base.declared
-        )
+            self.config.methods, budget, self.base.by_task, self._spend, self._measure,
+            followers=self.config.followers, declared=self.base.declared,
+        )  # fmt: skip
 
     def method(self, name: str) -> Method:
         """Return a method, ready to spend."""

@@ -48,8 +48,8 @@ def cliff(history: History) -> Found:
             text = (
                 f"The held-out reward{whose} has fallen from {fall.best:.2f} after"
                 f" {fall.best_step} steps to {fall.now:.2f} (95 % interval of the change: {fall.difference.low:.2f} to"
-                f" {fall.difference.high:.2f}). Lower --learning-rate and start from its best weights,"
-                " as --rollback-on-cliff does."
+                f" {fall.difference.high:.2f}). Lower --learning-rate; --rollback-on-cliff also returns it"
+                " to its best weights."
             )
             yield policy and f"/{policy}", text
 
