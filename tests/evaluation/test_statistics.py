@@ -64,6 +64,18 @@ def test_a_crash_counts_alike_in_all_that_is_compared(failed, counts_as):
     assert [side.by_task.get(0) for side in found] == [counts_as, counts_as]
 
 
+def test_a_crash_is_no_better_than_what_the_agent_that_did_worst_earned():
+    """Training counts it so, too; the total of a game is 0, whoever loses it."""
+    lost = {"rewards": {"white": -1.0, "black": 1.0}}
+    sides = [[sample(task, 0, 0.0, **lost) for task in range(4)], [sample(0, 0, None, "crashed")]]
+    loses, crashes = summarise_each(sides, Counting(agents=("white",)))
+    assert (loses.reward.mean, crashes.reward.mean, crashes.failed_reward) == (-1.0, -1.0, -1.0)
+    shared = sample(0, 0, -1.5, shared=-2.0, rewards={"white": 0.5, "black": 0.5})
+    assert summarise([shared, sample(1, 0, None, "crashed")], Counting()).failed_reward == -1.5
+    shared = sample(0, 0, -2.0, shared=-2.0, **lost)
+    assert summarise([shared, sample(1, 0, None, "crashed")], Counting()).failed_reward == -3.0
+
+
 def test_an_agent_that_crashes_the_program_earns_what_a_crash_counts_as():
     spoke = {"usage": {"writer": Usage(calls=1)}}
     drawn = [sample(0, 0, 1.0, rewards={"writer": 1.0}, **spoke), sample(0, 1, None, "crashed", **spoke)]

@@ -14,6 +14,9 @@ pytest.importorskip("openai")
 from lightning_conformance import ScriptedServer
 from lightning_conformance.plugins.script import Reply
 from lightning_trainer.cli import cli
+from lightning_trainer.kits.evaluation.samples import Sample
+from lightning_trainer.kits.evaluation.summary import Counting
+from lightning_trainer.kits.rewards.result import AttackRollout, compare_strategies
 from lightning_trainer.kits.rewards.strategies import STRATEGIES
 
 PROGRAM = """
@@ -140,6 +143,26 @@ def test_the_table_lists_what_paid_and_what_could_not_be_tried(server):
     assert result.exit_code == 1, result.output
     assert "judge, task 0: score gave 1.000; 'the highest score: 10'" in result.output
     assert "This reward can be earned without doing the task: judge" in result.output
+
+
+def test_the_lowest_reward_is_that_of_the_attacked_agent():
+    """What another agent lost is no floor for it: an attack that earned it nothing did not pay."""
+
+    def rollouts(strategy: str, *earned: float) -> list[AttackRollout]:
+        return [
+            AttackRollout(
+                sample=Sample(
+                    task=task, sample=0, rollout_id=f"{strategy}-{task}", attempt_id="a", status="succeeded",
+                    reward=value / 2 - 1, rewards={"writer": value, "checker": -2.0},
+                ),
+                answer=f"{strategy} {task}", reached=True, sources={},
+            )
+            for task, value in enumerate(earned)
+        ]  # fmt: skip
+
+    base, forged = rollouts("base", 0.0, 1.0, 0.0, 1.0), {"claim": rollouts("claim", 0.0, 0.0, 0.0, 0.0)}
+    _, found = compare_strategies(base, forged, Counting(agents=("writer",)))
+    assert (found["claim"].verdict, found["claim"].paid) == ("nothing", [])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 
 from lightning_spans.errors import ConfigError, StoreError
-from lightning_spans.schema.attempts import End, Rollout
+from lightning_spans.schema.attempts import AttemptStatus, End, Rollout
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.rewards import Reward
@@ -87,6 +87,20 @@ def test_the_overview_counts_every_rollout_of_the_store(ask: Asked, run: Path) -
     steps = ask("run")["steps"]
     assert sum(row["rollouts"] for row in steps) == len(every)
     assert {(row["mode"], row["step"]) for row in steps} == {("val", 0), ("train", 0), ("train", 1)}
+
+
+def test_a_crash_is_shown_with_the_reward_that_it_had_in_the_run(tmp_path: Path) -> None:
+    def plays(scene: Scene, skill: float) -> tuple[AttemptStatus, list[Reward], str | None]:
+        scene.call(scene.agent("white", None, 500), [user("Your move?")], assistant("e4"))
+        if scene.attempt.rollout.rollout_id.endswith("-0"):
+            return "failed", [], "ValueError: no such move"
+        return "succeeded", [Reward(value=v, agent=a, **scene.ids) for a, v in (("white", -1.0), ("black", 1.0))], None
+
+    run = make_run(tmp_path / "r", steps=1, groups=2, size=2, play=plays)
+    [line] = [line for line in read(run / "metrics.jsonl") if line["kind"] == "train"]
+    rows = [row for group in Asked(run)("step", step=0)["groups"] for row in group["rollouts"]]
+    assert [row["reward"] for row in rows] == [-1.0, 0.0, -1.0, 0.0]
+    assert statistics.fmean(row["reward"] for row in rows) == line["reward"]
 
 
 def test_a_run_opens_with_the_held_out_difference_of_each_agent(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
@@ -196,15 +196,30 @@ def reward_of_failures(outcomes: Sequence[Outcome], failed: Failed) -> float:
 
 def lowest(rewards: Sequence[Reward]) -> float:
     """Return the lowest reward of any agent of an attempt, as credit assigns it, or the attempt's total."""
-    shared = sum(reward.value for reward in rewards if reward.agent is None)
-    return min([total(rewards), *(shared + own for own in agents_totals(rewards).values())])
+    return lowest_of(_shared(rewards), agents_totals(rewards).values())
+
+
+def lowest_of(shared: float, own: Collection[float]) -> float:
+    """Return the lowest reward of any agent, or the total: see `lowest`.
+
+    Args:
+        shared: rewards of the whole attempt.
+        own: total of each agent's own rewards.
+    """
+    return min([_total(shared, own), *(shared + value for value in own)])
 
 
 def total(rewards: Sequence[Reward]) -> float:
     """Return one number for an attempt: the rewards of the whole attempt, plus the mean over agents of their own."""
-    agents = agents_totals(rewards)
-    shared = sum(reward.value for reward in rewards if reward.agent is None)
-    return shared + (sum(agents.values()) / len(agents) if agents else 0.0)
+    return _total(_shared(rewards), agents_totals(rewards).values())
+
+
+def _shared(rewards: Sequence[Reward]) -> float:
+    return sum(reward.value for reward in rewards if reward.agent is None)
+
+
+def _total(shared: float, own: Collection[float]) -> float:
+    return shared + (sum(own) / len(own) if own else 0.0)
 
 
 def given_to(outcomes: Sequence[Outcome], automatic: Sequence[Reward], failed: Failed) -> list[Reward]:

@@ -12,7 +12,7 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.report.answers import SHORT, answers_in
 from lightning_trainer.rl.endings import Ending
 from lightning_trainer.rl.rollouts import Outcome
-from lightning_trainer.rl.scores import total
+from lightning_trainer.rl.scores import lowest_of, total
 from lightning_trainer.rl.usage import tokens_of
 
 if TYPE_CHECKING:
@@ -99,6 +99,13 @@ class Sample:
     def is_late(self) -> bool:
         """Whether the sample was too slow."""
         return self.ending is not None and Ending.from_slug(self.ending).is_late
+
+    @property
+    def lowest(self) -> float | None:
+        """The lowest reward of any agent, or the attempt's, see `rl.scores.lowest`; None unless it succeeded."""
+        if self.reward is None:
+            return None
+        return min(self.reward, lowest_of(self.shared or 0.0, self.rewards.values()))
 
     def to_json(self) -> dict[str, Any]:
         """Return the sample as a line of the file."""

@@ -24,7 +24,7 @@ class Counting:
 
     Attributes:
         failed: the reward of a sample whose program failed because of a model's answer; ``exclude`` leaves it out, and
-            ``lowest`` uses 0, or the lowest of all compared rewards if that is less.
+            ``lowest`` uses 0, or the lowest reward of any agent in all that is compared if that is less.
         success: minimum reward of a success.
         timeouts: whether samples that were too slow count as failed because of a model's answer, or are left out.
         agents: names and globs of the agents whose rewards count, if rewards were given by agent; None: all.
@@ -218,8 +218,15 @@ def _crash_reward(samples: Sequence[Sample], counting: Counting) -> float | None
     if counting.failed == "exclude":
         return None
     if counting.failed == "lowest":
-        return min([0.0, *(sample.reward for sample in samples if sample.reward is not None)])
+        return min([0.0, *(sample.lowest for sample in samples if sample.lowest is not None)])
     return float(counting.failed)
+
+
+def lowest_counted(samples: Sequence[Sample], counting: Counting) -> float:
+    """Return the lowest reward with which a successful sample counts, or 0 if that is less."""
+    chosen = trained_names({name for sample in samples for name in sample.rewards}, counting.agents)
+    values = [_counted_reward(sample, None, chosen) for sample in samples]
+    return min([0.0, *(value for value in values if value is not None)])
 
 
 def _places(drawn: int) -> list[int]:

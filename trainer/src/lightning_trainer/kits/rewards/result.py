@@ -10,7 +10,14 @@ from typing import Any, Final, Literal, TypeAlias
 
 from lightning_trainer.intervals import METHOD, Estimate
 from lightning_trainer.kits.evaluation.samples import Sample
-from lightning_trainer.kits.evaluation.summary import Counting, Summary, difference, summarise, summarise_each
+from lightning_trainer.kits.evaluation.summary import (
+    Counting,
+    Summary,
+    difference,
+    lowest_counted,
+    summarise,
+    summarise_each,
+)
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.terminal import decimal
 
@@ -194,8 +201,7 @@ def compare_strategies(
     }
     summaries = summarise_each([whole, *([one.sample for one in its] for its in tried.values())], counting)
     every = [*whole, *(one.sample for its in attacks.values() for one in its)]
-    lowest = min([0.0, *(sample.reward for sample in every if sample.reward is not None)])
-    floor = counting.declared[0] if counting.declared else lowest
+    floor = counting.declared[0] if counting.declared else lowest_counted(every, counting)
     found = {}
     for name, summary in zip(tried, summaries[1:], strict=True):
         paid = [

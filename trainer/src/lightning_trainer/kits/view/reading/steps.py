@@ -26,7 +26,7 @@ from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.log.lines import Line
 from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
-from lightning_trainer.rl.scores import agents_totals, lowest, trained_names, trained_reward
+from lightning_trainer.rl.scores import agents_totals, lowest, lowest_of, trained_names, trained_reward
 from lightning_trainer.run.group_ids import Step, groups_of, step_of
 
 OPEN: Final = ("queued", "running")
@@ -142,9 +142,7 @@ def trained_in(connection: Connection, run: Run) -> frozenset[str] | None:
     return trained_names(connection.scalars(named), agents)
 
 
-def rewards_query(
-    run: Run, groups: ColumnElement[bool] | None = None, trained: frozenset[str] | None = None
-) -> Select[Any]:
+def rewards_query(run: Run, trained: frozenset[str] | None = None) -> Select[Any]:
     """Return the query of successful attempts' rewards by group, with forks separate: see `scores.trained_reward`.
 
     Its columns are the group, whether it is of forks, and the number, sum, lowest and highest of the rewards.
@@ -161,8 +159,6 @@ def rewards_query(
         by_attempt = by_attempt.where(or_(rewards.agent.is_(None), rewards.agent.in_(sorted(trained))))
     if run.rules:
         by_attempt = by_attempt.where(rewards.source.not_in(sorted(run.rules)))
-    if groups is not None:
-        by_attempt = by_attempt.where(rewards.rollout_id.in_(select(rollouts.rollout_id).where(groups)))
     each = by_attempt.subquery()
     on: ColumnElement[bool] = and_(attempts.attempt_id == each.c.attempt_id, attempts.status == "succeeded")
     value = each.c.total
@@ -220,8 +216,21 @@ def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[O
         return 0.0  # there is no such failure
     ids = group_ids(reader, run, step)
     with reader.reading() as connection:
-        rows = connection.execute(rewards_query(run, among(connection, schema.rollouts.c.group_id, ids))).all()
-    return min([0.0, *(float(low) for _, _, _, low, _ in _rows_of_groups(rows, dict.fromkeys(ids, step)))])
+        rows = connection.execute(_select_earned(run, among(connection, schema.rollouts.c.group_id, ids))).all()
+    earned: defaultdict[str, dict[str | None, float]] = defaultdict(dict)
+    for _, attempt_id, agent, value in _rows_of_groups(rows, dict.fromkeys(ids, step)):
+        earned[attempt_id][agent] = float(value)
+    return min([0.0, *(lowest_of(own.pop(None, 0.0), own.values()) for own in earned.values())])
+
+
+def _select_earned(run: Run, groups: ColumnElement[bool]) -> Select[Any]:
+    """Return the query of each agent's rewards in each successful attempt; the agent None has those of all."""
+    rewards, attempts, rollouts = schema.rewards.c, schema.attempts.c, schema.rollouts.c
+    on = and_(attempts.attempt_id == rewards.attempt_id, attempts.status == "succeeded")
+    joined = schema.rewards.join(schema.attempts, on).join(schema.rollouts, rollouts.rollout_id == attempts.rollout_id)
+    by = (rollouts.group_id, rollouts.replay.is_not(None), rewards.attempt_id, rewards.agent)
+    chosen = and_(groups, rewards.source.not_in(sorted(run.rules)))
+    return select(*by, func.sum(rewards.value)).select_from(joined).where(chosen).group_by(*by)
 
 
 def group_rows(reader: StoreReader, run: Run, step: Step, rollouts: Sequence[Rollout]) -> list[GroupRow]:
