@@ -6,6 +6,7 @@ import json
 import math
 import re
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_conformance import ScriptedServer
 from lightning_conformance.plugins.script import Reply
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.record import unrecorded
+from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.spans import (
     EXECUTE_TOOL,
     REQUEST,
@@ -34,7 +36,7 @@ from lightning_trainer.kits.judging.asking import JudgeError, ask, messages, rea
 from lightning_trainer.kits.judging.judge import GroupJudge
 from lightning_trainer.kits.judging.transcript import entries_of, shorten, tell_apart
 from lightning_trainer.rl.rewards import source_weights
-from lightning_trainer.rl.scores import score
+from lightning_trainer.rl.scores import rollout_rewards, score
 from support.training.judged import SHARED, attempts_told, by_length, chat, options, rolled
 
 
@@ -227,6 +229,18 @@ def test_no_verdict_is_no_reward_of_0(store, reply):
     assert (found.failed, found.rollouts) == (2, 4)
     assert found.reward == pytest.approx(sum(o.rewards[0].value for o in kept) / 2)
     assert [s.status for s in store.spans() if s.operation == "evaluate" and s.attempt_id is None].count("error") == 1
+
+
+def test_a_rollout_that_succeeded_on_its_retry_is_judged(store):
+    """It counts if failures are left out; without a verdict, its reward was 0."""
+    with ScriptedServer(by_length) as server:
+        judge = GroupJudge(options(server.url), store)
+        first, retried = rolled(store, ["good", "good" * 5])
+        crash = AttemptRecord(attempt_id="c", rollout=retried.rollout, number=1, fence=1, worker="w", status="failed")
+        outcomes = judge.judge([first, replace(retried, attempts=(crash, *retried.attempts), crash=crash)])
+        judge.close()
+    rewards = rollout_rewards(outcomes, "exclude")
+    assert 0.0 < rewards["g:0-0"] < rewards["g:0-1"]
 
 
 def test_a_judge_that_never_gives_a_verdict_ends_the_run(store):

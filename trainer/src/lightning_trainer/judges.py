@@ -107,7 +107,7 @@ def open_judge(plan: JudgePlan | None, store: Store, *, seed: int, cache: Path |
 
 def silent(outcomes: Sequence[Outcome]) -> str | None:
     """Return why a judge gave no verdict on any of these groups; None if it gave one, or none was requested."""
-    asked = [outcome for outcome in outcomes if outcome.attempt is not None and outcome.crash is None]
+    asked = [outcome for outcome in outcomes if outcome.attempt is not None]
     if not asked or any(outcome.unjudged is None for outcome in asked):
         return None
     groups = {outcome.rollout.group_id for outcome in asked}

@@ -211,8 +211,9 @@ class Measurement:
 
     def _has_verdict(self, outcome: Outcome) -> bool:
         """Whether an earlier sample needs no judge, or has a judge's reward."""
-        missing = self.judge is not None and outcome.attempt is not None and outcome.crash is None
-        return not missing or any(reward.source == JUDGE for reward in outcome.rewards)
+        return (
+            self.judge is None or outcome.attempt is None or any(reward.source == JUDGE for reward in outcome.rewards)
+        )
 
     def _group(self, task: int) -> str:
         return f"{self.name}:{task}"

@@ -74,7 +74,7 @@ class GroupJudge(RolloutJudge):
         """
         groups: defaultdict[str, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
-            if outcome.attempt is not None and outcome.crash is None:
+            if outcome.attempt is not None:  # also after a crash: it counts if failures are left out
                 groups[outcome.rollout.group_id].append(outcome)
         judged = at_once(self._group, list(groups.values()), self._options.concurrency)
         found = {outcome.rollout.rollout_id: outcome for some in judged for outcome in some}
