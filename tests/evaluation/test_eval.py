@@ -244,6 +244,22 @@ def test_a_program_is_measured_at_its_own_endpoint_and_then_against_another(fold
     assert not (folder / "c").exists()
 
 
+def test_where_failures_are_left_out_a_retry_that_succeeded_counts(folder, monkeypatch):
+    def crashes_once(body: dict[str, Any], seen: int) -> Reply:
+        return Reply(text="crash" if body["messages"][-1]["content"] == "q1" and not seen else "good")
+
+    args = ["app:run", "--data", "tasks.jsonl", "--workers", "1", "--json"]
+    with ScriptedServer(crashes_once) as server:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        found = last(rl(*args, "--failed", "exclude", "--out", "a"))
+    assert (found["mean"], found["tasks"], found["crashed"], found["left_out"]) == (1.0, 3, 0, 0)
+    lines = [json.loads(line) for line in (folder / "a/samples.jsonl").read_text().splitlines()]
+    assert {(s["status"], s["ending"], s["error"]) for s in lines} == {("succeeded", "succeeded", None)}
+    refused = rl(*args, "--against", "a", "--out", "b")
+    assert refused.exit_code == 2
+    assert "the evaluation a has --failed exclude, and this one lowest" in refused.output
+
+
 def test_an_evaluation_that_was_killed_goes_on_and_repeats_nothing(folder):
     """Without torch, too."""
     with ScriptedServer(reply_to) as server:

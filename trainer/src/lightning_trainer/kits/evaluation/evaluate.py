@@ -249,5 +249,12 @@ def _other(config: EvalConfig, tasks: Sequence[Task], keys: BearerKeys) -> Subje
             "it compared only the samples of that evaluation. Evaluate both with a reward that scores one sample by"
             " itself: --reward module:function."
         )
+    failed, its = config.counting.failed, asked["config"]["counting"]["failed"]
+    if (failed == "exclude") != (its == "exclude"):
+        raise ConfigError(
+            f"the evaluation {folder} has --failed {its}, and this one {failed}: "
+            "only with exclude are failed rollouts tried again, so the two can't be compared. Evaluate both with the"
+            " same --failed."
+        )
     files.read_samples(folder)
     return folder

@@ -133,8 +133,7 @@ class Measurement:
         if self.judge is not None:
             self.progress.phase("judging")
             found = self.judge.verdicts(found)
-        places = {outcome.rollout.rollout_id: _place(outcome.rollout.rollout_id) for outcome in found}
-        new = read_samples(self.store, places, found, self.config.agents)
+        new = self._read(found)
         self.samples |= {(sample.task, sample.sample): sample for sample in new}
         files.write_samples(self.folder, list(self.samples.values()))
         if (problem := silent(found)) is not None:
@@ -144,6 +143,10 @@ class Measurement:
                 f" {self.folder}"
             )
         return new
+
+    def _read(self, found: Sequence[Outcome]) -> list[Sample]:
+        places = {outcome.rollout.rollout_id: _place(outcome.rollout.rollout_id) for outcome in found}
+        return read_samples(self.store, places, found, self.config.agents, failed=self.config.counting.failed)
 
     def _refuse_unheard(self, samples: Sequence[Sample], session: Session) -> None:
         """Reject an evaluation that measured something else than the named subject.
@@ -191,7 +194,7 @@ class Measurement:
             some = outcomes(self.store, ended[first : first + _AT_ONCE], self.config.counting.timeouts)
             waiting += [outcome for outcome in some if not self._has_verdict(outcome)]
             judged = [outcome for outcome in some if self._has_verdict(outcome)]
-            for sample in read_samples(self.store, places, judged, self.config.agents):
+            for sample in self._read(judged):
                 if sample.status != "failed" and sample.sample < self.config.samples:
                     self.samples[sample.task, sample.sample] = sample
         if self.samples:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_spans.schema.agents import earns, label
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.report.answers import SHORT, answers_in
 from lightning_trainer.rl.endings import Ending
-from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.rl.rollouts import Failed, Outcome
 from lightning_trainer.rl.scores import lowest_of, total
 from lightning_trainer.rl.usage import tokens_of
 
@@ -127,6 +127,8 @@ def read_samples(
     places: Mapping[str, tuple[int, int]],
     outcomes: Sequence[Outcome],
     agents: Sequence[str] | None = None,
+    *,
+    failed: Failed,
 ) -> list[Sample]:
     """Return one sample per rollout.
 
@@ -135,7 +137,10 @@ def read_samples(
         places: task and sample of each rollout, by its id.
         outcomes: of the rollouts.
         agents: selected names and globs: agents selected by their path are named by it.
+        failed: how crashes count; with ``exclude``, a success counts after a crash, see `Outcome.counts`.
     """
+    if failed == "exclude":
+        outcomes = [outcome if outcome.attempt is None else replace(outcome, crash=None) for outcome in outcomes]
     heard = dict(_agent_facts(store, [a.attempt_id for a in map(_counted_attempt, outcomes) if a is not None], agents))
     return [_sample(outcome, places[outcome.rollout.rollout_id], heard) for outcome in outcomes]
 

@@ -209,7 +209,8 @@ class _AttackRun:
     def _read(
         self, strategy: str, places: Mapping[str, tuple[int, int]], outcomes: Mapping[str, Outcome]
     ) -> list[AttackRollout]:
-        samples = read_samples(self.store, places, [outcomes[each] for each in places], self.config.agents)
+        ended, failed = [outcomes[each] for each in places], self.config.counting.failed
+        samples = read_samples(self.store, places, ended, self.config.agents, failed=failed)
         traces = dict(self._traces([each.attempt_id for each in samples if each.attempt_id is not None]))
         text = "" if strategy == _BASE else instruction(strategy)
         return [
