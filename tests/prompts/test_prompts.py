@@ -468,37 +468,55 @@ def test_a_program_that_fails_everywhere_is_the_agents_failure(folder, monkeypat
     assert "rollouts failed" in result.output
 
 
+class Scripted:
+    """A session in which a batch comes to these rewards: of the attempt or by agent; None failed."""
+
+    rollouts = again = 0
+    rewards: tuple[float | dict[str, float] | None, ...] = ()
+
+    def check(self) -> None: ...
+    def skip(self, rollouts: int, again: int) -> None: ...
+
+    def run(self, tasks: Any, prompts: Any) -> list[CandidateRun]:
+        return [CandidateRun(outcome(reward), None) for reward in self.rewards]
+
+
+def outcome(reward: float | dict[str, float] | None) -> Outcome:
+    rollout = Rollout(rollout_id="r", group_id="g", task={})
+    attempt = AttemptRecord(attempt_id="a", rollout=rollout, number=1, fence=1, worker="w")
+    earned: dict[Any, float] = reward if isinstance(reward, dict) else {} if reward is None else {None: reward}
+    given = tuple(Reward(rollout_id="r", attempt_id="a", value=value, agent=agent) for agent, value in earned.items())
+    return Outcome(rollout=rollout, attempt=None if reward is None else attempt, attempts=(attempt,), rewards=given)
+
+
+def scores(adapter: SpansAdapter, session: Scripted, *rewards: float | dict[str, float] | None) -> list[float]:
+    session.rewards = rewards
+    found: list[float] = adapter.evaluate([{"q": 1}, {"q": 2}], {"writer": "w"}).scores
+    return found
+
+
 def test_no_prompt_gains_by_failing_where_rewards_are_below_0(tmp_path):
     pytest.importorskip("gepa")
-
-    class Scripted:
-        rollouts = again = 0
-        rewards: tuple[float | None, ...] = (-1.0, -3.0)
-
-        def check(self) -> None: ...
-        def skip(self, rollouts: int, again: int) -> None: ...
-
-        def run(self, tasks: Any, prompts: Any) -> list[CandidateRun]:
-            return [CandidateRun(outcome(reward), None) for reward in self.rewards]
-
-    def outcome(reward: float | None) -> Outcome:
-        rollout = Rollout(rollout_id="r", group_id="g", task={})
-        attempt = AttemptRecord(attempt_id="a", rollout=rollout, number=1, fence=1, worker="w")
-        given = () if reward is None else (Reward(rollout_id="r", attempt_id="a", value=reward),)
-        return Outcome(rollout=rollout, attempt=None if reward is None else attempt, attempts=(attempt,), rewards=given)
-
-    def scores(adapter: SpansAdapter, *rewards: float | None) -> list[float]:
-        session.rewards = rewards
-        found: list[float] = adapter.evaluate([{"q": 1}, {"q": 2}], {"writer": "w"}).scores
-        return found
-
     session = Scripted()
     first = SpansAdapter(session, {"writer": "w"}, SearchJournal(tmp_path / "journal.jsonl"))  # type: ignore[arg-type]
-    assert scores(first, -1.0, -3.0) == [-1.0, -3.0]
-    assert scores(first, None, None) == [-3.0, -3.0]
+    assert scores(first, session, -1.0, -3.0) == [-1.0, -3.0]
+    assert scores(first, session, None, None) == [-3.0, -3.0]
     again = SpansAdapter(session, {"writer": "w"}, SearchJournal(tmp_path / "journal.jsonl"))  # type: ignore[arg-type]
-    assert [scores(again), scores(again)] == [[-1.0, -3.0], [-3.0, -3.0]]  # from the journal
-    assert scores(again, None, 1.0) == [-3.0, 1.0]
+    assert [scores(again, session), scores(again, session)] == [[-1.0, -3.0], [-3.0, -3.0]]  # from the journal
+    assert scores(again, session, None, 1.0) == [-3.0, 1.0]
+
+
+def test_a_prompt_is_scored_by_the_reward_of_its_agent(tmp_path):
+    """Of a game the total is 0, whoever wins it."""
+    pytest.importorskip("gepa")
+    session = Scripted()
+    first = SpansAdapter(session, {"writer": "w"}, SearchJournal(tmp_path / "journal.jsonl"))  # type: ignore[arg-type]
+    won, lost = {"writer": 1.0, "rival": -1.0}, {"writer": -1.0, "rival": 1.0}
+    assert scores(first, session, won, {"writer": 0.5, "rival": -2.0}) == [1.0, 0.5]
+    again = SpansAdapter(session, {"writer": "w"}, SearchJournal(tmp_path / "journal.jsonl"))  # type: ignore[arg-type]
+    assert scores(again, session) == [1.0, 0.5]  # from the journal
+    assert scores(again, session, None, {"rival": 1.0}) == [-2.0, 0.0]  # the lowest of any agent, as in training
+    assert scores(again, session, lost, 0.25) == [-1.0, 0.25]
 
 
 def test_a_search_that_is_out_of_tokens_says_so(folder, monkeypatch):

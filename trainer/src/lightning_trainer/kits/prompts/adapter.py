@@ -14,7 +14,8 @@ from lightning_spans.schema.spans import TOOL_ARGUMENTS, TOOL_RESULT
 from lightning_trainer.kits.prompts.journal import SearchJournal
 from lightning_trainer.kits.prompts.session import CandidateRun, CandidateRunner
 from lightning_trainer.rl.rewards.callers import request_of
-from lightning_trainer.rl.scores import agents_totals, total
+from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.rl.scores import agents_totals, reward_of_failures, total, trained_names, trained_reward
 from lightning_trainer.rl.told import chat_messages, text_of
 from lightning_trainer.rl.usage import tokens_of
 
@@ -41,7 +42,8 @@ class SpansAdapter:
         self._runner = runner
         self._before = before
         self._journal = journal
-        self._lowest = 0.0  # lowest score so far: that of a failure, so that no prompt gains by failing
+        self._lowest = 0.0  # lowest reward so far: the score of a failure, so that no prompt gains by failing
+        self._named: set[str] = set()  # agents with rewards of their own so far
         self._highest = -math.inf
         self.tokens = 0
         self.reached_ceiling = False
@@ -75,7 +77,8 @@ class SpansAdapter:
             self._runner.skip(came_to["rollouts"], came_to["again"])
         self.tokens += came_to["tokens"]
         scores = came_to["scores"]
-        self._lowest = min([self._lowest, *scores])
+        self._lowest = min([self._lowest, came_to.get("lowest", 0.0), *scores])
+        self._named.update(came_to.get("named", ()))
         self._highest = max([self._highest, *scores])
         return EvaluationBatch(outputs=list(scores), scores=scores, trajectories=came_to["records"])
 
@@ -87,12 +90,17 @@ class SpansAdapter:
         ran = self._runner.run(batch, prompts)
         for one in ran:
             _check_reached(one, prompts)
+        outcomes = [one.outcome for one in ran]
+        named = {reward.agent for outcome in outcomes for reward in outcome.rewards if reward.agent is not None}
+        lowest = min(self._lowest, reward_of_failures(outcomes, "lowest"))
         told = [{agent: agent_records(one, agent) for agent in self._before} for one in ran]
         return {
             "rollouts": len(ran),
             "again": self._runner.again - again,
             "tokens": sum(sum(tokens_of(node)) for one in ran if one.trace for node in one.trace.chats),
-            "scores": scores_of(ran, self._lowest),
+            "scores": scores_of(outcomes, lowest, trained_names(self._named | named, list(self._before))),
+            "lowest": lowest,
+            "named": sorted(named),
             "records": told if capture_traces else None,
         }
 
@@ -105,17 +113,19 @@ class SpansAdapter:
         return {agent: [record for one in ran for record in one[agent]] for agent in components_to_update}
 
 
-def scores_of(ran: Sequence[CandidateRun], lowest: float) -> list[float]:
-    """Return the reward of each rollout of a batch; a failed one, whatever the cause, has the lowest of all.
+def scores_of(outcomes: Sequence[Outcome], lowest: float, chosen: frozenset[str] | None) -> list[float]:
+    """Return the reward of each rollout; a failed one, whatever the cause, has the lowest.
+
+    One in which only other agents have rewards has 0, as one without rewards.
 
     Args:
-        ran: the batch.
-        lowest: lowest score so far, and at most 0.
+        outcomes: of the rollouts.
+        lowest: lowest reward so far, and at most 0.
+        chosen: agents whose rewards count, see `rl.scores.trained_names`.
     """
-    outcomes = [one.outcome for one in ran]
-    earned = [total(o.rewards) if o.attempt is not None and o.crash is None else None for o in outcomes]
-    least = min([lowest, *(value for value in earned if value is not None)])
-    return [least if value is None else value for value in earned]
+    failed = [o.attempt is None or o.crash is not None for o in outcomes]
+    earned = [trained_reward(o.rewards, chosen) or 0.0 for o in outcomes]
+    return [lowest if each else value for each, value in zip(failed, earned, strict=True)]
 
 
 def _check_reached(ran: CandidateRun, prompts: Mapping[str, Mapping[str, str]]) -> None:
