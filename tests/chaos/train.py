@@ -78,7 +78,9 @@ def main(folder: Path, url: str, steps: int) -> None:
         save_every=1, max_attempts=1000, timeout_s=20.0, seed=7,
     )  # fmt: skip
     store = HttpStore(url, key=os.environ["LIGHTNING_KEY"], patience_s=60.0)
-    runner: Any = SimpleNamespace(check=lambda: None, wake=lambda: None, describe=lambda: "chaos", attached=("chaos",))
+    runner: Any = SimpleNamespace(
+        check=lambda: None, wake=lambda: None, describe=lambda: "chaos", attached=("chaos",), ended=0
+    )
     state = State(step=0, identity={})
     if (folder / "checkpoint").exists():
         state = read_state(find(folder)[1])

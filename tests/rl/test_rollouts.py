@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,9 +12,12 @@ from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store, open_store
 from lightning_trainer.intervals import estimate_mean
+from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl import rollouts as module
 from lightning_trainer.rl.rollouts import Outcome, StalledError, outcomes, plan, wait
 from lightning_trainer.rl.scores import Score, constant_rewards, difference, score, total
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.session import Session
 
 
 @pytest.fixture
@@ -84,6 +88,30 @@ def test_wait_that_nothing_ends_is_an_error_that_names_what_stalls(
     assert attempt.attempt_id in str(caught.value)
     assert "worker-a" in str(caught.value)
     assert "worker 7 runs 1" in str(caught.value)
+
+
+def test_busy_workers_do_not_stall_while_rollouts_queued_before_end(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that only `sleep` moves, by less than a rollout may take; meanwhile the runner ends one rollout."""
+    runner = SimpleNamespace(check=lambda: None, wake=lambda: None, describe=lambda: "worker 7 runs 1", ended=0)
+    session = Session(store=store, runner=runner, url="", app=None, answers=AnswerSource())  # type: ignore[arg-type]
+    ahead = batch(tasks=4, size=1)
+    held_out = plan([{}], name="run.0:v", size=1, mode="val", max_attempts=1, timeout_s=10.0)
+    session.queue(ahead)
+    session.queue(held_out)
+    seconds = 0.0
+
+    def sleep(_: float) -> None:
+        nonlocal seconds
+        seconds += 40.0
+        end(store, "succeeded", 1.0)
+        runner.ended += 1
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: seconds, sleep=sleep))
+    [outcome] = session.wait(held_out, Silent(), "validation")
+    assert outcome.attempt is not None
+    assert seconds == 200.0, "more than the 70 s in which one rollout has to end"
 
 
 def test_check_ends_the_wait(store: Store) -> None:

@@ -195,9 +195,10 @@ def test_attempts_of_one_worker_run_at_once_and_each_knows_its_own(store: Store,
 def test_runner_without_workers_leaves_rollouts_to_those_elsewhere(store: Store, folder: Path) -> None:
     ids = enqueue(store, [{"x": 1.0}])
     with running(store, Job(target="agents:sync_run"), folder, workers=0) as here:
-        with running(store, Job(target="agents:sync_run"), folder):
+        with running(store, Job(target="agents:sync_run"), folder) as elsewhere:
             (attempts,) = results(store, ids)
         here.check()
+        assert (here.ended, elsewhere.ended) == (0, 1)
     assert [attempt.status for attempt in attempts] == ["succeeded"]
 
 

@@ -134,6 +134,7 @@ def wait(
     check: Callable[[], None],
     describe: Callable[[], str],
     on_progress: Callable[[int], None],
+    ended: Callable[[], int] = lambda: 0,
     poll_s: float = POLL_S,
 ) -> None:
     """Wait until all these rollouts have ended.
@@ -144,6 +145,8 @@ def wait(
         check: raises when nothing will run them any more.
         describe: describes what the workers do.
         on_progress: called with the number of ended rollouts, whenever it has changed.
+        ended: returns the number of attempts that the workers have ended, of all rollouts. While others that were
+            queued before these end, nothing stalls.
         poll_s: seconds between checks.
 
     Raises:
@@ -162,7 +165,7 @@ def wait(
             standing: Counter[RolloutStatus] = Counter(rollout.status for rollout in now)
             attempts = store.attempts(rollout_ids=ids)
             _refuse_missing_rewards(attempts)
-            moved = (standing, Counter(attempt.status for attempt in attempts))
+            moved = (standing, Counter(attempt.status for attempt in attempts), ended())
             if moved != seen:
                 seen, since = moved, time.monotonic()
                 on_progress(len(ids) - standing["queued"] - standing["running"])

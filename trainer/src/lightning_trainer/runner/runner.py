@@ -59,6 +59,9 @@ class Runner:
             isolated.
         start: starts a worker elsewhere than in a process of this machine.
 
+    Attributes:
+        ended: number of attempts that ended in its workers.
+
     Raises:
         ConfigError: this system cannot enforce the limits, or cannot provide separate users.
     """
@@ -79,6 +82,7 @@ class Runner:
     ) -> None:
         limits.check()
         self.job = job
+        self.ended = 0
         self._passed = environment
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
         self._lease_s = lease_s
@@ -276,6 +280,7 @@ class Runner:
         return error if self._passed is None else explain_missing_variables(error, os.environ, self._passed)
 
     def _finish_attempt(self, record: AttemptRecord, ended: AttemptEnd) -> None:
+        self.ended += 1
         if ended.error is not None:
             ended = replace(ended, error=self._explain_error(ended.error))
         self._finishing[record.attempt_id] = record

@@ -94,6 +94,7 @@ class Session:
                 check=both,
                 describe=self.runner.describe,
                 on_progress=lambda done: progress.phase(what, done, len(rollouts)),
+                ended=lambda: self.runner.ended,
             )
         except BaseException:
             self.store.cancel([rollout.rollout_id for rollout in rollouts])
