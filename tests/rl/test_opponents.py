@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lightning_trainer.kits.schedules.opponents import OPPONENTS, OpponentsCallback
 from lightning_trainer.kits.schedules.population import FrozenVersion, Population, choose_opponent
+from lightning_trainer.run.state import State, find, read_state, save
 
 BEATS = np.array([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]])  # payoff of the row against the column
 TURN, GROUPS, ENTROPY = 20, 8, 0.2
@@ -80,6 +85,65 @@ def test_each_opponent_is_equally_likely_and_the_same_for_the_same_name() -> Non
     assert list(counts.values()) == pytest.approx([500, 500, 500, 1500], abs=120)
     assert found == [choose_opponent(past, f"0/1/{group}") for group in range(3000)]
     assert choose_opponent({}, "") is None
+
+
+class Learner:
+    """Has one policy, `white`, whose weights are the number of its updates."""
+
+    def __init__(self, version: int) -> None:
+        self.engines = [SimpleNamespace(model="white", version=version)]
+
+    def save_policy(self, policy: str, folder: Path) -> None:
+        (folder / "weights").write_text(str(self.engines[0].version))
+
+    def restore_policy(self, policy: str, folder: Path) -> None: ...
+
+    def slow_policy(self, policy: str, factor: float) -> None: ...
+
+    def load_copy(self, copy: str, policy: str, folder: Path, version: int) -> None:
+        assert (folder / "weights").read_text() == str(version)
+
+
+@dataclass(frozen=True)
+class Routing:
+    opponents: dict[str, Any]
+
+
+def opened(run: Path, state: State) -> OpponentsCallback:
+    """Keep one frozen version of `white`, and freeze its weights before each step."""
+    config = SimpleNamespace(
+        policies={"white": "lora", "black": "lora"}, opponents={"white": 1}, opponents_every=1, schedule=None, seed=0
+    )
+    session = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(routing=Routing({}))))
+    context: Any = SimpleNamespace(
+        run=SimpleNamespace(config=config, folder=run), learner=Learner(state.step), session=session, kept=state.kept
+    )
+    return OpponentsCallback(context)
+
+
+def frozen_steps(callback: OpponentsCallback) -> list[int]:
+    return [step for step, _ in callback.kept[OPPONENTS]["white"]["versions"]]
+
+
+def test_a_run_stopped_in_a_step_that_replaced_frozen_weights_can_be_resumed(tmp_path: Path) -> None:
+    def checkpoint(callback: OpponentsCallback, state: State) -> State:
+        save(tmp_path, state, lambda folder: callback.after_save(folder, state.step), keep=1)
+        return read_state(find(tmp_path)[1])
+
+    state = State(step=0, identity={})
+    callback = opened(tmp_path, state)
+    callback.before_step(0)
+    while frozen_steps(callback) == [0]:  # until a step begins with another frozen version
+        state = replace(state, step=state.step + 1, kept=dict(callback.kept))
+        callback = opened(tmp_path, state)
+        callback.before_step(state.step)
+    resumed = opened(tmp_path, checkpoint(callback, state))
+    resumed.before_step(state.step)
+    assert frozen_steps(resumed) == [state.step]
+    for step in (state.step + 1, state.step + 2):
+        checkpoint(resumed, replace(state, step=step, kept=dict(resumed.kept)))
+        resumed.before_step(step)
+    assert not (tmp_path / OPPONENTS / "white" / "step-000000").exists(), "no checkpoint needs it any more"
 
 
 if __name__ == "__main__":

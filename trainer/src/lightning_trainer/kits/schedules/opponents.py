@@ -117,6 +117,7 @@ class OpponentsCallback(Callback):
         self._every = config.opponents_every or self._turn or EVERY
         self._populations = {each.policy: each for each in _populations(config, context.kept.get(OPPONENTS, {}))}
         self._step, self._groups = 0, 0
+        self._before: Mapping[str, Any] = {}  # `kept` as it was before this step
         self._met: dict[str, Opponent] = {}  # by group of this step
         for population in self._populations.values():
             for member in population.members:
@@ -130,6 +131,7 @@ class OpponentsCallback(Callback):
     def before_step(self, step: int) -> None:
         """Freeze the weights that are due."""
         self._step, self._groups, self._met = step, 0, {}
+        self._before = self.kept[OPPONENTS]
         self._app.state.routing = replace(self._app.state.routing, opponents={})
         if step % self._every:
             return
@@ -177,10 +179,10 @@ class OpponentsCallback(Callback):
         return replace(batch, rows=kept, calls=calls, account=account), self._rewards(rollouts)
 
     def after_save(self, checkpoint: Path, step: int) -> None:  # noqa: ARG002 - the frozen weights lie beside it
-        """Remove frozen weights that no checkpoint needs."""
+        """Remove frozen weights that no checkpoint needs. One that is written during a step has the state before it."""
         saved = [read_state(path).kept.get(OPPONENTS, {}) for path in (self._run.folder / CHECKPOINTS).glob("step-*")]
         for policy, population in self._populations.items():
-            each = [population.to_json(), *(kept.get(policy, {}) for kept in saved)]
+            each = [population.to_json(), *(kept.get(policy, {}) for kept in (self._before, *saved))]
             needed = {self._folder(policy, step) for its in each for step, _ in its.get("versions", ())}
             for path in set(self._folder(policy, 0).parent.glob("step-*")) - needed:
                 shutil.rmtree(path)
