@@ -2,15 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lightning_conformance.stores.samples import a_span
+from lightning_spans.errors import NothingToLearnError
 from lightning_spans.schema.calls import Call
 from lightning_spans.store import Store, open_store
 from lightning_trainer.rl.rollouts import plan
 from lightning_trainer.run.collecting import capture
+from lightning_trainer.run.collecting.batches import Collection
 from lightning_trainer.run.collecting.capture import FirstTask
+from lightning_trainer.run.state import State
+from support.rl.world import World, options_of
 
 ROLLOUTS = plan([{"q": 1}, {"q": 2}], name="run:t0", size=2, mode="train", max_attempts=1, timeout_s=60.0)
 
@@ -81,3 +87,16 @@ def test_rollouts_that_are_not_there_yet_say_nothing(tmp_path: Path) -> None:
     empty = open_store(str(tmp_path / "empty.db"))
     look(empty)
     empty.close()
+
+
+def test_a_step_without_a_usable_call_ends_a_run_that_has_never_seen_its_agents() -> None:
+    world = World()
+    world.rollout("a", [("writer", "a draft")], {None: 1.0})
+    run: Any = SimpleNamespace(config=options_of(agents=("checker",)), tasks=[{}], folder=Path("out"))
+    nobody: Any = None
+    collection = Collection(run, nobody, {}, nobody)
+    batch = world.batch(agents=("checker",))
+    collection.refuse_barren(batch, world.outcomes, State(step=3, identity={}, agents=("checker", "writer")))
+    for state in (State(step=0, identity={}), State(step=3, identity={}, agents=("writer",))):
+        with pytest.raises(NothingToLearnError, match="Agents seen: writer: 1 call"):
+            collection.refuse_barren(batch, world.outcomes, state)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -110,6 +111,31 @@ def test_selected_agent_that_no_reward_names_is_named_in_a_dry_run_and_once_in_t
     [warning] = [note for note in progress.notes if note.startswith("WARNING: no reward")]
     why = "so nothing is learned there: the rewards name only rewriter, writer"
     assert warning == f"WARNING: no reward for checker, {why}. Reward checker too."
+
+
+SOMETIMES = """
+from pathlib import Path
+from policy_agent import letters, say
+
+async def run(task):
+    draft = await say("checker", task["q"])
+    return 0.5 if Path("rest").exists() else letters(await say("writer", draft))
+"""
+
+
+class RestInSecondStep(Noting):
+    def step(self, step: int, metrics: Any) -> None:
+        Path("rest").touch() if step == 0 else Path("rest").unlink(missing_ok=True)
+
+
+def test_a_step_without_a_usable_call_teaches_nothing_and_the_run_continues(tiny_model: Path, folder: Path) -> None:
+    (folder / "sometimes.py").write_text(SOMETIMES)
+    options = {"target": "sometimes:run", "policies": "writer=lora,checker=base", "entropy_coef": 0.01}
+    progress = RestInSecondStep()
+    train(config(tiny_model, steps=3, **options), progress=progress)
+    assert [line["calls_trained"] for line in lines(folder / "out")] == [6.0, 0.0, 6.0]
+    said = [note for note in progress.notes if "has no signal" in note]
+    assert said == ["step 2 has no signal: none of its calls can be used for training"]
 
 
 def test_misspelt_agent_and_a_selection_that_nobody_meets_are_refused_at_once(tiny_model: Path, folder: Path) -> None:

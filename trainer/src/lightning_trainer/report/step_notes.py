@@ -17,6 +17,7 @@ from lightning_trainer.rl.algorithms.distil import DISTIL
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.endings import Ending
+from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import Score
 
 UNREWARDED: Final = "unrewarded/"
@@ -97,6 +98,14 @@ def all_flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -
     what = untold if alone else f"{equal}, and {untold}" if taught else equal
     first = "step" if steps == 1 else f"{steps} steps"
     return f"in the first {first} {what}, so there is nothing to learn from.\n{tell if taught else vary}"
+
+
+def no_signal(rows: Sequence[Row], config: TrainConfig) -> str:
+    """Return why a step without a gradient taught nothing."""
+    if not rows:
+        return "none of its calls can be used for training"
+    told = config.teacher == SELF
+    return "no call has a result for the teacher to read" if told else "in each group all rewards are equal"
 
 
 def unrewarded_agents(calls: Iterable[CountedCall]) -> list[str]:

@@ -15,7 +15,6 @@ from lightning_spans.record.stalls import waiting
 from lightning_spans.schema.attempts import Rollout
 from lightning_trainer.backend_protocol import Learner, OpenRun, UpdateRefusedError
 from lightning_trainer.callbacks import Callback, Extra, StepRollouts
-from lightning_trainer.choices import SELF
 from lightning_trainer.engines.contract import samples_apart
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report import learned_tokens, step_metrics
@@ -34,7 +33,7 @@ from lightning_trainer.report.step_notes import (
     all_flat,
     how_they_count,
     infrastructure_sentence,
-    no_rows,
+    no_signal,
     score_line,
     unrewarded_agents,
     unrewarded_note,
@@ -211,7 +210,7 @@ class Loop:
         batch, outcomes = with_contrast(
             outcomes, config.resample, lambda some: self._judge([*some, *extra.outcomes], traces), sampler.run_others
         )
-        self._refuse_barren(batch, outcomes)
+        collection.refuse_barren(batch, outcomes, self.state)
         adapted_s = time.monotonic() - began - sampler.seconds - extra_s
         self._run.check()
         batch, changed = self._after_batch(batch, replace(rollouts, outcomes=outcomes, seen=traces.found))
@@ -331,20 +330,13 @@ class Loop:
         self._local.store.add_rewards(batch.automatic)  # to be shown next to the others; their source names the owner
         return batch
 
-    def _refuse_barren(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
-        """Reject what can never teach anything."""
-        if batch.account.seen == 0:
-            raise self._collection.nothing_captured(len(outcomes))
-        if batch.account.trained == 0:
-            raise NothingToLearnError(no_rows(batch))
-
     def _penalty(self) -> Penalty | None:
         config = self._run.config
         return self._learner.penalties if config.kl_in == "reward" and config.kl_coef > 0 else None
 
     def _learn(self, batch: Batch) -> dict[str, float]:
         """Update the weights. Without a row with a gradient the optimiser is not used: it would move by momentum."""
-        if not any(row.has_gradient for row in batch.rows) and not self._run.config.learns_from_flat_groups:
+        if not any(row.has_gradient or self._run.config.learns_from_flat_groups for row in batch.rows):
             return {"update_seconds": 0.0}
         began = time.monotonic()
         try:
@@ -359,7 +351,7 @@ class Loop:
 
     def _advance(self, batch: Batch, result: Score) -> None:
         flat = not any(row.has_gradient for row in batch.rows)
-        count = None if not flat or self.state.flat_steps is None else self.state.flat_steps + 1
+        count = None if not flat or self.state.flat_steps is None else self.state.flat_steps + bool(batch.rows)
         names = {name for name in batch.agents if name is not None}
         kept = {name: value for callback in self._callbacks for name, value in callback.kept.items()}
         self.state = replace(
@@ -373,8 +365,7 @@ class Loop:
         )
         self._whole = True
         if flat:
-            untold = "no call has a result for the teacher to read"
-            why = untold if self._run.config.teacher == SELF else "in each group all rewards are equal"
+            why = no_signal(batch.rows, self._run.config)
             self._run.progress.note(f"step {self.state.step} has no signal: {why}")
         self._refuse_flat(final=False)
 

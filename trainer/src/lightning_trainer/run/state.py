@@ -36,7 +36,8 @@ class State:
         step: steps taken.
         identity: options that must be the same for the next batch to be the same, by name.
         agents: names of the agents seen so far.
-        flat_steps: steps so far in which no reward differed within its group, if all steps were like that; else None.
+        flat_steps: steps so far in which no reward differed within its group, if all steps with training rows were like
+            that; else None.
         kept: what callbacks keep for later steps, by name: `callbacks.Callback.kept`.
         rewards: mean training reward of each step taken.
         successes: estimates of each task's success by policy: `curriculum.Estimates`.

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lightning_spans.errors import AgentFailedError, UnknownAgentError
+from lightning_spans.errors import AgentFailedError, NothingToLearnError, UnknownAgentError
 from lightning_spans.schema.agents import check_known, label, selects
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import explain_no_calls
 from lightning_trainer.report.failures import advice, last_error, most_frequent_error, where_calls_go
+from lightning_trainer.report.step_notes import no_rows
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.run.collecting.capture import FirstTask
 from lightning_trainer.run.collecting.order import TaskOrder
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
     from lightning_trainer.backend_protocol import OpenRun
     from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.rl.batch.batch import Batch
     from lightning_trainer.run.collecting.curriculum import Estimates
+    from lightning_trainer.run.state import State
     from lightning_trainer.session.session import Session
 
 
@@ -157,6 +160,21 @@ class Collection:
     def nothing_captured(self, rollouts: int) -> AgentFailedError:
         """Return the error for rollouts without a call."""
         return AgentFailedError(explain_no_calls(rollouts, self._local.runner.attached, self._run.config.command))
+
+    def refuse_barren(self, batch: Batch, outcomes: Sequence[Outcome], state: State) -> None:
+        """Reject what can never teach anything. An agent that was seen before may make no usable call in a step.
+
+        Raises:
+            AgentFailedError: no call was seen.
+            NothingToLearnError: no call can be used for training.
+        """
+        chosen = self._run.config.agents
+        known = chosen is None or any(selects(chosen, name) for name in {*state.agents, *filter(None, batch.agents)})
+        if batch.account.trained or (state.step and known):
+            return
+        if batch.account.seen == 0:
+            raise self.nothing_captured(len(outcomes))
+        raise NothingToLearnError(no_rows(batch))
 
     def _wait(self, rollouts: Sequence[Rollout], what: str, step: int) -> list[Outcome]:
         first = FirstTask(self._local.store, rollouts, self.nothing_captured)
