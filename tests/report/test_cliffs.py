@@ -241,3 +241,53 @@ def test_a_policy_that_was_slowed_stays_slow_when_the_run_goes_on(tmp_path: Path
     team, run = Team(0), opened(tmp_path, rollback=True)
     CliffGuard(run, team, State(step=9, identity={}, slowed={"writer": 0.1}))  # type: ignore[arg-type]
     assert team.rates == {"writer": 0.1, "checker": 1.0}
+
+
+class NamedWeights:
+    """A learner of one policy, whose weights are a text."""
+
+    def __init__(self, weights: str) -> None:
+        self.weights = weights
+        self.engine = SimpleNamespace(model="m")
+
+    def save_policy(self, policy: str, folder: Path) -> None:
+        (folder / "weights").write_text(self.weights)
+
+    def restore_policy(self, policy: str, folder: Path) -> None:
+        self.weights = (folder / "weights").read_text()
+
+    def slow_policy(self, policy: str, factor: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("rewards", "best"),
+    [
+        pytest.param([0.3, 0.4, 0.5, 0.6, 0.9], "first, 2", id="best at the checkpoint"),
+        pytest.param([0.3, 0.6, 0.5, 0.4, 0.5], "first, 1", id="best before it"),
+        pytest.param([0.3, 0.6, 0.5, 0.4, 0.9], None, id="best before it and replaced after it"),
+    ],
+)
+def test_a_resumed_run_returns_to_no_weights_of_steps_that_it_takes_again(
+    tmp_path: Path, rewards: list[float], best: str | None
+) -> None:
+    config = SimpleNamespace(rollback_on_cliff=True, policies={}, schedule=None)
+    run: Any = SimpleNamespace(
+        config=config, val=[{}], log=Log(), folder=tmp_path, progress=SimpleNamespace(note=lambda text: None)
+    )
+
+    def take(name: str, checkpoint: int, rewards: list[float]) -> str:
+        learner: Any = NamedWeights(f"first, {checkpoint}")
+        guard = CliffGuard(run, learner, State(step=checkpoint, identity={}))
+        guard.resume(checkpoint)
+        for step, reward in enumerate(rewards, len(run.log.lines)):
+            learner.weights = f"{name}, {step}"
+            run.log.lines.append(validation(step, team=[reward] * TASKS))
+            guard.watch(State(step=step, identity={}))
+        return str(learner.weights)
+
+    take("first", 0, rewards)
+    del run.log.lines[3:]
+    fallen = take("second", 2, [0.1])
+    weights = tmp_path / "best" / "m" / "weights"
+    assert (weights.read_text() if weights.exists() else None) == best
+    assert fallen == (best or "second, 3")

@@ -63,6 +63,8 @@ def test_a_fallen_policy_returns_to_its_best_weights_and_learns_slowly(tiny_mode
     assert validations[-1]["from_best/writer"] == -1.0
     assert {"new_prompts/writer", "new_prompts/rewriter"} <= validations[-1].keys()
     assert validations[-1]["new_prompts/writer"] == 0.0
+    (weights["writer"].parent / "step.json").write_text('{"step": 2}')  # as after a second step
     train(config(tiny_model, steps=2, out=None, resume="out", **options), progress=Falling())
+    assert [its.exists() for its in weights.values()] == [False, True]
     assert lines(folder / "out", "rollback")[0] == back
     assert {"kl_base/writer", "entropy/writer"} <= lines(folder / "out")[-1].keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.policies import parse
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.teams.cliffs import Fall, best_step_of, fall_of, rewarded_names
 from lightning_trainer.rl.scores import BY_TASK
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_trainer.run.state import State
 
 BEST_WEIGHTS: Final = "best"  # in a run's folder: the best weights of each policy
+STEP_NAME: Final = "step.json"  # among the weights of a policy: the number of steps after which it had them
 SLOWER: Final = 0.1  # factor of the learning rate of a policy that fell
 ROLLBACK: Final = "rollback"  # kind of a line in the log
 
@@ -70,12 +73,13 @@ class CliffGuard:
     """
 
     def __init__(self, run: OpenRun, learner: Learner, state: State) -> None:
-        self._run = run
+        self._run, config = run, run.config
         self._only = learner.engine.model
-        self._keeper = learner if isinstance(learner, PolicyKeeper) and run.val else None
-        if self._keeper is not None:
+        keeper = learner if isinstance(learner, PolicyKeeper) and run.val else None
+        if keeper is not None:
             for policy, factor in state.slowed.items():
-                self._keeper.slow_policy(policy, factor)
+                keeper.slow_policy(policy, factor)
+        self._keeper = keeper if config.rollback_on_cliff or config.policies else None
 
     def watch(self, state: State) -> State:
         """Check the newest validation: keep what is best, and return what fell.
@@ -87,14 +91,11 @@ class CliffGuard:
             ConfigError: the weights cannot be written.
         """
         config, keeper = self._run.config, self._keeper
-        if keeper is None or not (config.rollback_on_cliff or config.policies):
+        if keeper is None:
             return state
-        returns = config.rollback_on_cliff or config.schedule is not None  # also to the weights before training
         validations, slowed = self._run.log.validations(), dict(state.slowed)
-        for policy, names in self._names(validations[-1].get(BY_TASK, {})).items():
+        for policy, names in self._keep_best(keeper, state.step).items():
             folder = self._run.folder / BEST_WEIGHTS / policy
-            if best_step_of(validations, names) == state.step and (state.step or returns):
-                replace_weights(keeper, policy, folder)
             fall = fall_of(validations, policy, names) if config.rollback_on_cliff else None
             if fall is not None and folder.is_dir():
                 slowed[policy] = slowed.get(policy, 1.0) * SLOWER
@@ -102,6 +103,34 @@ class CliffGuard:
                 keeper.slow_policy(policy, slowed[policy])
                 self._record(fall, state.step, slowed[policy])
         return replace(state, slowed=slowed)
+
+    def resume(self, step: int) -> None:
+        """Remove best weights of later steps, which a resumed run takes again and its log no longer has.
+
+        If the weights after this step were the best until then, write them.
+
+        Raises:
+            ConfigError: the weights cannot be written.
+        """
+        for folder in (self._run.folder / BEST_WEIGHTS).glob("*"):
+            if (later := _step_of(folder)) is not None and later > step:
+                shutil.rmtree(folder)
+                self._run.progress.note(
+                    f"the best weights of {folder.name}, after {later} steps, are removed: the run continues after"
+                    f" {amount(step, 'step')}"
+                )
+        if self._keeper is not None and self._run.log.validations():
+            self._keep_best(self._keeper, step)
+
+    def _keep_best(self, keeper: PolicyKeeper, step: int) -> dict[str, list[str]]:
+        """Write the weights of the policies that are best now, and return each policy's names as in `_names`."""
+        config, validations = self._run.config, self._run.log.validations()
+        returns = config.rollback_on_cliff or config.schedule is not None  # also to the weights before training
+        names = self._names(validations[-1].get(BY_TASK, {}))
+        for policy, its in names.items():
+            if best_step_of(validations, its) == step and (step or returns):
+                replace_weights(keeper, policy, self._run.folder / BEST_WEIGHTS / policy, step)
+        return names
 
     def _names(self, by_task: Mapping[str, object]) -> dict[str, list[str]]:
         """Return for each trained policy the names whose rewards are its own."""
@@ -121,8 +150,8 @@ class CliffGuard:
         )
 
 
-def replace_weights(keeper: PolicyKeeper, policy: str, folder: Path) -> None:
-    """Write the weights of a policy to a folder, completely or not at all.
+def replace_weights(keeper: PolicyKeeper, policy: str, folder: Path, step: int) -> None:
+    """Write the weights of a policy after so many steps to a folder, completely or not at all.
 
     Raises:
         ConfigError: they cannot be written.
@@ -132,9 +161,16 @@ def replace_weights(keeper: PolicyKeeper, policy: str, folder: Path) -> None:
     try:
         draft.mkdir(parents=True)
         keeper.save_policy(policy, draft)
+        (draft / STEP_NAME).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
     except OSError as error:
         raise ConfigError(f"weights of {policy} can't be written to {folder}: {error.strerror}.") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _step_of(folder: Path) -> int | None:
+    """Return after how many steps a policy had the weights in a folder; None if an older version wrote them."""
+    path = folder / STEP_NAME
+    return int(json.loads(path.read_text(encoding="utf-8"))["step"]) if path.is_file() else None

@@ -104,6 +104,7 @@ class Loop:
     def _run_all(self) -> None:
         steps = self._run.steps
         unmark_best(self._run.folder, best_step(self._run.log.validations()))
+        self._guard.resume(self.state.step)
         self._run.progress.begin(self.state.step, steps)
         if self.state.step >= steps:
             self._run.progress.note(f"this run has completed its {amount(steps, 'step')}: continue with --steps N")

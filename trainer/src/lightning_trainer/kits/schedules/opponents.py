@@ -139,7 +139,7 @@ class OpponentsCallback(Callback):
             population = self._populations[policy]
             member = None if version == population.last else population.add(step, version)
             if member is not None:
-                replace_weights(self._keeper, policy, self._folder(policy, step))
+                replace_weights(self._keeper, policy, self._folder(policy, step), step)
                 self._load(policy, member)
 
     def before_rollouts(self, rollouts: Sequence[Rollout]) -> None:
