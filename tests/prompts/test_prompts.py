@@ -36,10 +36,11 @@ from lightning_trainer.kits.prompts import journal, reflection
 from lightning_trainer.kits.prompts.adapter import SpansAdapter
 from lightning_trainer.kits.prompts.journal import SearchJournal
 from lightning_trainer.kits.prompts.optimise import _STATE
+from lightning_trainer.kits.prompts.options import PromptsConfig
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.reflection import Reflection
 from lightning_trainer.kits.prompts.result import diff, write
-from lightning_trainer.kits.prompts.search import _StepReporter
+from lightning_trainer.kits.prompts.search import Search, _StepReporter
 from lightning_trainer.kits.prompts.session import CandidateRun, CandidateRunner
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
@@ -559,6 +560,46 @@ def traces(*systems: str | None) -> list[Trace]:
         )  # fmt: skip
         found.append(Trace.build([span]))
     return found
+
+
+class ByTask:
+    """A session without a program: each task's reward with the agent's own prompt, and another with any other."""
+
+    rollouts = again = 0
+
+    def __init__(self, others: float) -> None:
+        self._others = others
+
+    def check(self) -> None:
+        """Nobody asks to stop."""
+
+    def run(self, tasks: Any, prompts: Any) -> list[CandidateRun]:
+        self.rollouts += len(tasks)
+        (trace,) = traces(prompts["writer"]["after"] if prompts else "You write.")
+        return [CandidateRun(outcome(self._others if prompts else task["earns"]), trace) for task in tasks]
+
+
+@pytest.mark.parametrize(
+    ("options", "train", "val", "others", "expected"),
+    [
+        ({"target": "team:run"}, 10.0, 10.0, 50.0, (50.0, "rollouts", True)),
+        ({"command": "./agent", "work": Work(reward_range="0,10")}, 1.0, 1.0, 10.0, (10.0, "ceiling", True)),
+        ({"target": "team:run"}, 1.0, 0.5, 1.0, (0.5, "rollouts", False)),
+    ],
+    ids=["more than 1", "declared range", "no proposal for full rewards"],
+)
+def test_a_reward_of_1_is_full_unless_a_rollout_has_more_or_the_range_says_so(
+    tmp_path, options, train, val, others, expected
+):
+    pytest.importorskip("gepa")
+    with ScriptedServer(reflector) as teacher:
+        config = PromptsConfig(
+            data=tmp_path / "tasks.jsonl", agents=("writer",), budget=12, out=tmp_path / "best.json",
+            reflect=Endpoint(teacher.url, "m"), **options,
+        )  # fmt: skip
+        search = Search(config, ByTask(others), {"writer": "You write."}, tmp_path, Silent())  # type: ignore[arg-type]
+        found = search.run([{"earns": train}], [{"earns": val}])
+        assert (found.after, found.ended, bool(teacher.requests)) == expected
 
 
 def test_of_a_template_only_the_fixed_part_is_the_prompt():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node
 
 ROLLOUTS: Final = "rollouts"
-CEILING: Final = 1.0  # the full reward; GEPA, too, proposes nothing for tasks that have it
+CEILING: Final = 1.0  # the full reward, unless a range is declared
 _MOST: Final = 2000  # maximum characters of a message for the reflecting model
 
 
@@ -34,14 +34,18 @@ class SpansAdapter:
         runner: runs the program.
         before: the agents' own prompts.
         journal: of earlier runs and proposals.
+        ceiling: the full reward. A rollout that has more shows that it is not.
     """
 
     propose_new_texts = None  # GEPA's own method of proposing
 
-    def __init__(self, runner: CandidateRunner, before: Mapping[str, str], journal: SearchJournal) -> None:
+    def __init__(
+        self, runner: CandidateRunner, before: Mapping[str, str], journal: SearchJournal, ceiling: float = CEILING
+    ) -> None:
         self._runner = runner
         self._before = before
         self._journal = journal
+        self._ceiling = ceiling
         self._lowest = 0.0  # lowest reward so far: the score of a failure, so that no prompt gains by failing
         self._named: set[str] = set()  # agents with rewards of their own so far
         self._highest = -math.inf
@@ -49,10 +53,12 @@ class SpansAdapter:
         self.reached_ceiling = False
 
     def at_ceiling(self, state: Any) -> bool:
-        """Whether a candidate has the full reward of 1 on every validation task, and no rollout ever had more."""
-        best = max(state.program_full_scores_val_set, default=-math.inf)
-        self.reached_ceiling = self._highest <= CEILING <= best
+        """Whether a candidate has the full reward on every validation task, and no rollout ever had more."""
+        self.reached_ceiling = self._is_full(max(state.program_full_scores_val_set, default=-math.inf))
         return self.reached_ceiling
+
+    def _is_full(self, reward: float) -> bool:
+        return self._highest <= self._ceiling <= reward
 
     def evaluate(self, batch: Sequence[dict[str, Any]], candidate: dict[str, str], capture_traces: bool = False) -> Any:
         """Run tasks under a candidate and return the evaluation.
@@ -80,7 +86,9 @@ class SpansAdapter:
         self._lowest = min([self._lowest, came_to.get("lowest", 0.0), *scores])
         self._named.update(came_to.get("named", ()))
         self._highest = max([self._highest, *scores])
-        return EvaluationBatch(outputs=list(scores), scores=scores, trajectories=came_to["records"])
+        # GEPA proposes nothing for a batch without trajectories.
+        records = None if self._is_full(min(scores)) else came_to["records"]
+        return EvaluationBatch(outputs=list(scores), scores=scores, trajectories=records)
 
     def _run(
         self, batch: Sequence[dict[str, Any]], prompts: Mapping[str, Mapping[str, str]], capture_traces: bool

@@ -121,7 +121,8 @@ def _show(found: PromptResult, budget: int) -> None:
     if found.ended == "tokens":
         click.echo(f"it ended before its {budget} rollouts: {found.tokens} tokens were used (--tokens)")
     if found.ended == "ceiling":
-        click.echo(f"it ended before its {budget} rollouts: every task to choose by has the full reward of 1")
+        reached = f"every task to choose by has the full reward of {found.after:g}"
+        click.echo(f"it ended before its {budget} rollouts: {reached}")
     if found.diff:
         click.echo(f'apply it: attach(prompts="{found.file}")')
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_spans.errors import LightningError
 from lightning_trainer.kits.prompts import journal, result
-from lightning_trainer.kits.prompts.adapter import SpansAdapter
+from lightning_trainer.kits.prompts.adapter import CEILING, SpansAdapter
 from lightning_trainer.kits.prompts.options import PromptsConfig
 from lightning_trainer.kits.prompts.reflection import Reflection
 from lightning_trainer.kits.prompts.session import CandidateRunner
@@ -70,7 +70,8 @@ class Search:
         self._progress = progress
         self._paid = journal.SearchJournal(folder / journal.FILE)
         self._reflection = Reflection(config.reflect, self._paid, self._wait)
-        self._adapter = SpansAdapter(opened, before, self._paid)
+        declared = config.work.declared(command=config.command, reward=config.reward)
+        self._adapter = SpansAdapter(opened, before, self._paid, CEILING if declared is None else declared[1])
 
     def run(self, train: Sequence[Task], val: Sequence[Task]) -> PromptResult:
         """Search until the budget is spent or nothing is left to improve, and write the best prompts.
@@ -89,6 +90,7 @@ class Search:
             adapter=self._adapter,
             reflection_lm=self._reflection,
             reflection_minibatch_size=minibatch,
+            skip_perfect_score=False,  # the adapter knows which score is perfect
             stop_callbacks=[self._is_over],
             run_dir=str(self._folder),
             callbacks=[_StepReporter(self._progress, self._paid, minibatch)],
