@@ -177,6 +177,13 @@ def test_at_a_share_of_all_there_is_nothing_to_compare_with(path: Path) -> None:
     told(call("deploy", "promote", "--agent", "writer", "--store", path), "nothing to compare with")
 
 
+def test_outcomes_of_different_periods_are_not_compared(path: Path) -> None:
+    fill(path, 0.5, candidate=0, stable=150)
+    assert call("deploy", "canary", "--share", "100%", "--agent", "writer", "--store", path).exit_code == 0
+    fill(path, 0.5, candidate=150, stable=0)
+    assert (gate(path)["n"], gate(path)["difference"], gate(path)["decision"]) == (300, None, "wait")
+
+
 def test_only_the_rewards_that_were_named_count_and_they_must_fit(path: Path) -> None:
     fill(path, 0.9, candidate=400, stable=1200, source="latency", most=7.0)
     assert gate(path)["n"] == 0

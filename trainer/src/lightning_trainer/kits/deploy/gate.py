@@ -107,7 +107,8 @@ class Evidence:
     Attributes:
         candidate: number of outcomes of the candidate.
         stable: number of outcomes of the stable policy.
-        difference: difference of their means, candidate minus stable; None while there are too few.
+        difference: difference of their means, candidate minus stable; None while there are too few, or no period of
+            constant share has outcomes of both.
         low: lower end of its interval, which covers all looks at once with 95 %; None likewise.
         high: upper end.
         decision: the gate's decision.
@@ -159,6 +160,8 @@ def weigh(strata: Sequence[tuple[Sequence[float], Sequence[float]]], bounds: Bou
     if min(numbers) < FEWEST:
         return Evidence(numbers[0], numbers[1], None, None, None, "wait")
     ratio, difference, information = log_ratio(sums, bounds)
+    if not information:
+        return Evidence(numbers[0], numbers[1], None, None, None, "wait")
     decisions: dict[float, Decision] = {1.0: "promote", -1.0: "reject", 0.0: "wait"}
     half = half_width(float(information), bounds)
     middle = float(difference)
