@@ -139,6 +139,18 @@ def test_a_run_from_a_runs_model_writes_tool_calls_as_that_did(run: Path, tiny_m
     assert [written(tiny_model), written(Path("owner/model"))] == [None, None]
 
 
+def test_what_trains_from_a_runs_model_measures_in_its_format(run: Path, tiny_model: Path) -> None:
+    from lightning_trainer.config.loading import load_options
+    from lightning_trainer.config.train import TrainConfig
+
+    def measured(model: Path, **options: Any) -> Any:
+        config = TrainConfig(target="app:run", data=Path("d.jsonl"), model=str(model), **options)
+        return load_options(config).get("tool_format")
+
+    assert [measured(run), measured(run, tool_format="hermes"), measured(tiny_model)] == ["pythonic", "hermes", None]
+    assert measured(run, backend_options={"tool_format": "hermes"}) == "hermes"
+
+
 def test_of_a_run_its_agents_are_measured_and_called_as_it_called_them(run: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
 

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +92,7 @@ class Site:
     events: int = 0
     killed_at: int | None = None
     url: str | None = None
+    load: dict[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -231,6 +232,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
         folder = resume or config.out
         if resume is None:
             folder.mkdir()
+            site.load = config.load
             (folder / "eval.json").write_text("{}")
             site.effect(f"{folder.parent.name} evaluates {Path(config.model).name} against {config.against}")
         site.step()
@@ -473,6 +475,18 @@ def test_every_method_states_its_cost_and_ends_the_round_if_it_finds_nothing(
     site.finish()
     assert site.history() == []
     assert "round 1: rejected. " in (site.out / record.STATUS_NAME).read_text()
+
+
+@pytest.mark.parametrize("method", ["train", "improve"])
+def test_candidate_and_baseline_are_loaded_as_in_training(site: Site, method: str) -> None:
+    loaded = {"chat_template": "hermes", "system_messages": "merge", "device": "cpu", "dtype": "float32",
+              "max_model_len": 99, "tool_format": "hermes"}  # fmt: skip
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in loaded.items())
+    site.use(method)
+    file = site.folder / "loop.toml"
+    file.write_text(file.read_text().replace("[train]\n", f"[train]\n{lines}"))
+    assert site.call().exit_code == 0
+    assert site.load == loaded
 
 
 def test_a_dry_run_states_what_each_stage_takes_and_begins_nothing(site: Site) -> None:

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.checked import CheckedRecord
+from lightning_trainer.config.loading import load_options
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.improve.fields import ImproveFields
@@ -31,8 +32,6 @@ DISTIL: Final = "distil"
 METHODS: Final = (PROMPTS, SFT, RL, DISTIL)
 SFT_RL: Final = "sft+rl"  # RL from the weights of rejection sampling
 OPTIONS_NAME: Final = "improve.json"  # in the folder: the options
-_LOADING: Final = ("chat_template", "device", "dtype", "max_model_len", "system_messages")
-_GENERATING: Final = ("slots", "generate_threads", "threads")  # among the backend's own options
 _OWN: Final = ("budget", "samples", "sft", "distil")
 
 
@@ -53,9 +52,7 @@ class ImproveConfig(ImproveFields, CheckedRecord):
     @property
     def load(self) -> dict[str, Any]:
         """Options for loading the model if it only samples."""
-        options = {name: value for name, value in self.train.backend_options.items() if name in _GENERATING}
-        options |= {name: value for name in _LOADING if (value := getattr(self.train, name)) not in (None, "auto")}
-        return {**options, "tool_format": self.train.tool_format}  # the same for all, whatever the model's run used
+        return {"tool_format": None, **load_options(self.train)}  # the same for each method
 
     @property
     def followers(self) -> dict[str, str]:

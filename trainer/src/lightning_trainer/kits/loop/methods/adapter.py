@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.errors import ConfigError, NothingToLearnError
 from lightning_trainer.config.files import merge
+from lightning_trainer.config.loading import load_options
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.evaluation.summary import Counting
 from lightning_trainer.kits.loop.methods.method import CHECKPOINT, MODEL, RoundInput
@@ -53,9 +54,9 @@ def check_run_options(options: Mapping[str, Any], run: TrainConfig) -> None:
 
 
 def eval_options_of(run: TrainConfig) -> dict[str, Any]:
-    """Return how an evaluation runs and scores the program of a run."""
+    """Return how an evaluation loads the models of a run, and runs and scores its program."""
     counting = Counting(failed=run.failed, timeouts=run.timeouts, agents=run.agents, declared=run.declared)
-    return {"counting": counting, **{name: getattr(run, name) for name in _SHARED}}
+    return {"counting": counting, "load": load_options(run), **{name: getattr(run, name) for name in _SHARED}}
 
 
 class AdapterMethod:
