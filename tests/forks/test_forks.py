@@ -25,6 +25,7 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.replay.sessions import summary
 from lightning_trainer.kits.forks import ForkResult, plan, recorded, result
+from lightning_trainer.kits.replay.regression import RecordReplay, Regression
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.told import answer_text
@@ -348,6 +349,15 @@ def test_the_command_forks_and_replays(world: Any, monkeypatch: pytest.MonkeyPat
         assert len(own.requests) == 1
         for least, status in (("0", 0), ("0.5", 1)):
             assert _run("replay", *whole, "--success", "1", "--fail-under", least, status=status)["succeed"] == 0
+
+
+@pytest.mark.parametrize(("least", "status"), [("0.55", 0), ("0.56", 1)])
+def test_a_share_that_is_exactly_the_required_one_is_enough(
+    monkeypatch: pytest.MonkeyPatch, least: str, status: int
+) -> None:
+    found = Regression(tuple(RecordReplay(str(place), succeeds=place < 55) for place in range(100)))
+    monkeypatch.setattr("lightning_trainer.kits.replay.replay_all", lambda *_: found)
+    assert _run("replay", "program:run", "--json", "--fail-under", least, status=status)["succeed"] == 55
 
 
 def test_what_a_judge_gave_is_not_set_beside_what_nobody_judged(world: Any, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def command(
         print_json(found.to_json())
     else:
         _show(found)
-    if fail_under is not None and found.succeeded < fail_under * len(found.replayed):
+    if fail_under is not None and found.succeeded / len(found.replayed) < fail_under:
         click.get_current_context().exit(1)
 
 
