@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -18,10 +19,12 @@ import pytest
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Attempt
+from lightning_trainer.reasons.call_errors import SCORER_FAILED
 from lightning_trainer.runner.sandbox import door, starter
 from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.worker.command import CommandError
 from lightning_trainer.runner.worker.command_agent import command_agent
+from lightning_trainer.runner.worker.execution import execute
 from lightning_trainer.work import Work
 from support.fakes import FakeEngine, served
 
@@ -297,6 +300,28 @@ async def test_a_container_gets_its_folder_no_network_and_no_key_in_its_words(
     ]
     assert len(mounts) == 4  # the folder, the objects of its repository, the door, the starter
     assert any(f"source={project / '.git' / 'objects'}," in word for word in mounts)
+
+
+@pytest.mark.parametrize(
+    ("failure", "limit_s", "why"),
+    [
+        ("echo 'Error response from daemon: failed to create task' >&2; exit 125", 120.0, "failed to create task"),
+        ("exec sleep 60", 0.2, r"over 0\.2 s"),
+    ],
+)
+async def test_a_reward_command_that_the_container_engine_does_not_start_is_the_scorers_failure(
+    attempt, project, tmp_path, monkeypatch, failure, limit_s, why
+):
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    put_program(monkeypatch, tmp_path / "engine", "engine", CONTAINER)
+    failing = f'[ "$1" = run ] && [ -e {tmp_path}/agent-ran ] && {{ {failure}; }}'
+    put_program(monkeypatch, tmp_path / "bin", "docker", f'#!/bin/sh\n{failing}\nexec engine "$@"\n')
+    box = {"workdir": str(project), "sandbox": "docker", "sandbox_image": "python:3.12"}
+    work = Work(**box, reward_command="true", reward_timeout_s=limit_s)
+    agent = command_agent(Job(command=f"touch {tmp_path}/agent-ran", work=work))
+    ended = await execute(agent, None, {}, attempt, needs_reward=True)
+    assert (ended.status, ended.rewards) == ("failed", ())
+    assert re.match(rf"(?s){SCORER_FAILED}: docker did not start the reward command: .*{why}", ended.error)
 
 
 def test_a_container_ends_when_its_runner_has_been_killed(tmp_path):

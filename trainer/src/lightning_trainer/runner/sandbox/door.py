@@ -33,6 +33,9 @@ class Door:
         endpoint: target of all connections; None: the command reaches nothing.
         descriptors: file descriptors that the command gets, under the same numbers.
         place: a folder that the sandbox does not see.
+
+    Attributes:
+        accepted: whether a starter has connected, so that the sandbox has been opened.
     """
 
     def __init__(self, endpoint: str | None, descriptors: Sequence[int], place: Path) -> None:
@@ -40,6 +43,7 @@ class Door:
         self._serving: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._line: socket.socket | None = None
+        self.accepted = False
 
     @property
     def arguments(self) -> list[str]:
@@ -77,6 +81,7 @@ class Door:
     async def _open(self) -> None:
         """Accept the starter, then keep the connection to it: when it closes, the sandbox ends."""
         line, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+        self.accepted = True  # before the starter gets what it needs to start its command
         with line:
             (self.folder / SOCKET).unlink()
             self._listener.close()  # no other starter is accepted

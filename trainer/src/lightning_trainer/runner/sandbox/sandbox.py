@@ -52,7 +52,12 @@ class Sandbox:
         work: its options.
         folder: the attempt's work folder, in which no agent has worked yet.
         most_bytes: size of its /tmp.
+
+    Attributes:
+        opened: whether the sandbox of the last command was opened; otherwise that command did not run.
     """
+
+    opened = False
 
     def __init__(self, work: Work, folder: Path, most_bytes: int) -> None:
         self._work, self._folder, self._most_bytes = work, folder, most_bytes
@@ -80,6 +85,7 @@ class Sandbox:
             try:
                 yield StartedCommand(*self._launch(words, given, door, name), door.ask_to_end)
             finally:
+                self.opened = door.accepted
                 await asyncio.to_thread(self._end, name)
 
     def _launch(

@@ -17,6 +17,7 @@ from lightning_spans.record.delivery.otlp import PROTOBUF, encode
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.spans import Json, Span, Status
+from lightning_trainer.reasons.call_errors import SCORER_FAILED
 from lightning_trainer.runner.sandbox.check import check_sandbox
 from lightning_trainer.runner.sandbox.sandbox import Sandbox
 from lightning_trainer.runner.target import Job, split_command
@@ -31,7 +32,7 @@ from lightning_trainer.runner.worker.command import (
     texts,
 )
 from lightning_trainer.runner.worker.command_rewards import RewardChannel, reward_of, reward_of_agent
-from lightning_trainer.runner.worker.execution import Agent
+from lightning_trainer.runner.worker.execution import Agent, ScorerError
 from lightning_trainer.runner.worker.limits import parse_bytes
 from lightning_trainer.runner.worker.trees import WorkFolderError
 from lightning_trainer.runner.worker.workfolder import WorkFolder, check, remove_left_over, source_of
@@ -146,6 +147,7 @@ async def _reward(work: Work, words: list[str], place: Place, task: dict[str, An
 
     Raises:
         RewardError: it cannot be run.
+        ScorerError: its sandbox was not opened.
         RewardRefusedError: its reward is outside the range.
     """
     with RewardChannel(work, place.folder, texts(task)) as channel:
@@ -156,20 +158,32 @@ async def _reward(work: Work, words: list[str], place: Place, task: dict[str, An
 async def _run_tests(
     channel: RewardChannel, words: list[str], place: Place, task: dict[str, Any], attempt: Attempt
 ) -> ProcessEnd | None:
-    """Run the reward command and record its output; return None if it took too long."""
+    """Run the reward command and record its output; return None if it took too long.
+
+    Raises:
+        RewardError: it cannot be run.
+        ScorerError: its sandbox was not opened.
+    """
     work = channel.work
     body = dumps(task).strip()
     given = {**channel.environment, **({"LIGHTNING_TASK": body.decode()} if len(body) <= ENVIRONMENT_LIMIT else {})}
     filled_words = [fill_fields(word, texts(task)) for word in words]
     began = time.time_ns()
+    ended: ProcessEnd | None = None
     try:
         running = run_to_end(filled_words, body, given, place.folder, channel.descriptors, sandbox=place.sandbox)
         ended = await asyncio.wait_for(running, work.reward_timeout_s)
     except TimeoutError:  # which is also an OSError
-        await _keep(attempt, "reward", work.reward_command or "", began, error=f"over {work.reward_timeout_s:g} s")
-        return None
+        pass
     except OSError as error:
         raise RewardError(f"the reward command {work.reward_command!r} can't be run: {error}") from None
+    limit = f"over {work.reward_timeout_s:g} s"
+    if place.sandbox is not None and not place.sandbox.opened:
+        why = limit if ended is None else f"{status_text(ended.status)}:\n{ended.told()}"
+        raise ScorerError(f"{SCORER_FAILED}: {work.sandbox} did not start the reward command: {why}")
+    if ended is None:
+        await _keep(attempt, "reward", work.reward_command or "", began, error=limit)
+        return None
     if ended.status in _NOT_RUN:
         raise RewardError(f"the reward command ended with {status_text(ended.status)}:\n{ended.told()}")
     told = f"{ended.output}\n{ended.errors}".strip()[-20_000:]
