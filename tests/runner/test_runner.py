@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from lightning_conformance import ScriptedServer
+from lightning_spans import emit_reward
 from lightning_spans.errors import ConfigError, StoreError, UnauthorizedError
 from lightning_spans.schema.attempts import Attempt, AttemptRecord
 from lightning_spans.store import Store, open_store
@@ -21,6 +22,7 @@ from lightning_trainer.runner.fleet import Fleet
 from lightning_trainer.runner.process import WorkerProcess
 from lightning_trainer.runner.protocol import attempt_to_json
 from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.worker import execution
 from support.runners import enqueue, results, running, until
 
 AGENTS = '''
@@ -261,6 +263,26 @@ def test_emitted_rewards_travel_with_the_result(store: Store, folder: Path) -> N
     [[attempt]] = run(store, folder, "behave", {"how": "emit"})
     assert attempt.status == "succeeded"
     assert rewards(store) == [("r0", "", 0.25, "emit_reward"), ("r0", "writer", 0.5, "emit_reward")]
+
+
+async def test_a_reward_function_that_is_called_again_counts_what_it_emits_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(execution, "SCORE_AGAIN_S", (0.0,))
+    tries = iter([ConnectionError("the judge is busy"), None])
+
+    async def answer(task: dict[str, Any], attempt: Attempt) -> str:
+        emit_reward(0.5)
+        return "answer"
+
+    async def style(task: dict[str, Any], result: str) -> float:
+        emit_reward(0.25, agent="writer")
+        if (error := next(tries)) is not None:
+            raise error
+        return 1.0
+
+    ended = await execution.execute(answer, style, {}, Attempt("r", "a"), needs_reward=True)
+    assert [(each.agent, each.value) for each in ended.rewards] == [(None, 0.5), ("writer", 0.25), (None, 1.0)]
 
 
 @pytest.mark.parametrize(

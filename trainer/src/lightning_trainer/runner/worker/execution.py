@@ -104,14 +104,16 @@ async def _score_result(
 ) -> tuple[Reward, ...]:
     """Return the reward of an answer; a scorer that fails gets the same answer again, after increasing pauses.
 
+    What a failed try emitted does not count.
+
     Raises:
         ScorerError: it failed each time.
     """
     for pause_s in (*SCORE_AGAIN_S, None):
         try:
-            return _rewards(
-                await score(copy.deepcopy(dict(task)), result), attempt, "score", emitted, needs_reward=True
-            )
+            with collecting() as own:
+                value = await score(copy.deepcopy(dict(task)), result)
+            return (*own, *_rewards(value, attempt, "score", [*emitted, *own], needs_reward=True))
         except BaseException as error:
             current = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
