@@ -261,10 +261,17 @@ def test_a_context_too_long_is_told_as_openai_tells_it(tmp_path):
     with served(tmp_path, FakeEngine(max_model_len=60)) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key("a"), max_retries=0)
         client.chat.completions.create(model="policy", messages=USER, max_tokens=10)
-        for body in ({"max_tokens": 50}, {"messages": [{"role": "user", "content": "x" * 100}]}):
+        long = [{"role": "user", "content": "x" * 100}]
+        for body in ({"max_tokens": 50}, {"messages": long}, {"messages": [{"role": "user", "content": "x" * 9_000}]}):
             with pytest.raises(openai.BadRequestError) as refused:
                 client.chat.completions.create(**{"model": "policy", "messages": USER, **body})
             assert refused.value.code == "context_length_exceeded"
+            # what frameworks search for, such as litellm and crewai, and langchain
+            assert "This model's maximum context length is 60 tokens" in str(refused.value)
+            assert "context_length_exceeded" in refused.value.body["message"]
+        headers, body = {"x-api-key": server.key("b")}, {"model": "policy", "messages": long, "max_tokens": 10}
+        reply = httpx.post(f"{server.url}/v1/messages", json=body, headers=headers)
+        assert "prompt is too long" in reply.json()["error"]["message"]
 
 
 def test_a_template_without_tools_refuses_them(tmp_path):

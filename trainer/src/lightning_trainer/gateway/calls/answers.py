@@ -34,6 +34,8 @@ from lightning_trainer.reasons.continuation import CONTINUATION
 
 _TOKEN_BYTES: Final = 32  # no text has longer tokens on average, not even white space
 _INLINE_BYTES: Final = 64 * 1024  # of messages; rendering and tokenizing these takes a few milliseconds
+_EXCEEDED: Final = "context_length_exceeded"
+_TOO_LONG: Final = "The prompt is too long: shorten the messages."  # programs for Anthropic's models look for this
 _Pieces: TypeAlias = AsyncGenerator[tuple[int, SampledPiece], None]  # each with its choice
 Record: TypeAlias = Callable[[PendingCall], Awaitable[None]]  # returns when the call is on disk
 
@@ -120,8 +122,7 @@ class Responder:
         """
         size = len(dumps([request.messages, request.tools])) if request.prompt is None else len(request.prompt)
         if size > _TOKEN_BYTES * longest:
-            message = f"this model's context is {longest} tokens; {size} bytes of messages are more than that holds"
-            raise bad_request(message, "context_length_exceeded")
+            raise _context_exceeded(longest, f"{size} bytes of messages are more than that holds", _TOO_LONG)
         if size <= _INLINE_BYTES:
             return self.prompt(request, attempt_id)
         return await asyncio.to_thread(self.prompt, request, attempt_id)
@@ -301,11 +302,15 @@ def _unmet(request: ChatRequest, chat: ChatFormat) -> dict[str, Any]:
 
 def _check_room(request: ChatRequest, prompt: int, longest: int) -> None:
     if prompt + (request.max_tokens or 1) > longest:
-        raise bad_request(
-            f"this model's context is {longest} tokens; the messages have {prompt} and the answer may have"
-            f" {request.max_tokens or 'at least 1'}. Shorten the messages or lower max_tokens.",
-            "context_length_exceeded",
-        )
+        asked = f"the messages have {prompt} and the answer may have {request.max_tokens or 'at least 1'}"
+        advice = _TOO_LONG if prompt >= longest else "Shorten the messages or lower max_tokens."
+        raise _context_exceeded(longest, asked, advice)
+
+
+def _context_exceeded(longest: int, asked: str, advice: str) -> Refusal:
+    """Return the refusal of a request that does not fit. Frameworks recognise it by OpenAI's words, or by its code."""
+    message = f"This model's maximum context length is {longest} tokens. However, {asked} ({_EXCEEDED}). {advice}"
+    return bad_request(message, _EXCEEDED)
 
 
 async def _number_pieces(pieces: AsyncIterator[SampledPiece], index: int = 0) -> _Pieces:
