@@ -274,6 +274,13 @@ def test_a_context_too_long_is_told_as_openai_tells_it(tmp_path):
         assert "prompt is too long" in reply.json()["error"]["message"]
 
 
+def test_what_the_engine_refuses_is_not_taken_for_a_full_context(server, client):
+    server.engine.play([ValueError("the answer's format can't be enforced: uniqueItems")])
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+        client.chat.completions.create(model="policy", messages=USER)
+    assert refused.value.code == "invalid_value"
+
+
 def test_a_template_without_tools_refuses_them(tmp_path):
     with served(tmp_path, FakeEngine(tokenizer=ByteTokenizer(PLAIN_TEMPLATE))) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key("a"), max_retries=0)

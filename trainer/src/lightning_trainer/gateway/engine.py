@@ -107,7 +107,8 @@ class Engine(Protocol):
         """Sample one answer. May be iterated on any event loop; closing the iterator early cancels the request.
 
         Raises:
-            ValueError: the prompt is empty or leaves no room in the context.
+            ValueError: the prompt is empty or leaves no room in the context, or an option cannot be applied. The
+                gateway refuses the request; it checks beforehand that there is room.
         """
         ...
 

@@ -263,7 +263,7 @@ class Responder:
         except Refusal:
             raise
         except ValueError as error:
-            raise bad_request(f"the engine refuses this: {error}", "context_length_exceeded") from error
+            raise bad_request(f"the engine refuses this: {error}", "invalid_value") from error
         except Exception as error:
             mark_ended(0.0)  # such a failure ends all answers in progress, whichever request caused it
             self.failure = f"{type(error).__name__}: {error}"
