@@ -324,6 +324,16 @@ async def test_a_reward_command_that_the_container_engine_does_not_start_is_the_
     assert re.match(rf"(?s){SCORER_FAILED}: docker did not start the reward command: .*{why}", ended.error)
 
 
+async def test_a_command_that_is_killed_in_a_sandbox_may_be_the_victim_of_another_program(
+    attempt, project, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    put_program(monkeypatch, tmp_path / "bin", "docker", CONTAINER)
+    work = Work(workdir=str(project), sandbox="docker", sandbox_image="python:3.12")
+    agent = command_agent(Job(command="sh -c 'kill -KILL $$'", work=work))
+    assert (await execute(agent, None, {}, attempt, needs_reward=True)).status == "killed"
+
+
 def test_a_container_ends_when_its_runner_has_been_killed(tmp_path):
     path = str(tmp_path / "door")
     with socket.socket(socket.AF_UNIX) as listener:

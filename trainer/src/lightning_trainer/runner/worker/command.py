@@ -21,6 +21,7 @@ from lightning_trainer.runner.sandbox.sandbox import Sandbox
 OUTPUT_LIMIT = 1 << 20  # bytes kept from the end of each output stream
 ENVIRONMENT_LIMIT = 100_000  # Linux refuses to start a program with a variable above 128 KiB
 KILL_AFTER_S = 2.0
+_KILLED_INSIDE: Final = 128 + signal.SIGKILL  # exit status of a sandbox whose command was killed
 _LOOK_S: Final = 0.05  # between checks whether a program has ended
 _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 _FIELD: Final = re.compile(r"(?<!\$)\{(\w+)\}")
@@ -66,6 +67,7 @@ async def run_command(
 
     Raises:
         CommandError: its exit status is not 0; the message contains the end of its standard error.
+        CommandKilledError: it was killed.
     """
     body = dumps(task).strip()  # without the marker of numbers beyond 64 bits: other languages read this
     given = {**environment(attempt if sandbox is None else sandbox.view(attempt), body), **more}
@@ -74,7 +76,8 @@ async def run_command(
     words, body = [fill_fields(word, values) for word in words], b"" if told else body
     ended = await run_to_end(words, body, given, folder, descriptors, sandbox=sandbox, endpoint=attempt.endpoint)
     if ended.status != 0:
-        kind = CommandKilledError if ended.status == -signal.SIGKILL else CommandError
+        killed = ended.status == -signal.SIGKILL or (sandbox is not None and ended.status == _KILLED_INSIDE)
+        kind = CommandKilledError if killed else CommandError
         raise kind(f"the command ended with {status_text(ended.status)}:\n{ended.told()}")
     return ended
 
