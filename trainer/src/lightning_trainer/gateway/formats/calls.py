@@ -158,6 +158,8 @@ def convert_type(raw: str, schema: Any) -> Any:
     if kinds == {"string"}:
         return raw
     text = raw.strip()
+    if text in _listed_values(schema):
+        return text
     if "null" in kinds and text.lower() in {"null", "none"}:
         return None
     if "boolean" in kinds and text.lower() in {"true", "false"}:  # templates in Python write True
@@ -183,6 +185,21 @@ def _kind(value: Any) -> frozenset[str]:
     return next((kinds for kind, kinds in _OF_PYTHON if isinstance(value, kind)), frozenset({"null"}))
 
 
+def _listed_values(schema: Any) -> list[Any]:
+    """Return the values that a schema, or one of its choices, lists."""
+    if not isinstance(schema, Mapping):
+        return []
+    choices = [one for name in _CHOICES if isinstance(schema.get(name), list) for one in schema[name]]
+    return [*(_own_values(schema) or ()), *(value for one in choices for value in _listed_values(one))]
+
+
+def _own_values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values that a schema itself lists; None if it lists none."""
+    if isinstance(schema.get("enum"), list):
+        return list(schema["enum"])
+    return [schema["const"]] if "const" in schema else None
+
+
 def kinds_of(schema: Any) -> set[str]:
     """Return the JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
@@ -192,10 +209,7 @@ def kinds_of(schema: Any) -> set[str]:
         return {named.lower()}
     if isinstance(named, list):
         return {str(name).lower() for name in named}
-    values = (
-        schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
-    )
-    if values is not None:
+    if (values := _own_values(schema)) is not None:
         return {"string"} if all(isinstance(value, str) for value in values) else set()
     if isinstance(schema.get("allOf"), list):
         return next((kinds for inner in schema["allOf"] if (kinds := kinds_of(inner))), set())
