@@ -138,6 +138,27 @@ def test_a_completion_takes_token_ids_and_streams(server, attempt, client):
     assert len(server.calls(attempt)[0].choices) == 2
 
 
+def test_a_streamed_completion_has_the_logprobs_of_tokens_without_text(server, attempt, client):
+    server.engine.play(["okokEND"] * 2)
+    asked = {"model": "policy", "prompt": "x", "max_tokens": 50, "logprobs": 0, "stop": ["END"]}
+    whole = client.completions.create(**asked).choices[0].logprobs
+    chunks = [choice.logprobs for chunk in client.completions.create(**asked, stream=True) for choice in chunk.choices]
+    streamed = [logprobs for logprobs in chunks if logprobs is not None]
+    assert whole.tokens == list("okokEND")
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [value for logprobs in streamed for value in getattr(logprobs, name)] == getattr(whole, name)
+
+
+def test_a_streamed_response_has_the_logprobs_of_tokens_before_its_text(server, attempt, client):
+    server.engine.play(["<tool or box>"] * 2)
+    tools = [{"type": "function", "name": "calculator", "parameters": PARAMETERS, "strict": False}]
+    asked = {"model": "policy", "input": "x", "tools": tools, "include": ["message.output_text.logprobs"]}
+    whole = client.responses.create(**asked).output[0].content[0].logprobs
+    *_, last = client.responses.create(**asked, stream=True)  # its first tokens could begin a call, so no text is sent
+    assert [one.token for one in whole][:3] == ["<", "t", "o"]
+    assert last.response.output[0].content[0].logprobs == whole
+
+
 @pytest.mark.parametrize(
     "body", [{"prompt": ["a", "b"]}, {"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"prompt": ""}]
 )

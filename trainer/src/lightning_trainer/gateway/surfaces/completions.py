@@ -5,7 +5,7 @@ One prompt per request is one call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -54,7 +54,7 @@ class CompletionsExchange:
             asked |= {"logprobs": True, "top_logprobs": self._top}
         self._ids = flag(body, "return_token_ids")
         self._told: set[int] = set()  # choices whose prompt was sent
-        self._starts: dict[int, int] = {}  # characters sent so far, by choice
+        self._starts: dict[int, int] = {}  # characters of the tokens so far, by choice
         self.asked: Mapping[str, Any] = asked
 
     def whole(self, pending: PendingCall, completion: dict[str, Any]) -> bytes:
@@ -64,7 +64,10 @@ class CompletionsExchange:
     def chunk(self, pending: PendingCall, chunk: dict[str, Any]) -> bytes:
         """See `Exchange`."""
         told = self._translate_reply(pending, chunk)
-        news = any(choice["text"] or choice["finish_reason"] or choice.get("token_ids") for choice in told["choices"])
+        news = any(
+            choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids")
+            for choice in told["choices"]
+        )
         return event(told) if news or not chunk.get("choices") else b""
 
     def end(self, pending: PendingCall) -> bytes:  # noqa: ARG002
@@ -83,12 +86,13 @@ class CompletionsExchange:
     def _choice(self, pending: PendingCall, choice: Mapping[str, Any]) -> dict[str, Any]:
         text = (choice.get("message") or choice.get("delta") or {}).get("content") or ""
         index = choice.get("index") or 0
+        tokens = [] if self._top is None else (choice.get("logprobs") or {}).get("content") or []
         start = self._starts.get(index, 0)
-        self._starts[index] = start + len(text)
+        self._starts[index] = start + sum(len(token["token"]) for token in tokens)
         out = {
             "index": index,
             "text": text,
-            "logprobs": _logprobs(choice.get("logprobs"), self._top or 0, start) if self._top is not None else None,
+            "logprobs": _logprobs(tokens, self._top or 0, start),
             "finish_reason": choice.get("finish_reason"),
         }
         if self._ids:
@@ -110,8 +114,7 @@ def _prompt(value: Any) -> str | list[int]:
     raise wrong("prompt", value, "one text or one list of token ids, not empty; send a request for each prompt")
 
 
-def _logprobs(given: Mapping[str, Any] | None, top: int, start: int) -> dict[str, Any] | None:
-    tokens = (given or {}).get("content") or []
+def _logprobs(tokens: Sequence[Mapping[str, Any]], top: int, start: int) -> dict[str, Any] | None:
     if not tokens:
         return None
     offsets = [start]

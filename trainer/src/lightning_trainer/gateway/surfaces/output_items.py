@@ -42,6 +42,7 @@ class OutputItems:
         self.stopped_by: str | None = None  # the stop string that ended it, if the engine reports it
         self._usage: Mapping[str, Any] = {}
         self._current: OutputItem | None = None
+        self._logprobs: list[Any] = []  # that came before the text to which they belong
         self._calls: dict[int, OutputItem] = {}
 
     @classmethod
@@ -63,8 +64,10 @@ class OutputItems:
             for name in ("content", "refusal"):
                 if isinstance(delta.get(name), str):
                     yield from self._grow("text", delta[name])
+            self._logprobs += (choice.get("logprobs") or {}).get("content") or ()
             if self._current is not None and self._current.kind == "text":
-                self._current.logprobs += (choice.get("logprobs") or {}).get("content") or ()
+                self._current.logprobs += self._logprobs
+                self._logprobs = []
             for at, call in enumerate(delta.get("tool_calls") or ()):
                 yield from self._call(call.get("index", at), call)
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
