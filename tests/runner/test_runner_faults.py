@@ -28,8 +28,11 @@ from support.runners import enqueue, results, running, until
 
 AGENTS = '''
 import asyncio, ctypes, json, os, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from lightning_spans.record.context import current_attempt
+
+POOL, ALL_AT_WORK = ThreadPoolExecutor(40), threading.Barrier(40)
 
 async def run(task):
     how = task.get("how")
@@ -50,6 +53,11 @@ async def run(task):
         async def child():
             time.sleep(task["s"])
         await asyncio.gather(child())
+    if how in ("pool", "leak"):
+        with open("workers", "a") as file:
+            file.write(f"{os.getpid()}\\n")
+    if how == "pool":
+        list(POOL.map(lambda _: ALL_AT_WORK.wait(), range(40)))
     if how == "leak":
         for _ in range(40):
             threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -216,13 +224,16 @@ def test_what_a_lost_machine_ran_is_released() -> None:
 
 
 def test_threads_left_behind_cost_the_process_and_no_attempt(store: Store, folder: Path) -> None:
-    slow = enqueue(store, [{"sleep": 1.5}], max_attempts=1)
-    with running(store, JOB, folder) as runner:
-        until(lambda: store.rollouts(rollout_ids=slow)[0].status == "running")
-        first = runner.describe().split()[1]
-        assert ends(store, enqueue(store, [{"how": "leak"}], max_attempts=1)) == [["succeeded"]]
-        assert ends(store, [*slow, *enqueue(store, [{}], max_attempts=1)]) == [["succeeded"]] * 2
-        until(lambda: runner.describe().count("worker ") == 1 and runner.describe().split()[1] != first)
+    """Those of a pool are not left behind: the next attempt uses them again."""
+    slow = enqueue(store, [{"how": "wait"}], max_attempts=1)
+    with running(store, JOB, folder):
+        for how in ("pool", "pool", "pool", "leak", "leak", "leak"):
+            assert ends(store, enqueue(store, [{"how": how}], max_attempts=1)) == [["succeeded"]]
+        (folder / "go").touch()
+        assert ends(store, slow) == [["succeeded"]]
+    *first, last = (folder / "workers").read_text().split()
+    assert len(set(first)) == 1
+    assert last not in first
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ logger = logging.getLogger("lightning_trainer")
 RESPAWN_S: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SPAWN_TRIES: Final = 3  # in a row, with no worker left, before the runner gives up
 SUSPECT_S: Final = 600.0  # for this long after a crash, attempts that ran in the process may be among the claimed ones
-LEAKED_MOST: Final = 32  # threads that attempts may leave behind in a process before it is replaced
+LEAKED_MOST: Final = 32  # threads that attempts may add to those of a process
+GROWN_MOST: Final = 2  # times that they may add more, because pools of the program start their threads once
 STALL_S: Final = 15.0  # an event loop that is blocked for this long is ended, if others wait for it
 STALL_ALONE_S: Final = 5.0  # one that delays no other attempt is replaced after this long, and continues
 APART_S: Final = 15.0  # an attempt that runs alone for this long gets its worker to itself: another one is started
@@ -216,7 +217,10 @@ class Fleet:
             self._end(place, running, _end_of_message(running, message))
 
     def _watch_threads(self, place: WorkerPlace, leaked: int) -> None:
-        if leaked > LEAKED_MOST and not place.draining:
+        if leaked <= place.threads + LEAKED_MOST:
+            return
+        place.threads, place.grown = leaked, place.grown + 1
+        if place.grown > GROWN_MOST and not place.draining:
             logger.warning(
                 "attempts left %d threads running in worker %s: it gets no more work", leaked, place.worker.name
             )

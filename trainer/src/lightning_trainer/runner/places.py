@@ -59,6 +59,8 @@ class WorkerPlace:
         stood_still: it was killed because its event loop did not answer.
         held_by: what blocked it then.
         given_up: it was killed because its message could not be processed.
+        threads: how many threads of the program it had when their number last grew much.
+        grown: how often that number grew much.
     """
 
     worker: Worker
@@ -68,6 +70,8 @@ class WorkerPlace:
     stood_still: bool = False
     held_by: Blocking | None = None
     given_up: bool = False
+    threads: int = 0
+    grown: int = 0
 
     def room(self, concurrency: int) -> int:
         """Return how many attempts it takes now. Zero while its event loop is blocked: they would be stuck too."""

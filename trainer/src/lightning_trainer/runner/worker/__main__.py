@@ -23,12 +23,12 @@ from lightning_trainer.runner.worker.execution import Agent, Score, in_loop_or_t
 from lightning_trainer.runner.worker.limits import WorkerLimits
 from lightning_trainer.runner.worker.main_thread import MainThread
 from lightning_trainer.runner.worker.program import Awaited, WorkerProgram, load_job
-from lightning_trainer.runner.worker.watchdog import LoopWatch, leaked_threads
+from lightning_trainer.runner.worker.watchdog import LoopWatch
 
 
 async def _serve(sock: socket.socket, pipe: int, agent: Agent, score: Score | None, job: Job) -> bool:
     reader, writer = await asyncio.open_connection(sock=sock)
-    writer.write(encode({"type": "ready", "attached": attached_frameworks(), "threads": leaked_threads()}))
+    writer.write(encode({"type": "ready", "attached": attached_frameworks()}))
     worker = WorkerProgram(
         agent,
         score,
