@@ -409,6 +409,21 @@ def test_groups_without_contrast_are_named() -> None:
     assert {row.has_gradient for row in world.batch().rows if row.group_id != "a"} == {False}
 
 
+def test_groups_with_equal_rewards_have_a_signal_if_groups_are_not_compared() -> None:
+    world, solved = World(), World()
+    for group, value in (("a", 1.0), ("a", 0.0), ("b", 1.0), ("b", 1.0), ("c", 0.0), ("c", 0.0)):
+        world.rollout(group, [("writer", "w")], {None: value})
+        solved.rollout(group, [("writer", "w")], {None: 1.0})
+    for name in ("reinforce++", "ppo", "rae"):
+        batch = world.batch(algorithm=name)
+        assert (name, batch.flat_groups, batch.account.rows_without_gradient) == (name, set(), 0)
+        assert not any("teach nothing" in line for line in batch.account.lines())
+    assert solved.batch(algorithm="reinforce++").flat_groups == {"a", "b", "c"}  # the whole batch is equal
+    assert solved.batch(algorithm="reinforce++").account.rows_without_gradient == 6
+    assert solved.batch(algorithm="reinforce++", whole=False).flat_groups == set()  # one group of a batch, with verl
+    assert solved.batch(algorithm="ppo").flat_groups == solved.batch(algorithm="rae").flat_groups == set()
+
+
 def test_equal_rewards_that_were_added_up_in_another_order_are_equal() -> None:
     world = World()
     for order in ((0.1, 0.2, 0.3), (0.3, 0.2, 0.1), (0.2, 0.3, 0.1), (0.1, 0.3, 0.2)):

@@ -29,7 +29,6 @@ from lightning_trainer.rl.algorithms.protocol import (
     value_head_refusals,
 )
 from lightning_trainer.rl.batch.batch import Batch, batch_of
-from lightning_trainer.rl.batch.comparison import NoContrast
 from lightning_trainer.rl.batch.sharing import calls_of
 
 if TYPE_CHECKING:
@@ -107,8 +106,7 @@ class Distil:
             known_agents=known_agents,
             alone="batch",
         )
-        still = NoContrast(frozenset(), frozenset())
-        return batch_of(calls, np.ones(len(calls.compared)), still, merge=merge)
+        return batch_of(calls, np.ones(len(calls.compared)), None, merge=merge)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
         """Clip the ratio of each token; see `Algorithm.policy_loss`."""

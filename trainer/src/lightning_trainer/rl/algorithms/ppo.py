@@ -36,7 +36,7 @@ from lightning_trainer.rl.algorithms.protocol import (
 )
 from lightning_trainer.rl.batch.batch import Batch, batch_of
 from lightning_trainer.rl.batch.calls import FINAL
-from lightning_trainer.rl.batch.comparison import compare_calls, no_contrast
+from lightning_trainer.rl.batch.comparison import compare_calls
 from lightning_trainer.rl.batch.sharing import calls_of
 from lightning_trainer.rl.rewards import source_weights
 
@@ -93,7 +93,7 @@ class Ppo:
             alone="batch",
         )
         parts = compare_calls(calls, keep_values, normalise=False, eps=config.advantage_eps)
-        return batch_of(calls, parts[FINAL], no_contrast(calls, parts), merge=merge)
+        return batch_of(calls, parts[FINAL], None, merge=merge)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
         """Clip the ratio of each token; see `Algorithm.policy_loss`."""

@@ -108,9 +108,12 @@ class Reinforce:
             alone=config.alone if self.grouped else "skip",
         )
         parts = comparison(penalties_M=penalties_of(calls, penalty))
-        still = no_contrast(calls, parts, comparison() if penalty is not None else None)
+        still = None
+        if self.grouped:
+            still = no_contrast(calls, parts, comparison() if penalty is not None else None)
         if whole:
             parts = {source: over_the_batch(calls, part_M) for source, part_M in parts.items()}
+            still = still or no_contrast(calls, parts)
         # 3. Tokens.
         return batch_of(calls, weigh_parts(parts, weights), still, merge=merge)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_spans.schema.rewards import Reward
 from lightning_trainer.rl.account import Account
@@ -39,16 +39,19 @@ class Batch:
     given: tuple[Reward, ...] = ()
 
 
-def batch_of(calls: Calls, advantages_M: FloatArray, still: NoContrast, *, merge: bool = True) -> Batch:
+def batch_of(calls: Calls, advantages_M: FloatArray, still: NoContrast | None, *, merge: bool = True) -> Batch:
     """Arrange calls in rows, and create the account.
 
     Args:
         calls: of whole groups.
         advantages_M: (M,) of those that were compared.
-        still: groups in which nothing is learned.
+        still: groups in which nothing is learned; None: advantages are made from these numbers later, so 0 is a number
+            like others.
         merge: whether calls that continue an earlier one share its row.
     """
     rows, trained = make_rows(calls.transitions, advantages_M, calls.groups, merge=merge)
+    if still is None:
+        trained, still = replace(trained, rows_without_gradient=0), NoContrast(frozenset(), frozenset())
     judged = [
         CountedCall(call.transition, call.group_id, call.credit, float(advantage))
         for call, advantage in zip(calls.compared, advantages_M, strict=True)
