@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.transitions import Tokens, Transition
-from lightning_trainer.kits.schedules.alternate import FROZEN, turn_of, turn_steps, without_rows
+from lightning_trainer.kits.schedules.alternate import FROZEN, AlternateCallback, turn_of, turn_steps, without_rows
 from lightning_trainer.kits.schedules.role_baselines import RAE, RoleBaselines
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.rows import make_rows
+from lightning_trainer.run.cliffs import BEST_WEIGHTS
+from support.rl.world import options_of
 
 
 def batch_of_calls(*calls: tuple[str, str, float]) -> Batch:
@@ -59,6 +63,28 @@ def test_policies_take_turns_of_k_steps() -> None:
     for wrong in ("alternate", "alternate:0", "alternate:x", "round:2"):
         with pytest.raises(ConfigError, match="write alternate:K"):
             turn_steps(wrong)
+
+
+def test_a_policy_without_best_weights_keeps_its_newest_ones(tmp_path: Path) -> None:
+    restored: list[str] = []
+    notes: list[str] = []
+    turns: list[Any] = []
+    keeper = SimpleNamespace(
+        save_policy=print, slow_policy=print, restore_policy=lambda policy, folder: restored.append(policy)
+    )
+    run = SimpleNamespace(
+        config=options_of(policies="white=lora,black=lora", schedule="alternate:2"),
+        folder=tmp_path,
+        progress=SimpleNamespace(note=notes.append),
+        log=SimpleNamespace(add_event=lambda kind, step, facts: turns.append(facts)),
+    )
+    callback = AlternateCallback(SimpleNamespace(run=run, learner=keeper))
+    callback.before_step(2)
+    assert (restored, turns) == ([], [{"policy": "black"}])
+    assert notes[0].startswith("white keeps its newest weights: ")
+    (tmp_path / BEST_WEIGHTS / "black").mkdir(parents=True)
+    callback.before_step(4)
+    assert (restored, turns[1:]) == (["black"], [{"policy": "white", "restored": "black"}])
 
 
 def test_calls_of_frozen_policies_are_in_the_account() -> None:

@@ -68,6 +68,8 @@ def test_baselines_of_agents_are_in_the_checkpoint(tiny_model: Path, folder: Pat
     [
         ({"policies": "writer=lora"}, "alternates between policies"),
         ({"val_every": None}, "which only validations find"),
+        ({"reward": "judge"}, "a judge's scores can't be compared across validations"),
+        ({"judge": {"rubric": "good"}}, "a judge's scores can't be compared across validations"),
         ({"schedule": "alternate:3", "val_every": 2}, "val_every = 2 does not divide 3. Set val_every to 1 or 3"),
         ({"schedule": "random"}, "write alternate:K"),
     ],

@@ -70,8 +70,7 @@ def cross_check(config: TrainFields) -> None:
             config.rollback_on_cliff and None in (config.val, config.val_every)
         ),
         "rollback_on_cliff compares validations, and a judge's scores can't be compared across validations."
-        " Use a reward function, or leave it out.": config.rollback_on_cliff
-        and (config.reward == "judge" or bool(config.judge)),
+        " Use a reward function, or leave it out.": config.rollback_on_cliff and config.uses_judge,
         "until compares the training reward, and task_order = curriculum prefers tasks that are not solved yet. Leave"
         " one of them out.": config.until is not None and config.task_order == "curriculum",
         f"staleness = {config.staleness} chooses tasks before earlier ones are known, on which task_order = curriculum"
@@ -136,9 +135,7 @@ def _of_forks(config: TrainFields) -> dict[str, bool]:
         f"{what} has the program run again up to a call, with the tools' results from the record; a command of another"
         " language would run its tools twice. Give a Python target.": config.command is not None,
         f"a judge compares rollouts with others of their group, and {what} "
-        "compares forks of one rollout. Give a reward function, or let the agent return the reward.": config.reward
-        == "judge"
-        or bool(config.judge),
+        "compares forks of one rollout. Give a reward function, or let the agent return the reward.": config.uses_judge,
         f"resample replaces groups before {what} has sampled anything again. Set resample = 0.": config.resample > 0,
         f"alone = batch has no effect with {what}. Leave it out.": config.alone == "batch",
         f"normalise_std divides by the deviation of a few alternatives with {what}, "

@@ -230,6 +230,11 @@ class TrainFields(
         return looks_at_forks(self.credit)
 
     @property
+    def uses_judge(self) -> bool:
+        """Whether a judge compares rollouts."""
+        return self.reward == "judge" or bool(self.judge)
+
+    @property
     def fork_count(self) -> int:
         """Maximum number of continuations per step that start at a call."""
         if self.forks is not None:

@@ -72,6 +72,8 @@ class AlternateKind(CallbackKind):
                 " as --policy writer=lora,checker=lora.": len(trained_policies(config)) < 2,
                 f"schedule = {config.schedule} returns policies to their best weights, which only validations find."
                 " Set val and val_every.": config.val is None or config.val_every is None,
+                f"schedule = {config.schedule} returns policies to their best weights, and a judge's scores can't be"
+                " compared across validations. Use a reward function, or leave it out.": config.uses_judge,
                 f"schedule = {config.schedule}: a turn ends with a validation, but val_every = {config.val_every} does"
                 f" not divide {steps}. Set val_every to {_divisors(steps)}.": (
                     config.val_every is not None and steps % config.val_every != 0
@@ -107,14 +109,18 @@ class AlternateCallback(Callback):
         self._steps = turn_steps(str(context.run.config.schedule))
 
     def before_step(self, step: int) -> None:
-        """At the start of a turn, return the policy whose turn has ended to its best weights."""
+        """At the start of a turn, return the policy whose turn has ended to its best weights, if they are known."""
         if step % self._steps:
             return
         facts = {"policy": turn_of(step, self._policies, self._steps)}
         if step:
             ended = turn_of(step - 1, self._policies, self._steps)
-            self._keeper.restore_policy(ended, self._run.folder / BEST_WEIGHTS / ended)
-            facts["restored"] = ended
+            folder = self._run.folder / BEST_WEIGHTS / ended
+            if folder.is_dir():
+                self._keeper.restore_policy(ended, folder)
+                facts["restored"] = ended
+            else:
+                self._run.progress.note(f"{ended} keeps its newest weights: {folder} is missing")
         self._run.log.add_event(TURN, step, facts)
 
     def after_batch(self, batch: Batch, rollouts: StepRollouts) -> tuple[Batch, Mapping[str, float]]:

@@ -11,7 +11,6 @@ from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.config.tables import read_table
 from lightning_trainer.rl.algorithms import algorithm_by_name
-from lightning_trainer.runner.target import JUDGE
 
 if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
@@ -51,7 +50,7 @@ def read_options(config: TrainConfig) -> DeadGroupRules:
                 find_spec("gepa") is None
             ),
             "with_prompts looks for tasks that no rollout solves, and a judge only ranks rollouts. Give a reward"
-            " function, or let the agent return the reward.": config.reward == JUDGE or bool(config.judge),
+            " function, or let the agent return the reward.": config.uses_judge,
             f"algorithm = {config.algorithm} computes advantages in the update, so with_prompts can't give them to"
             " answers. Use grpo or another algorithm without a value head.": algorithm_by_name(config.algorithm).critic,
             "algorithm = distil learns from no rewards, so no task is unsolved for it. Leave with_prompts out.": (
