@@ -72,6 +72,7 @@ def test_baselines_of_agents_are_in_the_checkpoint(tiny_model: Path, folder: Pat
         ({"judge": {"rubric": "good"}}, "a judge's scores can't be compared across validations"),
         ({"schedule": "alternate:3", "val_every": 2}, "val_every = 2 does not divide 3. Set val_every to 1 or 3"),
         ({"schedule": "random"}, "write alternate:K"),
+        ({"with_prompts": True}, "with_prompts trains every agent that an instruction helped"),
     ],
 )
 def test_what_cannot_take_turns_is_refused(held_out: Path, options: dict[str, Any], says: str) -> None:

@@ -98,6 +98,8 @@ def test_a_run_says_where_its_schedule_ends(tmp_path: Path) -> None:
         target="a:b", data=data, model="m", lr_schedule="cosine", epochs=2, batch_size=8, update_epochs=2, minibatches=3
     )  # fmt: skip
     assert backend.learner_options(config)["total_steps"] == 6 * 2 * 3
+    turns = {"policies": "writer=lora,checker=lora,judge=fixed", "schedule": "alternate:2"}
+    assert backend.learner_options(config.with_values(**turns))["total_steps"] == 4 * 2 * 3  # 2, 2 of the other, 2
 
 
 def shifted(row, gap: float):

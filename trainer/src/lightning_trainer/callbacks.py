@@ -147,6 +147,10 @@ class CallbackKind:
         """Return the learner options that it sets, by name."""
         return {}
 
+    def learning_steps(self, config: TrainConfig, steps: int) -> int:  # noqa: ARG002 - likewise
+        """Return in how many of a run's steps a policy learns."""
+        return steps
+
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:  # noqa: ARG002 - likewise
         """Open it for a run; it is closed when the run ends.
 

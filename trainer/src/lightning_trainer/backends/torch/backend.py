@@ -159,8 +159,10 @@ def _learning_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _steps(config: TrainConfig) -> int:
-    """Return the optimiser steps of the whole run."""
+    """Return the optimiser steps that a policy takes in the whole run."""
     batches = (
         config.steps if config.steps is not None else config.step_count(len(load_tasks(config.data, config.columns)))
     )
+    for kind in wanted_callbacks(config):
+        batches = kind.learning_steps(config, batches)
     return batches * config.update_epochs * config.minibatches

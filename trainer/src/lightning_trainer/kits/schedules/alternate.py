@@ -80,9 +80,16 @@ class AlternateKind(CallbackKind):
                 ),
                 f"schedule = {config.schedule} changes weights between"
                 " steps, but staleness samples ahead. Set staleness = 0.": config.staleness > 0,
+                f"schedule = {config.schedule} trains one policy at a time, and with_prompts trains every agent that"
+                " an instruction helped. Leave one of them out.": config.with_prompts,
                 "schedule is for backend = torch. Leave it out.": config.backend == "tinker",
             }
         )
+
+    def learning_steps(self, config: TrainConfig, steps: int) -> int:
+        """Return the number of steps in the turns of the first policy, which has the most."""
+        policies, turn = trained_policies(config), turn_steps(str(config.schedule))
+        return sum(turn_of(step, policies, turn) == policies[0] for step in range(steps)) if policies else steps
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
         """Open the callback that alternates between policies.
