@@ -26,7 +26,8 @@ from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.account import Account, UntrainedReason
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import CountedCall
-from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.rl.rollouts import Failed, Outcome
+from support.rl.world import World
 
 
 def options(folder: Path, **more: Any) -> TrainConfig:
@@ -99,6 +100,18 @@ def test_numbers_are_those_of_the_torch_backend_and_are_taken_once() -> None:
     assert {name: numbers[name] for name in wanted} == wanted
     again, _ = found.take([])
     assert (again["rollouts"], again["groups"], "reward" in again) == (0.0, 0.0, False)
+
+
+@pytest.mark.parametrize("failed", ["exclude", "lowest"])
+def test_rewards_of_sources_are_means_over_the_successes_that_count(failed: Failed) -> None:
+    world = World()
+    for before in ([("writer", "oops")], [("writer", "oops")], None):
+        world.rollout("g", [("writer", "w")], {None: 1.0}, failed_before=before)
+    world.rollout("g", [("writer", "oops")], None)
+    found = GroupCollector(failed)
+    found.add(world.outcomes, world.batch(failed=failed), [])
+    numbers, _ = found.take([])
+    assert numbers["reward_source/run"] == 1.0
 
 
 def test_dead_groups_raise_an_alarm_and_a_silent_agent_a_warning(tmp_path: Path) -> None:

@@ -271,10 +271,9 @@ def make_run(
         store.add_rewards(batch.automatic)
         named = {learned_tokens.row_name(row): _seen(row) for row in batch.rows if row.has_gradient}
         learned_tokens.write(folder, step, named)
-        given = [reward for outcome in outcomes for reward in outcome.rewards]
         log.add("train", step, {
             **score(outcomes, config.failed, config.agents).metrics(), **batch.account.metrics(),
-            **by_source([*given, *batch.automatic], len(outcomes)),
+            **by_source(outcomes, batch.automatic, config.failed),
             "groups_without_signal": len(batch.flat_groups) / groups, "entropy": 1.4 - 0.2 * step,
             "entropy/planner": 1.2 - 0.2 * step, "kl": 0.001 * step, "logprob_gap": 0.012, "clip_fraction": 0.01 * step,
             "grad_norm": 1.0 / (1 + step), "staleness": 0.0, "staleness_max": 0.0, "response_tokens": 14.0 - step,

@@ -222,8 +222,8 @@ def _total(shared: float, own: Collection[float]) -> float:
     return shared + (sum(own) / len(own) if own else 0.0)
 
 
-def given_to(outcomes: Sequence[Outcome], automatic: Sequence[Reward], failed: Failed) -> list[Reward]:
-    """Return the rewards of successes that count.
+def by_source(outcomes: Sequence[Outcome], automatic: Sequence[Reward], failed: Failed) -> dict[str, float]:
+    """Return the mean over the successes that count of each source's rewards, for logs: `reward_source/NAME`.
 
     Args:
         outcomes: of the rollouts.
@@ -231,14 +231,10 @@ def given_to(outcomes: Sequence[Outcome], automatic: Sequence[Reward], failed: F
         failed: the reward of a rollout that failed because of the policy; ``exclude`` leaves it out.
     """
     own = {o.attempt.attempt_id: o.rewards for o in outcomes if o.attempt is not None and o.counts(failed) is o.attempt}
-    return [*chain.from_iterable(own.values()), *(reward for reward in automatic if reward.attempt_id in own)]
-
-
-def by_source(rewards: Sequence[Reward], attempts: int) -> dict[str, float]:
-    """Return the mean over attempts of each source's rewards, for logs: `reward_source/NAME`."""
+    given = chain(chain.from_iterable(own.values()), (reward for reward in automatic if reward.attempt_id in own))
     totals: dict[str, float] = defaultdict(float)
-    for reward in rewards:
-        totals[f"reward_source/{reward.source}"] += reward.value / max(attempts, 1)
+    for reward in given:
+        totals[f"reward_source/{reward.source}"] += reward.value / len(own)
     return dict(totals)
 
 

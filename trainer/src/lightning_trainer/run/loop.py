@@ -48,7 +48,7 @@ from lightning_trainer.rl.batch.comparison import Penalty
 from lightning_trainer.rl.resampling import with_contrast
 from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Outcome
-from lightning_trainer.rl.scores import BY_TASK, Score, by_source, given_to, reward_of_failures, score
+from lightning_trainer.rl.scores import BY_TASK, Score, by_source, reward_of_failures, score
 from lightning_trainer.run.cliffs import CliffGuard
 from lightning_trainer.run.collecting.batches import Collection
 from lightning_trainer.run.collecting.step import StepSampler, StepWork
@@ -227,12 +227,11 @@ class Loop:
     def _report(self, step: int, work: StepWork, result: Score, learned: Mapping[str, float]) -> None:
         """Log the metrics of a step, and report what a user has to know of it."""
         config, batch = self._run.config, work.batch
-        given = given_to(work.outcomes, batch.automatic, config.failed)
         alike, frequent = of_answers(work.traces, config.agents)
         metrics = {
             **result.metrics(),
             **batch.account.metrics(),
-            **by_source(given, result.rollouts - result.failed),
+            **by_source(work.outcomes, batch.automatic, config.failed),
             **take_failures(),
             **step_metrics.of_groups(*step_metrics.count_compared(batch)),
             **step_metrics.of_traces(work.traces),

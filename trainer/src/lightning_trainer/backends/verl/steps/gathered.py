@@ -18,7 +18,7 @@ from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Failed, Outcome
-from lightning_trainer.rl.scores import by_source, given_to, score
+from lightning_trainer.rl.scores import by_source, score
 
 _LEARNER: Final = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # verl's names of phases
 
@@ -60,11 +60,10 @@ class GroupCollector:
         with self._lock:
             waited = time_rollouts(self._outcomes, self._traces, windows)
             result = score(self._outcomes, self._failed, self._agents, self._declared)
-            given = given_to(self._outcomes, self._automatic, self._failed)
             numbers = {
                 **result.metrics(),
                 **self._account.metrics(),
-                **by_source(given, result.rollouts - result.failed),
+                **by_source(self._outcomes, self._automatic, self._failed),
                 **take_failures(),
                 **step_metrics.of_groups(self._compared, self._flat),
                 **step_metrics.of_traces(self._traces),
