@@ -98,6 +98,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(tiny_model: Path) -> 
 
     ours, metrics = gradients(tiny_model, rows, entropy_coef=0.5)
     assert metrics["tokens"] > 0  # rows without advantage learn all the same
+    assert metrics["loss"] == 0.0  # of the policy alone
     assert distance(ours, plain(tiny_model, rows, term)) < 1e-5
 
 

@@ -353,7 +353,7 @@ def _backward(
         loss = loss + options.kl_coef * (part.weights_P * kl_P).sum()
     if options.entropy_coef > 0:
         loss = loss - options.entropy_coef * (part.weights_P * found.entropy_P).sum()
-    seen = {"loss": float(loss.detach())}
+    seen = {"loss": float(result.loss.detach())}
     if value is not None and part.values_P is not None and part.targets_P is not None:
         values_P = value.values(found.hidden_UH, found.place_P)
         error = value_loss(values_P, part.values_P, part.targets_P, part.weights_P, clip=options.value_clip)
