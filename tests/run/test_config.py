@@ -63,6 +63,8 @@ def test_missing_options_say_how_to_give_them() -> None:
         ({"algorithm": "rloo", "normalise_std": True}, "normalise_std has no effect with algorithm = rloo"),
         ({"algorithm": "grpo", "gae_lambda": 0.9}, "options of algorithm = ppo"),
         ({"algorithm": "ppo", "resample": 2}, "resample looks for rewards that differ"),
+        ({"algorithm": "ppo", "credit": "gigpo"}, "algorithm = ppo does not compare within groups"),
+        ({"algorithm": "reinforce++", "credit": "gigpo"}, r"algorithm = reinforce\+\+ does not compare within groups"),
         ({"kl_estimator": "k4"}, "kl_estimator = 'k4'"),
     ],
 )

@@ -153,6 +153,8 @@ def group_option_refusals(config: TrainConfig) -> dict[str, bool]:
         "Leave it out.": config.resample > 0,
         f"alone = batch is the baseline of algorithm = {config.algorithm} anyway. Leave it out.": config.alone
         == "batch",
+        f"credit = gigpo adds a comparison of calls in the same state of a group, and algorithm = {config.algorithm}"
+        " does not compare within groups. Use grpo, or credit = discounted.": config.credit == "gigpo",
     }
 
 
