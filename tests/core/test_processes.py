@@ -11,14 +11,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
 
-from lightning_spans import Attempt, agent, child_environment, use_attempt
-from lightning_spans.record.context import current_agent, current_attempt
+from lightning_spans import Attempt, agent, child_environment, data_terms, use_attempt
+from lightning_spans.record.context import current_agent, current_attempt, current_terms, settle_context, use_context
 from lightning_spans.record.instrument.processes import carry_attempts
 from lightning_spans.record.process import thread_frames
+from lightning_spans.record.recorder import SpanRecorder, current_span
+from lightning_spans.record.tracing.tracers import make_tracer
+from lightning_spans.schema import spans as names
+from support.fake_sink import ListSink
 
 ATTEMPT = Attempt("r", "a", endpoint="http://gate", key="k", agents=("coder",))
 OTHER = Attempt("r2", "a2", endpoint="http://gate", key="k2")
@@ -69,6 +74,44 @@ def test_a_task_of_a_pool_belongs_to_the_attempt_that_gives_it(kind: str) -> Non
                         *pool.starmap(where, [(0,)]),
                     ]
             assert set(found) == {(attempt.attempt_id, "coder")}
+
+
+def where_below() -> tuple[str | None, str | None, str | None]:
+    span = current_span()
+    return *where(), span and span.name
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "threads"])
+def test_a_task_takes_nothing_from_the_attempt_in_which_its_pool_was_started(method: str) -> None:
+    recorder = SpanRecorder(make_tracer("embedded", ListSink()))
+    with use_attempt(ATTEMPT):
+        planner = recorder.start(names.INVOKE_AGENT, "planner", agent="planner").context
+    with use_context(planner):
+        pool = ThreadPool(1) if method == "threads" else multiprocessing.get_context(method).Pool(1)
+    with pool:
+        with use_context(planner):
+            # a forked process inherits the open span, which a spawned one can't
+            assert pool.apply(where_below) == ("a", "planner", None if method == "spawn" else "planner")
+        with use_attempt(OTHER):
+            assert pool.apply(where_below) == ("a2", None, None)
+            with agent("coder"):
+                assert pool.apply(where_below) == ("a2", "coder", None)
+        assert pool.apply(where_below) == (None, None, None)
+
+
+def stated_terms() -> dict[str, Any]:
+    return dict(current_terms(settle_context()))
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_task_has_the_terms_of_its_own_request(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
+    with data_terms(tenant="acme", consent=True):
+        pool = context.Pool(1)
+    with pool:
+        with data_terms(tenant="other"):
+            assert pool.apply(stated_terms) == stated_terms()
+        assert pool.apply(stated_terms) == {}
 
 
 @pytest.mark.parametrize("given", [None, {"PATH": os.environ["PATH"]}])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote
+
+from opentelemetry.context import Context
 
 from lightning_spans.record.context import AGENT_VARIABLE, current_agent, current_attempt, given_attempt, settle_context
 from lightning_spans.record.delivery.outbox import default_spool
@@ -47,12 +50,27 @@ def variables_of(attempt: Attempt, agent: str | None) -> dict[str, str]:
 
     Variables of an outer attempt are emptied.
     """
-    values = {name: "" for name in _ATTEMPT if os.environ.get(name)}
+    values = {name: "" for name in _OPTIONAL if os.environ.get(name)}
     values |= {"LIGHTNING_SPOOL": str(default_spool().absolute()), **attempt.environment()}
     return values | ({AGENT_VARIABLE: agent} if agent is not None else {})
 
 
-_ATTEMPT: Final = ("LIGHTNING_ENDPOINT", "LIGHTNING_KEY", "LIGHTNING_AGENTS", "LIGHTNING_PROMPTS", "LIGHTNING_REPLAY")
+_OPTIONAL: Final = ("LIGHTNING_ENDPOINT", "LIGHTNING_KEY", "LIGHTNING_AGENTS", "LIGHTNING_PROMPTS", "LIGHTNING_REPLAY")
+_ATTEMPT: Final = ("LIGHTNING_ROLLOUT_ID", "LIGHTNING_ATTEMPT_ID", "LIGHTNING_MODEL", *_OPTIONAL)
+
+
+def task_variables(context: Context) -> dict[str, str]:
+    """Return the attempt and agent of this context as variables, also those that this process inherited."""
+    attempt, agent = current_attempt(context), current_agent(context)
+    values = {} if attempt is None else attempt.environment()
+    return values | ({AGENT_VARIABLE: agent} if agent is not None else {})
+
+
+def replace_variables(values: Mapping[str, str]) -> None:
+    """Give this process another attempt and agent, or none, instead of those with which it was started."""
+    for name in (*_ATTEMPT, AGENT_VARIABLE):
+        os.environ.pop(name, None)
+    os.environ.update(values)
 
 
 def gateway_variables(attempt: Attempt, agent: str | None = None) -> dict[str, str]:

@@ -132,16 +132,20 @@ def with_agent(name: str | None, context: Context | None = None) -> Context:
     return Context({**(settle_context() if context is None else context), _AGENT: name})
 
 
+def is_inside(context: Context) -> bool:
+    """Whether this context holds anything of ours: an attempt, an agent, terms or an open span."""
+    return any(key.startswith(_PREFIX) for key in context)
+
+
 def current_terms(context: Context) -> Mapping[str, Any]:
     """Return the terms of data that a program stated around this context, as attributes."""
     terms = context.get(_TERMS)
     return terms if isinstance(terms, Mapping) else {}
 
 
-def with_terms(terms: Mapping[str, Any]) -> Context:
-    """Return a context in which data has these terms, in addition to existing ones."""
-    context = settle_context()
-    return Context({**context, _TERMS: {**current_terms(context), **terms}})
+def with_terms(terms: Mapping[str, Any], context: Context | None = None) -> Context:
+    """Return a context in which data has these terms, and no others."""
+    return Context({**(settle_context() if context is None else context), _TERMS: terms})
 
 
 def with_attempt(attempt: Attempt, context: Context | None = None) -> Context:

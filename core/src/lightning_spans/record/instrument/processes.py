@@ -2,7 +2,7 @@
 
 A new process gets them as variables, however it is started: `subprocess` in its environment; a process that
 `multiprocessing` or loky spawns, or forks from a server, in what it reads first. A task for a pool carries them itself,
-because the pool's processes may have been started in another attempt.
+and the terms of data, because the pool's processes may have been started in another attempt and inherited its context.
 """
 
 from __future__ import annotations
@@ -16,11 +16,25 @@ from multiprocessing import spawn
 from types import ModuleType
 from typing import Any, Final
 
-from lightning_spans.record.children import attempt_variables
-from lightning_spans.record.context import current_agent, from_environment, use_context, with_agent, with_attempt
+from opentelemetry.context import Context
+
+from lightning_spans.record.children import attempt_variables, replace_variables, task_variables
+from lightning_spans.record.context import (
+    AGENT_VARIABLE,
+    at_work,
+    current_terms,
+    from_environment,
+    is_inside,
+    overlaid,
+    settle_context,
+    use_context,
+    with_terms,
+)
 from lightning_spans.record.instrument.imports import when_imported
 from lightning_spans.record.instrument.patches import Undo, replace
 from lightning_spans.record.pipeline import live_recorder
+from lightning_spans.record.recorder import current_span
+from lightning_spans.schema.attempts import Attempt
 
 FLUSH_S: Final = 5.0
 _POOL: Final = ("apply_async", "_map_async", "imap", "imap_unordered")  # all others call one of these
@@ -32,6 +46,7 @@ _EXECUTORS: Final = (
 _PREPARED: Final = ("loky.backend.spawn", "joblib.externals.loky.backend.spawn")  # copies of `multiprocessing.spawn`
 _users = 0
 _undo = Undo()
+_inherited = False  # whether a pool may exist whose workers inherited an attempt, an agent or an open span
 
 
 def carry_attempts() -> Callable[[], None]:
@@ -60,6 +75,7 @@ def _leave() -> None:
 
 def _follow_pool(module: ModuleType) -> Callable[[], None]:
     undo = Undo()
+    undo.add(replace(module.Pool, "__init__", _wrap_start))
     for name in _POOL:
         undo.add(replace(module.Pool, name, _wrap_submit))
     return undo
@@ -99,37 +115,66 @@ def _wrap_prepared(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_preparation_data
 
 
+def _note_context(context: Context) -> bool:
+    """Note what a pool started here inherits. Returns whether any pool may have inherited something."""
+    global _inherited  # noqa: PLW0603 - such a pool may outlive every attachment
+    _inherited = _inherited or is_inside(context)
+    return _inherited
+
+
+def _wrap_start(original: Callable[..., Any]) -> Callable[..., Any]:
+    def start(pool: Any, *args: Any, **options: Any) -> None:
+        _note_context(settle_context())
+        original.__get__(pool)(*args, **options)
+
+    return start
+
+
 def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
     def submit(pool: Any, function: Any, *args: Any, **options: Any) -> Any:
-        variables = attempt_variables()
-        return original.__get__(pool)(CarriedCall(function, variables) if variables else function, *args, **options)
+        context = settle_context()
+        # Otherwise the task is not changed: a process that is spawned would import this package for it.
+        carried = CarriedCall(function, context) if _note_context(context) else function
+        return original.__get__(pool)(carried, *args, **options)
 
     return submit
 
 
 class CarriedCall:
-    """A pool's task that runs in the attempt, and for the agent, in which it was submitted.
+    """A pool's task that runs in the attempt, and for the agent, in which it was submitted; in none if there was none.
 
     Its spans are delivered before its result is returned, because nothing waits for the process, which continues.
     """
 
-    def __init__(self, function: Callable[..., Any], variables: Mapping[str, str]) -> None:
+    def __init__(self, function: Callable[..., Any], context: Context) -> None:
+        span = current_span(context)
         self.function = function
-        self.variables = variables
-        self.agent = current_agent()
-        self.process = os.getpid()
+        self.variables = task_variables(context)
+        self.terms = dict(current_terms(context))
+        self.span_id = None if span is None else span.span_id
+        self.context: Context | None = context  # for a pool of threads
         functools.update_wrapper(self, function, assigned=("__doc__",), updated=())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "context": None}
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the function."""
-        attempt = from_environment(self.variables)
-        if attempt is None:
-            return self.function(*args, **options)
-        context = with_attempt(attempt)
-        recorder = live_recorder() if self.process != os.getpid() else None
+        if self.context is not None:
+            with use_context(overlaid(self.context)):
+                return self.function(*args, **options)
+        replace_variables(self.variables)
+        attempt = from_environment()
+        recorder = live_recorder() if attempt is not None else None
         try:
-            with use_context(context if self.agent is None else with_agent(self.agent, context)):
+            with use_context(self._make_context(attempt)):
                 return self.function(*args, **options)
         finally:
             if recorder is not None:
                 recorder.tracer.flush(FLUSH_S)
+
+    def _make_context(self, attempt: Attempt | None) -> Context:
+        """Return a context for this process. The open span is kept if the process was forked within it."""
+        inherited = current_span()
+        here = settle_context() if inherited is not None and inherited.span_id == self.span_id else overlaid(Context())
+        return with_terms(self.terms, at_work(self.variables.get(AGENT_VARIABLE), attempt, here))

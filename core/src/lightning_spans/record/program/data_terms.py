@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_spans.record.context import use_context, with_terms
+from lightning_spans.record.context import current_terms, settle_context, use_context, with_terms
 from lightning_spans.terms import make_terms
 
 
@@ -29,5 +29,5 @@ def data_terms(
         ConfigError: a value is invalid.
     """
     terms = make_terms(tenant=tenant, consent=consent, retention_days=retention_days, source=source)
-    with use_context(with_terms(terms)):
+    with use_context(with_terms({**current_terms(settle_context()), **terms})):
         yield
