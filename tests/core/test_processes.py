@@ -99,6 +99,12 @@ def test_a_task_takes_nothing_from_the_attempt_in_which_its_pool_was_started(met
         assert pool.apply(where_below) == (None, None, None)
 
 
+def test_a_pool_takes_its_function_by_name_too() -> None:
+    with use_attempt(ATTEMPT), ThreadPool(1) as pool:
+        assert pool.apply_async(func=where).get() == ("a", None)
+        assert list(pool.imap(func=where, iterable=[0])) == [("a", None)]
+
+
 def stated_terms() -> dict[str, Any]:
     return dict(current_terms(settle_context()))
 

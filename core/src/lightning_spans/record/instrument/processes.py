@@ -131,11 +131,15 @@ def _wrap_start(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
-    def submit(pool: Any, function: Any, *args: Any, **options: Any) -> Any:
+    def submit(pool: Any, *args: Any, **options: Any) -> Any:
         context = settle_context()
         # Otherwise the task is not changed: a process that is spawned would import this package for it.
-        carried = CarriedCall(function, context) if _note_context(context) else function
-        return original.__get__(pool)(carried, *args, **options)
+        if _note_context(context):
+            if args:
+                args = (CarriedCall(args[0], context), *args[1:])
+            elif "func" in options:
+                options["func"] = CarriedCall(options["func"], context)
+        return original.__get__(pool)(*args, **options)
 
     return submit
 
