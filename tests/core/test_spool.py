@@ -145,11 +145,23 @@ def test_the_key_of_the_own_server_is_not_written_and_the_next_process_sends_its
     assert ([to.key for to in sent], spool.pending()) == (["new"], 0)
 
 
+def test_what_another_process_left_for_its_own_server_delays_no_attempt_there(
+    receivers: Receivers, spool: Spool, sink: BatchSink
+) -> None:
+    left = Destination("http://server", "live", own=True)
+    spool.append(left.url, left.written_key, [make(0)])
+    for number in (1, 2):
+        sink.put(make(number), to("http://server"))
+        assert sink.flush(60)
+    assert receivers.got == [("http://server", 1), ("http://server", 2)]
+    assert spool.pending() == 1
+
+
 def test_the_first_line_is_delivered_before_all_others(spool: Spool) -> None:
     for number, url in enumerate(("http://a", "http://b", "http://a", "http://b")):
         spool.append(url, None, [make(number)])
     got: list[int] = []
-    spool.replay(lambda _, __, spans: not got.extend(span.start_ns for span in spans), first=line_of("http://b"))
+    spool.replay(lambda _, __, spans: not got.extend(span.start_ns for span in spans), first=line_of("http://b", None))
     assert got == [1, 3, 0, 2]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_spans.errors import StoreGoneError
 from lightning_spans.record.delivery.http import Posts
 from lightning_spans.record.delivery.otlp import PROTOBUF, count_rejected_spans, encode
+from lightning_spans.record.delivery.outbox import OWN_KEY
 from lightning_spans.record.process import in_child
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lightning_spans")
 _OWN: Final = "store:"
-OWN_KEY: Final = "$own"
-"""Written to the spool instead of the key of the process's own server: the next process has its own."""
 
 
 @dataclass(frozen=True, slots=True)

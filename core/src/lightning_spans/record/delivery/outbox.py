@@ -30,6 +30,8 @@ logger = logging.getLogger("lightning_spans")
 
 MAX_BYTES: Final = 1 << 30
 STALE_S: Final = 600.0  # a half-written batch of this age belongs to a process that died while writing
+OWN_KEY: Final = "$own"
+"""Written instead of the key of the process's own server: the next process has its own."""
 JOURNAL: Final = ".journal"  # suffix of a file that a running process writes to
 _TELL_EVERY_S: Final = 60.0
 _BATCH_SIZE: Final = 512
@@ -45,9 +47,13 @@ def _after_fork() -> None:
 in_child(_after_fork)
 
 
-def line_of(url: str | None) -> str:
-    """Name the queue for a destination's batches. A destination that cannot be reached delays no other."""
-    return hashlib.sha256((url or "").encode()).hexdigest()[:8]
+def line_of(url: str | None, key: str | None) -> str:
+    """Name the queue for a destination's batches. A destination that cannot be reached delays no other.
+
+    Batches without their own key have a queue of their own, because not every process has a key for them.
+    """
+    named = f"{OWN_KEY} {url}" if key == OWN_KEY else url or ""
+    return hashlib.sha256(named.encode()).hexdigest()[:8]
 
 
 class Spool:
@@ -78,7 +84,7 @@ class Spool:
                 self.tell(f"the spool {self.folder} is full ({self._max_bytes} bytes)")
                 return 0
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            half = self.folder / f"{self._next():020d}-{line_of(url)}-{uuid.uuid4().hex[:8]}.half"
+            half = self.folder / f"{self._next():020d}-{line_of(url, key)}-{uuid.uuid4().hex[:8]}.half"
             _write(half, body)
             half.rename(half.with_suffix(".spans"))
             _sync(self.folder)
@@ -107,9 +113,9 @@ class Spool:
         """Return the number of waiting batches."""
         return len(self._list_waiting())
 
-    def waits(self, url: str | None) -> bool:
+    def waits(self, url: str | None, key: str | None) -> bool:
         """Whether a batch for this destination is waiting, so that a newer one must wait too."""
-        line = line_of(url)
+        line = line_of(url, key)
         return any(_line(path) in (line, None) for path in self._list_waiting())
 
     def describe(self) -> str:
@@ -187,11 +193,12 @@ class Spool:
             if batch is None:
                 continue
             url, key, spans = batch
-            if line_of(url) not in stuck and send(url, key, spans):
+            line = line_of(url, key)
+            if line not in stuck and send(url, key, spans):
                 path.unlink()
                 count += 1
             else:
-                stuck.add(line_of(url))
+                stuck.add(line)
         return count
 
     @contextmanager

@@ -20,10 +20,10 @@ from multiprocessing import parent_process
 from multiprocessing.util import Finalize, register_after_fork
 from typing import Final, TypeAlias
 
-from lightning_spans.record.delivery.deliver import OWN_KEY, BatchRefusedError, BusyError, Destination
+from lightning_spans.record.delivery.deliver import BatchRefusedError, BusyError, Destination
 from lightning_spans.record.delivery.ended import CLOSE_S, EndedSpan
 from lightning_spans.record.delivery.journal import Journal
-from lightning_spans.record.delivery.outbox import Spool, line_of
+from lightning_spans.record.delivery.outbox import OWN_KEY, Spool, line_of
 from lightning_spans.record.process import in_child
 from lightning_spans.record.stalls import waiting
 from lightning_spans.schema.attempts import Attempt
@@ -310,8 +310,9 @@ class BatchSink:
 
         Spans behind a spooled batch for the same destination wait too: a destination gets spans in order.
         """
-        due = time.monotonic() >= self._lines[line_of(destination.url)].retry_at
-        if due and not self._spool.waits(destination.url) and self._try(destination, spans):
+        url, key = destination.url, destination.written_key
+        due = time.monotonic() >= self._lines[line_of(url, key)].retry_at
+        if due and not self._spool.waits(url, key) and self._try(destination, spans):
             return True
         kept = self._keep(destination, spans)
         if not kept and closing:
@@ -325,7 +326,7 @@ class BatchSink:
         return kept
 
     def _try(self, destination: Destination, spans: Sequence[Span]) -> bool:
-        line = self._lines[line_of(destination.url)]
+        line = self._lines[line_of(destination.url, destination.written_key)]
         self._trying = destination
         try:
             where = without_secrets(destination.url or "") if destination.remote else "the local store"
@@ -355,19 +356,18 @@ class BatchSink:
             own = self._own if url == self._own.url else None
             destination = own if own is not None and key == OWN_KEY else Destination(url, key)
             if own is None and url is not None and (key == OWN_KEY or not destination.remote):  # of another process
-                self._lines[line_of(url)].retry_at = math.inf
+                self._lines[line_of(url, key)].retry_at = math.inf
                 return False
             if key == OWN_KEY and destination.key is None:
                 self._warn(f"LIGHTNING_KEY is not set: what {self._spool.folder} holds for {url} waits there")
-                self._lines[line_of(url)].retry_at = math.inf
+                self._lines[line_of(url, key)].retry_at = math.inf
                 return False
             self.counts.retried += len(spans)
             return self._try(destination, spans)
 
+        first = line_of(self._own.url, self._own.written_key)
         try:
-            self._spool.replay(
-                send, ready=lambda line: time.monotonic() >= self._lines[line].retry_at, first=line_of(self._own.url)
-            )
+            self._spool.replay(send, ready=lambda line: time.monotonic() >= self._lines[line].retry_at, first=first)
         except OSError as error:  # what is waiting there continues to wait
             self._warn(f"the spool {self._spool.folder} can't be read: {error}")
 
