@@ -206,8 +206,8 @@ def ours(framework: str, tracer: str, url: str) -> Iterator[Recorder]:
 
     attachment = attach(framework, tracer=tracer)
     with attachment, use_attempt(Attempt("r", "a", endpoint=url, key="key")):
-        about = live_pipeline().delivery.about  # "...;delivered=80;..."
-        yield attachment.flush, lambda: int(about().partition("delivered=")[2].partition(";")[0])
+        reports = live_pipeline().delivery.reports
+        yield attachment.flush, lambda: reports.counts.delivered
 
 
 @contextlib.contextmanager

@@ -191,6 +191,25 @@ def test_a_forked_child_delivers_its_own_spans(tmp_path):
     sink.close()
 
 
+def test_a_forked_child_reports_no_span_of_its_parent(sink):
+    sink.put(make(1), None)
+    assert sink.flush(60)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, sink.reports.text().encode())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    (parent, *counts), (name, *of_child) = (
+        text.split(";") for text in (sink.reports.text(), os.read(reading, 500).decode())
+    )
+    assert "delivered=1" in counts
+    assert "delivered=0" in of_child
+    assert name != parent
+    os.close(reading)
+    os.close(writing)
+
+
 def test_a_full_spool_keeps_nothing_and_says_so(tmp_path, caplog):
     spool = Spool(tmp_path / "spool", max_bytes=10)
     with caplog.at_level(logging.ERROR, logger="lightning_spans"):

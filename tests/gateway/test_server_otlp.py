@@ -15,8 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_spans.errors import RefusedError, StoreError
+from lightning_spans.record.delivery.deliver import Delivery, Destination
 from lightning_spans.record.delivery.otlp import encode
+from lightning_spans.record.delivery.outbox import Spool
+from lightning_spans.record.delivery.sink import BatchSink
 from lightning_spans.schema import spans as names
+from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.json import dumps, to_json
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
@@ -151,6 +155,25 @@ def test_a_full_queue_tells_the_sender_to_come_again(tmp_path):
         counted = httpx.get(f"{server.url}/metrics").text
         assert 'lightning_spans_total{outcome="refused"} 5.0' in counted
         assert 'lightning_spans_total{outcome="kept"} 13.0' in counted
+
+
+def test_a_process_that_works_in_several_attempts_reports_each_span_once(tmp_path):
+    with served(tmp_path) as server:
+        attempts = {name: Attempt("r", name, key=server.key(name)) for name in ("first", "second", "third")}
+        delivery = Delivery(lambda: pytest.fail("no own store is needed"))
+
+        def route(attempt):
+            return [Destination(f"{server.url}/v1/traces", attempt.key)]
+
+        sink = BatchSink(delivery, route=route, spool=Spool(tmp_path / "spool"), finish=delivery.close)
+        delivery.reports = sink.reports
+        for number, name in enumerate(["first", "first", "second", "second", "third"], start=1):
+            sink.put(_span(name, number), attempts[name])
+            assert sink.flush(60)
+        sink.close()
+        counted = httpx.get(f"{server.url}/metrics").text
+    # what comes of a request can't be reported in the same one
+    assert 'lightning_sender_spans_total{key="attempt",outcome="delivered"} 4.0' in counted
 
 
 def test_a_store_that_fails_is_a_503(tmp_path):

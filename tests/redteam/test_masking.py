@@ -149,13 +149,14 @@ def test_no_key_can_change_what_anothers_processes_told(server):
 
     metrics = Metrics()
     one, other = (server.keys.check(server.key(name)) for name in ("one", "other"))
-    metrics.sender("process;delivered=5", one.scope, str(one.attempt_id or one.key_id))
+    metrics.sender("process;report=1;delivered=5", one.scope, str(one.attempt_id or one.key_id))
     metrics.sender(
-        "process;delivered=0;dropped=99999999999999999999;spooled=\u0664",
+        "process;report=999;delivered=0;dropped=99999999999999999999;spooled=\u0664",
         other.scope,
         str(other.attempt_id or other.key_id),
     )
-    metrics.sender("process;delivered=6", one.scope, str(one.attempt_id or one.key_id))
+    for _ in range(2):  # sent again, because its answer was lost
+        metrics.sender("process;report=2;delivered=1", one.scope, str(one.attempt_id or one.key_id))
     told = {
         sample.labels["outcome"]: sample.value
         for metric in metrics.registry.collect()

@@ -245,7 +245,7 @@ def _open_pipeline(told: Options) -> Pipeline:
         prepare=prepare,
         finish=delivery.close,
     )
-    delivery.about = sink.about
+    delivery.reports = sink.reports
     processors, collector = _seen_by(options, spool)
     tracer = make_tracer(options.tracer, sink, processors, collector=collector, keeps=keeps, prepare=prepare)
     listeners, naming = Listeners(), Naming()

@@ -13,6 +13,7 @@ from lightning_spans.errors import StoreGoneError
 from lightning_spans.record.delivery.http import Posts
 from lightning_spans.record.delivery.otlp import PROTOBUF, count_rejected_spans, encode
 from lightning_spans.record.delivery.outbox import OWN_KEY
+from lightning_spans.record.delivery.reports import Reports
 from lightning_spans.record.process import in_child
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
@@ -85,7 +86,7 @@ class Delivery:
         self._store: Store | None = None
         self._send = Posts(timeout_s=10.0)
         self._parents: tuple[Posts, Store | None] | None = None
-        self.about: Callable[[], str] | None = None  # sent with each request: the counts of this process's spans
+        self.reports: Reports | None = None  # sent with each request: the counts of this process's spans
         in_child(self._begin_anew)
 
     def _begin_anew(self) -> None:
@@ -134,8 +135,9 @@ class Delivery:
         headers = {"content-type": PROTOBUF, **({"authorization": f"Bearer {key}"} if key else {})}
         if url == self._collector:
             headers.update(_collector_headers())
-        if self.about is not None and key:  # other collectors get no counts
-            headers["x-lightning-sender"] = self.about()
+        reports = self.reports if key else None  # other collectors get no counts
+        if reports is not None:
+            headers["x-lightning-sender"] = reports.text()
         status, about, said = self._send(url, encode(spans if key else _for_collector(spans)), headers)
         if status == 413 and len(spans) > 1:  # too large together
             middle = len(spans) // 2
@@ -146,6 +148,8 @@ class Delivery:
             raise BatchRefusedError(f"{url} answered {status}: {said[:200].decode(errors='replace')}")
         if not 200 <= status < 300:
             raise OSError(f"{url} answered {status}")
+        if reports is not None:
+            reports.taken()
         return count_rejected_spans(said, about.get("content-type", ""))
 
     def _half(self, url: str, key: str | None, spans: Sequence[Span]) -> int:

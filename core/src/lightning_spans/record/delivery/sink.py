@@ -12,7 +12,6 @@ import logging
 import math
 import threading
 import time
-import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lightning_spans.record.delivery.deliver import BatchRefusedError, BusyError
 from lightning_spans.record.delivery.ended import CLOSE_S, EndedSpan
 from lightning_spans.record.delivery.journal import Journal
 from lightning_spans.record.delivery.outbox import OWN_KEY, Spool, line_of
+from lightning_spans.record.delivery.reports import Reports
 from lightning_spans.record.process import in_child
 from lightning_spans.record.stalls import waiting
 from lightning_spans.schema.attempts import Attempt
@@ -38,20 +38,6 @@ LINGER_S: Final = 0.1  # seconds that a batch waits for more spans
 IDLE_S: Final = 0.5  # seconds that an idle thread waits for spans, or for spooled batches
 RETRY_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
 DETACH_S: Final = 2.0  # the same if the process continues without us
-
-
-@dataclass(slots=True)
-class Counts:
-    """The outcomes of the spans put into a sink."""
-
-    put: int = 0
-    delivered: int = 0
-    spooled: int = 0
-    retried: int = 0  # sent again, from the spool
-    sampled_out: int = 0  # left out by the configured sampling rate
-    redacted: int = 0  # had something masked
-    refused: int = 0  # the destination will never take them: sending them again is useless
-    dropped: int = 0
 
 
 @dataclass(slots=True)
@@ -105,8 +91,8 @@ class BatchSink:
         self._keeps = keeps
         self._prepare = prepare
         self._finish = finish
-        self._id = uuid.uuid4().hex[:12]
-        self.counts = Counts()
+        self.reports = Reports()
+        self.counts = self.reports.counts
         self._lines: defaultdict[str, _Line] = defaultdict(_Line)
         self._warned_at = -60.0
         self._begin()
@@ -120,7 +106,8 @@ class BatchSink:
             self._start()
 
     def _begin_again(self) -> None:
-        """Start again in a forked child, which does not have the thread."""
+        """Start again in a forked child, which does not have the thread. The parent reports its own counts."""
+        self.counts = self.reports.begin()
         self._begin()
         register_after_fork(self, _close_with_worker)
 
@@ -228,10 +215,6 @@ class BatchSink:
             self._abandon()
             if timeout_s < CLOSE_S:  # the current delivery may still succeed
                 atexit.register(self._thread.join, CLOSE_S - timeout_s)
-
-    def about(self) -> str:
-        """Report the outcomes of all spans so far, for the server that counts them: ``ID;delivered=5;dropped=1``."""
-        return ";".join([self._id, *(f"{name}={getattr(self.counts, name)}" for name in Counts.__slots__)])
 
     def _run(self) -> None:
         own = self._thread

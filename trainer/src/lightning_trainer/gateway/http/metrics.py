@@ -77,7 +77,7 @@ class Metrics:
             ["outcome", "key"],
             registry=self.registry,
         )
-        self._heard: OrderedDict[str, dict[str, int]] = OrderedDict()
+        self._heard: OrderedDict[str, int] = OrderedDict()
         self.registry.register(_StallMetrics())
         self._read_queue: Callable[[], None] = lambda: None
         self._queue_read_s = -math.inf
@@ -122,19 +122,22 @@ class Metrics:
         self._late.inc()
 
     def sender(self, told: str, scope: str, key: str) -> None:
-        """Count what an agent's process reports about its spans: ``ID;dropped=1;spooled=20``, all since its start.
+        """Count what an agent's process reports about its spans: ``ID;report=3;dropped=1``, new since its report 2.
 
-        Anything in another format is ignored, because anybody with a key may send this. Counts are kept per key, so no
-        key can change what another key's processes reported.
+        A report that was counted is ignored, because a process that got no answer sends it again. So is anything in
+        another format, because anybody with a key may send this. Numbers of reports are kept per key, so no key can
+        change what another key's processes reported.
         """
         name, *pairs = told[:500].split(";")
         whose = f"{scope} {key} {name}"
         counts = {key: int(value) for key, _, value in (pair.partition("=") for pair in pairs) if _is_count(value)}
-        before = self._heard.get(whose, {})
+        report = counts.get("report", 0)
+        if report <= self._heard.get(whose, 0):
+            return
         for outcome in SENDER_OUTCOMES:
-            if (more := counts.get(outcome, 0) - before.get(outcome, 0)) > 0:
+            if more := counts.get(outcome, 0):
                 self._senders.labels(outcome, scope).inc(more)
-        self._heard[whose] = counts
+        self._heard[whose] = report
         self._heard.move_to_end(whose)
         while len(self._heard) > _SENDERS_MOST:
             self._heard.popitem(last=False)
