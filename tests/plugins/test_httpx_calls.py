@@ -208,6 +208,42 @@ def test_what_is_no_model_call_or_can_not_be_read_is_sent_as_it_is_and_the_latte
     assert unrecorded.take() == {"far/v1/chat/completions": 1, "far/v1/models/x:generateContent": 1}
 
 
+SMS = {"message_type": "text", "channel": "sms", "from": "shop", "to": "447700900000", "text": "hello"}
+MESSAGES = BODY["messages"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_one"),
+    [
+        ("/v1/messages", SMS, False),
+        ("/v1/messages", {"messages": [SMS]}, False),
+        ("/v1/courses/completions", {"course": "python", "model": "far"}, False),
+        ("/v1/chat/completions", {"model": "far", "messages": "all"}, False),
+        ("/v1/responses", {"survey": "1", "input": "good"}, False),
+        ("/openai/deployments/x/chat/completions", {"messages": MESSAGES}, True),
+        ("/v1/agents/completions", {"agent_id": "x", "messages": MESSAGES}, True),  # Mistral's
+        ("/v1/completions", {"prompt": "hello"}, True),
+        ("/v1/responses", {"model": "far", "input": "hello"}, True),
+        ("/v1/responses", {"prompt": {"id": "pmpt_1"}}, True),
+    ],
+)
+def test_a_request_of_a_tools_goes_to_its_own_service_even_if_the_path_is_like_a_models(
+    library, path, body, is_one, recorder, sink
+):
+    sent = []
+
+    def answer(request):
+        sent.append(json.loads(request.content))
+        return library.Response(200, json={})
+
+    with ScriptedServer() as policy, library.Client(transport=library.MockTransport(answer)) as client:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("writer",), model="tuned")
+        with use_attempt(attempt), agent("writer"):
+            client.post(f"http://far{path}", json=body)
+    assert (len(policy.requests), sent) == ((1, []) if is_one else (0, [body]))
+    assert len(chats(recorder, sink)) == is_one
+
+
 def test_a_message_of_anthropics_is_read_streamed_or_not(library, recorder, sink):
     whole = message_of_events(EVENTS)
 

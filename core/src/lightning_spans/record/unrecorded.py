@@ -102,7 +102,8 @@ def lines(counts: Mapping[str, int]) -> list[str]:
     return [
         f"{number} {'call' if number == 1 else 'calls'} to {where} {'was' if number == 1 else 'were'} not recorded: no"
         " client that is followed made them, so they have no agent, and can't be trained. Use an OpenAI-compatible"
-        " client, LiteLLM, or Anthropic's, Gemini's, Ollama's or Cohere's own over httpx for them."
+        " client, LiteLLM, or Anthropic's, Gemini's, Ollama's or Cohere's own over httpx for them. Ignore this if no"
+        " model answers there."
         for where, number in sorted(counts.items())
     ]
 

@@ -25,7 +25,7 @@ def unaskable_in(request: Any) -> list[str] | None:
     body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
     if body is None:
         return None
-    if requested_endpoint(request) is not None:
+    if requested_endpoint(request, body) is not None:
         return []
     dialect = dialect_of(path, body)
     return None if dialect is None else list(dialect.read(path.rstrip("/"), body).untranslated)
@@ -38,7 +38,7 @@ def begin_call(recorder: Recorder, client: Any, request: Any) -> HttpxCall | Non
         body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
         if body is None:
             return None
-        endpoint = requested_endpoint(request)
+        endpoint = requested_endpoint(request, body)
         if endpoint is not None:
             return HttpxCall(recorder, client, request, endpoint, body)
         dialect = dialect_of(path, body)

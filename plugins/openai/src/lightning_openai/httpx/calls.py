@@ -1,8 +1,8 @@
 """Model calls that a program sends with httpx, or with a client that uses it: Anthropic's, Mistral's, Groq's, ...
 
-They are recorded where httpx sends a request, if nothing else creates their span and the path is one of OpenAI's or
-Anthropic's; `foreign` handles other vendors' paths. Each retry is a request of its own, and so a span. Calls of agents
-in training are sent to the gateway with only the body, the time limits and the headers that state its format.
+They are recorded where httpx sends a request, if nothing else creates their span and path and body are in OpenAI's or
+Anthropic's format; `foreign` handles other vendors' formats. Each retry is a request of its own, and so a span. Calls
+of agents in training are sent to the gateway with only the body, the time limits and the headers that state its format.
 """
 
 from __future__ import annotations
@@ -37,10 +37,24 @@ if TYPE_CHECKING:
 _KEPT: Final = ("content-type", "accept", "user-agent", "anthropic-version", "anthropic-beta")  # to the gateway
 
 
-def requested_endpoint(request: Any) -> str | None:
-    """Return the endpoint of a request that looks like a model call; None if it is none of OpenAI's or Anthropic's."""
+def requested_endpoint(request: Any, body: Mapping[str, Json]) -> str | None:
+    """Return the endpoint of a model call; None if the request is not in OpenAI's or Anthropic's format.
+
+    The path alone does not decide: services that send text messages have ``/v1/messages``, too.
+    """
     path = request.url.path
-    return MESSAGES if path.rstrip("/").endswith(MESSAGES) else endpoint_of(request.method, path)
+    endpoint = MESSAGES if path.rstrip("/").endswith(MESSAGES) else endpoint_of(request.method, path)
+    return endpoint if endpoint is not None and _is_model_request(endpoint, body) else None
+
+
+def _is_model_request(endpoint: str, body: Mapping[str, Json]) -> bool:
+    """Whether a body has what the format requires. Chat completions on Azure, for example, need no name of a model."""
+    named = isinstance(body.get("model"), str)
+    if endpoint == "/responses":
+        return (named and "input" in body) or isinstance(body.get("prompt"), Mapping)
+    if endpoint == "/completions" and "prompt" in body:
+        return True
+    return isinstance(body.get("messages"), list) and (named or endpoint != MESSAGES)
 
 
 class HttpxCall:
