@@ -244,6 +244,34 @@ def test_a_request_of_a_tools_goes_to_its_own_service_even_if_the_path_is_like_a
     assert len(chats(recorder, sink)) == is_one
 
 
+def test_a_call_of_an_app_that_runs_in_a_clients_transport_is_recorded(library, recorder, sink):
+    def answer(request):
+        return library.Response(200, json={})
+
+    async def app(scope, receive, send):
+        with agent("writer"):
+            async with library.AsyncClient(transport=library.MockTransport(answer)) as client:
+                await client.post("http://far/v1/chat/completions", json=BODY)
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body"})
+
+    async def use():
+        async with library.AsyncClient(transport=library.ASGITransport(app)) as client:
+            await client.post("http://app/agent")
+
+    def use_at_once():  # as Starlette's TestClient does
+        def run(request):
+            with agent("writer"), library.Client(transport=library.MockTransport(answer)) as client:
+                return client.post("http://far/v1/chat/completions", json=BODY)
+
+        with library.Client(transport=library.MockTransport(run)) as client:
+            client.post("http://app/agent")
+
+    asyncio.run(use())
+    use_at_once()
+    assert [span.agent for span in chats(recorder, sink)] == ["writer", "writer"]
+
+
 def test_a_message_of_anthropics_is_read_streamed_or_not(library, recorder, sink):
     whole = message_of_events(EVENTS)
 

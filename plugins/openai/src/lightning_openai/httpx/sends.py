@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from lightning_openai.httpx.calls import HttpxCall
     from lightning_spans.hooks import Recorder
 
-# Whether a client is sending: its transport sends the same request.
+# Whether a client is sending a model call: its transport sends the same request. While other requests are sent, an app
+# that runs in the client's transport may call models.
 _sending: ContextVar[bool] = ContextVar("lightning_openai_sending", default=False)
 
 
 def is_sending() -> bool:
-    """Whether an httpx client is currently sending."""
+    """Whether an httpx client is currently sending a model call."""
     return _sending.get()
 
 
@@ -104,7 +105,7 @@ class HttpxSends:
                 return original(client, request, **options)
             call = self._begin(client, request)
             outer = _sending.get()
-            _sending.set(True)
+            _sending.set(outer or call is not None or is_model_call(request.method, request.url.path))
             try:
                 return original(client, request, **options) if call is None else follow(call, client, request, options)
             except BaseException as error:
@@ -138,7 +139,7 @@ class HttpxSends:
                 return await original(client, request, **options)
             call = self._begin(client, request)
             outer = _sending.get()
-            _sending.set(True)
+            _sending.set(outer or call is not None or is_model_call(request.method, request.url.path))
             try:
                 if call is None:
                     return await original(client, request, **options)
