@@ -1081,6 +1081,18 @@ def test_what_the_reader_of_a_stream_calls_between_its_items_is_no_part_of_it(fo
     assert {span.parent_id for span in found.chats} == {None}
 
 
+def test_a_call_of_plain_httpx_after_that_of_a_model_without_the_openai_client_is_recorded(found_of):
+    async def program(url):
+        with agent("writer"):
+            await FakeListChatModel(responses=["hello"]).ainvoke("hello")
+            async with httpx.AsyncClient() as client:
+                body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+                await client.post(f"{url}/chat/completions", json=body)
+
+    chats = [(span.attributes[names.FRAMEWORK], span.agent) for span in found_of(program).chats]
+    assert chats == [("langchain", "writer"), ("httpx", "writer")]
+
+
 class Wrapped(BaseChatModel):
     """A model that hands on to another one."""
 

@@ -278,7 +278,7 @@ def _call_around(
 
 def _open_around() -> Iterator[CrewScope]:
     """Return the scopes that are open here, innermost first."""
-    return (scope for scope in scopes_around() if isinstance(scope, CrewScope) and not scope.closed)
+    return (scope for scope in scopes_around() if isinstance(scope, CrewScope))
 
 
 def innermost(*kinds: str) -> CrewScope | None:

@@ -108,10 +108,11 @@ def current_scope(context: Context | None = None) -> Scope | None:
 
 
 def scopes_around() -> Iterator[Scope]:
-    """Return the scopes around the running code, innermost first; some may have ended."""
+    """Return the open scopes around the running code, innermost first."""
     scope = current_scope()
     while scope is not None:
-        yield scope
+        if not scope.closed:  # it ended in a copy of this context
+            yield scope
         scope = scope.outer
 
 
