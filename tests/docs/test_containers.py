@@ -40,4 +40,19 @@ def test_what_the_services_run_is_a_command(name: str) -> None:
     words = shlex.split(re.sub(r"\$\{(\w+)[^}]*\}", "http://x/v1", found[1]))
     command = cli.get_command(cli.make_context("lightning-rl", words), name)
     assert command is not None
-    command.make_context(name, words[1:])
+    options = command.make_context(name, words[1:]).params
+    assert name == "runner" or options["names"]  # otherwise no agent of the runners calls the model
+
+
+def test_the_user_of_the_images_can_write_what_the_services_keep() -> None:
+    made = re.search(r"chown lightning (.*)", FILE)
+    assert made is not None
+    assert set(re.findall(r"keys:(/\w+)", COMPOSE)) <= set(made[1].split())
+
+
+def test_the_image_of_the_page_installs_a_plugin_that_the_images_have_not() -> None:
+    program = re.search(r"```dockerfile\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert program is not None
+    (plugin,) = re.findall(r"/src/([\w/-]+)", program[1])
+    assert (ROOT / plugin / "pyproject.toml").exists()
+    assert plugin not in FILE.partition("AS trainer")[0]
