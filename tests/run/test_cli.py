@@ -131,6 +131,18 @@ def test_help_shows_no_default_where_there_is_none(command: str) -> None:
     assert "[default: 16]" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("fork",), "the one with the highest held-out reward, otherwise the newest"),
+        (("key", "viewer"), "It can read, and save or remove marks."),
+    ],
+    ids=["fork", "key viewer"],
+)
+def test_help_says_which_checkpoint_is_used_and_what_a_key_allows(words: tuple[str, ...], text: str) -> None:
+    assert text in " ".join(call(*words, "--help").output.split())
+
+
 @pytest.mark.parametrize("json_lines", [(), ("--json",)], ids=["table", "json"])
 def test_a_locale_without_an_agents_letters_shows_them_as_escapes(folder: Path, json_lines: tuple[str, ...]) -> None:
     store = open_store("lightning.db")

@@ -3,7 +3,8 @@
 A name is one of:
 
 - a model folder of transformers: ``./model``;
-- a checkpoint of a run, or the run's folder, which means its newest checkpoint: ``runs/2026-11-20``;
+- a checkpoint of a run, or the run's folder, which means its best checkpoint, otherwise the newest:
+  ``runs/2026-11-20``;
 - a hub id, optionally with a revision (branch, tag or commit): ``owner/model``, ``owner/model@main``;
 - ``smollm2-135m``, made once from the package that contains its weights.
 

@@ -70,7 +70,7 @@ _new("live", "Print a new key for a program in production. It can only send span
 _new("caller", "Print a new key for a program in production that calls models here. It can also send spans.")
 _new("runner", "Print a new key for a runner. It can end and reward the attempts that were claimed with it.")
 _new("evaluator", "Print a new key for a program that gives rewards.")
-_new("viewer", "Print a new key for the viewer. It can only read.")
+_new("viewer", "Print a new key for the viewer. It can read, and save or remove marks.")
 _new("deployer", "Print a new key for a person who changes deployments in the viewer. It opens nothing else.")
 _new("approver", "Print a new key for a person who approves candidates of `deploy`. It opens nothing else.")
 

@@ -96,8 +96,9 @@ def command(
     Every call before it gets its recorded answer, and no tool that ran is run again. The call is sampled --times times
     from --model or from another model (--with), or its answer is replaced by a text (--say). Later requests that equal
     a recorded one get the recorded answer, so that continuations differ only by what the call changed. Their rewards
-    are shown next to the recorded one. In a run's folder, the program, its agents and its newest checkpoint are known.
-    If the program deviates from the record before the call, the replay ends with the first difference.
+    are shown next to the recorded one. In a run's folder, the program, its agents and its checkpoint are known: the
+    one with the highest held-out reward, otherwise the newest. If the program deviates from the record before the call,
+    the replay ends with the first difference.
     """
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.kits.replay import ForkConfig, Program, fork

@@ -93,7 +93,7 @@ class Program:
 
 
 def from_run(program: Program, store: str) -> Program:
-    """Fill in missing options from the store's run: the program, the trained agents, the newest checkpoint.
+    """Fill in missing options from the store's run: the program, the trained agents, the checkpoint.
 
     A command uses the working directory of the run's command, even if it is another command.
 
