@@ -24,7 +24,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.improve import improve as improving
 from lightning_trainer.kits.improve import methods
 from lightning_trainer.kits.improve.command import _why
-from lightning_trainer.kits.improve.config import ImproveConfig
+from lightning_trainer.kits.improve.config import METHODS, ImproveConfig
 from lightning_trainer.kits.improve.costs import costs_of, learned_from
 from lightning_trainer.kits.improve.decision import Decision
 from lightning_trainer.kits.improve.measuring import HeldOutMeasurement
@@ -368,8 +368,8 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
     files.write(config, Silent())
     names = adapter_names(["clerk"])
     asked = {}
-    for name, kind in KINDS.items():
-        method = kind(
+    for name in METHODS:
+        method = KINDS[name](
             config=config, agent="clerk", names=names, folder=folder / name, tasks=files, rollout_tokens=10.0,
             progress=Silent(),
         )  # fmt: skip

@@ -191,9 +191,9 @@ class SftMethod(Method):
     @property
     def least(self) -> int:
         """Tokens of a sampled group, and of training on its best rollout."""
-        return round(self._cost(1))
+        return self._cost(1)
 
-    def _cost(self, groups: int) -> float:
+    def _cost(self, groups: int) -> int:
         """Return the tokens of sampling so many groups, in rounds, and of training on the best of each."""
         from lightning_trainer.kits.sft.rounds.loop import round_steps
 
@@ -201,7 +201,7 @@ class SftMethod(Method):
         rounds = self._rounds(groups)
         rows = groups // rounds * options.kept
         learned = round_steps(options, rows) * min(rows, options.batch_size)
-        return self.rollout_tokens * rounds * (groups // rounds * options.samples + learned)
+        return round(self.rollout_tokens * rounds * (groups // rounds * options.samples + learned))
 
     def _rounds(self, groups: int) -> int:
         return math.ceil(groups / len(load_tasks(self.tasks.train)))
