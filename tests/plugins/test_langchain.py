@@ -909,6 +909,52 @@ def test_a_tool_that_answers_with_an_error_message_is_an_error(spans_of):
     assert span.attributes[names.TOOL_RESULT] == "no, not that"
 
 
+def test_a_tool_that_is_cut_off_is_an_error_and_the_node_is_at_work_again(spans_of):
+    async def program(url):
+        limit = asyncio.timeout(None)
+
+        @tool
+        async def wait(text: str) -> str:
+            """Wait."""
+            limit.reschedule(0)
+            await asyncio.Event().wait()
+
+        async def writer(state):
+            with pytest.raises(TimeoutError):
+                async with limit:
+                    await wait.ainvoke({"text": "x"})
+            await FakeListChatModel(responses=["hi"]).ainvoke("hello")
+            return state
+
+        await graph_of(writer, edges=[(START, "writer")]).ainvoke({"notes": []})
+
+    found = spans_of(program)
+    (cut,), (chat,) = found.tools, found.chats
+    assert (cut.agent, cut.status, cut.attributes[names.ERROR_TYPE]) == ("writer", "error", "CancelledError")
+    assert above(found, chat)[0] == ("invoke_agent", "writer")
+
+
+def test_a_tool_that_is_still_running_when_its_graph_ends_did_not_succeed(spans_of):
+    async def program(url):
+        begun, left = asyncio.Event(), []
+
+        @tool
+        async def wait(text: str) -> str:
+            """Wait."""
+            begun.set()
+            await asyncio.Event().wait()
+
+        async def writer(state):
+            left.append(asyncio.create_task(wait.ainvoke({"text": "x"})))
+            await begun.wait()
+            return state
+
+        await graph_of(writer, edges=[(START, "writer")]).ainvoke({"notes": []})
+
+    (span,) = spans_of(program).tools
+    assert (span.status, span.attributes[names.ERROR_TYPE]) == ("error", "CancelledError")
+
+
 # Models of text, which the openai client reaches at /completions
 
 

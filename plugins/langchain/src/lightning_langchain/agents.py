@@ -18,7 +18,7 @@ from lightning_langchain.tools import Conversation, WaitingRequests
 from lightning_openai.json_text import to_json
 from lightning_spans.record.context import current_agent, current_attempt, settle_context
 from lightning_spans.record.instrument.scope import Scope
-from lightning_spans.record.instrument.tracker import EventTracker
+from lightning_spans.record.instrument.tracker import EventTracker, ends
 from lightning_spans.record.recorder import current_span
 from lightning_spans.schema import spans as names
 
@@ -104,11 +104,19 @@ class ChainRuns(EventTracker[ChainRun]):
                 self.end_run(inner_id)
                 if inner.call is not None and self.live:
                     inner.call.end(error=asyncio.CancelledError())
-                self.end(inner.span)
+                self.end(inner.span, error=asyncio.CancelledError() if inner.kind == "tool" else None)
             for request in list(run.unknown.values()):
                 self.refuse(run, request, f"there is no tool {request.name!r}")
             self._waiting.end(run.requests, _conversation(run))
         return run
+
+    @ends
+    def fail_tool(self, tool: Scope | None, error: BaseException) -> None:
+        """End a tool's run with an error that LangChain did not report. Changes nothing if the run has ended."""
+        for run_id, run in list(self.scopes.items()):
+            if run is tool and run.kind == "tool":
+                self.end_run(run_id)
+                self.end(run.span, error=error)
 
     def refuse(self, run: ChainRun, request: ToolRequest, why: str) -> None:
         """Record a tool call for which no tool runs."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -15,13 +16,14 @@ from langchain_core.tools import BaseTool
 
 from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
+from lightning_spans.record.instrument.scope import current_scope
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take
 from lightning_spans.record.replay import arun_or_replay, run_or_replay
 
 if TYPE_CHECKING:
     from langchain_core.outputs import LLMResult
 
-    from lightning_spans.record.instrument.tracker import Tracker
+    from lightning_langchain.agents import ChainRuns
 
 Conversation: TypeAlias = tuple[str | None, str]  # the attempt that contains it, and LangGraph's thread
 _CONVERSATIONS: Final = 1024  # number of conversations that may wait for approval at once; the oldest are dropped
@@ -29,29 +31,37 @@ _CALLS: Final = 64  # and per conversation
 _called: Final[ContextVar[str | None]] = ContextVar("lightning_langchain_tool_call", default=None)
 
 
-def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
+def bind(tracker: ChainRuns) -> Iterator[Callable[[], None]]:
     """In a replay, return recorded results instead of running tools; what is yielded removes each patch.
 
-    Also keep the model's id of the call for which a tool runs: callbacks get it only since langchain-core 1.0.
+    Also keep the model's id of the call for which a tool runs, which callbacks get only since langchain-core 1.0, and
+    report that a tool was cancelled, which langchain-core 0.3 does not do.
     """
+
+    @contextmanager
+    def calling(tool_call_id: str | None) -> Iterator[None]:
+        token = _called.set(tool_call_id)
+        around = current_scope()
+        try:
+            yield
+        except BaseException as error:
+            if (inner := current_scope()) is not around:
+                tracker.fail_tool(inner, error)
+            raise
+        finally:
+            _called.reset(token)
 
     def wrap_call(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(tool: Any, *args: Any, tool_call_id: str | None = None, **kwargs: Any) -> Any:
-            token = _called.set(tool_call_id)
-            try:
+            with calling(tool_call_id):
                 return original(tool, *args, tool_call_id=tool_call_id, **kwargs)
-            finally:
-                _called.reset(token)
 
         return call
 
     def wrap_acall(original: Callable[..., Any]) -> Callable[..., Any]:
         async def acall(tool: Any, *args: Any, tool_call_id: str | None = None, **kwargs: Any) -> Any:
-            token = _called.set(tool_call_id)
-            try:
+            with calling(tool_call_id):
                 return await original(tool, *args, tool_call_id=tool_call_id, **kwargs)
-            finally:
-                _called.reset(token)
 
         return acall
 
