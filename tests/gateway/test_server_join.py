@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from support.fakes import FakeEngine, served
 USER = [{"role": "user", "content": "What is 12+7?"}]
 PROMPT = "12+7 ="
 ELSEWHERE = "http://127.0.0.1:9/v1"
+SPAN_HEADERS = (b"traceparent", b"x-lightning-traceparent")
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,8 @@ def attempt(request, server):
 
 
 @contextmanager
-def proxy_without(header: bytes, url: str):
-    """A proxy before the gateway that drops a header."""
+def proxy(url: str, dropped: Iterable[bytes], added: Iterable[tuple[bytes, bytes]] = ()):
+    """A proxy before the gateway that drops and adds headers."""
 
     async def app(scope, receive, send):
         if scope["type"] != "http":
@@ -56,10 +58,10 @@ def proxy_without(header: bytes, url: str):
             body += message["body"]
             if not message["more_body"]:
                 break
-        kept = [(k, v) for k, v in scope["headers"] if k not in {header, b"host"}]
+        kept = [(k, v) for k, v in scope["headers"] if k not in {*dropped, b"host"}]
         async with httpx.AsyncClient() as http:
             with asked_by_training():  # not by the program: a proxy is a process of its own
-                answer = await http.request(scope["method"], url + scope["path"], headers=kept, content=body)
+                answer = await http.request(scope["method"], url + scope["path"], headers=[*kept, *added], content=body)
         lines = [(b"content-type", answer.headers["content-type"].encode())]
         await send({"type": "http.response.start", "status": answer.status_code, "headers": lines})
         await send({"type": "http.response.body", "body": answer.content})
@@ -129,7 +131,7 @@ def test_a_text_completion_is_a_transition_with_the_tokens_of_the_engine(server,
 
 def test_a_text_completion_without_traceparent_or_answer_is_joined_by_its_agent_and_prompt(server, attempt):
     """The client gave up before it knew the id; LangChain sends its one prompt as a list."""
-    with proxy_without(b"traceparent", server.url) as url:
+    with proxy(server.url, SPAN_HEADERS) as url:
         server.engine.play([RuntimeError("broke")])
         with use_attempt(replace(attempt, endpoint=url)), lightning_openai.attach(), agent("writer"):
             client = openai.OpenAI(base_url=ELSEWHERE, api_key="mine", max_retries=0)
@@ -156,10 +158,26 @@ def test_a_client_that_tries_again_is_one_span_with_two_calls(server, attempt, s
     assert count_joins([trace]).unjoined == {MissingHalf.SPARE: 1}
 
 
+def test_tracing_that_replaces_traceparent_leaves_the_join_exact(server, attempt):
+    """A proxy's, or that of the program's HTTP client: each try gets a span of its own."""
+    theirs = (b"traceparent", f"00-{'1' * 32}-{'2' * 16}-01".encode())
+    server.engine.play([RuntimeError("broke"), "19", RuntimeError("broke")])
+    with proxy(server.url, [b"traceparent"], [theirs]) as url:
+        client = openai.OpenAI(base_url=ELSEWHERE, api_key="mine", max_retries=1)
+        with use_attempt(replace(attempt, endpoint=url)), lightning_openai.attach(), agent("writer"):
+            client.chat.completions.create(model="m", messages=USER)
+            with pytest.raises(openai.InternalServerError):
+                client.with_options(max_retries=0).chat.completions.create(model="m", messages=USER)
+    failed, answered, unanswered = server.calls(attempt.attempt_id)
+    trace = trace_of(server, attempt)
+    assert [node.call for node in trace.chats] == [answered, unanswered]
+    assert [(half.reason, half.call) for half in trace.unjoined] == [(MissingHalf.SPARE, failed)]
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_proxy_that_drops_traceparent_leaves_the_join_to_the_response_id(server, attempt, stream):
+def test_a_proxy_that_drops_the_spans_id_leaves_the_join_to_the_response_id(server, attempt, stream):
     with (
-        proxy_without(b"traceparent", server.url) as url,
+        proxy(server.url, SPAN_HEADERS) as url,
         use_attempt(replace(attempt, endpoint=url)),
         lightning_openai.attach(),
         agent("writer"),

@@ -172,6 +172,7 @@ def test_another_servers_calls_are_forwarded_as_they_are_and_recorded_without_to
         headers = {
             "authorization": f"Bearer {front.key('a')}",
             "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
+            "x-lightning-traceparent": "00-" + "c" * 32 + "-" + "d" * 16 + "-01",
         }
         reply = httpx.post(f"{front.url}/v1/chat/completions", json=body, headers=headers)
         assert reply.json()["choices"][0]["message"]["content"] == "19"
@@ -179,6 +180,8 @@ def test_another_servers_calls_are_forwarded_as_they_are_and_recorded_without_to
     ((forwarded, sent),) = seen
     assert forwarded == body
     assert "Bearer" not in str(sent)
+    assert "traceparent" not in str(sent)
+    assert (call.trace_id, call.span_id) == ("c" * 32, "d" * 16)
     assert (call.prompt_token_ids, call.choices[0].token_ids, call.choices[0].logprobs) == (None, None, None)
     assert call.choices[0].message == {"role": "assistant", "content": "19", "reasoning_content": "hm"}
     assert call.response_id == "x-1"

@@ -88,7 +88,9 @@ def test_the_call_of_an_agent_in_training_goes_to_the_policy_and_nothing_of_the_
     assert "mine" not in json.dumps([tuned.headers, tuned.path])
     assert left.body == BODY
     first, second = chats(recorder, sink)
-    assert tuned.headers["traceparent"] == f"00-{first.trace_id}-{first.span_id}-01"
+    span = f"00-{first.trace_id}-{first.span_id}-01"
+    assert tuned.headers["traceparent"] == tuned.headers["x-lightning-traceparent"] == span
+    assert "x-lightning-traceparent" not in left.headers
     assert [span.attributes.get(names.REROUTED) for span in (first, second)] == [True, None]
 
 

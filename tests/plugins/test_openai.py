@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -928,17 +929,19 @@ def test_the_agents_name_is_sent_in_ascii(wired, policy):
     assert unquote(policy.requests[0].headers["x-lightning-agent"]) == "rédacteur//1 ✓"  # a part of a path
 
 
-def test_outside_of_attempts_the_agent_is_named_to_the_server_of_the_spans_and_to_nobody_else():
+def test_outside_of_attempts_span_and_agent_are_named_to_the_server_of_the_spans_and_to_nobody_else():
     def sent(store, url, headers=()):
-        return reroute.server_headers(store, url, "billing/writer", dict(headers))
+        span = SimpleNamespace(path="billing/writer", traceparent="00-1-2-01", attempt=None)
+        return reroute.server_headers(store, url, span, dict(headers))
 
-    named = {"x-lightning-agent": "billing/writer"}
+    named = {"x-lightning-agent": "billing/writer", "x-lightning-traceparent": "00-1-2-01"}
     assert sent("http://server:8000", "http://server:8000/v1/chat/completions") == named
     assert sent("http://server:8000/", "http://server:8000/v1/chat/completions") == named
     assert sent("http://server:8000", "http://server:80001/v1/chat/completions") == {}
     assert sent("http://server:8000", "https://api.openai.com/v1/chat/completions") == {}
     assert sent("lightning.db", "lightning.db/v1") == sent(None, "http://server:8000/v1") == {}
-    assert sent("http://server:8000", "http://server:8000/v1", {"x-lightning-agent": "own"}.items()) == {}
+    own = {"x-lightning-agent": "own"}
+    assert sent("http://server:8000", "http://server:8000/v1", own) == {"x-lightning-traceparent": "00-1-2-01"}
 
 
 def test_a_call_without_a_known_agent_is_never_rerouted(wired, policy):

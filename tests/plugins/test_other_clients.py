@@ -74,9 +74,10 @@ def test_a_request_to_the_gateway_names_its_span_and_agent_and_one_to_elsewhere_
             answer = asyncio.run(work(policy, other))
     (named,) = policy.requests
     (elsewhere,) = other.requests
-    assert not {"traceparent", "x-lightning-agent"} & {*elsewhere.headers}
+    assert not {"traceparent", "x-lightning-traceparent", "x-lightning-agent"} & {*elsewhere.headers}
     first, second = chats(sink)
-    assert named.headers["traceparent"] == f"00-{first.trace_id}-{first.span_id}-01"
+    span = f"00-{first.trace_id}-{first.span_id}-01"
+    assert named.headers["traceparent"] == named.headers["x-lightning-traceparent"] == span
     assert [first.attributes[names.RESPONSE_ID], second.attributes[names.RESPONSE_ID]] == [
         answer["id"], elsewhere.answer["id"],
     ]  # fmt: skip

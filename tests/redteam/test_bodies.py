@@ -128,7 +128,16 @@ def test_one_request_can_not_be_smuggled_behind_another(ask, server, path):
 
 
 @pytest.mark.parametrize(
-    "header", ["authorization", "x-api-key", "host", "traceparent", "x-lightning-agent", "content-type"]
+    "header",
+    [
+        "authorization",
+        "x-api-key",
+        "host",
+        "traceparent",
+        "x-lightning-traceparent",
+        "x-lightning-agent",
+        "content-type",
+    ],
 )
 def test_headers_that_are_there_twice_are_refused(server, header):
     twice = f"{header}: one\r\n{header}: two\r\n"

@@ -39,8 +39,8 @@ class Call:
     Attributes:
         call_id: makes delivery idempotent.
         response_id: the id that the agent's client saw.
-        trace_id: from the request's ``traceparent``; None if it had none.
-        span_id: the agent's chat span, from ``traceparent``; None if it had none.
+        trace_id: from the request's ``x-lightning-traceparent`` or ``traceparent``; None if it had neither.
+        span_id: the agent's chat span, from the same header; None if it had neither.
         rollout_id: from the attempt's key.
         attempt_id: from the attempt's key.
         agent: its path, from the ``x-lightning-agent`` header or the key; the span's name has priority.

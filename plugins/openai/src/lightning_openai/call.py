@@ -171,7 +171,7 @@ class ModelCall:
             if "traceparent" not in request.headers:
                 request.headers["traceparent"] = self.span.traceparent
             store = self._recorder.store
-            request.headers.update(reroute.server_headers(store, request.url, self.span.path, request.headers))
+            request.headers.update(reroute.server_headers(store, request.url, self.span, request.headers))
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, self.span)
 

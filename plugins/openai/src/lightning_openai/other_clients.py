@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.foreign.begin import unaskable_in
 from lightning_openai.json_text import to_json
-from lightning_openai.reroute import ASKS, LEFT, agent_header
+from lightning_openai.reroute import ASKS, LEFT, SPAN_HEADER, agent_header, is_below
 from lightning_spans.record.context import (
     current,
     current_attempt,
@@ -284,14 +284,14 @@ class OtherCall:
             if unaskable is not None:
                 self.is_reroutable(unaskable)
             attempt = current_attempt(self._outer)
-            if attempt is None or not attempt.endpoint or not str(request.url).startswith(f"{attempt.endpoint}/"):
+            if attempt is None or not is_below(request.url, attempt.endpoint):
                 return
-            if self.scope.seen or "traceparent" in request.headers:  # the patched client's
+            if self.scope.seen or SPAN_HEADER in request.headers:  # the patched client's
                 return
             if self._span is None:
                 self._span = self._begin()
-            request.headers["traceparent"] = self._span.traceparent
-            request.headers.update(agent_header(self._span.path))
+            request.headers.setdefault("traceparent", self._span.traceparent)
+            request.headers.update({SPAN_HEADER: self._span.traceparent, **agent_header(self._span.path)})
             if self.leads:
                 request.headers.update(ASKS)
 

@@ -34,7 +34,10 @@ from lightning_spans.store.tls import trusted_certificates
 if TYPE_CHECKING:
     from openai._models import FinalRequestOptions
 
+    from lightning_spans.hooks import OpenSpan
+
 AGENT_HEADER: Final = "x-lightning-agent"
+SPAN_HEADER: Final = "x-lightning-traceparent"  # the user's own tracing may overwrite `traceparent`
 REPLAY_HEADER: Final = "x-lightning-replay"
 ASKS: Final = {REPLAY_HEADER: "asks"}  # marks a replay's calls: what is not in the record can be sent on from here
 _OWN: Final = "own"  # header of the answer: the call must be sent on
@@ -46,7 +49,7 @@ _TAKEN: Final = ("content-type", "accept", "idempotency-key", "x-stainless-", "_
 _SENT: Final = (
     "host", "content-type", "content-length", "transfer-encoding", "connection", "accept", "accept-encoding",
     "user-agent", "idempotency-key", "x-stainless-", "authorization", "traceparent", AGENT_HEADER,
-    REPLAY_HEADER,
+    SPAN_HEADER, REPLAY_HEADER,
 )  # fmt: skip
 
 
@@ -118,10 +121,12 @@ def is_left(status: int | None, headers: Mapping[str, str]) -> bool:
     return status == 421 and headers.get(REPLAY_HEADER) == _OWN
 
 
-def own_headers(attempt: Attempt, agent: str | None) -> dict[str, str]:
-    """Return the headers of a call to the gateway: the attempt's key, the agent, and whether it is a replay."""
+def own_headers(attempt: Attempt, span: OpenSpan) -> dict[str, str]:
+    """Return the headers of a call to the gateway: the attempt's key, span and agent, and whether it is a replay."""
     asks = {} if attempt.replay is None else ASKS
-    return {"authorization": f"Bearer {attempt.key or 'unused'}", **agent_header(agent), **asks}
+    key = {"authorization": f"Bearer {attempt.key or 'unused'}"}
+    its = {"traceparent": span.traceparent, SPAN_HEADER: span.traceparent}
+    return {**key, **its, **agent_header(span.path), **asks}
 
 
 def raise_unanswered(error: BaseException) -> None:
@@ -156,21 +161,27 @@ def agent_header(agent: str | None) -> dict[str, str]:
     return {} if agent is None else {AGENT_HEADER: quote(agent, safe="/")}
 
 
-def server_headers(store: str | None, url: object, agent: str | None, sent: Mapping[str, str]) -> dict[str, str]:
-    """Return the header that names the agent of a call outside of attempts, which the program sends to a server itself.
+def server_headers(store: str | None, url: object, span: OpenSpan, sent: Mapping[str, str]) -> dict[str, str]:
+    """Return headers for a call that goes to the attempt's gateway, or to the server that gets the spans.
 
-    Empty for any other endpoint, and where the caller names one himself.
+    They name its span, and to the server its agent, unless the caller names one himself. Empty for any other endpoint.
 
     Args:
         store: where spans outside of attempts go.
         url: of the call.
-        agent: its path.
+        span: of the call.
         sent: the headers of the call.
     """
-    is_server = store is not None and store.startswith(("http://", "https://"))
-    if not is_server or AGENT_HEADER in sent or not str(url).startswith(f"{str(store).rstrip('/')}/"):
+    is_server = store is not None and store.startswith(("http://", "https://")) and is_below(url, store)
+    if not is_server and (span.attempt is None or not is_below(url, span.attempt.endpoint)):
         return {}
-    return agent_header(agent)
+    agent = agent_header(span.path) if is_server and AGENT_HEADER not in sent else {}
+    return {SPAN_HEADER: span.traceparent, **agent}
+
+
+def is_below(url: object, base: str | None) -> bool:
+    """Whether a URL belongs to the server with this base URL."""
+    return bool(base) and str(url).startswith(f"{str(base).rstrip('/')}/")
 
 
 _lock = threading.Lock()

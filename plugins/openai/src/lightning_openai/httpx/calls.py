@@ -109,7 +109,7 @@ class HttpxCall:
             self._with_prompts(attempt)
             sent = self._request.headers
             sent.setdefault("traceparent", span.traceparent)
-            sent.update(reroute.server_headers(self._recorder.store, self._request.url, span.path, sent))
+            sent.update(reroute.server_headers(self._recorder.store, self._request.url, span, sent))
             trained = self._recorder.reroutes(span)
             if attempt is None or attempt.endpoint is None or not self._is_sent_there(attempt, trained=trained):
                 return self._client, self._request
@@ -133,7 +133,7 @@ class HttpxCall:
         span = self.span
         body = {**self._body, "model": attempt.model} if trained else self._body
         headers = {name: value for name, value in self._request.headers.items() if name.lower() in _KEPT}
-        headers |= reroute.own_headers(attempt, span.path) | {"traceparent": span.traceparent}
+        headers |= reroute.own_headers(attempt, span)
         request = self._other(url, headers, body)
         client = reroute.http_client(self._library, asynchronous=isinstance(self._client, self._library.AsyncClient))
         span.set(**{names.REROUTED: True, names.SERVER_ADDRESS: urlsplit(url).hostname})

@@ -12,6 +12,7 @@ from lightning_openai.call import PLUGIN
 from lightning_openai.caller import caller_in
 from lightning_openai.foreign.begin import begin_call
 from lightning_openai.httpx.collected import note_loop
+from lightning_openai.reroute import is_below
 from lightning_spans.record.instrument.scope import place_of_call, scopes_around
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.record.unrecorded import is_model_call, look
@@ -79,7 +80,7 @@ class HttpxSends:
             if any(scope.call is not None and scope.call.named for scope in scopes_around()):
                 return False
             attempt = caller_in(place_of_call()).goes_to(recorder)
-            return attempt is not None and not str(request.url).startswith(f"{attempt.endpoint}/")
+            return attempt is not None and not is_below(request.url, attempt.endpoint)
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error)
             return False

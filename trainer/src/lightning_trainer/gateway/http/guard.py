@@ -16,7 +16,7 @@ _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1", ""})
 # Requests are smuggled past a proxy if one reader takes the first and another the last of two such headers.
 _ONCE: Final = frozenset({
     b"authorization", b"x-api-key", b"host", b"content-length", b"content-encoding", b"content-type",
-    b"transfer-encoding", b"traceparent", b"x-lightning-agent",
+    b"transfer-encoding", b"traceparent", b"x-lightning-traceparent", b"x-lightning-agent",
 })  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from lightning_trainer.gateway.http.errors import bad_request
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
 AGENT_HEADER: Final = b"x-lightning-agent"
+_SPAN_HEADERS: Final = (b"x-lightning-traceparent", b"traceparent")  # the program's own tracing may overwrite the last
 _TERMS_HEADERS: Final = {
     "tenant": b"x-lightning-tenant",
     "consent": b"x-lightning-consent",
@@ -212,15 +213,21 @@ def begin(
 ) -> PendingCall:
     """Begin the record of a request: its owner, and the span it belongs to."""
     named = unquote(headers.get(AGENT_HEADER, b"").decode("latin-1"))
-    found = _TRACEPARENT.fullmatch(headers.get(b"traceparent", b"").decode("latin-1").strip())
-    trace_id, span_id = found.groups() if found else (None, None)
-    if not (trace_id and span_id and trace_id.strip("0") and span_id.strip("0")):  # all zero: W3C's "no span"
-        trace_id = span_id = None
+    trace_id, span_id = _read_span(headers)
     made = f"{id_prefix}{os.urandom(12).hex()}"
     requested = RequestedCall(
         request, grant, named or grant.agent, trace_id, span_id, made, terms=_read_terms(headers, grant)
     )
     return PendingCall(requested, RoutedCall(policy))
+
+
+def _read_span(headers: Mapping[bytes, bytes]) -> tuple[str | None, str | None]:
+    """Return the ids of the client's trace and span; None, None if no header names one."""
+    for header in _SPAN_HEADERS:
+        found = _TRACEPARENT.fullmatch(headers.get(header, b"").decode("latin-1").strip())
+        if found is not None and found[1].strip("0") and found[2].strip("0"):  # all zero: W3C's "no span"
+            return found[1], found[2]
+    return None, None
 
 
 def _read_terms(headers: Mapping[bytes, bytes], grant: Grant) -> dict[str, Json]:
