@@ -196,7 +196,7 @@ def reward_of_failures(outcomes: Sequence[Outcome], failed: Failed) -> float:
 
 def lowest(rewards: Sequence[Reward]) -> float:
     """Return the lowest reward of any agent of an attempt, as credit assigns it, or the attempt's total."""
-    return lowest_of(_shared(rewards), agents_totals(rewards).values())
+    return lowest_of(_team_sum(rewards), agents_totals(rewards).values())
 
 
 def lowest_of(shared: float, own: Collection[float]) -> float:
@@ -211,10 +211,10 @@ def lowest_of(shared: float, own: Collection[float]) -> float:
 
 def total(rewards: Sequence[Reward]) -> float:
     """Return one number for an attempt: the rewards of the whole attempt, plus the mean over agents of their own."""
-    return _total(_shared(rewards), agents_totals(rewards).values())
+    return _total(_team_sum(rewards), agents_totals(rewards).values())
 
 
-def _shared(rewards: Sequence[Reward]) -> float:
+def _team_sum(rewards: Sequence[Reward]) -> float:
     return sum(reward.value for reward in rewards if reward.agent is None)
 
 

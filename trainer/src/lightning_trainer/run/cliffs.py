@@ -79,7 +79,7 @@ class CliffGuard:
         if keeper is not None:
             for policy, factor in state.slowed.items():
                 keeper.slow_policy(policy, factor)
-        self._keeper = keeper if config.rollback_on_cliff or config.policies else None
+        self._keeper = keeper if keeper and (config.rollback_on_cliff or config.policies) else None
 
     def watch(self, state: State) -> State:
         """Check the newest validation: keep what is best, and return what fell.

@@ -122,7 +122,7 @@ class Responder:
         """
         size = len(dumps([request.messages, request.tools])) if request.prompt is None else len(request.prompt)
         if size > _TOKEN_BYTES * longest:
-            raise _context_exceeded(longest, f"{size} bytes of messages are more than that holds", _TOO_LONG)
+            raise _context_refusal(longest, f"{size} bytes of messages are more than that holds", _TOO_LONG)
         if size <= _INLINE_BYTES:
             return self.prompt(request, attempt_id)
         return await asyncio.to_thread(self.prompt, request, attempt_id)
@@ -304,10 +304,10 @@ def _check_room(request: ChatRequest, prompt: int, longest: int) -> None:
     if prompt + (request.max_tokens or 1) > longest:
         asked = f"the messages have {prompt} and the answer may have {request.max_tokens or 'at least 1'}"
         advice = _TOO_LONG if prompt >= longest else "Shorten the messages or lower max_tokens."
-        raise _context_exceeded(longest, asked, advice)
+        raise _context_refusal(longest, asked, advice)
 
 
-def _context_exceeded(longest: int, asked: str, advice: str) -> Refusal:
+def _context_refusal(longest: int, asked: str, advice: str) -> Refusal:
     """Return the refusal of a request that does not fit. Frameworks recognise it by OpenAI's words, or by its code."""
     message = f"This model's maximum context length is {longest} tokens. However, {asked} ({_EXCEEDED}). {advice}"
     return bad_request(message, _EXCEEDED)
