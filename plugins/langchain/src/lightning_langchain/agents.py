@@ -113,8 +113,9 @@ class ChainRuns(EventTracker[ChainRun]):
     @ends
     def fail_tool(self, tool: Scope | None, error: BaseException) -> None:
         """End a tool's run with an error that LangChain did not report. Changes nothing if the run has ended."""
-        for run_id, run in list(self.scopes.items()):
-            if run is tool and run.kind == "tool":
+        runs = tool.inner if isinstance(tool, ChainRun) and tool.kind == "tool" else {}
+        for run_id, run in list(runs.items()):
+            if run is tool:
                 self.end_run(run_id)
                 self.end(run.span, error=error)
 
