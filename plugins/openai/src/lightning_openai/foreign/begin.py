@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_openai.call import PLUGIN
 from lightning_openai.foreign.call import ForeignCall
 from lightning_openai.foreign.known import dialect_of
-from lightning_openai.httpx.calls import HttpxCall, requested_endpoint
+from lightning_openai.httpx.calls import HttpxCall, endpoint_in
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.record.unrecorded import is_model_call
 from lightning_spans.schema.json import read_object
@@ -25,7 +25,7 @@ def unaskable_in(request: Any) -> list[str] | None:
     body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
     if body is None:
         return None
-    if requested_endpoint(request, body) is not None:
+    if endpoint_in(request, body) is not None:
         return []
     dialect = dialect_of(path, body)
     return None if dialect is None else list(dialect.read(path.rstrip("/"), body).untranslated)
@@ -38,7 +38,7 @@ def begin_call(recorder: Recorder, client: Any, request: Any) -> HttpxCall | Non
         body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
         if body is None:
             return None
-        endpoint = requested_endpoint(request, body)
+        endpoint = endpoint_in(request, body)
         if endpoint is not None:
             return HttpxCall(recorder, client, request, endpoint, body)
         dialect = dialect_of(path, body)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _KEPT: Final = ("content-type", "accept", "user-agent", "anthropic-version", "anthropic-beta")  # to the gateway
 
 
-def requested_endpoint(request: Any, body: Mapping[str, Json]) -> str | None:
+def endpoint_in(request: Any, body: Mapping[str, Json]) -> str | None:
     """Return the endpoint of a model call; None if the request is not in OpenAI's or Anthropic's format.
 
     The path alone does not decide: services that send text messages have ``/v1/messages``, too.

@@ -158,7 +158,7 @@ def convert_type(raw: str, schema: Any) -> Any:
     if kinds == {"string"}:
         return raw
     text = raw.strip()
-    if text in _listed_values(schema):
+    if text in _values_of(schema):
         return text
     if "null" in kinds and text.lower() in {"null", "none"}:
         return None
@@ -185,12 +185,12 @@ def _kind(value: Any) -> frozenset[str]:
     return next((kinds for kind, kinds in _OF_PYTHON if isinstance(value, kind)), frozenset({"null"}))
 
 
-def _listed_values(schema: Any) -> list[Any]:
+def _values_of(schema: Any) -> list[Any]:
     """Return the values that a schema, or one of its choices, lists."""
     if not isinstance(schema, Mapping):
         return []
     choices = [one for name in _CHOICES if isinstance(schema.get(name), list) for one in schema[name]]
-    return [*(_own_values(schema) or ()), *(value for one in choices for value in _listed_values(one))]
+    return [*(_own_values(schema) or ()), *(value for one in choices for value in _values_of(one))]
 
 
 def _own_values(schema: Mapping[str, Any]) -> list[Any] | None:

@@ -222,7 +222,7 @@ def _crash_reward(samples: Sequence[Sample], counting: Counting) -> float | None
     return float(counting.failed)
 
 
-def counted_floor(samples: Sequence[Sample], counting: Counting) -> float:
+def reward_floor(samples: Sequence[Sample], counting: Counting) -> float:
     """Return the lowest reward with which a successful sample counts, or 0 if that is less."""
     chosen = trained_names({name for sample in samples for name in sample.rewards}, counting.agents)
     values = [_counted_reward(sample, None, chosen) for sample in samples]

@@ -13,8 +13,8 @@ from lightning_trainer.kits.evaluation.samples import Sample
 from lightning_trainer.kits.evaluation.summary import (
     Counting,
     Summary,
-    counted_floor,
     difference,
+    reward_floor,
     summarise,
     summarise_each,
 )
@@ -201,7 +201,7 @@ def compare_strategies(
     }
     summaries = summarise_each([whole, *([one.sample for one in its] for its in tried.values())], counting)
     every = [*whole, *(one.sample for its in attacks.values() for one in its)]
-    floor = counting.declared[0] if counting.declared else counted_floor(every, counting)
+    floor = counting.declared[0] if counting.declared else reward_floor(every, counting)
     found = {}
     for name, summary in zip(tried, summaries[1:], strict=True):
         paid = [
