@@ -51,6 +51,15 @@ def test_the_second_judge_is_compared_and_not_learned_from(tmp_path: Path, sign:
         assert store.rewards() == before
 
 
+def test_a_rollout_that_crashed_and_then_succeeded_is_compared_as_the_first_judge_did(tmp_path: Path) -> None:
+    with closing(open_store(str(tmp_path / "s.db"))) as store:
+        with closing(GroupJudge(options(), store, send=by_length(1))) as first:
+            judged = first.judge([replace(one, crash=one.attempt) for one in rolled(store, TEXTS)])
+        with closing(GroupJudge(options(), store, send=by_length(-1))) as second:
+            extra = SecondJudge(second, 2, 0, Silent()).before_batch(step_of(judged))
+    assert extra.metrics == {"judge_agreement": 0.0}
+
+
 def test_groups_without_a_preference_or_a_verdict_are_not_counted(tmp_path: Path) -> None:
     def silent(_options: JudgeOptions, _attempts: Any) -> JudgeAnswer:
         return JudgeAnswer({}, "", None, "busy", 1, 2)

@@ -68,7 +68,7 @@ class SecondJudge(Callback):
         """Return `judge_agreement` over sampled groups."""
         groups: defaultdict[str, list[Outcome]] = defaultdict(list)
         for outcome in rollouts.outcomes:
-            if outcome.attempt is not None and outcome.crash is None and outcome.unjudged is None:
+            if outcome.attempt is not None and outcome.unjudged is None:  # all that the first judge compared
                 groups[outcome.rollout.group_id].append(outcome)
         names = sorted(group for group, its in groups.items() if len(set(judged_scores(its))) > 1)
         chosen = random.Random(f"{self._seed}/{rollouts.step}").sample(names, min(self._groups, len(names)))
