@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_spans.schema.transitions import Transition
 from lightning_trainer.backend_protocol import Start
 from lightning_trainer.backends.verl import backend
 from lightning_trainer.backends.verl.report import Reporter
+from lightning_trainer.backends.verl.steps.empty import EmptyGroups, NothingCollectedError
 from lightning_trainer.backends.verl.steps.gathered import GroupCollector, waits_of_step
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import MetricLog
@@ -100,6 +102,19 @@ def test_numbers_are_those_of_the_torch_backend_and_are_taken_once() -> None:
     assert {name: numbers[name] for name in wanted} == wanted
     again, _ = found.take([])
     assert (again["rollouts"], again["groups"], "reward" in again) == (0.0, 0.0, False)
+
+
+@pytest.mark.parametrize(("begun", "rows_first", "limit"), [(False, False, 2), (False, True, 8), (True, False, 8)])
+def test_one_batch_without_rows_ends_a_run_that_never_had_some(begun: bool, rows_first: bool, limit: int) -> None:
+    empty = EmptyGroups(2)
+    nothing = Batch(rows=[], account=Account(seen=1, dropped={"no tokens recorded": 1}), agents={"solver": 1})
+    if rows_first:
+        empty.add(nothing, [], begun=begun)
+        empty.add(replace(nothing, rows=[object()]), [], begun=begun)  # type: ignore[list-item]
+    for _ in range(limit - 1):
+        empty.add(nothing, [], begun=begun)
+    with pytest.raises(NothingCollectedError, match=f"the last {limit} groups .*\n.*solver: 1 calls"):
+        empty.add(nothing, [], begun=begun)
 
 
 @pytest.mark.parametrize("failed", ["exclude", "lowest"])

@@ -27,6 +27,7 @@ from lightning_spans.store import Store, open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.backends.verl.control import RunServerClient
 from lightning_trainer.backends.verl.options.algorithms import on_verl
+from lightning_trainer.backends.verl.steps.empty import EmptyGroups
 from lightning_trainer.backends.verl.steps.gathered import GroupCollector
 from lightning_trainer.backends.verl.steps.groups import Groups
 from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, prompt_of, trajectories
@@ -46,10 +47,6 @@ from lightning_trainer.run.group_ids import name_start
 from lightning_trainer.run.learned_from import run_facts, sources_of
 
 PARTITION: Final = "train"
-
-
-class NothingCollectedError(LightningError):
-    """A whole batch of groups gave no row; the message says why."""
 
 
 class RolloutCollector:
@@ -78,7 +75,7 @@ class RolloutCollector:
         self._gathered = GroupCollector(self._run.failed, self._run.agents, self._run.declared)
         self._agents: set[str] = set()
         self._times: Counter[int] = Counter()
-        self._barren = 0  # groups without a row since the last one with rows
+        self._empty = EmptyGroups(self._run.batch_size)
         self._manifest = Manifest(Path(lightning.config).parent)
         self._sources: dict[str, StepSources] = {}  # of groups that no step has learned from yet, by prompt
         self._first_step: int | None = None  # that this start requested, from 0
@@ -176,7 +173,7 @@ class RolloutCollector:
         batch = make_batch(self._run, ended, traces, self._agents)
         self._store.add_rewards(batch.automatic)
         self._agents |= {name for name in batch.agents if name is not None}
-        self._refuse_barren(batch, ended)
+        self._empty.add(batch, ended, begun=bool(self._first_step))
         self._sources[prompt.uid] = sources_of(
             batch, traces.found, {one.rollout.rollout_id: one.rollout.task for one in ended}
         )
@@ -187,21 +184,6 @@ class RolloutCollector:
         rewards = [total(o.rewards) if o.counts(self._run.failed) is o.attempt else crashed for o in ended]
         write(prompt, trajectories(prompt, [rows[o.rollout.rollout_id] for o in ended], rewards))
         self._gathered.add(ended, batch, traces.found)
-
-    def _refuse_barren(self, batch: Batch, ended: Sequence[Outcome]) -> None:
-        """Refuse to continue if consecutive groups, as many as in a batch, gave no row."""
-        self._barren = 0 if batch.rows else self._barren + 1
-        if self._barren < self._run.batch_size:
-            return
-        errors = [outcome.error for outcome in ended if outcome.error]
-        agents = ", ".join(f"{name or 'without a name'}: {count} calls" for name, count in batch.agents.items())
-        facts = "\n".join(f"  {line}" for line in batch.account.lines())
-        raise NothingCollectedError(
-            f"the last {self._barren} groups of rollouts had no training rows.\n"
-            + (f"The last error:\n{errors[-1][-2000:]}\n" if errors else "")
-            + f"Agents seen in the last group: {agents or 'none'}.\n{facts}\n"
-            "Run the agent by itself on one task; is attach() called in its module, and does each call have an agent?"
-        )
 
 
 def make_batch(run: TrainConfig, ended: Sequence[Outcome], traces: Traces, known_agents: Iterable[str] = ()) -> Batch:
