@@ -139,6 +139,22 @@ def test_a_run_from_a_runs_model_writes_tool_calls_as_that_did(run: Path, tiny_m
     assert [written(tiny_model), written(Path("owner/model"))] == [None, None]
 
 
+def test_a_run_on_verl_and_each_of_its_checkpoints_are_known_as_the_origin_of_their_weights(
+    run: Path, tiny_model: Path
+) -> None:
+    from lightning_trainer.session.answers import name_rules, own_loading, read_subject
+
+    shutil.rmtree(run / "checkpoint")
+    for step in (5, 10):
+        newest = run / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
+        shutil.copytree(tiny_model, newest)
+    (run / "checkpoint").symlink_to(newest)
+    for model in (run, run / "checkpoint", run / "checkpoints" / "global_step_5" / "actor" / "huggingface"):
+        subject = read_subject(str(model))
+        assert name_rules(subject) == ("writer=model:gpt",)
+        assert own_loading(subject) == {"tool_format": "pythonic", "max_model_len": 96}
+
+
 def test_what_trains_from_a_runs_model_measures_in_its_format(run: Path, tiny_model: Path) -> None:
     from lightning_trainer.config.loading import load_options
     from lightning_trainer.config.train import TrainConfig

@@ -10,12 +10,13 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import BEST, NEWEST, Model, look
+from lightning_trainer.models.verl_folders import verl_checkpoint
 
 
 def run_of(model: Model) -> Path | None:
     """Return the run that weights come from; None: none.
 
-    `train` stores them by step, `sft` one level below its folder.
+    `train` stores them by step, on verl in a folder within that, `sft` one level below its folder.
     """
     if model.folder is None:
         return None
@@ -23,6 +24,8 @@ def run_of(model: Model) -> Path | None:
     places = [folder.parent.parent] if model.kind == "checkpoint" else []
     if folder.name in {BEST, NEWEST}:
         places = [folder.parent]
+    if (checkpoint := verl_checkpoint(folder)) is not None:
+        places = [checkpoint.parent.parent]
     return next((place for place in places if (place / CONFIG_NAME).is_file()), None)
 
 
