@@ -17,10 +17,11 @@ from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.options.packing import has_flash_attention
 from lightning_trainer.backends.verl.process import run_verl
 from lightning_trainer.backends.verl.report import Reporter
-from lightning_trainer.backends.verl.resuming import newest_checkpoint, note_identity, step_of
+from lightning_trainer.backends.verl.resuming import find_checkpoint, note_identity
 from lightning_trainer.backends.verl.serving import serving
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape
+from lightning_trainer.models.verl_folders import step_of
 from lightning_trainer.report.progress import Progress
 
 
@@ -42,7 +43,7 @@ class VerlBackend:
         describe.compose_options(overrides(config, site, shape, flash_attention=flash))
         if config.resume is None:
             return Start()
-        checkpoint = newest_checkpoint(config.resume, identity, accelerators=config.gpus * config.nodes)
+        checkpoint = find_checkpoint(config.resume, identity, accelerators=config.gpus * config.nodes)
         return Start(step=step_of(checkpoint), folder=checkpoint.parent.parent, checkpoint=checkpoint)
 
     def train(self, run: OpenRun) -> int:

@@ -1,4 +1,4 @@
-"""Resuming a run: its newest checkpoint from verl, and whether it is the same run."""
+"""Resuming a run: the checkpoint from verl, and whether it is the same run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.models.verl_folders import step_of, verl_checkpoint
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.run.state import State, check_identity
 
@@ -16,8 +17,8 @@ _NEWEST: Final = "latest_checkpointed_iteration.txt"  # verl's
 _PARTS: Final = "fsdp_config.json"  # verl's
 
 
-def newest_checkpoint(resume: Path, identity: Mapping[str, Any], *, accelerators: int) -> Path:
-    """Find verl's newest complete checkpoint in the folder to resume from.
+def find_checkpoint(resume: Path, identity: Mapping[str, Any], *, accelerators: int) -> Path:
+    """Find verl's checkpoint to resume from: the one that is named, or the newest complete one of a run.
 
     Args:
         resume: a run's folder, or one of its checkpoints.
@@ -27,15 +28,14 @@ def newest_checkpoint(resume: Path, identity: Mapping[str, Any], *, accelerators
     Raises:
         ConfigError: there is none, or it is from another run or from another number of accelerators.
     """
-    folder = resume.resolve()
-    if folder.name.startswith("global_step_"):
-        folder = folder.parent.parent
-    try:
-        number = int((folder / "checkpoints" / _NEWEST).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        raise ConfigError(f"{resume} contains no checkpoint of a run on verl. Give a run's folder.") from None
-    checkpoint = folder / "checkpoints" / f"global_step_{number}"
-    check_identity(State(step=number, identity=_read(folder / _IDENTITY)), identity, checkpoint)
+    checkpoint = verl_checkpoint(resume) or _newest_checkpoint(resume)
+    run = checkpoint.parent.parent
+    if not (checkpoint / "actor").is_dir():  # verl removes only this of an old checkpoint
+        raise ConfigError(
+            f"{checkpoint} contains no weights: verl keeps those of the newest checkpoints (keep). Resume from the"
+            f" newest: --resume {run}."
+        )
+    check_identity(State(step=step_of(checkpoint), identity=_read(run / _IDENTITY)), identity, checkpoint)
     told = checkpoint / "actor" / _PARTS
     if told.is_file() and (parts := _read(told)["world_size"]) != accelerators:
         raise ConfigError(
@@ -46,14 +46,18 @@ def newest_checkpoint(resume: Path, identity: Mapping[str, Any], *, accelerators
     return checkpoint
 
 
-def step_of(checkpoint: Path) -> int:
-    """Return the number of steps after which verl made a checkpoint."""
-    return int(checkpoint.name.removeprefix("global_step_"))
-
-
 def note_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     """Write the identity into the run's folder."""
     write_atomically(folder / _IDENTITY, json.dumps(dict(identity)).encode())
+
+
+def _newest_checkpoint(run: Path) -> Path:
+    checkpoints = run.resolve() / "checkpoints"
+    try:
+        number = int((checkpoints / _NEWEST).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        raise ConfigError(f"{run} contains no checkpoint of a run on verl. Give a run's folder.") from None
+    return checkpoints / f"global_step_{number}"
 
 
 def _read(path: Path) -> dict[str, Any]:
