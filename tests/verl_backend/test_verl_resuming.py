@@ -9,6 +9,7 @@ import pytest
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.verl.resuming import find_checkpoint, note_identity
+from lightning_trainer.run.folders import read_config
 
 IDENTITY = {"seed": 1}
 
@@ -22,6 +23,7 @@ def run(tmp_path):
         (model.parent / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 8}))
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
     (tmp_path / "checkpoint").symlink_to(model)
+    (tmp_path / "config.json").write_text('{"seed": 1}')
     note_identity(tmp_path, IDENTITY)
     return tmp_path
 
@@ -42,6 +44,11 @@ def test_a_checkpoint_that_verl_removed_is_refused(run):
     with pytest.raises(ConfigError, match="contains no weights") as refused:
         find_checkpoint(earlier, IDENTITY, accelerators=8)
     assert f"--resume {run}." in str(refused.value)
+
+
+def test_the_options_of_a_run_that_goes_on_are_read_from_its_folder(run):
+    for resume in (run, run / "checkpoint", run / "checkpoints" / "global_step_2"):
+        assert read_config(resume) == {"seed": 1}
 
 
 def test_another_number_of_gpus_is_refused_before_anything_starts(run):

@@ -10,6 +10,7 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.models import NEWEST
+from lightning_trainer.models.verl_folders import verl_checkpoint
 from lightning_trainer.report.log.lines import read
 from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.report.runs import is_run
@@ -67,6 +68,7 @@ def read_config(resume: Path) -> dict[str, Any]:
     """
     if not (resume / NEWEST).exists() and is_held(resume):
         raise ConfigError(in_use(resume))
-    run, _ = find(resume)
+    checkpoint = verl_checkpoint(resume / NEWEST if (resume / NEWEST).exists() else resume)
+    run = find(resume)[0] if checkpoint is None else checkpoint.parent.parent
     values = read_kept(run, "Give all options again.")
     return {name: value for name, value in values.items() if value is not None and name != "out"}
