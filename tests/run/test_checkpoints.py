@@ -82,11 +82,11 @@ def test_save_that_fails_leaves_the_checkpoint_before_and_nothing_half_written(t
 class StoppedRun:
     """A run as far as `_stop_message` reads it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.log = folder, self
+    def __init__(self, folder: Path, steps: int = 1) -> None:
+        self.folder, self.log, self._steps = folder, self, steps
 
     def lines(self, kind: str) -> list[dict[str, int]]:
-        return [{"step": 0}]
+        return [{"step": step} for step in range(self._steps)]
 
 
 @pytest.mark.parametrize("resumable", [None, False, True])
@@ -104,6 +104,17 @@ def test_resume_is_suggested_only_where_it_works(tmp_path: Path, resumable: bool
         assert all(str(find(tmp_path)[1]) in text for text in texts)  # the weights to start from
     if resumable:
         check_resumable(read_state(find(tmp_path)[1]), find(tmp_path)[1])
+
+
+@pytest.mark.parametrize(("taken", "lost"), [(5, ""), (7, ", 2 of them since the last checkpoint")])
+def test_a_run_that_verl_saved_is_continued_and_the_steps_that_are_lost_are_counted(
+    tmp_path: Path, taken: int, lost: str
+) -> None:
+    model = tmp_path / "checkpoints" / "global_step_5" / "actor" / "huggingface"
+    model.mkdir(parents=True)
+    (tmp_path / "checkpoint").symlink_to(model)
+    text = _stop_message(StoppedRun(tmp_path, taken))  # type: ignore[arg-type]
+    assert text == f"stopped after {taken} steps{lost}. Continue with: lightning-rl train --resume {tmp_path}"
 
 
 def test_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:

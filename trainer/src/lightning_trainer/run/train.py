@@ -18,6 +18,7 @@ from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judges import CACHE_NAME, JudgePlan, open_judge, read_judge
 from lightning_trainer.models import NEWEST
+from lightning_trainer.models.verl_folders import step_of, verl_checkpoint
 from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report import trackers
@@ -192,6 +193,8 @@ def _log(config: TrainConfig, folder: Path, step: int, val: Sequence[Task]) -> I
 def _resumable_step(run: OpenRun) -> int | None:
     """Return the step of the newest checkpoint; None if there is none with what resuming needs."""
     newest = run.folder / NEWEST
+    if (checkpoint := verl_checkpoint(newest)) is not None:
+        return step_of(checkpoint)
     try:
         state = read_state(newest) if newest.exists() else None
     except LightningError:  # a checkpoint of a backend that keeps another state
@@ -200,10 +203,12 @@ def _resumable_step(run: OpenRun) -> int | None:
 
 
 def _stop_message(run: OpenRun) -> str:
-    steps = amount(len(run.log.lines("train")), "step")
+    taken = len(run.log.lines("train"))
+    steps = amount(taken, "step")
     if not (run.folder / NEWEST).exists():
         return f"stopped after {steps}, before anything was learned"
     newest = (run.folder / NEWEST).resolve()
-    if _resumable_step(run) is None:
+    if (saved := _resumable_step(run)) is None:
         return f"stopped after {steps}. The weights are in {newest}, without what --resume needs (--checkpoint weights)"
-    return f"stopped after {steps}. Continue with: {_CONTINUE} {run.folder}"
+    lost = f", {taken - saved} of them since the last checkpoint" if taken > saved else ""
+    return f"stopped after {steps}{lost}. Continue with: {_CONTINUE} {run.folder}"

@@ -83,7 +83,7 @@ def run_verl(config: TrainConfig, site: Site, check: Callable[[], None]) -> None
         if not thread.is_alive():
             ray.shutdown()
     if failure:
-        raise explain_error(failure[0], site) from failure[0]
+        raise explain_error(failure[0]) from failure[0]
 
 
 class _ActorStarter:
@@ -116,7 +116,7 @@ class _ActorStarter:
             ray.kill(self._actor)
 
 
-def explain_error(error: BaseException, site: Site) -> BaseException:
+def explain_error(error: BaseException) -> BaseException:
     """Return an error that a user can read: ours as raised in verl's process, or one about a process that died."""
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -125,9 +125,7 @@ def explain_error(error: BaseException, site: Site) -> BaseException:
         inner = inner.cause if isinstance(inner.cause, BaseException) else None
     if isinstance(inner, LightningError):
         return inner
-    newest = site.folder / "checkpoint"
-    onward = f" Continue with: lightning-rl train --resume {site.folder}" if newest.exists() else ""
     if isinstance(inner, RayActorError):
-        return LightningError(f"a process of verl died: {str(inner)[:2000]}{onward}")
-    told = f"verl failed: {str(error)[-4000:]}{onward}"
+        return LightningError(f"a process of verl died: {str(inner)[:2000]}")
+    told = f"verl failed: {str(error)[-4000:]}"
     return LightningError(f"{_NO_ROOM}\n{told}" if any(words in str(error) for words in _FULL) else told)
