@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from types import SimpleNamespace
 
@@ -12,13 +13,14 @@ pytest.importorskip("verl.protocol")
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_trainer.backends.torch import TorchLearner
 from lightning_trainer.backends.verl.encoding import encode, prompt_length, spans_of
 from lightning_trainer.backends.verl.estimators import estimate
 from lightning_trainer.backends.verl.options.describe import compose_options
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
+from lightning_trainer.backends.verl.run_tokenizer import open_tokenizer
 from lightning_trainer.backends.verl.steps.merged import merge_adapters
 from lightning_trainer.backends.verl.steps.micro_batches import micro_batch_options
 from lightning_trainer.backends.verl.steps.trajectories import VerlPrompt, trajectories
@@ -195,6 +197,19 @@ def test_a_loras_checkpoint_is_the_model_that_vllm_got(model, tmp_path):
     worker.load_checkpoint(str(tmp_path / "actor"))
     again = {name: value.float() for name, value in engine.get_per_tensor_param()[0]}
     assert all(torch.equal(again[name], value) for name, value in sent.items()), "and the run goes on from it"
+
+
+def test_a_checkpoint_has_the_chat_template_of_its_run(model, tmp_path):
+    from lightning_trainer.backends.verl.steps.checkpoints import RegisterCheckpoint
+
+    config = TrainConfig(target="app:run", data="d.jsonl", model=str(model), backend="verl", system_messages="merge")
+    template = open_tokenizer(config, tmp_path).chat_template
+    written = tmp_path / "checkpoints" / "global_step_1"
+    shutil.copytree(model, written / "actor" / "huggingface")
+    trainer = SimpleNamespace(default_local_dir=str(written.parent))
+    RegisterCheckpoint(SimpleNamespace(trainer=trainer)).on_save(global_step=1, checkpoint_dir=str(written))
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").chat_template == template
+    assert AutoTokenizer.from_pretrained(model).chat_template != template
 
 
 def test_a_trainer_tells_its_workers_how_many_rows_they_take_at_once(monkeypatch):

@@ -11,11 +11,11 @@ from lightning_trainer.backends.verl.options.adapters import sends_adapters
 from lightning_trainer.backends.verl.options.overrides import DEFAULT_CONTEXT, Site, flatten
 from lightning_trainer.backends.verl.options.profiles import LOGPROBS_MODE, logprobs_mode
 from lightning_trainer.backends.verl.report import Reporter
+from lightning_trainer.backends.verl.run_tokenizer import open_tokenizer
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
 from lightning_trainer.models.shape import read_shape
-from lightning_trainer.models.tokenizers import load_tokenizer
 from lightning_trainer.session.answers import AnswerSource
 from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import LOOPBACK, serve
@@ -36,7 +36,8 @@ def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
     config = run.config.model_copy(update={"temperature": run.config.temperature or 1.0})
     shape = read_shape(config.model)
     context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
-    tokenizer = load_tokenizer(config.model, config.chat_template, config.system_messages)
+    folder, keys = run.folder.absolute(), Keys.fresh()
+    tokenizer = open_tokenizer(config, folder)
     check_calls(tokenizer, config.tool_format)
     engine = VllmEngine(
         tokenizer,
@@ -45,7 +46,6 @@ def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
         tool_format=config.tool_format,
         adapter=sends_adapters(config.lora_rank, dict(flatten(config.verl))),
     )
-    folder, keys = run.folder.absolute(), Keys.fresh()
     with serve(
         run.store,
         run.runner,

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
+from lightning_trainer.backends.verl.run_tokenizer import put_tokenizer
 from lightning_trainer.backends.verl.steps.merged import merge_adapters
 from lightning_trainer.lineage.manifest import mark_checkpoint
 from lightning_trainer.report.metrics import write_atomically
@@ -22,8 +23,10 @@ class RegisterCheckpoint(CheckpointCallback):  # type: ignore[misc]  # verl has 
     def on_save(self, *, global_step: int, checkpoint_dir: str, **_: Any) -> None:
         """Register a written checkpoint."""
         folder, checkpoint = Path(self.config.trainer.default_local_dir).parent, Path(checkpoint_dir)
-        merge_adapters(checkpoint / "actor" / "huggingface")
-        forget_attention(checkpoint / "actor" / "huggingface" / "config.json")
+        model = checkpoint / "actor" / "huggingface"
+        merge_adapters(model)
+        forget_attention(model / "config.json")
+        put_tokenizer(folder, model)
         register(folder, checkpoint, global_step)
 
 
