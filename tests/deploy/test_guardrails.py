@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -19,11 +20,12 @@ from lightning_conformance import MemoryStore
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import EXECUTE_TOOL, Span
-from lightning_spans.store import open_store
+from lightning_spans.store import Store, open_store
 from lightning_spans.store.deployments import Assignment
+from lightning_spans.store.protocol import Page
 from lightning_trainer.gateway.calls.incoming import FELL_BACK
 from lightning_trainer.kits.deploy.guardrails import raises_alarm, weigh_guardrails
-from lightning_trainer.kits.deploy.routing import MARK
+from lightning_trainer.kits.deploy.routing import MARK, talk_of
 from lightning_trainer.kits.deploy.table import read_histories
 from lightning_trainer.kits.deploy.transitions import Note, Policy, begin_canary, name_candidate
 from support.cli import call, told
@@ -36,6 +38,9 @@ BAD: Mapping[str, Mapping[str, Any]] = {
     "slower-than-2.5": {"seconds": 3.0},
     "longer-than-100": {"text": "x" * 101},
 }
+
+NOTE = Note("because", "ada", at_ns=1)
+CANARY = begin_canary(name_candidate(None, "writer", Policy("new"), NOTE, stable="old"), "writer", 0.2, NOTE)
 
 
 def made(policy: str, place: int, *, number: int = 2, agent: str = "writer", talk: str = "", **how: Any) -> Call:
@@ -58,6 +63,15 @@ def made(policy: str, place: int, *, number: int = 2, agent: str = "writer", tal
     )
 
 
+def add(store: Store, calls: list[Call], *, began: int | None = None) -> None:
+    """Add calls, and the assignments of their conversations by the deployment `began`; None: by that of the calls."""
+    store.add_calls(calls)
+    for talk, one in {talk_of(one): one for one in calls}.items():
+        policy = one.sampling[FELL_BACK]["from"] if FELL_BACK in one.sampling else one.policy
+        number = one.sampling[MARK] if began is None else began
+        store.add_assignments([Assignment(agent=str(one.agent), attempt_id=talk, policy=policy, number=number)])
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "lightning.db"
@@ -71,7 +85,7 @@ def path(tmp_path: Path) -> Path:
 
 def check(path: Path, calls: list[Call]) -> Mapping[str, Any]:
     with closing(open_store(str(path))) as store:
-        store.add_calls(calls)
+        add(store, calls)
     found = call("deploy", "check", "--store", path, "--json")
     assert found.exit_code == 0, found.output
     return json.loads(found.stdout)["agents"]["writer"]
@@ -101,22 +115,60 @@ def test_calls_that_are_not_of_the_canary_or_of_one_conversation_raise_no_alarm(
 
 
 def test_a_candidate_that_is_like_the_stable_policy_is_seldom_rolled_back() -> None:
-    note, rng, alarms = Note("because", "ada", at_ns=1), np.random.default_rng(0), 0
-    canary = begin_canary(name_candidate(None, "writer", Policy("new"), note, stable="old"), "writer", 0.2, note)
+    rng, alarms = np.random.default_rng(0), 0
     for _ in range(20):
         store, looks = MemoryStore(), False
         for start in range(0, 1000, 250):
             for policy, times in (("new", 1), ("old", 2)):
                 failed = rng.random(250 * times) < 0.1
-                store.add_calls(
+                add(
+                    store,
                     [
                         made(policy, start * times + place, **(BAD["failed"] if bad else {}))
                         for place, bad in enumerate(failed)
-                    ]
+                    ],
                 )
-            looks |= any(raises_alarm(*one) for one in weigh_guardrails(store, [canary], {"failed": 0.0}).values())
+            looks |= any(raises_alarm(*one) for one in weigh_guardrails(store, [CANARY], {"failed": 0.0}).values())
         alarms += looks
     assert alarms <= 2  # at most 2.5 % are promised
+
+
+def test_conversations_that_began_before_the_canary_do_not_count() -> None:
+    store = MemoryStore()
+    for policy in ("new", "old"):
+        add(store, [made(policy, place, **(BAD["failed"] if place < 100 else {})) for place in range(200)])
+    add(store, [made("old", place) for place in range(1000, 2000)], began=1)  # they continue during the canary
+    [(_, found)] = weigh_guardrails(store, [CANARY], {"failed": 0.05}).values()
+    assert (found.candidate, found.stable, found.difference) == (200, 200, 0.0)
+
+
+def test_a_conversation_that_continues_after_a_change_of_share_counts_once() -> None:
+    store, larger = MemoryStore(), begin_canary(CANARY, "writer", 0.4, NOTE)
+    for policy in ("new", "old"):
+        calls = [made(policy, place) for place in range(200)]
+        add(store, calls)
+        store.add_calls([replace(one, call_id=f"{one.call_id} later", sampling={MARK: larger.number}) for one in calls])
+    [(_, found)] = weigh_guardrails(store, [CANARY, larger], {"failed": 0.05}).values()
+    assert (found.candidate, found.stable) == (200, 200)
+
+
+def test_the_calls_of_a_canary_are_not_in_memory_all_at_once() -> None:
+    class Pages(MemoryStore):
+        """Makes five pages of calls, and counts those in memory when a page is read."""
+
+        most = 0
+
+        def page(self, kind: Any, where: Any = None, *, after: int = 0, **options: Any) -> Page[Any]:
+            if kind is not Call:
+                return super().page(kind, after=after, **options)
+            self.most = max(self.most, sum(isinstance(one, Call) for one in gc.get_objects()) - before)
+            return Page([made("old", 10 * after + place) for place in range(10)], after + 1 if after < 4 else None)
+
+    store, before = Pages(), sum(isinstance(one, Call) for one in gc.get_objects())
+    talks = [talk_of(made("old", place)) for place in range(50)]
+    store.add_assignments([Assignment(agent="writer", attempt_id=talk, policy="old", number=2) for talk in talks])
+    [(_, found)] = weigh_guardrails(store, [CANARY], {"failed": 0.05}).values()
+    assert (found.stable, store.most) == (50, 10)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +260,8 @@ def test_guardrails_hold_if_outcomes_can_not_be_read_and_for_every_agent(tmp_pat
     with closing(open_store(str(path))) as store:
         wrong = Assignment(agent="aaa", attempt_id="conversation:new0", policy="new", number=2)
         store.add_assignments([wrong])
-        store.add_calls([made("old", place) for place in range(400)])
-        store.add_calls([made("new", place, **BAD["failed"]) for place in range(200)])
+        add(store, [made("old", place) for place in range(400)])
+        add(store, [made("new", place, **BAD["failed"]) for place in range(200)])
     told(call("deploy", "check", "--store", path), "is not between 0 and 1")
     with closing(open_store(str(path))) as store:
         assert read_histories(store)["writer"][-1].stage == "rolled_back"

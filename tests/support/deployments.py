@@ -17,7 +17,7 @@ from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_trainer.kits.deploy.approvals import APPROVAL, NEEDS_APPROVAL
 from lightning_trainer.kits.deploy.gate import Bounds
 from lightning_trainer.kits.deploy.outcomes import GateRules
-from lightning_trainer.kits.deploy.routing import MARK
+from lightning_trainer.kits.deploy.routing import CONVERSATION, MARK
 from lightning_trainer.kits.deploy.transitions import (
     Note,
     Policy,
@@ -109,7 +109,7 @@ def _call(agent: str, policy: str, number: int, place: int) -> Call:
         agent=agent,
         choices=(Choice(0, None, None, "stop", answer),),
         request={"messages": [{"role": "user", "content": f"{policy} {place}"}]},
-        sampling={MARK: number},
+        sampling={MARK: number, CONVERSATION: f"conversation:{policy}{place}"},
     )
 
 

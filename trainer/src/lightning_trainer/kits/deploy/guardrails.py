@@ -17,7 +17,7 @@ from lightning_spans.schema.agents import selects
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import EXECUTE_TOOL, Span
 from lightning_spans.store import Store
-from lightning_spans.store.deployments import Deployment
+from lightning_spans.store.deployments import Assignment, Deployment
 from lightning_spans.store.protocol import PAGE, Where, each
 from lightning_trainer.gateway.calls.incoming import FELL_BACK
 from lightning_trainer.kits.deploy.gate import Bounds, Evidence, weigh
@@ -29,9 +29,9 @@ _NAME: Final = re.compile(r"(failed|refused|cut)|(slower|longer)-than-(\d+(?:\.\
 _REFUSED: Final = frozenset({"content_filter", "refusal", "safety"})
 
 IsBad = Callable[[Call], bool]
-Value: TypeAlias = tuple[
-    str, int, bool, bool
-]  # conversation, number of the deployment, whether it is the candidate's, whether it is bad
+# conversation, number of the deployment that assigned it, whether to the candidate
+Arm: TypeAlias = tuple[str, int, bool]
+Value: TypeAlias = tuple[Arm, bool]  # of a call or a tool: whether it is bad
 _AT_ONCE: Final = 500  # traces whose spans are read at once
 
 
@@ -78,15 +78,17 @@ def weigh_guardrails(
     of_calls = {name: bound for name, bound in bounds.items() if not name.startswith(OUTCOME)}
     if not of_calls:
         return {}
-    calls = list(_read_calls(store, canaries))
-    found = {}
-    for name, bound in of_calls.items():
-        if name == TOOL_FAILED:
-            values = _read_tools(store, canaries[-1].agent, calls)
-        else:
-            values = [(talk_of(call), number, of_candidate, is_bad(name)(call)) for call, number, of_candidate in calls]
-        found[name] = bound, _weigh(values)
-    return found
+    conditions = {name: is_bad(name) for name in of_calls if name != TOOL_FAILED}
+    values: dict[str, list[Value]] = {name: [] for name in conditions}
+    traces: dict[str, Arm] = {}
+    for call, arm in _read_calls(store, canaries):  # judged one by one: a canary has more calls than fit in memory
+        for name, bad in conditions.items():
+            values[name].append((arm, bad(call)))
+        if TOOL_FAILED in of_calls and call.trace_id:
+            traces[call.trace_id] = arm
+    if TOOL_FAILED in of_calls:
+        values[TOOL_FAILED] = _read_tools(store, canaries[-1].agent, traces)
+    return {name: (bound, _weigh(values[name])) for name, bound in of_calls.items()}
 
 
 def raises_alarm(bound: float, evidence: Evidence) -> bool:
@@ -94,30 +96,44 @@ def raises_alarm(bound: float, evidence: Evidence) -> bool:
     return evidence.low is not None and evidence.low > bound
 
 
-def _read_calls(store: Store, canaries: Sequence[Deployment]) -> Iterator[tuple[Call, int, bool]]:
-    """Yield each call of the canary, the number of its deployment, and whether it was the candidate's."""
+def read_assignments(store: Store, canaries: Sequence[Deployment]) -> list[Assignment]:
+    """Return the assignments that these canaries of one candidate made.
+
+    Conversations that began earlier are not among them. The stable policy answers all of these, so they have no
+    counterpart.
+    """
+    current, numbers = canaries[-1], {one.number for one in canaries}
+    return [
+        one
+        for one in each(store, Assignment)
+        if one.agent == current.agent and one.number in numbers and one.policy in (current.candidate, current.stable)
+    ]
+
+
+def _read_calls(store: Store, canaries: Sequence[Deployment]) -> Iterator[tuple[Call, Arm]]:
+    """Yield each call of the canary that the policy of its conversation answered, or failed to answer."""
     numbers, current, older = {one.number for one in canaries}, canaries[-1], 0
+    assigned = {one.attempt_id: one for one in read_assignments(store, canaries)}
     for call in each(store, Call, newest_first=True):
         older = older + 1 if call.end_ns < canaries[0].at_ns else 0
         if older > PAGE:  # not at the first one: old calls that were copied into the store may be among the new ones
             return
-        number = call.sampling.get(MARK)
-        if number not in numbers or call.agent is None or not selects((current.agent,), call.agent):
+        if call.sampling.get(MARK) not in numbers or call.agent is None or not selects((current.agent,), call.agent):
             continue
         fell_back = call.sampling.get(FELL_BACK)
         policy = fell_back.get("from") if isinstance(fell_back, Mapping) else call.policy
-        if policy in (current.candidate, current.stable):
-            yield call, number, policy == current.candidate
+        one = assigned.get(talk_of(call))
+        if one is not None and one.policy == policy:
+            yield call, (one.attempt_id, one.number, policy == current.candidate)
 
 
-def _read_tools(store: Store, agent: str, calls: Sequence[tuple[Call, int, bool]]) -> list[Value]:
-    """Return, for each tool that the agent called in the traces of these calls, whether it failed."""
-    owners = {call.trace_id: (talk_of(call), number, candidate) for call, number, candidate in calls if call.trace_id}
+def _read_tools(store: Store, agent: str, owners: Mapping[str, Arm]) -> list[Value]:
+    """Return, for each tool that the agent called in these traces, whether it failed."""
     traces = list(owners)
     wheres = [Where(trace_ids=traces[first : first + _AT_ONCE]) for first in range(0, len(traces), _AT_ONCE)]
     tools = (span for where in wheres for span in each(store, Span, where) if span.operation == EXECUTE_TOOL)
     return [
-        (*owners[span.trace_id], span.status == "error")
+        (owners[span.trace_id], span.status == "error")
         for span in tools
         if span.agent is not None and selects((agent,), span.agent)
     ]
@@ -125,11 +141,11 @@ def _read_tools(store: Store, agent: str, calls: Sequence[tuple[Call, int, bool]
 
 def _weigh(values: Sequence[Value]) -> Evidence:
     """Compare the shares. Each conversation has the same weight, because its calls are not independent."""
-    talks: defaultdict[tuple[int, bool, str], list[float]] = defaultdict(list)
-    for talk, number, candidate, bad in values:
-        talks[number, candidate, talk].append(float(bad))
+    talks: defaultdict[Arm, list[float]] = defaultdict(list)
+    for arm, bad in values:
+        talks[arm].append(float(bad))
     strata: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-    for (number, candidate, _), shares in talks.items():
+    for (_, number, candidate), shares in talks.items():
         strata[number][not candidate].append(sum(shares) / len(shares))
     return weigh(list(strata.values()), Bounds())
 

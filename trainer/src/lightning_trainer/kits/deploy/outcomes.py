@@ -12,10 +12,16 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store
-from lightning_spans.store.deployments import Assignment, Deployment
+from lightning_spans.store.deployments import Deployment
 from lightning_spans.store.protocol import Where, each
 from lightning_trainer.kits.deploy.gate import FEWEST, Bounds, Evidence, weigh
-from lightning_trainer.kits.deploy.guardrails import OUTCOME, check_bounds, raises_alarm, weigh_guardrails
+from lightning_trainer.kits.deploy.guardrails import (
+    OUTCOME,
+    check_bounds,
+    raises_alarm,
+    read_assignments,
+    weigh_guardrails,
+)
 from lightning_trainer.kits.deploy.program_changes import describe_changes, describe_program
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 
@@ -93,17 +99,12 @@ def _strata(
     store: Store, history: Sequence[Deployment], sources: Sequence[str], wait_s: float
 ) -> list[tuple[list[float], list[float]]]:
     """Return the outcomes of candidate and stable policy for each share of the canary, from the given sources."""
-    numbers = {one.number for one in _canaries(history)}
     current, until_ns = history[-1], time.time_ns() - int(wait_s * 1e9)
-    given = [
-        one
-        for one in each(store, Assignment)
-        if one.agent == current.agent and one.number in numbers and one.at_ns <= until_ns
-    ]
+    given = [one for one in read_assignments(store, _canaries(history)) if one.at_ns <= until_ns]
     outcomes = read_outcomes(store, current.agent, [one.attempt_id for one in given], sources)
     strata: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for one in given:
-        if one.attempt_id in outcomes and one.policy in (current.candidate, current.stable):
+        if one.attempt_id in outcomes:
             strata[one.number][one.policy == current.stable].append(outcomes[one.attempt_id])
     return list(strata.values())
 
