@@ -17,7 +17,7 @@ from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import open_store
 from lightning_trainer.kits.deploy.estimate.off_policy import estimate
-from lightning_trainer.kits.deploy.estimate.recorded import estimate_from_records
+from lightning_trainer.kits.deploy.estimate.recorded import RecordedEstimate, estimate_from_records
 from lightning_trainer.kits.deploy.transitions import Policy, begin_canary, name_candidate
 from support.cli import call, told
 from support.gateway.deployed import NOTE
@@ -57,12 +57,16 @@ def test_what_is_uninformative_is_refused() -> None:
     assert estimate([], []).refused is not None
 
 
+# what the gateway records for an attempt whose request leaves all of this open
+PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
 def recorded(number: int, logprob: float = -1.0, **how: Any) -> Call:
     made = Call(
         call_id=f"{number}", response_id=f"{number}", start_ns=number, end_ns=number + 1, policy="old",
         policy_version=0, agent="writer", attempt_id=f"a{number}", prompt_token_ids=(1, 2),
         choices=(Choice(0, (3, 4), (logprob, logprob), "stop", {"role": "assistant", "content": "x"}),),
-        sampling={"temperature": 1.0},
+        sampling=PLAIN,
     )  # fmt: skip
     return replace(made, **how)
 
@@ -70,7 +74,7 @@ def recorded(number: int, logprob: float = -1.0, **how: Any) -> Call:
 def test_only_calls_whose_probabilities_are_the_policys_own_count() -> None:
     store = MemoryStore()
     calls = [recorded(number) for number in range(200)]
-    calls += [recorded(300, sampling={"temperature": 0.7}), recorded(301, sampling={"top_p": 0.5})]
+    calls += [recorded(300, sampling={**PLAIN, "temperature": 0.7}), recorded(301, sampling={**PLAIN, "top_p": 0.5})]
     calls += [recorded(302, policy="other"), recorded(303, agent="reader"), recorded(304, error="no answer")]
     calls += [recorded(305, choices=(Choice(0, None, None, "stop", {}),)), recorded(306)]
     store.add_calls(calls)
@@ -89,6 +93,50 @@ def test_only_calls_whose_probabilities_are_the_policys_own_count() -> None:
     found = estimate_from_records(store, current, score)
     assert (seen, found.calls, found.estimate.n, found.estimate.difference) == ([199], 199, 199, 0.0)
     assert sum(found.left_out.values()) == 7
+
+
+def read(store: MemoryStore, *, most: int = 2000) -> RecordedEstimate:
+    """Estimate a candidate that gives the recorded tokens the same probabilities."""
+    current = name_candidate(None, "writer", Policy("new"), NOTE, stable="old")
+    return estimate_from_records(store, current, lambda rows: [row.logprobs[row.mask] for row in rows], most=most)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "request_", "reason"),
+    [
+        ({}, {}, "its sampling was not recorded"),
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": -1}, {}, "its sampling was not recorded"),
+        ({**PLAIN, "temperature": 0.7}, {}, "it was not sampled at temperature 1"),
+        ({**PLAIN, "min_p": 0.2}, {}, "min_p changed what could be sampled"),
+        ({**PLAIN, "presence_penalty": 1.5}, {}, "presence_penalty changed what could be sampled"),
+        ({**PLAIN, "tool_choice": "required"}, {}, "tool_choice changed what could be sampled"),
+        (PLAIN, {"structured_outputs": {"regex": "a+"}}, "structured_outputs changed what could be sampled"),
+        (PLAIN, {"tool_choice": "auto", "response_format": {"type": "text"}}, None),
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seeds": [7]}, {}, None),  # sampled by the gateway's engine
+    ],
+)
+def test_a_call_counts_if_the_policy_alone_decided_what_was_sampled(
+    sampling: dict[str, Any], request_: dict[str, Any], reason: str | None
+) -> None:
+    store = MemoryStore()
+    store.add_calls([recorded(1, sampling=sampling, request={"messages": [], **request_})])
+    store.add_rewards([Reward(rollout_id="r", attempt_id="a1", value=1.0)])
+    found = read(store)
+    assert (found.calls, found.left_out) == ((1, {}) if reason is None else (0, {reason: 1}))
+
+
+def test_a_conversation_counts_only_if_all_of_its_calls_were_read_and_the_stable_policys() -> None:
+    store = MemoryStore()
+    store.add_calls([recorded(1, attempt_id="long"), recorded(2, attempt_id="short")])
+    store.add_calls([recorded(3, attempt_id="long"), recorded(4, attempt_id="both", policy="rolled back")])
+    store.add_calls([recorded(5, attempt_id="both"), recorded(6, attempt_id="new")])
+    store.add_rewards([Reward(rollout_id="r", attempt_id=one, value=1.0) for one in ("long", "short", "both", "new")])
+    another = {"another policy answered a call of its conversation": 1}
+    found = read(store)
+    assert (found.estimate.n, found.calls, found.left_out) == (3, 4, another)
+    found = read(store, most=4)
+    assert (found.estimate.n, found.calls) == (2, 2)
+    assert found.left_out == {**another, "its conversation has older calls, which were not read": 1}
 
 
 def test_the_command_wants_a_candidate_that_answers_nobody(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from lightning_spans.schema.calls import Call
 from lightning_spans.schema.transitions import Transition
 
 STEERED: Final = "steered"  # in a call's sampling: positions of such tokens by the number of the choice, if known
@@ -25,7 +26,7 @@ _FREE: Final[Mapping[str, tuple[Any, ...]]] = {  # parameters, and their values 
 }  # fmt: skip
 
 
-def steering(call: Transition) -> str | None:
+def steering(call: Call | Transition) -> str | None:
     """Name the first parameter by which a call was sampled from another distribution than the policy's; None: none."""
     # Parameters that the gateway left out of the request are in the sampling as requested, but were not in force.
     asked = {n: call.request[n] for n in _FREE if n in call.request and f"{n}_asked" not in call.sampling}

@@ -17,15 +17,17 @@ from lightning_spans.schema.spans import SHADOW
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
 from lightning_spans.store.protocol import each
-from lightning_trainer.gateway.engine import STEERED
 from lightning_trainer.kits.deploy.estimate.off_policy import OffPolicyEstimate, estimate
 from lightning_trainer.kits.deploy.outcomes import read_outcomes
 from lightning_trainer.kits.deploy.policies.prompted import is_prompt
 from lightning_trainer.kits.deploy.routing import talk_of
 from lightning_trainer.kits.deploy.transitions import is_tried
 from lightning_trainer.rl.rows import Row
+from lightning_trainer.rl.steered import steering
 
-MOST: Final = 2000  # calls to read, newest first
+MOST: Final = 2000  # calls to score, newest first
+# vLLM and SGLang take what a request leaves open from the model's generation_config, which is not recorded.
+_OPEN: Final = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
 Score = Callable[[Sequence[Row]], Sequence[NDArray[np.float64]]]
 """Returns the log-probability of each sampled token of each row under the candidate."""
@@ -78,7 +80,7 @@ def estimate_from_records(
         current: the agent's newest deployment.
         score: returns the candidate's log-probabilities.
         sources: sources of the rewards that count; empty: all.
-        most: largest number of calls to read.
+        most: largest number of the stable policy's calls to use. Older calls only show which conversations are whole.
     """
     left_out: Counter[str] = Counter()
     talks = _read_talks(store, current, most, left_out)
@@ -97,23 +99,33 @@ def estimate_from_records(
 def _read_talks(store: Store, current: Deployment, most: int, left_out: Counter[str]) -> dict[str, list[Row]]:
     """Return the calls by conversation. A conversation counts with all of its calls or not at all."""
     talks: defaultdict[str, list[Row]] = defaultdict(list)
-    unusable: set[str] = set()
+    unusable: dict[str, str] = {}  # conversations, with the reason
     seen = 0
-    for call in each(store, Call, newest_first=True):
-        theirs = call.policy == current.stable and call.origin != SHADOW
-        if not theirs or call.agent is None or not selects((current.agent,), call.agent):
-            continue
-        seen += 1
-        if seen > most:
-            break
+    calls = (
+        call
+        for call in each(store, Call, newest_first=True)
+        if call.origin != SHADOW and call.agent is not None and selects((current.agent,), call.agent)
+    )
+    for call in calls:
         name = talk_of(call)
+        if call.policy != current.stable:
+            unusable[name] = "another policy answered a call of its conversation"
+            continue
         if (problem := _problem(call)) is not None:
             left_out[problem] += 1
-            unusable.add(name)
+            unusable.setdefault(name, "another call of its conversation was left out")
         else:
             talks[name].append(_row(call, name))
-    for name in unusable & talks.keys():
-        left_out["another call of its conversation was left out"] += len(talks.pop(name))
+        seen += 1
+        if seen == most:
+            break
+    for name in unusable.keys() & talks.keys():
+        left_out[unusable[name]] += len(talks.pop(name))
+    for call in calls:
+        if not talks:
+            break
+        if (rows := talks.pop(talk_of(call), None)) is not None:
+            left_out["its conversation has older calls, which were not read"] += len(rows)
     return dict(talks)
 
 
@@ -129,12 +141,13 @@ def _problem(call: Call) -> str | None:
     choice = call.choices[0]
     if call.prompt_token_ids is None or not choice.token_ids or choice.logprobs is None:
         return "its tokens were not recorded"
-    sampling = call.sampling
-    if sampling.get("temperature", 1.0) != 1.0 or sampling.get("top_p", 1.0) not in (None, 1.0):
-        return "it was not sampled at temperature 1 and top_p 1"
-    if sampling.get("top_k") not in (None, 0, -1) or sampling.get(STEERED):
-        return "top_k or a grammar changed what could be sampled"
-    return None
+    complete = "seeds" in call.sampling  # recorded by the gateway itself, which leaves nothing open
+    if not (complete or call.sampling.keys() >= _OPEN):
+        return "its sampling was not recorded"
+    if call.sampling.get("temperature") != 1.0:
+        return "it was not sampled at temperature 1"
+    name = steering(call)
+    return None if name is None else f"{name} changed what could be sampled"
 
 
 def _row(call: Call, name: str) -> Row:
