@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightning_trainer.gateway.engine import set_tool_format
 from lightning_trainer.kits.sft.data import Example, conversation
 from lightning_trainer.kits.sft.render import RenderedExample, Renderer, UnrenderableError
-from support.fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer
+from support.fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer, FakeEngine
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
 USER, DONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+CALLING = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "a", "content": "2"},
+    DONE,
+]
 
-def renderer(template: str = HERMES_TEMPLATE) -> Renderer:
-    return Renderer(ByteTokenizer(template), frozenset({257}))
+
+def renderer(template: str = HERMES_TEMPLATE, tool_format: str | None = None) -> Renderer:
+    engine: Any = FakeEngine(tokenizer=ByteTokenizer(template))
+    set_tool_format([engine], tool_format)
+    learner: Any = SimpleNamespace(engine=engine, end_tokens=frozenset({257}))
+    return Renderer.of(learner)
 
 
 def parts(rendered: RenderedExample) -> list[tuple[str, bool]]:
@@ -48,14 +61,26 @@ def test_only_the_answers_named_are_learned() -> None:
 
 
 def test_calls_of_tools_are_learned_as_the_template_writes_them() -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
-    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages += [{"role": "tool", "tool_call_id": "a", "content": "2"}, DONE]
-    [rendered] = renderer().render(line(*messages, tools=[TOOL]))
+    [rendered] = renderer().render(line(*CALLING, tools=[TOOL]))
     learned = [text for text, own in parts(rendered) if own]
     assert learned == ['<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>', "hello<|im_end|>"]
     with pytest.raises(UnrenderableError, match="no section for tools"):
-        renderer(PLAIN_TEMPLATE).render(line(*messages, tools=[TOOL]))
+        renderer(PLAIN_TEMPLATE).render(line(*CALLING, tools=[TOOL]))
+
+
+def test_a_chosen_tool_format_is_the_one_of_the_learned_calls() -> None:
+    called = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
+    before = HERMES_TEMPLATE.replace("'<tool_call>", "'I call <tool_call>")  # so that no format is detected
+    with pytest.raises(UnrenderableError, match="--tool-format"):
+        renderer(before).render(line(*CALLING, tools=[TOOL]))
+    [rendered] = renderer(before, "hermes").render(line(*CALLING, tools=[TOOL]))
+    assert [text for text, own in parts(rendered) if own] == [f"I call {called}", "hello<|im_end|>"]
+    other = HERMES_TEMPLATE.replace("tool_call>", "functioncall>")
+    written = {"role": "assistant", "content": called.removesuffix("<|im_end|>")}  # data that has calls as text
+    [rendered] = renderer(other, "hermes").render(line(USER, written, USER, DONE, tools=[TOOL]))
+    assert [text for text, own in parts(rendered) if own] == [called, "hello<|im_end|>"]
+    with pytest.raises(UnrenderableError, match="does not write its tool calls in the format of --tool-format"):
+        renderer(other, "hermes").render(line(*CALLING, tools=[TOOL]))
 
 
 def test_text_of_a_control_token_in_a_message_ends_no_turn() -> None:

@@ -11,6 +11,7 @@ class UnlearnedReason(Reason):
     SILENT = "the assistant says nothing in it"
     OTHER_TOKENIZER = "tokens of another tokenizer, and no messages to tokenise again"
     REFUSED = "the model's chat template refuses it"
+    UNREAD_CALLS = "the model's chat template does not write its tool calls in the format of --tool-format"
     NO_ANSWER = "it has no token to learn from"
     NO_ADAPTER = "its agent has no adapter that is trained"
     NOT_BETTER = "earned no more than the worst of the round"

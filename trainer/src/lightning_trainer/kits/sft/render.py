@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_trainer.backend_protocol import Learner
+from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.kits.export.chat import is_text
@@ -43,13 +45,20 @@ class Renderer:
     Args:
         tokenizer: with its chat template.
         end_tokens: tokens that end an answer.
+        tool_format: name of the format of the model's tool calls; None: the one in which the chat template writes them.
     """
 
-    def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
-        self._format = ChatFormat(tokenizer)
+    def __init__(self, tokenizer: Any, end_tokens: frozenset[int], tool_format: str | None = None) -> None:
+        self._format = ChatFormat(tokenizer, tool_format)
+        self._chosen = tool_format is not None
         self._size = len(tokenizer)
         self._end_texts = [self._format.decode([token]) for token in end_tokens]
         self._close = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(end_tokens)
+
+    @classmethod
+    def of(cls, learner: Learner) -> Renderer:
+        """Return the renderer for a learner's model."""
+        return cls(learner.engine.tokenizer, learner.end_tokens, tool_format(learner.engine))
 
     def render(self, said: Example) -> list[RenderedExample]:
         """Return the tokens of a conversation: several sequences if its template rewrites earlier turns.
@@ -96,6 +105,8 @@ class Renderer:
                 text, ids, learned = "", [], []
             between = self._format.encode(prompt[len(text) :])
             words, own = self._answer(answer)
+            if self._chosen and said.tools and (calls := said.messages[place].get("tool_calls")):
+                self._check_calls(calls, own, said.tools, opened=self._format.opened(prompt))
             ids = [*ids, *between, *own]
             learned = [*learned, *[False] * len(between), *[True] * len(own)]
             text = prompt + words
@@ -110,6 +121,12 @@ class Renderer:
         words = text[: min(ends)] if ends else text
         own = self._format.encode(words)
         return words, own if ends else [*own, self._close]
+
+    def _check_calls(self, calls: Sequence[Any], ids: list[int], tools: Sequence[Any], *, opened: bool) -> None:
+        """Reject an answer if the chosen format does not read the tool calls that the chat template has written."""
+        read = self._format.read(ids, tools, opened=opened).tool_calls
+        if [call["function"]["name"] for call in read] != [call["function"]["name"] for call in calls]:
+            raise UnrenderableError(UnlearnedReason.UNREAD_CALLS)
 
     def _turn(self, messages: Sequence[Any], tools: Sequence[Any]) -> tuple[str, str]:
         """Return the text before the content of the last message, and the text from there on."""

@@ -300,7 +300,7 @@ def _rows(config: SftConfig, learner: Learner, data: Sequence[Example]) -> RowsT
     limit = learner.engine.max_model_len
     return make_rows(
         data,
-        Renderer(learner.engine.tokenizer, learner.end_tokens),
+        Renderer.of(learner),
         agents=config.agents,
         policies=parse(config.policies),
         max_length=min(config.max_length or limit, limit),

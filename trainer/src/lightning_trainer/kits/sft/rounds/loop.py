@@ -166,7 +166,7 @@ class RoundLoop:
         try:
             made = make_rows(
                 examples,
-                Renderer(self.learner.engine.tokenizer, self.learner.end_tokens),
+                Renderer.of(self.learner),
                 agents=config.agents,
                 policies=parse(config.policies),
                 max_length=min(config.max_length or limit, limit),
