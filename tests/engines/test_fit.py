@@ -15,6 +15,7 @@ from lightning_trainer import TrainConfig
 from lightning_trainer.backends.torch.fit import plan_run
 from lightning_trainer.engines.devices import plan_for
 from lightning_trainer.models.bases import NEEDED, NumberFormat, write_format
+from lightning_trainer.models.shape import read_shape
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.run import embedded
 
@@ -137,6 +138,21 @@ def test_7b_fits_next_to_vllm_on_24_gb_only_if_vllm_rounds_too(tmp_path, gpu):
     found = plan(tmp_path, "7B", **given, base_bits=4, engine_options={"quantization": "bitsandbytes"})
     assert found.fits
     assert "sleeps" not in found.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("experts", "dense"),
+    [
+        ({"num_local_experts": 8}, False),  # Mixtral
+        ({"n_routed_experts": 64}, False),  # DeepSeek
+        ({"num_experts": 128}, False),  # Qwen3
+        ({"num_local_experts": 0}, True),  # a hybrid Granite without experts
+    ],
+)
+def test_a_mixture_of_experts_is_not_counted_as_dense(tmp_path, experts, dense):
+    model = make_model(tmp_path / "model", "0.5B")
+    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **experts}))
+    assert (read_shape(str(model)) is not None) is dense
 
 
 def test_a_sum_is_the_sum_of_its_parts(tmp_path, gpu):

@@ -171,6 +171,22 @@ def test_a_hub_id_can_name_a_revision(monkeypatch, tiny_model: Path) -> None:
     assert (asked["name"], asked["revision"]) == ("owner/model", "v1.2")
 
 
+def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tiny_model: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = ["config.json", "model.safetensors", "consolidated.safetensors", "original/model.safetensors", "README.md"]
+    fetched: list[str] = []
+
+    def download(_name: str, *, revision: object, **patterns: list[str]) -> str:
+        fetched.extend(filter_repo_objects(files, **patterns))
+        return str(tiny_model)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    models.resolve("owner/model")
+    assert fetched == ["config.json", "model.safetensors"]
+
+
 def test_a_hub_id_without_a_hub_is_an_error_that_says_so(monkeypatch, tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -68,6 +68,17 @@ def test_transformers_loads_a_checkpoint(tiny_model: Path, tmp_path: Path, optio
     assert "tool_call" in tokenizer.chat_template
 
 
+def test_a_model_whose_defaults_of_sampling_lack_the_flag_that_they_imply_can_be_saved(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "temperature": 0.9, "top_p": 0.6}))
+    backend = make_backend(folder)
+    backend.save(tmp_path / "step")
+    backend.close()
+    saved = json.loads((tmp_path / "step" / file.name).read_text())
+    assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.9, 0.6)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_checkpoint_is_a_model_to_start_from(tiny_model: Path, tmp_path: Path, options: dict) -> None:
     backend = make_backend(tiny_model, learning_rate=1e-2, **options)

@@ -9,6 +9,7 @@ from typing import Final
 from lightning_spans.errors import ConfigError
 
 _FILES: Final = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_OTHERS: Final = ("consolidated*", "*/*")  # the same weights once more, in another format; folders
 NEEDED: Final = 'Install what models need: pip install "lightning-trainer[torch]"'
 
 
@@ -30,7 +31,9 @@ def fetch(name: str, revision: str | None) -> Path:
     except ImportError as error:
         raise ConfigError(f"{error}. {NEEDED}") from error
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(_FILES), ignore_patterns=list(_OTHERS))
+        )
     except LocalEntryNotFoundError:
         asked = f"{name}@{revision}" if revision else name
         raise ConfigError(f"{asked} is not a folder, and the model hub can't be reached. Give a folder.") from None

@@ -6,9 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+
+EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields of a configuration of which a mixture of experts has one, above 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ def read_shape(model: str) -> Shape | None:
 def shape_of(values: Mapping[str, Any]) -> Shape | None:
     """Return the shape of a dense Llama-like decoder (Llama, Qwen, Mistral, SmolLM); None for other kinds."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    if any(not isinstance(values.get(name), int) for name in names) or values.get("num_experts"):
+    if any(not isinstance(values.get(name), int) for name in names) or any(values.get(name) for name in EXPERTS):
         return None
     hidden, layers, heads, inner, vocabulary = (int(values[name]) for name in names)
     head = int(values.get("head_dim") or hidden // heads)

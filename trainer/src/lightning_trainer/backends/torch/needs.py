@@ -72,7 +72,9 @@ def weights_of(config: TrainConfig) -> Weights | None:
     if base is None or not (base.folder / "config.json").is_file():
         return None
     folder, rank = base.folder, config.lora_rank or base.rank
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.name != "trainer.safetensors")
+    others = ("trainer.", "consolidated")  # the optimiser's state; the same weights in another format
+    files = [path for path in folder.glob("*.safetensors") if not path.name.startswith(others)]
+    stored = sum(path.stat().st_size for path in files)
     own = _width_of(folder)
     dtype = (base.dtype if config.dtype == "auto" else None) or config.dtype
     width = {"float32": 4, "bfloat16": 2}.get(dtype, 4 if own == 4 else 2)

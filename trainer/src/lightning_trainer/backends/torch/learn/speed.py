@@ -9,6 +9,7 @@ import torch
 
 from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.backends.torch.model.quantised import count_weights
+from lightning_trainer.models.shape import EXPERTS
 from lightning_trainer.report.speed.memory import process_peak
 
 
@@ -29,7 +30,7 @@ def flops_utilisation(model: LoadedModel, tokens: float, seconds: float, *, froz
         None for a mixture of experts, in which each token uses only some of the weights, and if nothing was forwarded.
     """
     config = model.causal.config.get_text_config()
-    sparse = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    sparse = any(getattr(config, name, None) for name in EXPERTS)
     if sparse or not tokens or not seconds:
         return None
     weights = count_weights(model.causal)

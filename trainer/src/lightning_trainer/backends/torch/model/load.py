@@ -29,6 +29,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBES = 8  # the first of them warms up
 _LAYERS = frozenset({"full_attention", "sliding_attention"})  # kinds of layers that plans support
 _FORGETFUL = frozenset({"mlp", "moe"})  # kinds that need no plan, because each token is computed by itself
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _MOST_POSITIONS = 1 << 26  # limit of a model's longest input; the longest known is ten million
 _NARROW = 24  # the window of sliding layers during the check: their own may be longer than the input of the check
 
@@ -112,6 +113,7 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
     )
     if options.dtype == "auto" and causal.dtype not in _DTYPES.values():
         causal = causal.to(dtype=torch.bfloat16)
+    _mark_as_sampled(causal.generation_config)
     causal.requires_grad_(requires_grad=False)
     if options.base_bits is not None:
         quantise(causal, options.base_bits, device, options.model)  # before the rest moves: the device may have no room
@@ -141,6 +143,12 @@ def _read(folder: Path, kind: Any, **how: Any) -> Any:
     except Exception as error:  # a malformed folder makes transformers raise almost anything
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{folder}: transformers can't load it: {type(error).__name__}: {reason}") from error
+
+
+def _mark_as_sampled(generation: Any) -> None:
+    """Set the flag that parameters of sampling imply: some versions of transformers don't save them without it."""
+    if generation is not None and any(getattr(generation, name, None) is not None for name in _SAMPLING):
+        generation.do_sample = True
 
 
 def _device(name: str) -> torch.device:
