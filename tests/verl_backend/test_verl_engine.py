@@ -15,7 +15,7 @@ from lightning_trainer.backends.verl import engine as verl_engine
 from lightning_trainer.backends.verl.engine import ReplicaError, VllmEngine
 from lightning_trainer.backends.verl.serving import abilities_of
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.gateway.engine import SampledPiece, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling, measure_wait
 from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
 
 PROMPT = [5, 6, 7]
@@ -173,17 +173,34 @@ async def test_an_answer_cut_by_new_weights_goes_on_where_it_was():
     assert [len(request["prompt"]) for request in replica.requests] == [3, 6]
     assert replica.requests[1]["max_tokens"] == 3
     assert engine.version == 4
+    assert {piece.version for piece in pieces} == {3}, "the weights that began it"
 
 
 async def test_a_call_that_comes_while_weights_change_waits_for_them():
     replica = Replica()
     async with engine_of(replica) as (engine, addresses):
         engine.pause()
+        wait = measure_wait()
         drawing = asyncio.create_task(drawn(engine, Sampling(max_tokens=2)))
         await asyncio.sleep(0.05)
         assert not replica.requests
         await engine.serve(addresses, 4)
-        assert len(await asyncio.wait_for(drawing, 60)) == 2
+        pieces = await asyncio.wait_for(drawing, 60)
+        assert [piece.version for piece in pieces] == [4, 4], "the weights that sampled it, not those of the request"
+        assert wait.seconds > 0.04, "the time for which it was held is no fault of the policy"
+
+
+async def test_an_answer_that_is_cut_before_its_first_token_has_the_version_that_sampled_it():
+    replica = Replica()
+    replica.held = 8
+    async with engine_of(replica) as (engine, addresses):
+        drawing = asyncio.create_task(drawn(engine, Sampling(max_tokens=1)))
+        await asyncio.wait_for(replica.holding.wait(), 60)
+        engine.pause()
+        replica.held = None
+        await engine.serve(addresses, 4)
+        (piece,) = await asyncio.wait_for(drawing, 60)
+    assert piece.version == 4
 
 
 async def test_a_continuation_draws_with_another_seed():

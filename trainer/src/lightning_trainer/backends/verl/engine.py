@@ -2,7 +2,8 @@
 
 While the trainer learns, replicas sleep and their weights change. An answer that is cut by this is not lost: its
 sampled tokens stay, and the new weights sample the rest once they are loaded (partial rollouts). Each token keeps the
-log-probability of the weights that sampled it.
+log-probability of the weights that sampled it; the answer has the version of those that sampled its first. The time for
+which a call is held counts as a wait for the engine.
 
 Everything here belongs to one event loop, the server's.
 """
@@ -20,7 +21,7 @@ import orjson
 from lightning_spans.chat.stream import EventReader
 from lightning_spans.errors import LightningError
 from lightning_spans.schema.json import read_json
-from lightning_trainer.gateway.engine import SampledPiece, Sampling
+from lightning_trainer.gateway.engine import SampledPiece, Sampling, engine_wait
 from lightning_trainer.gateway.upstream.token_protocols import (
     CompletionsProtocol,
     CompletionsReader,
@@ -103,18 +104,21 @@ class VllmEngine:
         if not prompt or room < 1:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_model_len}")
         left = min(room, sampling.max_tokens or room)
-        ids = list(prompt)
+        ids, version = list(prompt), self.version
         while True:
-            await self._serving.wait()
+            with engine_wait():
+                await self._serving.wait()
+            if len(ids) == len(prompt):  # an answer that is cut keeps the version that began it
+                version = self.version
             async with aclosing(self._stream(ids, left, sampling)) as pieces:
                 async for piece in pieces:
                     ids += piece.token_ids
                     left -= len(piece.token_ids)
-                    yield piece
+                    yield replace(piece, version=version)
                     if piece.finish_reason is not None:
                         return
             if left < 1:  # the pause came after the last token, but before the message that it was the last
-                yield SampledPiece((), (), "", "length")
+                yield SampledPiece((), (), "", "length", version=version)
                 return
 
     async def _stream(self, ids: list[int], left: int, sampling: Sampling) -> AsyncGenerator[SampledPiece, None]:
