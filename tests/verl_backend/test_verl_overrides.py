@@ -52,10 +52,11 @@ def test_each_option_of_the_user_reaches_the_option_of_verl_that_means_it():
     assert (values["trainer.n_gpus_per_node"], values["trainer.nnodes"]) == (8, 1)
 
 
-def test_prompt_and_answer_share_the_context():
-    values = told(max_model_len=8192, max_tokens=1024)
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": 1024}])
+def test_an_answer_may_fill_the_context_because_the_gateway_applies_its_limit(limit):
+    values = told(max_model_len=8192, **limit)
+    assert values["data.max_response_length"] == 8191, "verl has vLLM cut off every answer there"
     assert values["data.max_prompt_length"] + values["data.max_response_length"] == 8192
-    assert values["data.max_response_length"] == 1024
     assert values["actor_rollout_ref.rollout.max_model_len"] == 8192
 
 

@@ -185,7 +185,6 @@ def _of_run(config: TrainConfig) -> dict[str, bool]:
 def _derived_options(config: TrainConfig, site: Site, context: int) -> dict[str, tuple[Any, str]]:
     """Return the options that follow from the user's, each with the name under which the user sets it."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    answer = min(config.max_tokens or context // 2, context - 1)
     validates = config.val is not None
     return {
         "algorithm.adv_estimator": (
@@ -198,8 +197,9 @@ def _derived_options(config: TrainConfig, site: Site, context: int) -> dict[str,
         **_rate(config),
         **_correction(config),
         "data.train_batch_size": (config.batch_size, "batch_size"),
-        "data.max_prompt_length": (context - answer, "max_model_len"),
-        "data.max_response_length": (answer, "max_tokens"),
+        # vLLM cuts off every answer at the second, whatever its request sets. The gateway applies max_tokens.
+        "data.max_prompt_length": (1, "max_model_len"),
+        "data.max_response_length": (context - 1, "max_model_len"),
         "actor_rollout_ref.model.path": (model_path(config), "model"),
         "actor_rollout_ref.model.lora_rank": (config.lora_rank, "lora_rank"),
         "actor_rollout_ref.model.lora_alpha": (_alpha(config), "lora_alpha"),
