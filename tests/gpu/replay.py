@@ -67,12 +67,13 @@ class Replay:
 
         from lightning_trainer.backends.verl.steps.collect import PARTITION, as_dicts, write
         from lightning_trainer.backends.verl.steps.trajectories import VerlPrompt, trajectories
+        from lightning_trainer.lineage.manifest import StepSources
 
         for row in as_dicts(prompts):
             prompt = VerlPrompt(uid=str(row["uid"]), step=int(row["global_steps"]))
             rows, rewards = self._groups[divmod(int(row["index"]), self._config.batch_size)]
             tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
-            laid = trajectories(prompt, rows, rewards)
+            laid = trajectories(prompt, rows, rewards, StepSources())
             write(prompt, [replace(one, fields={**one.fields, "uid": prompt.uid}) for one in laid])
 
 

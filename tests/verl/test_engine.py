@@ -25,6 +25,7 @@ from lightning_trainer.backends.verl.steps.merged import merge_adapters
 from lightning_trainer.backends.verl.steps.micro_batches import micro_batch_options
 from lightning_trainer.backends.verl.steps.trajectories import VerlPrompt, trajectories
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.lineage.manifest import StepSources
 from lightning_trainer.models.shape import read_shape
 from lightning_trainer.rl.advantages import transition_advantages
 from lightning_trainer.rl.rows import Row
@@ -103,7 +104,7 @@ def batch_of(rows: list[Row], aggregation: str):
     """The batch as verl's trainer would send it; recorded log-probabilities are the old ones."""
     from verl.utils import tensordict_utils as tu
 
-    laid = trajectories(VerlPrompt(uid="u", step=1), [[row] for row in rows], [0.0] * len(rows))
+    laid = trajectories(VerlPrompt(uid="u", step=1), [[row] for row in rows], [0.0] * len(rows), StepSources())
     fields = [dict(trajectory.fields) for trajectory in laid]
     longest = max(len(field["responses"]) for field in fields)
     padded = [

@@ -30,10 +30,10 @@ from lightning_trainer.backends.verl.options.algorithms import on_verl
 from lightning_trainer.backends.verl.steps.empty import EmptyGroups
 from lightning_trainer.backends.verl.steps.gathered import GroupCollector
 from lightning_trainer.backends.verl.steps.groups import Groups
-from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, prompt_of, trajectories
+from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, read_sources, trajectories
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judges import read_judge
-from lightning_trainer.lineage.manifest import Manifest, StepSources, merge_sources
+from lightning_trainer.lineage.manifest import Manifest
 from lightning_trainer.report import step_metrics
 from lightning_trainer.report.speed.waits import RolloutTime, Window
 from lightning_trainer.rl.algorithms import algorithm_by_name
@@ -77,7 +77,6 @@ class RolloutCollector:
         self._times: Counter[int] = Counter()
         self._empty = EmptyGroups(self._run.batch_size)
         self._manifest = Manifest(Path(lightning.config).parent)
-        self._sources: dict[str, StepSources] = {}  # of groups that no step has learned from yet, by prompt
         self._first_step: int | None = None  # that this start requested, from 0
 
     @classmethod
@@ -109,15 +108,15 @@ class RolloutCollector:
             tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
             self._groups.add(rollouts, functools.partial(self._write_group, prompt))
 
-    def note_step(self, step: int, keys: Iterable[str]) -> None:
+    def note_step(self, step: int, keys: Sequence[str]) -> None:
         """Record in the run's manifest what a step learns from.
 
         Args:
             step: its number, from 0.
             keys: of its rows.
         """
-        prompts = sorted({prompt_of(key) for key in keys})
-        self._manifest.add_step(step, merge_sources([self._sources.pop(uid) for uid in prompts]))
+        rows = tq.kv_batch_get(keys=list(keys), partition_id=PARTITION, select_fields=["extra_fields"])
+        self._manifest.add_step(step, read_sources(as_dicts(rows)))
 
     def validate(self, tasks: Sequence[Mapping[str, Any]], step: int) -> Score:
         """Run held-out tasks, sampled as in training, and wait for all of them.
@@ -174,15 +173,13 @@ class RolloutCollector:
         self._store.add_rewards(batch.automatic)
         self._agents |= {name for name in batch.agents if name is not None}
         self._empty.add(batch, ended, begun=bool(self._first_step))
-        self._sources[prompt.uid] = sources_of(
-            batch, traces.found, {one.rollout.rollout_id: one.rollout.task for one in ended}
-        )
+        sources = sources_of(batch, traces.found, {one.rollout.rollout_id: one.rollout.task for one in ended})
         rows: dict[str, list[Row]] = defaultdict(list)
         for row in batch.rows:
             rows[row.rollout_id].append(row)
         crashed = reward_of_failures(ended, self._run.failed)
         rewards = [total(o.rewards) if o.counts(self._run.failed) is o.attempt else crashed for o in ended]
-        write(prompt, trajectories(prompt, [rows[o.rollout.rollout_id] for o in ended], rewards))
+        write(prompt, trajectories(prompt, [rows[o.rollout.rollout_id] for o in ended], rewards, sources))
         self._gathered.add(ended, batch, traces.found)
 
 

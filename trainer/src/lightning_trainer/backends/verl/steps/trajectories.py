@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 import torch
 
 from lightning_trainer.backends.verl.encoding import encode, prompt_length, rewards_to_come, spans_of
 from lightning_trainer.backends.verl.steps.dataset import SOURCE
+from lightning_trainer.lineage.manifest import StepSources, merge_sources
 from lightning_trainer.report.learned_tokens import row_name
 from lightning_trainer.rl.rows import Row
+
+_SOURCES: Final = "sources"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,10 @@ class VerlPrompt:
 
 
 def trajectories(
-    prompt: VerlPrompt, rows_by_member: Sequence[Sequence[Row]], rewards: Sequence[float]
+    prompt: VerlPrompt,
+    rows_by_member: Sequence[Sequence[Row]],
+    rewards: Sequence[float],
+    sources: StepSources,
 ) -> list[Trajectory]:
     """Return the rows of a group in verl's format.
 
@@ -53,17 +59,21 @@ def trajectories(
         prompt: of the group.
         rows_by_member: for each rollout of the group, its rows; empty if it gave none.
         rewards: of each rollout.
+        sources: of the group. verl saves its rows with a checkpoint, so the first row holds them.
     """
-    return [
+    laid = [
         _trajectory(prompt, f"{prompt.uid}_{member}_{index}", row, reward)
         for member, (rows, reward) in enumerate(zip(rows_by_member, rewards, strict=True))
         for index, row in enumerate(rows)
     ]
+    for first in laid[:1]:
+        first.fields["extra_fields"][_SOURCES] = asdict(sources)
+    return laid
 
 
-def prompt_of(key: str) -> str:
-    """Return verl's name of the prompt that a row belongs to."""
-    return key.rsplit("_", 2)[0]
+def read_sources(rows: Iterable[Mapping[str, Any]]) -> StepSources:
+    """Return the sources of the groups that rows belong to, from the field `extra_fields` of each row."""
+    return merge_sources([StepSources(**row["extra_fields"].get(_SOURCES, {})) for row in rows])
 
 
 def _trajectory(prompt: VerlPrompt, key: str, row: Row, reward: float) -> Trajectory:
