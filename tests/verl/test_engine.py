@@ -71,10 +71,11 @@ def logprobs_of(causal, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate([[0.0], chosen.numpy()])
 
 
-def worker_of(model, aggregation: str = "token-mean", **more):
+def worker_of(model, aggregation: str = "token-mean", learning_rate: float = LEARNING_RATE, **more):
     """verl's actor, in this process, with the options that a run would have."""
     from hydra.core.global_hydra import GlobalHydra
-    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from lightning_trainer.backends.verl.learner_worker import ActorWorker
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -87,7 +88,7 @@ def worker_of(model, aggregation: str = "token-mean", **more):
         model=str(model),
         backend="verl",
         device="cpu",
-        learning_rate=LEARNING_RATE,
+        learning_rate=learning_rate,
         loss_aggregation=aggregation,
         batch_size=2,
         group_size=3,
@@ -95,7 +96,7 @@ def worker_of(model, aggregation: str = "token-mean", **more):
     )
     GlobalHydra.instance().clear()
     options = overrides(config, Site(folder=model.parent), read_shape(str(model)), flash_attention=False)
-    worker = ActorRolloutRefWorker(config=compose_options(options).actor_rollout_ref, role="actor")
+    worker = ActorWorker(config=compose_options(options).actor_rollout_ref, role="actor")
     worker.init_model()
     return worker
 
@@ -211,6 +212,18 @@ def test_a_checkpoint_has_the_chat_template_of_its_run(model, tmp_path):
     RegisterCheckpoint(SimpleNamespace(trainer=trainer)).on_save(global_step=1, checkpoint_dir=str(written))
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").chat_template == template
     assert AutoTokenizer.from_pretrained(model).chat_template != template
+
+
+def test_a_resumed_run_learns_at_its_own_rate_from_where_the_schedule_was(model, tmp_path):
+    before = worker_of(model, warmup_steps=4)
+    before.actor.engine.optimizer_step()
+    before.actor.engine.lr_scheduler_step()
+    before.save_checkpoint(str(tmp_path / "actor"), None, 1, 2)
+    resumed = worker_of(model, warmup_steps=4, learning_rate=LEARNING_RATE / 10)
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    engine = resumed.actor.engine
+    assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([LEARNING_RATE / 10 * 1 / 4])
+    assert engine.lr_scheduler_step() == pytest.approx(LEARNING_RATE / 10 * 2 / 4)
 
 
 def test_a_trainer_tells_its_workers_how_many_rows_they_take_at_once(monkeypatch):

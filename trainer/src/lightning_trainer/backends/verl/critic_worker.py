@@ -6,10 +6,9 @@ is not imported in the critic's process. Unpickling this class imports it.
 
 from __future__ import annotations
 
-from verl.workers.engine_workers import TrainingWorker
-
 from lightning_trainer.backends.verl import registrations  # noqa: F401 - registers itself
+from lightning_trainer.backends.verl.learner_worker import LearnerWorker
 
 
-class CriticWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
-    """verl's training worker, unchanged."""
+class CriticWorker(LearnerWorker):
+    """The worker of the critic."""

@@ -24,6 +24,7 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
 from lightning_trainer.backends.verl.control import RunServerClient
 from lightning_trainer.backends.verl.critic_worker import CriticWorker
+from lightning_trainer.backends.verl.learner_worker import ActorWorker
 from lightning_trainer.backends.verl.steps import micro_batches
 from lightning_trainer.backends.verl.steps.agreement import Agreement, WeightsError, agreement
 from lightning_trainer.backends.verl.steps.gathered import waits_of_step
@@ -62,8 +63,9 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        if Role.Critic in self.role_worker_mapping:
-            self.role_worker_mapping[Role.Critic] = ray.remote(CriticWorker)
+        ours = {Role.ActorRollout: ActorWorker, Role.ActorRolloutRef: ActorWorker, Role.Critic: CriticWorker}
+        for role in ours.keys() & self.role_worker_mapping.keys():
+            self.role_worker_mapping[role] = ray.remote(ours[role])
 
     # Calls go to vLLM from here on: after the first weights, and after those of each step.
 
