@@ -214,16 +214,47 @@ def test_a_checkpoint_has_the_chat_template_of_its_run(model, tmp_path):
     assert AutoTokenizer.from_pretrained(model).chat_template != template
 
 
-def test_a_resumed_run_learns_at_its_own_rate_from_where_the_schedule_was(model, tmp_path):
-    before = worker_of(model, warmup_steps=4)
+@pytest.fixture(scope="module")
+def resumed(model, tmp_path_factory):
+    """The actor of a run that resumes after its tenth step, and the folder of the run's checkpoints."""
+    folder, before = tmp_path_factory.mktemp("checkpoints"), worker_of(model, warmup_steps=4)
     before.actor.engine.optimizer_step()
     before.actor.engine.lr_scheduler_step()
-    before.save_checkpoint(str(tmp_path / "actor"), None, 1, 2)
-    resumed = worker_of(model, warmup_steps=4, learning_rate=LEARNING_RATE / 10)
-    resumed.load_checkpoint(str(tmp_path / "actor"))
-    engine = resumed.actor.engine
+    for step in (9, 10):
+        before.save_checkpoint(str(folder / f"global_step_{step}" / "actor"), None, step, 2)
+    worker = worker_of(model, warmup_steps=4, learning_rate=LEARNING_RATE / 10)
+    worker.load_checkpoint(str(folder / "global_step_10" / "actor"))
+    return worker, folder
+
+
+def test_a_resumed_run_learns_at_its_own_rate_from_where_the_schedule_was(resumed):
+    engine = resumed[0].actor.engine
     assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([LEARNING_RATE / 10 * 1 / 4])
     assert engine.lr_scheduler_step() == pytest.approx(LEARNING_RATE / 10 * 2 / 4)
+
+
+def test_a_resumed_run_counts_the_checkpoints_from_before_when_it_removes_old_ones(resumed):
+    worker, folder = resumed
+    worker.save_checkpoint(str(folder / "global_step_11" / "actor"), None, 11, 2)
+    assert sorted(path.parent.name for path in folder.glob("*/actor")) == ["global_step_10", "global_step_11"]
+
+
+def test_actor_and_critic_are_workers_that_resume_so(monkeypatch):
+    from verl.trainer.ppo.utils import Role
+    from verl.trainer.ppo.v1 import PPOTrainer
+
+    from lightning_trainer.backends.verl.learner_worker import LearnerWorker
+    from lightning_trainer.backends.verl.steps import trainers
+
+    def of_verl(trainer) -> None:
+        trainer.role_worker_mapping = dict.fromkeys([Role.ActorRolloutRef, Role.Critic])
+
+    monkeypatch.setattr(PPOTrainer, "_init_resource_pool_mgr", of_verl)
+    monkeypatch.setattr(trainers.ray, "remote", lambda worker: worker)
+    trainer = object.__new__(trainers.SyncTrainer)
+    trainer._init_resource_pool_mgr()
+    assert trainer.role_worker_mapping[Role.ActorRolloutRef].actor_worker_cls is LearnerWorker
+    assert issubclass(trainer.role_worker_mapping[Role.Critic], LearnerWorker)
 
 
 def test_a_trainer_tells_its_workers_how_many_rows_they_take_at_once(monkeypatch):
