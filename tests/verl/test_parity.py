@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,9 @@ import torch
 from verl.trainer.config import AlgoConfig
 from verl.workers.config import FSDPActorConfig
 
+from lightning_trainer.backends.verl.options.describe import compose_options
+from lightning_trainer.backends.verl.options.overrides import Site, overrides
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.rl import losses
 from lightning_trainer.rl.advantages import generalised_advantages, group_advantages, leave_one_out, whiten
 
@@ -184,6 +189,16 @@ def test_value_loss(arrays, clip):
     theirs.backward()
     ours.backward()
     torch.testing.assert_close(ours_now.grad, theirs_now.grad[torch.tensor(arrays.mask)], rtol=1e-4, atol=1e-6)
+
+
+def test_the_help_names_the_defaults_of_verls_critic():
+    config = TrainConfig(target="a:b", data="d.jsonl", model="m", backend="verl", device="cpu", algorithm="ppo")
+    critic = compose_options(overrides(config, Site(folder=Path("run")), None, flash_attention=False)).critic
+    help_of = {name: field.description or "" for name, field in TrainConfig.model_fields.items()}
+    assert critic.optim.lr == 1e-5
+    assert "1e-5 on verl" in help_of["value_learning_rate"]
+    assert critic.cliprange_value == 0.5
+    assert "0.5 on verl" in help_of["value_clip"]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -123,6 +123,6 @@ class LossOptions(OptionRecord):
     gae_lambda: float | None = Field(default=None, ge=0, le=1)
     """Lambda of generalised advantage estimation (ppo). Default: 1, which depends least on the value head."""
     value_learning_rate: float | None = Field(default=None, gt=0)
-    """Learning rate of the value head (ppo). Default: 1e-3."""
+    """Learning rate of the value head (ppo). Default: 1e-3; 1e-5 on verl, where the critic is a model of its own."""
     value_clip: float | None = Field(default=None, gt=0)
-    """Maximum change of a value in one update (ppo). Default: no limit."""
+    """Maximum change of a value in one update (ppo). Default: no limit; 0.5 on verl."""
