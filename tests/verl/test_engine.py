@@ -75,7 +75,7 @@ def worker_of(model, aggregation: str = "token-mean", learning_rate: float = LEA
     """verl's actor, in this process, with the options that a run would have."""
     from hydra.core.global_hydra import GlobalHydra
 
-    from lightning_trainer.backends.verl.learner_worker import ActorWorker
+    from lightning_trainer.backends.verl.workers import ActorWorker
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -243,8 +243,8 @@ def test_actor_and_critic_are_workers_that_resume_so(monkeypatch):
     from verl.trainer.ppo.utils import Role
     from verl.trainer.ppo.v1 import PPOTrainer
 
-    from lightning_trainer.backends.verl.learner_worker import LearnerWorker
     from lightning_trainer.backends.verl.steps import trainers
+    from lightning_trainer.backends.verl.workers import LearnerWorker
 
     def of_verl(trainer) -> None:
         trainer.role_worker_mapping = dict.fromkeys([Role.ActorRolloutRef, Role.Critic])

@@ -23,8 +23,6 @@ from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
 from lightning_trainer.backends.verl.control import RunServerClient
-from lightning_trainer.backends.verl.critic_worker import CriticWorker
-from lightning_trainer.backends.verl.learner_worker import ActorWorker
 from lightning_trainer.backends.verl.steps import micro_batches
 from lightning_trainer.backends.verl.steps.agreement import Agreement, WeightsError, agreement
 from lightning_trainer.backends.verl.steps.gathered import waits_of_step

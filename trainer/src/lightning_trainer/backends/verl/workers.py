@@ -2,6 +2,9 @@
 
 verl loads the learning rate from the checkpoint, together with the moments and the step of the schedule. It counts only
 the checkpoints of the current start when it removes old ones.
+
+verl creates the critic's model configuration in the trainer's process and sends the finished object, so `external_lib`
+is not imported in the critic's process. Unpickling `CriticWorker` imports our registrations there.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from lightning_trainer.backends.verl import registrations  # noqa: F401 - registers itself
 from lightning_trainer.backends.verl.resuming import step_of
 
 
@@ -31,6 +35,10 @@ class LearnerWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         with keep_options(self.engine.optimizer, self.engine.lr_scheduler):
             super().load_checkpoint(local_path, *args, **kwargs)
         self.engine.checkpoint_manager.previous_saved_paths = paths_until(Path(local_path))
+
+
+class CriticWorker(LearnerWorker):
+    """The worker of the critic."""
 
 
 class ActorWorker(ActorRolloutRefWorker):  # type: ignore[misc]  # verl has no types
