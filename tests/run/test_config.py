@@ -84,6 +84,14 @@ def test_learning_rate_depends_on_lora_unless_given() -> None:
     assert config(lora_rank=16, learning_rate=3e-5).learning_rate == 3e-5
 
 
+@pytest.mark.parametrize("rank", [0, "0", "00"])
+def test_rank_0_trains_all_weights_in_a_file_and_as_a_flag(rank: int | str) -> None:
+    assert (config(lora_rank=rank).lora_rank, config(lora_rank=rank).learning_rate) == (0, 1e-5)
+    assert config(lora_rank=rank, policies="writer=lora").lora_rank == 16
+    assert config(lora_rank=rank, backend="tinker", tinker_url="http://127.0.0.1:9").lora_rank == 16
+    assert config(staleness=rank).old_logprobs == config().old_logprobs
+
+
 def test_an_algorithm_sets_what_its_paper_has_unless_it_is_given() -> None:
     assert (config(algorithm="dr-grpo").normalise_std, config(algorithm="dr-grpo").loss_aggregation) == (
         False,

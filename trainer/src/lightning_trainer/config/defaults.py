@@ -28,7 +28,7 @@ def _of_backend(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of the chosen backend for options that are not given."""
     backend = values.get("backend")
     defaults = backend_defaults(backend) if isinstance(backend, str) else {}
-    return {name: value for name, value in defaults.items() if not values.get(name)}
+    return {name: value for name, value in defaults.items() if not _is_set(values.get(name))}
 
 
 def without_defaults(values: Mapping[str, Any], nearer: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,10 +60,18 @@ def _of_choices(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_staleness(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the default correction for rows of older weights. M2PO and ratios with the engine need no cap."""
-    if values.get("staleness") in (None, 0, "0") or values.get("old_logprobs") == "engine":
+    if not _is_set(values.get("staleness")) or values.get("old_logprobs") == "engine":
         return {}
     own = values.get("importance_moment") is not None
     return {name: value for name, value in _OF_STALENESS.items() if not (own and name == "importance_cap")}
+
+
+def _is_set(value: Any) -> bool:
+    """Whether an option is given and not 0. Flags arrive as text."""
+    try:
+        return bool(value) and float(value) != 0
+    except (TypeError, ValueError):  # not a number: checked later
+        return True
 
 
 def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[str, Any]:
@@ -77,8 +85,8 @@ def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[st
     if filled.get("policies"):
         if isinstance(filled["policies"], (str, tuple)):
             filled["policies"] = policies.read_text(filled["policies"])
-        filled["lora_rank"] = filled.get("lora_rank") or policies.DEFAULT_RANK
-    if filled.get("lora_rank") and filled.get("learning_rate") is None:
+        filled["lora_rank"] = filled["lora_rank"] if _is_set(filled.get("lora_rank")) else policies.DEFAULT_RANK
+    if _is_set(filled.get("lora_rank")) and filled.get("learning_rate") is None:
         filled["learning_rate"] = learning_rate
     for name in ("agents", "trackers"):
         if isinstance(filled.get(name), str):
