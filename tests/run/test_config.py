@@ -108,6 +108,14 @@ def test_agents_may_be_one_text_with_commas() -> None:
     assert config(agents=["writer"]).agents == ("writer",)
 
 
+def test_columns_may_be_one_text_with_commas(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text('columns = "question, answer"\n')
+    assert merge(file, NEEDED).columns == ("question", "answer")
+    assert merge(None, {**NEEDED, "columns": "question,answer"}).columns == ("question", "answer")
+    assert config(columns=["question"]).columns == ("question",)
+
+
 def test_flags_go_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "train.toml"
     file.write_text('target = "my_app:run"\ndata = "a.jsonl"\nmodel = "m"\nsteps = 3\ngroup_size = 4\n')

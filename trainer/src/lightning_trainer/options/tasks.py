@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from lightning_trainer.options.record import OptionRecord
+from lightning_trainer.options.record import Names, OptionRecord
 
 
 class TaskOptions(OptionRecord):
@@ -20,7 +20,7 @@ class TaskOptions(OptionRecord):
 class ColumnOptions(OptionRecord):
     """Which columns of the tasks are read."""
 
-    columns: tuple[str, ...] = ()
+    columns: Names = ()
     """Columns of the tasks to read. Default: all, so each must be of a type that JSON can hold."""
 
 
