@@ -123,6 +123,30 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     assert (merged.group_size, merged.data, merged.steps, merged.epochs) == (6, Path("a.jsonl"), None, 2.0)
 
 
+def test_a_flag_replaces_one_entry_of_a_table_in_the_file_or_of_an_earlier_run(tmp_path: Path) -> None:
+    flags = {**NEEDED, "rewards": {"cost": 0.3}, "backend_options": {"slots": 8}}
+    rewards = {"tool_status": 0.5, "latency": 0.1}
+    options = {"slots": 64, "micro_batch_tokens": 4096}
+    file = tmp_path / "train.toml"
+    tables = ("[rewards]", "tool_status = 0.5", "latency = 0.1", "[backend_options]", "slots = 64")
+    file.write_text("\n".join([*tables, "micro_batch_tokens = 4096"]))
+    base = json.loads(to_json(config(rewards=rewards, backend_options=options)))
+    base = {name: value for name, value in base.items() if value is not None}
+    for merged in (merge(file, flags), merge(None, flags, base=base), merge(file, flags, base=base)):
+        assert merged.rewards == {**rewards, "cost": 0.3}
+        assert merged.backend_options == {"slots": 8, "micro_batch_tokens": 4096}
+    file.write_text("[rewards]\ncost = 0.3\n")  # a whole table
+    assert merge(file, NEEDED, base=base).rewards == {"cost": 0.3}
+
+
+def test_options_of_a_choice_are_not_kept_for_another_choice() -> None:
+    base = {**NEEDED, "credit": "gigpo", "credit_options": {"omega": 0.5}}
+    now = {"credit": "counterfactual", "credit_options": {"group": False}}
+    assert merge(None, now, base=base).credit_options == {"group": False}
+    same = {"credit": "gigpo", "credit_options": {"anchor": "prompt"}}
+    assert merge(None, same, base=base).credit_options == {"omega": 0.5, "anchor": "prompt"}
+
+
 def test_another_reward_or_agent_takes_the_place_of_what_an_earlier_run_had() -> None:
     began = {"target": None, "command": "true", "workdir": "w", "restore": ["t/**"], "reward_command": "make test"}
     base = {name: value for name, value in json.loads(to_json(config(**began))).items() if value is not None}

@@ -52,6 +52,8 @@ _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
 def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> TrainConfig:
     """Build the configuration from a TOML file and command-line flags. Flags take precedence over the file.
 
+    A flag NAME=VALUE replaces only this entry of a table. A table in the file replaces the whole table of `base`.
+
     Args:
         file: TOML file; None: none.
         flags: options by field name; None: not given.
@@ -66,7 +68,8 @@ def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] |
     plain = {name: field.default for name, field in TrainConfig.model_fields.items()}
     try:
         began = without_defaults(began, {**own, **given}, plain)
-        return TrainConfig(**_over(_over(began, own), given))
+        below = _over(began, own)
+        return TrainConfig(**_over(below, _with_entries(below, given, plain)))
     except ConfigError as error:
         told = [name for name in own if name not in given and f"{error}".startswith(f"{name} = ")]
         raise ConfigError(f"config file {file}: {error}") if told else error from None
@@ -76,6 +79,21 @@ def _over(values: Mapping[str, Any], nearer: Mapping[str, Any]) -> dict[str, Any
     """Return options in which nearer ones replace the same options and their alternatives."""
     replaced = {other for one in nearer for other in _INSTEAD.get(one, ())}
     return {**{name: value for name, value in values.items() if name not in replaced}, **nearer}
+
+
+def _with_entries(values: Mapping[str, Any], flags: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flags in which each table also has the entries of the same table in `values` that it does not replace.
+
+    Entries are left out if the flags change what they belong to, such as the credit of `credit_options`.
+    """
+    filled = dict(flags)
+    for name, table in flags.items():
+        choice = name.removesuffix("_options") if name.endswith("_options") else None
+        before = values.get(choice, plain.get(choice)) if choice else None
+        below = values.get(name)
+        if isinstance(table, Mapping) and isinstance(below, Mapping) and name != "policies":
+            filled[name] = {**below, **table} if choice is None or flags.get(choice, before) == before else table
+    return filled
 
 
 def read_toml(path: Path) -> dict[str, Any]:
