@@ -15,9 +15,10 @@ from lightning_spans.errors import ConfigError, RefusedError
 from lightning_spans.record.delivery.otlp import PROTOBUF, encode
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store.http import HttpStore
-from lightning_trainer.cli import processes
+from lightning_trainer.cli import main, processes
 from lightning_trainer.cli.servers.upstream_keys import with_keys
 from lightning_trainer.gateway.upstream.upstream import parse_upstream
+from lightning_trainer.runner import undumpable
 from lightning_trainer.runner.environment import allowed_environment, without_keys
 from support.gateway.theft import reward_of
 
@@ -156,6 +157,21 @@ def test_a_thief_under_a_runner_finds_no_key_around_it(server, tmp_path):
     assert "--server" in found["cmdline"]  # it is the runner's
     assert key not in json.dumps(found)
     assert "LIGHTNING_KEY=" not in found["environ"]
+
+
+@pytest.mark.parametrize("words", [["runner", "t"], ["--debug", "runner", "t"]])
+def test_a_runner_hides_its_key_also_after_options_of_the_whole_command_line(monkeypatch, words):
+    class HiddenError(Exception):
+        """Raised in place of the program that starts again."""
+
+    def hide_key(_arguments):
+        raise HiddenError
+
+    monkeypatch.setattr(undumpable, "keep_to_ourselves", lambda: None)
+    monkeypatch.setattr(processes, "hide_key", hide_key)
+    monkeypatch.setattr("sys.argv", ["lightning-rl", *words])
+    with pytest.raises(HiddenError):
+        main()
 
 
 def test_a_key_file_is_taken_from_the_command_line_whichever_way_it_is_given():

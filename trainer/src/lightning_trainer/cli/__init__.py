@@ -241,7 +241,7 @@ def main() -> None:
     from lightning_trainer.runner.undumpable import keep_to_ourselves
 
     keep_to_ourselves()  # before any key is read
-    if sys.argv[1:2] == ["runner"]:
+    if next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None) == "runner":
         from lightning_trainer.cli.processes import hide_key
 
         hide_key(sys.orig_argv)
