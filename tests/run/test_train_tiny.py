@@ -455,20 +455,21 @@ def test_a_task_teaches_where_an_agent_to_be_trained_earns_differently(folder: P
 
 
 @pytest.mark.parametrize(
-    ("keep", "told"),
+    ("data", "keep", "told"),
     [
-        ("tasks.jsonl", "is the file of all tasks"),
-        ("kept.parquet", "ends with .jsonl"),
-        ("tasks.jsonl/kept.jsonl", "can't be written"),
+        ("tasks.jsonl", "tasks.jsonl", "is a file of --data"),
+        ("tas*.jsonl", "tasks.jsonl", "is a file of --data"),
+        ("tasks.jsonl", "kept.parquet", "ends with .jsonl"),
+        ("tasks.jsonl", "tasks.jsonl/kept.jsonl", "can't be written"),
     ],
 )
-def test_tasks_that_can_not_be_kept_are_not_tried(folder: Path, model: Path, keep: str, told: str) -> None:
+def test_tasks_that_can_not_be_kept_are_not_tried(folder: Path, model: Path, data: str, keep: str, told: str) -> None:
     from click.testing import CliRunner
 
     from lightning_trainer.cli import cli
 
     before = (folder / "tasks.jsonl").read_text()
-    asked = ["tasks", "tiny_agent:run", "--data", "tasks.jsonl", "--model", str(model), "--first", "1", "--keep", keep]
+    asked = ["tasks", "tiny_agent:run", "--data", data, "--model", str(model), "--first", "1", "--keep", keep]
     done = CliRunner().invoke(cli, asked)
     assert done.exit_code == 2
     assert told in done.output

@@ -47,8 +47,7 @@ def load_tasks(path: Path, columns: Sequence[str] = ()) -> list[Task]:
             line number. Or a folder holds several splits, no task has one of the columns, or a column holds what a task
             can't.
     """
-    found = [] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  # it may be absolute
-    tasks = [task for name in found or [str(path)] for task in _tasks(Path(name), columns)]
+    tasks = [task for name in _named_by(path) for task in _tasks(name, columns)]
     if not tasks:
         raise DataError(f"data file {path} is empty. It must hold at least one task.")
     there = {name for task in tasks for name in task}
@@ -58,8 +57,27 @@ def load_tasks(path: Path, columns: Sequence[str] = ()) -> list[Task]:
     return tasks
 
 
+def task_files(path: Path) -> list[Path]:
+    """Return the files that `load_tasks` reads.
+
+    Raises:
+        DataError: a folder contains no data set, or several splits.
+    """
+    return [file for name in _named_by(path) for file in _files(name)]
+
+
+def _named_by(path: Path) -> list[Path]:
+    """Return the path if it exists; otherwise what it matches as a pattern, or the path if it matches nothing."""
+    found = [] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  # it may be absolute
+    return [Path(name) for name in found] or [path]
+
+
+def _files(path: Path) -> list[Path]:
+    return _folder(path) if path.is_dir() else [path]
+
+
 def _tasks(path: Path, columns: Sequence[str]) -> Iterator[Task]:
-    for file in _folder(path) if path.is_dir() else [path]:
+    for file in _files(path):
         faulty = FaultyRows(file)
         for row in faulty.readable(_rows(file, columns)):
             yield finite({name: row.value[name] for name in columns if name in row.value} if columns else row.value)

@@ -150,18 +150,19 @@ def _draft(path: Path, data: Path) -> Draft:
     """Start the file for the tasks that are kept.
 
     Raises:
-        ConfigError: it cannot be written, `train --data` could not read it, or it would overwrite the file of all
+        ConfigError: it cannot be written, `train --data` could not read it, or it would overwrite a file of
             tasks.
     """
     from lightning_spans.errors import ConfigError
     from lightning_trainer.kits.export.files import Draft
+    from lightning_trainer.run.data import task_files
 
     if path.suffix != ".jsonl":
         raise ConfigError(f"{path}: the file holds JSON Lines. Give it a name that ends with .jsonl.")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder. Give the name of a file.")
-    if path.exists() and path.samefile(data):
-        raise ConfigError(f"--keep {path} is the file of all tasks, and would lose the other tasks. Name another file.")
+    if path.exists() and any(path.samefile(file) for file in task_files(data)):
+        raise ConfigError(f"--keep {path} is a file of --data, and would lose its other tasks. Name another file.")
     return Draft(path)
 
 
