@@ -147,16 +147,24 @@ def test_only_what_the_run_learned_from_counts(run: Path, tmp_path: Path) -> Non
     store.close()
     [last] = lines(str(run), "--store", str(tmp_path / "shared.db"))
     assert (last["account"]["rollouts"], last["account"]["rewards"]) == (2, 2.0)
-    refused = CliRunner().invoke(cli, ["blame", str(run), "--store", str(tmp_path / "shared.db"), "--step", "1"])
+    refused = CliRunner().invoke(cli, ["blame", str(run), "--store", str(tmp_path / "shared.db"), "--step", "2"])
     assert "their ids start with run-" in refused.output
 
 
 def test_another_credit_a_step_and_automatic_rewards_can_be_asked_for(run: Path) -> None:
-    found = lines(str(run), "--credit", "last", "--step", "1", "--rewards", "tool_status=0.1")
+    found = lines(str(run), "--credit", "last", "--step", "2", "--rewards", "tool_status=0.1")
     assert found[-1]["account"]["credit"] == "last"
     assert found[-1]["account"]["attempts"] == 2
     assert found[-1]["account"]["given"]["tool_status"] == {"worker": 0.0}
     assert found[-1]["account"]["credited"] == pytest.approx(found[-1]["account"]["rewards"])
+
+
+def test_steps_count_from_1_as_in_the_terminal(run: Path) -> None:
+    of_step_2 = ["--rollout", "run-1:t1-0-1"]
+    assert len(lines(str(run), "--step", "2", *of_step_2)) == 3
+    for step, message in (("1", "no call of run-1:t1-0-1 counts"), ("0", "no training rollout of step 0 has ended")):
+        refused = CliRunner().invoke(cli, ["blame", str(run), "--step", step, *of_step_2])
+        assert message in refused.output
 
 
 @pytest.mark.parametrize(

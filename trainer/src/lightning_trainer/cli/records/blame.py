@@ -30,7 +30,14 @@ _OF_FORKS: Final = ("forks", "alternatives", "orders", "fork_at", "fork_tools")
 @click.argument("run", type=click.Path(path_type=Path))
 @field_option(CreditOptions, "credit", text="Use this credit assignment instead of the run's.")
 @field_option(CreditOptions, "gamma", type=float, text="Discount factor of that credit assignment.")
-@click.option("--step", "steps", multiple=True, type=int, help="Only rollouts of this step. May be repeated.")
+@click.option(
+    "--step",
+    "steps",
+    multiple=True,
+    type=int,
+    help="Only rollouts of this step, counted from 1 as in the terminal; with --val: of the validation after this many"
+    " steps. May be repeated.",
+)
 @click.option("--val", "held_out", is_flag=True, help="Show rollouts of held-out tasks instead of training tasks.")
 @rollouts_option("Show the calls of this rollout")
 @json_flag("Print JSON: one line per turn or call, then the account.")
@@ -129,7 +136,8 @@ def _choose_rollouts(
 
     mode = "val" if held_out else "train"
     found = groups_of((rollout.group_id for rollout in rollouts), run, shared=shared)
-    groups = {group for group, step in found.items() if step.mode == mode and (not steps or step.number in steps)}
+    wanted = {step if held_out else step - 1 for step in steps}  # training steps are stored from 0 and shown from 1
+    groups = {group for group, step in found.items() if step.mode == mode and (not wanted or step.number in wanted)}
     ended = [each for each in rollouts if each.group_id in groups and each.status in ("succeeded", "failed")]
     if not ended:
         where = f": their ids start with {prefix_of(run)}, as its folder is called" if shared else ""
