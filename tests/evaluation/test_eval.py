@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,27 @@ def test_an_evaluation_that_was_killed_goes_on_and_repeats_nothing(folder):
     assert (found["tasks"], found["counted"]) == (3, 6)
     lines = [json.loads(line) for line in (folder / "e/samples.jsonl").read_text().splitlines()]
     assert [(s["task"], s["sample"]) for s in lines] == [(task, n) for task in range(3) for n in range(2)]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process there can't interrupt itself")
+def test_ctrl_c_says_at_once_what_is_cancelled(folder, monkeypatch, capfd):
+    first, stopped = iter([True]), threading.Event()
+
+    def interrupt(_body: dict[str, Any], _seen: int) -> Reply:
+        if next(first, False):
+            os.kill(os.getpid(), signal.SIGINT)
+        stopped.wait(60)
+        return Reply(text="good")
+
+    with ScriptedServer(interrupt) as server:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        try:
+            result = rl("app:run", "--data", "tasks.jsonl", "--workers", "1", "--concurrency", "1", "--out", "e")
+        finally:
+            stopped.set()
+    assert result.exit_code == 130
+    assert "(0 of 3) will be cancelled. Press Ctrl-C again to quit now.\n" in capfd.readouterr().err
+    assert "Continue with: lightning-rl eval --resume e" in result.output
 
 
 def ended(path: Path, count: int, process: subprocess.Popen[bytes]) -> bool:

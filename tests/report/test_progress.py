@@ -118,3 +118,9 @@ def test_ctrl_c_says_at_once_what_is_waited_for_and_what_a_second_one_does(capfd
     shown.phase("saving")
     shown.stopping()
     assert "saving must finish first. Press" in capfd.readouterr().err
+    shown.phase("learning", 4, 8)
+    shown.stopping()
+    assert "learning (step 5 of 8) must finish first, then the weights are saved" in capfd.readouterr().err
+    shown.phase("samples of gpt-9", 3, 64)
+    shown.stopping()
+    assert "samples of gpt-9 (3 of 64) will be cancelled. Press Ctrl-C again to quit now.\n" in capfd.readouterr().err

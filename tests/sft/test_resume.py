@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ pytest.importorskip("torch")
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.sft import fit
-from lightning_trainer.run.interrupts import SavedInterrupt
 
 pytestmark = pytest.mark.torch
 
@@ -92,11 +92,19 @@ def test_what_was_killed_comes_to_the_same(
 
 
 def test_what_was_asked_to_stop_goes_on_where_it_stopped(
-    tmp_path: Path, tiny_model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fit, "LONGEST_UNSAVED_S", 1e9)
-    cut(monkeypatch, 4, SavedInterrupt())
+    real, signals = TorchLearner.update, iter([None, None, None, signal.SIGINT])
+
+    def update(learner: TorchLearner, rows: Any) -> dict[str, float]:
+        if (number := next(signals, None)) is not None:
+            signal.raise_signal(number)
+        return real(learner, rows)
+
+    monkeypatch.setattr(TorchLearner, "update", update)
     stopped = run(data, *options(tiny_model), "--out", tmp_path / "cut")
+    assert "stopping: learning (step 4 of 8) must finish first, then the weights are saved" in capfd.readouterr().err
     assert f"Continue with: lightning-rl sft --resume {tmp_path / 'cut'}" in stopped.output.replace("\n", "")
     assert json.loads((tmp_path / "cut" / "learning.json").read_text())["standing"]["taken"] == 4
     assert run("--resume", tmp_path / "cut").exit_code == 0

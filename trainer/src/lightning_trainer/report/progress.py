@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 IMPORTING: Final = "importing the agent"  # may still reject the program: then the error is the only line printed
-_CUT = ("rollouts", "validation", "asking the teacher's server")  # phases that are cut off on a stop
+_MEASURING: Final = (
+    "samples of", "tasks under a candidate", "a proposal of the reflection model", "attacks and rollouts", "replays",
+    "continuations",
+)  # fmt: skip
+_CUT: Final = ("rollouts", "validation", "asking the teacher's server", *_MEASURING)  # cut off on a stop
+_UNCHANGED: Final = ("starting", IMPORTING, "loading", "writing", "judging samples", *_MEASURING)  # without new weights
 _LINE_S: Final = 30.0  # seconds between lines of a long wait, without a terminal
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -161,14 +166,15 @@ class ProgressDisplay:
     def stopping(self) -> None:
         """Print that a stop was requested, and what must end first. Called from a signal handler."""
         name, done, total = self._phase
-        what = f"{name}{f' ({done} of {total})' if total else ''}"
-        then = "will be cancelled" if name.startswith(_CUT) else "must finish first"
-        saved = "" if name == "saving" else ", then the weights are saved"
-        text = (
-            f"\nstopping: {what} {then}{saved}. Press Ctrl-C again to quit now and lose"
-            " everything after the last checkpoint (or the whole run, if there is none yet).\n"
-        )
-        os.write(2, text.encode())  # not through the console, which may be in the middle of a line
+        cut = name.startswith(_CUT)
+        place = f" ({done} of {total})" if cut else f" (step {done + 1} of {total})"
+        text = f"\nstopping: {name}{place if total else ''} {'will be cancelled' if cut else 'must finish first'}"
+        if not name.startswith((*_UNCHANGED, "saving")):
+            text += ", then the weights are saved"
+        text += ". Press Ctrl-C again to quit now"
+        if not name.startswith(_UNCHANGED):
+            text += " and lose everything after the last checkpoint (or the whole run, if there is none yet)"
+        os.write(2, f"{text}.\n".encode())  # not through the console, which may be in the middle of a line
 
     def _panel(self) -> RenderableType:
         from rich.console import Group

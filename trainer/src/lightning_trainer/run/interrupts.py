@@ -14,7 +14,7 @@ class SavedInterrupt(KeyboardInterrupt):
 
 
 @contextmanager
-def defer_interrupts(tell: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
+def defer_interrupts(tell: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C and SIGTERM within the block; a second one ends the program at once.
 
     Outside the main thread nothing is deferred, because Python delivers signals only to the main thread.

@@ -172,7 +172,7 @@ def _measure(
     """
     drawn = []
     with ExitStack() as stack:
-        check = stack.enter_context(defer_interrupts())
+        check = stack.enter_context(defer_interrupts(progress.stopping))
         store = stack.enter_context(open_database(config.store or str(folder / STORE_NAME)))
         judge = stack.enter_context(open_judge(judging, store, seed=config.seed or 0, cache=folder / CACHE_NAME))
         for subject, suffix in zip(subjects, ("", "b"), strict=False):

@@ -131,7 +131,7 @@ class Measurement:
             LightningError: the judge gave no verdict; the samples that it is to judge are kept.
         """
         if self.judge is not None:
-            self.progress.phase("judging")
+            self.progress.phase("judging samples")
             found = self.judge.verdicts(found)
         new = self._read(found)
         self.samples |= {(sample.task, sample.sample): sample for sample in new}

@@ -69,7 +69,7 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
     try:
         with (
             open_folder(folder, folder if resume else None, base=folder.parent, begun=_has_journal),
-            defer_interrupts() as check,
+            defer_interrupts(progress.stopping) as check,
             _session(config, folder, progress) as session,
         ):
             _keep(folder, state)

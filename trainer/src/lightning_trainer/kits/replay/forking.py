@@ -81,7 +81,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
     if not config.dry_run:
         refuse_judge(program)
         refuse_idle(config.program, program.subject, config.instead)
-    with open_database(config.store) as store, defer_interrupts() as check:
+    with open_database(config.store) as store, defer_interrupts(progress.stopping) as check:
         source = recorded(store, rollout_id=config.rollout, attempt_id=config.attempt)
         _check_data(config, source)
         replay = Replay(

@@ -125,7 +125,7 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
     refuse_judge(program)
     refuse_idle(config.program, config.program.subject)
     program = program if tried else replace(program, subject=None)  # the run's own model is not tried
-    with open_database(config.store) as store, defer_interrupts() as check:
+    with open_database(config.store) as store, defer_interrupts(progress.stopping) as check:
         sources: dict[str, RecordedAttempt | str] = {
             name: _source(store, name, task) for name, task in _choose_attempts(config, store)
         }

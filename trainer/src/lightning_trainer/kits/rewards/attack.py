@@ -179,7 +179,7 @@ class _AttackRun:
         logs = self.folder / "logs"
         logs.mkdir()
         with (
-            defer_interrupts() as check,
+            defer_interrupts(progress.stopping) as check,
             open_session(
                 Job.of(config),
                 self.store,

@@ -85,7 +85,7 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
     data = read(config)
     config.permits.check_tenants(data.tenants)
     with ExitStack() as stack:
-        check = stack.enter_context(defer_interrupts())
+        check = stack.enter_context(defer_interrupts(progress.stopping))
         folder = stack.enter_context(learning_folder(config.out, resume))
         kept = SavedState(folder=folder, data=data.digest) if resume is None else SavedState.read(folder, data.digest)
         progress.phase(f"loading {config.model}")
