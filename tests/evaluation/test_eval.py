@@ -25,6 +25,7 @@ from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import EvalConfig
+from lightning_trainer.work import Work
 
 AGENT = """
 import os
@@ -197,6 +198,27 @@ def test_the_store_of_an_evaluation_is_named_again_where_its_password_is_not_kep
     assert "that is enough" in rl("--resume", "e", "--store", store).output
     assert asked == ["postgresql://me@host/db", store]
     assert "leave out --samples" in rl("--resume", "e", "--store", store, "--samples", "2").output
+
+
+def test_a_command_with_a_password_is_given_again_to_resume(folder, monkeypatch):
+    asked = []
+
+    def evaluated(config: EvalConfig, *_: Any, **__: Any) -> None:
+        asked.append((config.command, config.work.reward_command))
+        raise ConfigError("that is enough")
+
+    command, reward = "node a.js postgres://me:secret@db/x", "./check postgres://me:secret@db/x"
+    config = EvalConfig(data=Path("tasks.jsonl"), command=command, work=Work(reward_command=reward))
+    (folder / "e").mkdir()
+    files.write_options(folder / "e", {"config": config.to_json()})
+    monkeypatch.setattr("lightning_trainer.kits.evaluation.evaluate.evaluate", evaluated)
+    assert "secret" not in (folder / "e" / files.ASKED_NAME).read_text()
+    for given in ([], ["--command", command]):
+        assert "--reward-command again" in rl("--resume", "e", *given).output
+    assert asked == []
+    rl("--resume", "e", "--command", command, "--reward-command", reward)
+    assert asked == [(command, reward)]
+    assert "leave out --workdir" in rl("--resume", "e", "--command", command, "--workdir", "w").output
 
 
 def reply_to(body: dict[str, Any], seen: int) -> Reply:

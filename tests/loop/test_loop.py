@@ -282,7 +282,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     again = SimpleNamespace(train=SimpleNamespace(model="smollm2-135m"))
     monkeypatch.setattr(search.search, "read_options", lambda *_: again)
     monkeypatch.setattr(learning, "evaluate", evaluate)
-    monkeypatch.setattr(learning, "config_to_resume", lambda folder: None)
+    monkeypatch.setattr(learning, "config_to_resume", lambda *_: None)
     for module in (selection, record):
         monkeypatch.setattr(module, "write_atomically", write)
     monkeypatch.setattr(deployment, "keep", keep_row)

@@ -264,7 +264,32 @@ def test_every_option_is_described() -> None:
         ("sqlite:///a:b@c.db", "sqlite:///a:b@c.db"),
     ],
 )
-def test_a_password_in_an_address_is_not_kept(given: str, kept: str) -> None:
+def test_a_password_in_the_address_of_a_store_is_not_kept(given: str, kept: str) -> None:
     original = config(store=given)
     assert TrainConfig.model_validate_json(to_json(original)).store == kept
     assert original.store == given
+
+
+def test_an_option_with_a_password_is_marked_and_must_be_given_again() -> None:
+    given = {
+        "command": "node agent.js --db postgres://me:secret@db/shop",
+        "workdir": "https://bot:secret@git.example/app.git",
+        "reward_command": "./check.sh 'http://ci/api?password=secret&x=1'",
+        "judge": {"endpoint": "https://me:secret@judge.example/v1", "model": "j"},
+        "reward": "judge",
+    }
+    command = {name: given[name] for name in ("command", "workdir", "reward_command")}
+    kept = to_json(config(target=None, **command))
+    assert "secret" not in kept
+    base = {name: value for name, value in json.loads(kept).items() if value is not None}
+    assert base["command"] == "node agent.js --db postgres://me:***@db/shop"
+    assert base["reward_command"] == "./check.sh 'http://ci/api?password=***&x=1'"
+    with pytest.raises(ConfigError, match="Give --command and --workdir and --reward-command again"):
+        merge(None, {"steps": 3}, base=base)
+    assert merge(None, command, base=base) == config(target=None, **command)
+    judged = {"judge": given["judge"], "reward": "judge"}
+    base = {name: value for name, value in json.loads(to_json(config(**judged))).items() if value is not None}
+    with pytest.raises(ConfigError, match=r"judge had one\. Give --judge again"):
+        merge(None, {"judge": {"model": "j2"}}, base=base)
+    again = merge(None, {"judge": {"endpoint": "https://me:secret@judge.example/v1"}}, base=base)
+    assert again.judge == given["judge"]

@@ -14,7 +14,9 @@ pytest.importorskip("torch")
 
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.cli import cli
+from lightning_trainer.config.files import to_json
 from lightning_trainer.kits.sft import fit
+from lightning_trainer.kits.sft.config import SftConfig
 
 pytestmark = pytest.mark.torch
 
@@ -109,6 +111,19 @@ def test_what_was_asked_to_stop_goes_on_where_it_stopped(
     assert json.loads((tmp_path / "cut" / "learning.json").read_text())["standing"]["taken"] == 4
     assert run("--resume", tmp_path / "cut").exit_code == 0
     assert [step for kind, step, _ in numbers(tmp_path / "cut") if kind == "train"] == list(range(8))
+
+
+def test_a_store_with_a_password_among_the_data_is_named_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr("lightning_trainer.kits.sft.command._sft", lambda config, _: asked.append(config.data))
+    url = "postgresql://me:secret@host/db"
+    (tmp_path / "config.json").write_text(to_json(SftConfig(data=(url,), model="m")))
+    (tmp_path / "learning.json").write_text("{}")
+    assert "secret" not in (tmp_path / "config.json").read_text()
+    assert "Give DATA again" in run("--resume", tmp_path).output
+    assert "Leave out seed" in run("--resume", tmp_path, url, "--seed", 3).output
+    run("--resume", tmp_path, url)
+    assert asked == [(url,)]
 
 
 def test_other_data_or_options_are_refused_and_nothing_is_lost(

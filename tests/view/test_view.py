@@ -485,7 +485,7 @@ def test_passwords_of_a_run_are_not_shown(run: Path, tmp_path: Path) -> None:
     ask = Asked(folder)
     (row,) = ask("runs")
     for shown in (row, ask("run")):
-        assert shown["options"]["judge"]["endpoint"] == "https://me@judge.example/v1"
+        assert shown["options"]["judge"]["endpoint"] == "https://me:***@judge.example/v1"
         assert "pa:ss" not in json.dumps(shown)
 
 

@@ -18,7 +18,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer import environments as environment
 from lightning_trainer.config.defaults import without_defaults
 from lightning_trainer.config.mistakes import refuse_unknown
-from lightning_trainer.config.passwords import without_passwords
+from lightning_trainer.config.passwords import refuse_hidden, without_passwords
 from lightning_trainer.config.train import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] |
         base: options over which both take precedence.
 
     Raises:
-        ConfigError: see `TrainConfig`.
+        ConfigError: see `TrainConfig`; or an option of `base` had a password, which is not stored.
     """
     own = read_toml(file) if file is not None else {}
     given = {name: value for name, value in flags.items() if value is not None}
@@ -69,7 +69,9 @@ def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] |
     try:
         began = without_defaults(began, {**own, **given}, plain)
         below = _over(began, own)
-        return TrainConfig(**_over(below, _with_entries(below, given, plain)))
+        merged = _over(below, _with_entries(below, given, plain))
+        refuse_hidden(merged)
+        return TrainConfig(**merged)
     except ConfigError as error:
         told = [name for name in own if name not in given and f"{error}".startswith(f"{name} = ")]
         raise ConfigError(f"config file {file}: {error}") if told else error from None
@@ -191,5 +193,5 @@ def _is_heading(key: str) -> bool:
 
 
 def to_json(config: BaseModel) -> str:
-    """Return a configuration as JSON text, as stored in the run's folder: without the passwords in URLs."""
+    """Return a configuration as JSON text, as stored in the run's folder; see `without_passwords`."""
     return json.dumps(without_passwords(config.model_dump(mode="json")), indent=2) + "\n"

@@ -146,17 +146,22 @@ def read_config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
     Raises:
         ConfigError: an option is missing, has a wrong value, or contradicts another one.
     """
+    from lightning_trainer.config.passwords import hidden_options
     from lightning_trainer.kits.evaluation.config import EvalConfig
     from lightning_trainer.kits.evaluation.evaluate import config_to_resume
+    from lightning_trainer.kits.evaluation.folder import read_options
     from lightning_trainer.kits.evaluation.summary import Counting
     from lightning_trainer.naming import parse_rules
 
     if resume is not None:
         store = flags.pop("store", None)  # not saved because its URL may contain a password
-        if flags:
-            wrong = ", ".join(f"--{name.replace('_', '-')}" for name in flags if name != "target") or "TARGET"
-            raise ConfigError(f"a resumed evaluation keeps its options: leave out {wrong}.")
-        return config_to_resume(resume) if store is None else config_to_resume(resume).with_values(store=store)
+        again = {"command" if name == "program" else name: value for name, value in flags.items()}
+        hidden = hidden_options(read_options(resume)["config"]) if again else []
+        if wrong := [name for name in again if name not in hidden]:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong if name != "target") or "TARGET"
+            raise ConfigError(f"a resumed evaluation keeps its options: leave out {named}.")
+        config = config_to_resume(resume, {**again, "work": again})
+        return config if store is None else config.with_values(store=store)
     flags = with_environment(flags)
     target, program = flags.get("target"), flags.pop("program", None)
     if (target is None) == (program is None):

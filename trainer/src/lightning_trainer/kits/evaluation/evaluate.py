@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.config.passwords import with_passwords
 from lightning_trainer.intervals import Estimate
 from lightning_trainer.judges import CACHE_NAME, JudgePlan, open_judge, read_judge
 from lightning_trainer.kits.evaluation import folder as files
@@ -197,13 +198,17 @@ def _measure(
         return drawn, read_program(store, drawn[0], config.read_prompts())
 
 
-def config_to_resume(folder: Path) -> EvalConfig:
+def config_to_resume(folder: Path, again: Mapping[str, Any] | None = None) -> EvalConfig:
     """Return the options of an evaluation to resume.
 
+    Args:
+        folder: of the evaluation.
+        again: options in the form of `EvalConfig.to_json`, from which those that had a password are taken.
+
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or an option that had a password is not given again.
     """
-    return EvalConfig.from_json(files.read_options(folder)["config"])
+    return EvalConfig.from_json(with_passwords(files.read_options(folder)["config"], again or {}))
 
 
 def _begin_record(config: EvalConfig, tasks: Sequence[Task], folder: Path, resume: Path | None) -> dict[str, Any]:

@@ -81,14 +81,18 @@ def command(
 
 
 def _read(resume: Path | None, reflect_key: Path | None, flags: dict[str, Any]) -> ImproveConfig:
-    from lightning_trainer.kits.improve.config import ImproveConfig, read_options
+    from lightning_trainer.config.passwords import hidden_options
+    from lightning_trainer.kits.improve.config import ImproveConfig, read_options, read_stored
     from lightning_trainer.kits.prompts.reflection import read_reflection
 
     if resume is not None:
-        if flags:
-            wrong = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in flags)
-            raise ConfigError(f"a resumed search keeps its options: leave out {wrong}.")
-        return read_options(resume, read_key(reflect_key) if reflect_key else os.environ.get("LIGHTNING_REFLECT_KEY"))
+        hidden = hidden_options(read_stored(resume)) if flags else []
+        if wrong := [name for name in flags if name not in hidden]:
+            named = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in wrong)
+            raise ConfigError(f"a resumed search keeps its options: leave out {named}.")
+        url = read_reflection(flags["reflect"], reflect_key).url if "reflect" in flags else None
+        key = read_key(reflect_key) if reflect_key else os.environ.get("LIGHTNING_REFLECT_KEY")
+        return read_options(resume, key, {"train": flags, "distil": flags, "reflect": {"url": url}})
     file, reflect, methods = flags.pop("file", None), flags.pop("reflect", None), flags.pop("methods", None)
     own = {name: flags.pop(name) for name in _OWN if name in flags}
     distil: dict[str, Any] = {name: flags.pop(name) for name in _TEACHER if name in flags}

@@ -14,7 +14,7 @@ from pydantic import Field
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.config.loading import load_options
-from lightning_trainer.config.passwords import without_passwords
+from lightning_trainer.config.passwords import with_passwords, without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.improve.fields import ImproveFields
 from lightning_trainer.kits.sft.config import RoundsConfig
@@ -122,19 +122,37 @@ class ImproveConfig(ImproveFields, CheckedRecord):
         write_atomically(folder / OPTIONS_NAME, (json.dumps(self.to_json(), indent=2, default=str) + "\n").encode())
 
 
-def read_options(folder: Path, reflect_key: str | None) -> ImproveConfig:
-    """Read the file that `ImproveConfig.write` wrote.
+def read_stored(folder: Path) -> dict[str, Any]:
+    """Read the file that `ImproveConfig.write` wrote, as JSON.
 
     Raises:
-        ConfigError: there is nothing to resume, or it has another version.
+        ConfigError: there is nothing to resume.
     """
     try:
-        values: dict[str, Any] = json.loads((folder / OPTIONS_NAME).read_text(encoding="utf-8"))
+        return dict(json.loads((folder / OPTIONS_NAME).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{folder} has nothing to resume: {error}. Leave --resume out.") from None
+
+
+def read_options(folder: Path, reflect_key: str | None, again: Mapping[str, Any]) -> ImproveConfig:
+    """Read the file that `ImproveConfig.write` wrote.
+
+    Args:
+        folder: of the search.
+        reflect_key: key of the model that proposes prompts.
+        again: options in the form of the file, from which those that had a password are taken.
+
+    Raises:
+        ConfigError: there is nothing to resume, it has another version, or an option that had a password is not given
+            again.
+    """
+    values = with_passwords(read_stored(folder), again)
+    try:
         train = {name: value for name, value in values["train"].items() if value is not None}
         reflect = None if values["reflect"] is None else Endpoint(**values["reflect"], key=reflect_key)
         options = {name: values[name] for name in _OWN}
         return ImproveConfig(train=TrainConfig(**train), methods=tuple(values["methods"]), reflect=reflect, **options)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder} has nothing to resume: {error}. Leave --resume out.") from None
 
 

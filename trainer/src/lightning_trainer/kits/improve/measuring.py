@@ -65,7 +65,8 @@ class HeldOutMeasurement:
 
     def _measure(self, folder: Path, model: str, prompts: Path | None) -> list[Sample]:
         if files.is_evaluation(folder):
-            evaluate(config_to_resume(folder), self.progress, resume=folder)
+            again = self._options(folder, model, prompts).to_json()
+            evaluate(config_to_resume(folder, again), self.progress, resume=folder)
         else:
             evaluate(self._options(folder, model, prompts), self.progress)
         samples = files.read_samples(folder)

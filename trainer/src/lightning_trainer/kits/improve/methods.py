@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final
 
 from lightning_spans.errors import ConfigError, NothingToLearnError, UnknownAgentError
 from lightning_trainer.config.defaults import with_defaults
+from lightning_trainer.config.passwords import with_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.improve.config import DISTIL, PROMPTS, RL, SFT, SFT_RL, ImproveConfig, rounds_options
 from lightning_trainer.kits.improve.costs import Costs, costs_of
@@ -143,7 +144,8 @@ class _Training(Method):
         from lightning_trainer.run.train import train
 
         if (self.folder / NEWEST).exists():
-            kept = {name: value for name, value in read_config(self.folder).items() if name != "epochs"}
+            options = with_passwords(read_config(self.folder), self.new_run.model_dump(mode="json"))
+            kept = {name: value for name, value in options.items() if name != "epochs"}
             run = TrainConfig(**{**kept, "resume": self.folder, "steps": steps})
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -217,7 +219,8 @@ class SftMethod(Method):
             before = self._costs(rung - 1).tokens
             try:
                 if (folder / STATE_NAME).exists():
-                    rejection_sampling(config_to_resume(folder), self.progress, resume=folder)
+                    again = rounds_options(self.config, self._own_options(self.tasks.train, 1)).model_dump(mode="json")
+                    rejection_sampling(config_to_resume(folder, again), self.progress, resume=folder)
                 else:
                     shutil.rmtree(folder, ignore_errors=True)
                     options = self._options(limit - before, rung)

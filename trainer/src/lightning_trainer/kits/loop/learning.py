@@ -35,7 +35,8 @@ def compare(config: LoopConfig, current: LoopRound, progress: Progress) -> Stage
     out, key = current.folder / "evaluation", os.environ.get("LIGHTNING_UPSTREAM_KEY")
     keys = BearerKeys(endpoint=key, against=key)
     if files.is_evaluation(out):
-        result = evaluate(config_to_resume(out), progress, resume=out, keys=keys)
+        again = _options(config, current).to_json()
+        result = evaluate(config_to_resume(out, again), progress, resume=out, keys=keys)
     else:
         shutil.rmtree(out, ignore_errors=True)
         result = evaluate(_options(config, current).with_values(out=out), progress, keys=keys)

@@ -12,6 +12,7 @@ from lightning_spans.adapter.join import GATEWAY
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import FRAMEWORK
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
+from lightning_trainer.config.passwords import refuse_hidden
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.runner.target import JUDGE, Job
 from lightning_trainer.session.answers import (
@@ -108,6 +109,7 @@ def from_run(program: Program, store: str) -> Program:
         if program.target is None and program.command is None:
             program = replace(program, target=values.get("target"), command=values.get("command"))
             program = replace(program, reward=program.reward or values.get("reward"))
+            refuse_hidden({"command": program.command})
         if program.command is not None and program.work == Work():
             program = replace(program, work=_work(values, program.reward))
         program = replace(program, name_by=program.name_by or tuple(values.get("name_by") or ()))
@@ -128,9 +130,15 @@ def from_run(program: Program, store: str) -> Program:
 
 
 def _work(values: Mapping[str, Any], reward: str | None) -> Work:
-    """Return where a run's command works, and the source of its reward, unless `reward` replaces it."""
+    """Return where a run's command works, and the source of its reward, unless `reward` replaces it.
+
+    Raises:
+        ConfigError: an option had a password, which is not stored.
+    """
     own = dict.fromkeys(("reward_command", "restore", "reward_from", "reward_range")) if reward is not None else {}
-    return Work.of({**values, **own})
+    whole = {**values, **own}
+    refuse_hidden({name: whole.get(name) for name in ("workdir", "reward_command")})
+    return Work.of(whole)
 
 
 def refuse_unseen(program: Program, record: Record, *, allowed: bool) -> None:

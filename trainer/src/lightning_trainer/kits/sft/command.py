@@ -39,7 +39,8 @@ def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, *
     """
     flags = given_flags(flags)
     if resume is not None:
-        _go_on(resume, sorted({*flags, *(["data"] if tasks else []), *data}))
+        given = {"tasks": tasks, "data": data, **flags}
+        _go_on(resume, {name: value for name, value in given.items() if value})
         return
     if "rounds" in flags:
         _sample_and_learn(data, tasks, flags)
@@ -60,16 +61,19 @@ def _sample_and_learn(data: tuple[str, ...], tasks: Path | None, flags: dict[str
     _rounds(config)
 
 
-def _go_on(folder: Path, given_too: list[str]) -> None:
+def _go_on(folder: Path, again: dict[str, Any]) -> None:
+    from lightning_trainer.config.files import read_kept
+    from lightning_trainer.config.passwords import hidden_options
     from lightning_trainer.kits.sft.rounds import rejection, state
     from lightning_trainer.kits.sft.sft import config_to_resume
 
-    if given_too:
-        raise ConfigError(f"a resumed run keeps its options. Leave out {', '.join(given_too)}.")
+    hidden = hidden_options(read_kept(folder, "Start a new run.")) if again else []
+    if wrong := sorted(name for name in again if name not in hidden):
+        raise ConfigError(f"a resumed run keeps its options. Leave out {', '.join(wrong)}.")
     if (folder / state.STATE_NAME).exists():
-        _rounds(rejection.config_to_resume(folder), folder)
+        _rounds(rejection.config_to_resume(folder, again), folder)
     else:
-        _sft(config_to_resume(folder), folder)
+        _sft(config_to_resume(folder, again), folder)
 
 
 def _rounds(config: RoundsConfig, resume: Path | None = None) -> None:

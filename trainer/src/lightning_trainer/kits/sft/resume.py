@@ -16,6 +16,7 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.config.files import read_kept
+from lightning_trainer.config.passwords import with_passwords
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.run.folders import run_folder
 
@@ -88,11 +89,15 @@ def learning_folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
         yield folder
 
 
-def began_with(folder: Path) -> dict[str, Any]:
+def began_with(folder: Path, again: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read the options that learning began with, except those that were not set.
 
+    Args:
+        folder: of the run.
+        again: options, from which those that had a password are taken.
+
     Raises:
-        ConfigError: they cannot be read.
+        ConfigError: they cannot be read, or one that had a password is not given again.
     """
-    values = read_kept(folder, "Start a new run.")
+    values = with_passwords(read_kept(folder, "Start a new run."), again or {})
     return {name: value for name, value in values.items() if value is not None and name != "out"}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.schema.agents import unheard
@@ -120,14 +121,14 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
         )  # fmt: skip
 
 
-def config_to_resume(folder: Path) -> SftConfig:
-    """Return the options of a run to resume.
+def config_to_resume(folder: Path, again: Mapping[str, Any] | None = None) -> SftConfig:
+    """Return the options of a run to resume; see `began_with`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or an option that had a password is not given again.
     """
     read_state(folder, STATE_NAME)  # raises if there is no state
-    return SftConfig(**with_current_names(began_with(folder)))
+    return SftConfig(**with_current_names(began_with(folder, again)))
 
 
 def options_of(config: SftConfig) -> dict[str, object]:

@@ -12,7 +12,7 @@ from sqlalchemy import func, select
 from lightning_spans.errors import RefusedError
 from lightning_spans.store.deployments import Deployment
 from lightning_spans.store.sql import schema
-from lightning_trainer.config.passwords import without_passwords
+from lightning_trainer.config.passwords import without_password
 from lightning_trainer.kits.deploy.approvals import needs_approval
 from lightning_trainer.kits.deploy.outcomes import rules_of
 from lightning_trainer.kits.deploy.table import read_histories
@@ -113,5 +113,5 @@ def agent_page(
         history=[transition_row(one) for one in older[:limit]],
         next=older[limit - 1].number if len(older) > limit else None,
         acts=acts,
-        store=str(without_passwords(run.store)),
+        store=without_password(run.store),
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_spans.errors import ConfigError, NothingToLearnError
 from lightning_trainer.config.files import merge
 from lightning_trainer.config.loading import load_options
+from lightning_trainer.config.passwords import with_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.evaluation.summary import Counting
 from lightning_trainer.kits.loop.methods.method import CHECKPOINT, MODEL, RoundInput
@@ -78,7 +79,8 @@ class AdapterMethod:
         """Train, or resume the run."""
         run = self._run(config, given)
         if (given.out / NEWEST).exists():
-            run = TrainConfig(**{**read_config(given.out), "resume": given.out})
+            kept = with_passwords(read_config(given.out), run.model_dump(mode="json"))
+            run = TrainConfig(**{**kept, "resume": given.out})
         else:
             shutil.rmtree(given.out, ignore_errors=True)
         try:

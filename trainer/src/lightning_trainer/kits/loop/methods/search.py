@@ -49,7 +49,9 @@ class SearchMethod:
     def learn(self, config: LoopConfig, given: RoundInput, progress: Progress) -> StageResult:
         """Search, or resume the search."""
         if (given.out / search.OPTIONS_NAME).exists():
-            chosen = search.read_options(given.out, os.environ.get("LIGHTNING_REFLECT_KEY"))
+            own = self._train(config, given).model_dump(mode="json")
+            again = {"train": own, "distil": config.method_options.get("distil")}
+            chosen = search.read_options(given.out, os.environ.get("LIGHTNING_REFLECT_KEY"), again)
             found = improve(chosen, progress, resume=given.out)
         else:
             shutil.rmtree(given.out, ignore_errors=True)

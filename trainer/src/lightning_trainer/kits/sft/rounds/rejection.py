@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 from lightning_spans.errors import NothingToLearnError
 from lightning_trainer import registry
@@ -118,14 +119,14 @@ def _stop_message(folder: Path) -> str:
     return f"stopped: {what}{then}"
 
 
-def config_to_resume(folder: Path) -> RoundsConfig:
-    """Return the options of rounds to resume.
+def config_to_resume(folder: Path, again: Mapping[str, Any] | None = None) -> RoundsConfig:
+    """Return the options of rounds to resume; see `began_with`.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or one that had a password is not given again.
     """
     RoundsState.read(folder)  # raises if there is no state
-    kept = with_current_names(began_with(folder))
+    kept = with_current_names(began_with(folder, again))
     return RoundsConfig(**{name: value for name, value in kept.items() if name not in OF_FILES})
 
 
