@@ -125,6 +125,13 @@ def test_checkpoints_of_a_loop_are_found_without_naming_its_folder(
     assert found == [str((folder / "checkpoint").resolve()) for folder in (run, other)]
 
 
+def test_a_command_may_have_words_that_are_too_long_for_the_name_of_a_file(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.js"
+    agent.touch()
+    facts = read_facts({}, model="m", data=[], program=f"node {agent} --system '{'Be careful. ' * 30}'")
+    assert [file["path"] for file in facts.code] == [str(agent)]
+
+
 def test_an_edited_or_rewritten_manifest_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = tmp_path / "lineage.key"
     key.write_bytes(b"0123456789abcdef")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from glob import glob
@@ -60,7 +61,8 @@ def _hash_program(program: str) -> list[dict[str, str]]:
     module, colon, _ = program.partition(":")
     if colon and all(part.isidentifier() for part in module.split(".")):
         return [{"path": str(path), "sha256": _hash_file(path)} for path in _files_of(module)]
-    return [hashed for word in split(program) if Path(word).is_file() for hashed in hash_files(word)]
+    files = [word for word in split(program) if os.path.isfile(word)]  # noqa: PTH113 - a Path's raises OSError if the word is too long for a name
+    return [hashed for word in files for hashed in hash_files(word)]
 
 
 def _files_of(module: str) -> list[Path]:
