@@ -197,6 +197,7 @@ LEARNED = {
     "trace": StepSources(traces=["a" * 32]),
     "call": StepSources(calls=["call"], traces=["f" * 32]),
     "task": StepSources(rollouts=["another"], tasks=["b" * 32], tenants=["acme"]),
+    "example": StepSources(rollouts=["c" * 32], traces=["c" * 32], calls=["of-example"], sources=["origin:live"]),
 }
 WAYS = {
     "rollout": (("--rollout", "r"), {"rollout"}),
@@ -204,9 +205,9 @@ WAYS = {
     "call": (("--call", "call"), {"call"}),
     "tenant": (("--tenant", "acme"), {"task"}),
     "retention": (("--expired",), {"call"}),
-    "age": (("--older-than", "30d"), {"trace"}),
-    "origin": (("--origin", "live"), {"trace", "call", "task"}),
-    "everything": (("--older-than", "0m"), {"rollout", "trace", "call", "task"}),
+    "age": (("--older-than", "30d"), {"trace", "example"}),
+    "origin": (("--origin", "live"), {"trace", "call", "task", "example"}),
+    "everything": (("--older-than", "0m"), {"rollout", "trace", "call", "task", "example"}),
 }
 
 
@@ -232,6 +233,7 @@ def test_every_way_to_delete_blocks_what_learned_from_it_and_leaves_no_copy(
         "trace": live_call("of-trace", 40, "a" * 32),
         "call": live_call("call", 2, retention_days=1),
         "task": live_call("of-task", 1, "b" * 32, tenant="acme"),
+        "example": live_call("of-example", 40, "c" * 32),
     }
     store.add_calls(list(calls.values()))
     store.add_calls([replace(live_call(copy_id(one.call_id), 0), origin=SHADOW) for one in calls.values()])

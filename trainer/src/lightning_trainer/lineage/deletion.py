@@ -49,7 +49,8 @@ def find_deleted(store: Store, runs: Sequence[Path], wanted: DeleteFilter) -> se
     for step in each_step(runs):
         rollouts.update(step.get("rollouts", ()))
         traces.update(step.get("tasks", ()))
-        if "rollouts" not in step:  # the others belong to these rollouts
+        # records of rollouts are found by these; but examples of `sft` name a trace without one as their rollout
+        if "rollouts" not in step or any(source.startswith("origin:") for source in step.get("sources", ())):
             traces.update(step.get("traces", ()))
             calls.update(step.get("calls", ()))
     return {
