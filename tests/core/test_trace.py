@@ -169,11 +169,12 @@ def test_a_server_that_gives_every_answer_one_id_loses_no_call() -> None:
 
 
 def test_a_call_that_no_span_tells_of_is_a_chat_node_of_its_own() -> None:
-    lone = call("r1", agent="writer", rollout_id="r", attempt_id="a")
+    lone = call("r1", agent="writer", rollout_id="r", attempt_id="a", origin="live")
     trace = Trace.build([], [lone])
     (node,) = trace.chats
     assert (node.span.operation, node.span.agent, node.span.parent_id, node.call) == (CHAT, "writer", None, lone)
     assert (node.span.rollout_id, node.span.attempt_id, len(node.span.trace_id)) == ("r", "a", 32)
+    assert node.span.origin == "live"
     assert trace.agents == ("writer",)
     assert [half.call for half in trace.unjoined] == [lone]
     assert ids(Trace.build([], [lone]).chats) == ids(trace.chats)  # its id is the same each time

@@ -222,6 +222,7 @@ def node_of_call(call: Call, parent: Node | None) -> Node:
         agent=None if call.agent is None else name_of(call.agent),
         rollout_id=call.rollout_id,
         attempt_id=call.attempt_id,
+        origin=call.origin,
         attributes={FRAMEWORK: GATEWAY, names.REQUEST_MODEL: call.policy, RESPONSE_ID: call.response_id, **place},
     )
     node = Node(span, call)
