@@ -100,6 +100,19 @@ def test_alarm_is_a_line_of_its_own_said_once_while_it_stands(tmp_path: Path) ->
     cut.close()
 
 
+def test_an_alarm_of_the_validation_before_its_first_step_stays_in_a_resumed_run(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path)
+    log.add("train", 0, {"reward": 0.5})
+    left_out = {"rollouts": 60.0, "failed": 60.0, "reward": 0.5, "reward_all": 0.0}
+    [alarm] = log.add("val", 1, left_out)
+    log.add("train", 1, left_out)
+    assert [each.step for each in log.raised()] == [1, 2]
+    log.close()
+    again = MetricLog(tmp_path, from_step=1)
+    assert (again.alarms, again.raised()) == ([alarm], [alarm])
+    again.close()
+
+
 def test_validations_on_other_tasks_are_not_compared(tmp_path: Path) -> None:
     for step, held_out, reward in ((0, "a*1", 0.9), (1, "b*1", 0.1), (2, "b*1", 0.2)):
         log = MetricLog(tmp_path, from_step=step, held_out=held_out)

@@ -215,8 +215,13 @@ def best_step(validations: Iterable[Line]) -> int | None:
 
 
 def _stays(line: Line, from_step: int) -> bool:
-    """Whether a line was written before the checkpoint of a resumed run, including the validation before its step."""
-    return bool(line["step"] < from_step or (line["kind"] in {"val", "rollback"} and line["step"] == from_step))
+    """Whether a line was written before the checkpoint of a resumed run, including the validation before its step.
+
+    An alarm has the step of the line that raised it: of the validation, or of the step after it.
+    """
+    if line["step"] != from_step:
+        return bool(line["step"] < from_step)
+    return line["kind"] in {"val", "rollback"} or (line["kind"] == "alarm" and line["steps_taken"] == from_step)
 
 
 def _picture(curves: Mapping[str, Iterable[tuple[int, float]]]) -> bytes:
