@@ -18,8 +18,8 @@ pytest.importorskip("openai")
 pytestmark = pytest.mark.torch
 
 from lightning_trainer import TrainConfig, train
-from lightning_trainer.report.recomputed import recompute_batch
 from lightning_trainer.rl.account import UntrainedReason
+from lightning_trainer.run.recomputed import recompute_batch
 from support.training.programs import SAY, folder_with
 
 TEAM = (

@@ -103,6 +103,31 @@ def test_a_crash_is_shown_with_the_reward_that_it_had_in_the_run(tmp_path: Path)
     assert statistics.fmean(row["reward"] for row in rows) == line["reward"]
 
 
+def test_the_credit_of_a_crash_is_the_lowest_reward_that_its_step_had_without_automatic_rules(tmp_path: Path) -> None:
+    def plays(scene: Scene, skill: float) -> tuple[AttemptStatus, list[Reward], str | None]:
+        name, group, member = scene.attempt.rollout.rollout_id.rsplit("-", 2)
+        agent = scene.agent("white", None, 500)
+        scene.call(agent, [user("Your move?")], assistant(f"e{name[-2:]}{group}{member}"))
+        if (group, member) == ("0", "0"):
+            return "failed", [], "ValueError: no such move"
+        scene.tool(agent, "board", "{}", "", error="no")
+        lowest = {"t0": -2.0, "t1": -5.0}.get(name[-2:], 0.0)
+        return "succeeded", [Reward(value=1.0 if group == "0" else lowest, **scene.ids)], None
+
+    ask = Asked(make_run(tmp_path / "r", steps=2, groups=2, size=2, play=plays))
+    crashes = {rollouts_of(ask, step)[0]: reward for step, reward in ((0, -2.0), (1, -5.0))}
+    for rollout, reward in crashes.items():
+        page = ask("rollout", rollout=rollout)
+        [event] = [event for event in page["events"] if event["turn"] is not None]
+        call = ask("call", rollout=rollout, attempt=page["attempt_id"], span=event["span_id"])
+        assert page["reward"] == event["credit"] == call["choices"][0]["credit"] == reward
+    for where in ({}, {"step": 0}, {"step": 1}):
+        worst = {link["rollout_id"]: link["credit"] for link in ask("credit", **where)["worst"]}
+        assert worst.items() <= crashes.items()
+        assert len(worst) == (1 if where else 2)
+    assert ask("account", step=0)["same_as_run"]
+
+
 def test_a_run_opens_with_the_held_out_difference_of_each_agent(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", steps=4, groups=1, size=2)
     first, last = (Score.from_metrics(line) for line in read(run / "metrics.jsonl") if line["kind"] == "val")

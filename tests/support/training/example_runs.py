@@ -31,11 +31,11 @@ from lightning_trainer.config.files import to_json
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report import learned_tokens
 from lightning_trainer.report.metrics import MetricLog
-from lightning_trainer.report.recomputed import recompute_batch
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.rollouts import outcomes as outcomes_of
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import BY_TASK, by_source, score
+from lightning_trainer.run.recomputed import recompute_batch
 
 FIRST_NS = 1_790_000_000_000_000_000
 MS = 1_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -57,6 +57,10 @@ class Outcome:
         if self.unjudged is not None:
             return None
         return self.attempt if failed == "exclude" or self.crash is None else self.crash
+
+    def without(self, sources: Container[str]) -> Outcome:
+        """Return it without the rewards from these sources."""
+        return replace(self, rewards=tuple(reward for reward in self.rewards if reward.source not in sources))
 
     @property
     def ending(self) -> Ending | None:

@@ -66,7 +66,7 @@ def command(
     worse count calls.
     """
     from lightning_trainer.report.credit_report import credit_report, turns_of
-    from lightning_trainer.report.recomputed import recompute_batch
+    from lightning_trainer.run.recomputed import recompute_batch
 
     named = given_flags({"rewards": automatic}).get("rewards", {})
     config = _config(run, credit, gamma, named)

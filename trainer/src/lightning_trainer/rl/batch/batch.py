@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_spans.schema.rewards import Reward
@@ -58,3 +59,20 @@ def batch_of(calls: Calls, advantages_M: FloatArray, still: NoContrast | None, *
     ]
     every, account = (*judged, *calls.left_out), calls.account + trained
     return Batch(rows, account, calls.agents, calls.automatic, every, still.flat, still.tied, calls.given)
+
+
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """Return the batches of different groups as one."""
+    agents: Counter[str | None] = Counter()
+    for batch in batches:
+        agents.update(batch.agents)
+    return Batch(
+        rows=[row for batch in batches for row in batch.rows],
+        account=sum((batch.account for batch in batches), Account()),
+        agents=agents,
+        automatic=tuple(reward for batch in batches for reward in batch.automatic),
+        calls=tuple(call for batch in batches for call in batch.calls),
+        flat_groups=frozenset[str]().union(*(batch.flat_groups for batch in batches)),
+        tied_groups=frozenset[str]().union(*(batch.tied_groups for batch in batches)),
+        given=tuple(reward for batch in batches for reward in batch.given),
+    )

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from lightning_spans.adapter.nodes import Node
 from lightning_spans.adapter.trace import Trace
-from lightning_spans.errors import LightningError, RefusedError
+from lightning_spans.errors import RefusedError
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.calls import Choice
 from lightning_spans.schema.json import dumps
 from lightning_trainer.kits.view.answers.calls import CallChoice, CallPage, RowPlace, Token
 from lightning_trainer.kits.view.names import chosen_by, names_in
 from lightning_trainer.kits.view.reader import StoreReader
-from lightning_trainer.kits.view.reading.learning import batch_of, row_of, step_trains
+from lightning_trainer.kits.view.reading.learning import batch_of_group, row_of, step_trains
 from lightning_trainer.kits.view.reading.pieces import Pieces, pieces_of
 from lightning_trainer.kits.view.reading.texts import WHOLE, conversation, legible, messages, request_of, view_message
 from lightning_trainer.kits.view.reading.transcripts import number_or_none, reward_row, rewards_by_node
@@ -56,7 +56,7 @@ def call_page(
     turn, node = next(((n, node) for n, node in enumerate(trace.chats) if node.span.span_id == span_id), (0, None))
     if node is None:
         raise RefusedError(f"there is no model call with the span {span_id} in this attempt")
-    batch = _batch(reader, run, group_id)
+    batch = batch_of_group(reader, run, group_id)
     calls = [c for c in (batch.calls if batch else ()) if c.transition.span_id == span_id and _same(c, trace)]
     learned = _find_row(run, batch, calls, group_id)
     pieces = pieces_of([*tokenizers, *_folders(run)])
@@ -93,16 +93,6 @@ def call_page(
 
 def _same(call: CountedCall, trace: Trace) -> bool:
     return call.transition.attempt_id == trace.attempt_id
-
-
-def _batch(reader: StoreReader, run: Run, group_id: str | None) -> Batch | None:
-    if group_id is None or not step_trains(group_id):
-        return None
-    try:
-        made = batch_of(reader, run, [group_id])
-    except LightningError:
-        return None
-    return made[0] if made is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -19,12 +20,11 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.view.answers.calls import CallLink, RowPlace
 from lightning_trainer.kits.view.answers.learning import AccountPage, CreditPage, Loss, TurnCell
 from lightning_trainer.kits.view.reader import StoreReader
-from lightning_trainer.kits.view.reading.steps import OPEN, group_ids, tasks_and_rewards
+from lightning_trainer.kits.view.reading.steps import OPEN, crash_reward, group_ids, tasks_and_rewards
 from lightning_trainer.kits.view.reading.texts import view_message
 from lightning_trainer.kits.view.reading.transcripts import number_or_none
 from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.credit_report import credit_report, turns_of
-from lightning_trainer.report.recomputed import recompute_batch
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.resampling import with_contrast
@@ -32,6 +32,7 @@ from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.rollouts import outcomes as outcomes_of
 from lightning_trainer.rl.rows import Row, why_untrainable
 from lightning_trainer.run.group_ids import Step, step_of
+from lightning_trainer.run.recomputed import Failures, recompute_batch
 
 _LINKS: Final = 50  # calls to list per reason
 _ENDS: Final = 12  # distinct calls to list, of the best and of the worst
@@ -48,25 +49,40 @@ def ended_rollouts(reader: StoreReader, groups: Sequence[str]) -> list[Rollout]:
 
 
 def batch_of(
-    reader: StoreReader, run: Run, groups: Sequence[str], *, config: TrainConfig | None = None, every_agent: bool = True
+    reader: StoreReader,
+    run: Run,
+    groups: Sequence[str],
+    *,
+    config: TrainConfig | None = None,
+    every_agent: bool = True,
+    failures: Failures | None = None,
 ) -> tuple[Batch, list[Outcome]] | None:
-    """Rebuild the batch of some groups; None if the run's options are unknown, or nothing has ended."""
+    """Rebuild the batch of some groups; None if the run's options are unknown, or nothing has ended.
+
+    See `recompute_batch` for the options.
+    """
     config = config or run.config
     rollouts = ended_rollouts(reader, groups) if config is not None else []
     if config is None or not rollouts:
         return None
-    return recompute_batch(config, reader, rollouts, every_agent=every_agent, imports=run.imports)
+    return recompute_batch(config, reader, rollouts, every_agent=every_agent, imports=run.imports, failures=failures)
+
+
+def batch_of_group(reader: StoreReader, run: Run, group_id: str | None) -> Batch | None:
+    """Rebuild what a training step learned from one of its groups; None if that is impossible."""
+    if group_id is None or not step_trains(group_id):
+        return None
+    try:
+        made = batch_of(reader, run, [group_id], failures=partial(crash_reward, reader, run, step_of(group_id)))
+    except LightningError:  # a reward rule that is not installed here, a credit assigner of another version
+        return None
+    return made[0] if made is not None else None
 
 
 def judged_in(reader: StoreReader, run: Run, group_id: str | None) -> tuple[CountedCall, ...]:
     """Return the calls of a group with credit and advantage; none if they cannot be computed."""
-    made = None
-    if group_id is not None and step_trains(group_id):
-        try:
-            made = batch_of(reader, run, [group_id])
-        except LightningError:  # a reward rule that is not installed here, a credit assigner of another version
-            return ()
-    return made[0].calls if made is not None else ()
+    batch = batch_of_group(reader, run, group_id)
+    return batch.calls if batch is not None else ()
 
 
 def step_trains(group_id: str) -> bool:

@@ -6,7 +6,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select, true
@@ -199,12 +199,8 @@ def groups_page(reader: StoreReader, run: Run, step: Step, *, after: int, limit:
 
 def outcomes_of(reader: StoreReader, run: Run, rollouts: Sequence[Rollout]) -> dict[str, Outcome]:
     """Return the outcomes of rollouts by id, also of unfinished ones, without the rewards of automatic rules."""
-
-    def scored(outcome: Outcome) -> Outcome:
-        return replace(outcome, rewards=tuple(each for each in outcome.rewards if each.source not in run.rules))
-
-    timeouts = "count" if run.config is None else run.config.timeouts
-    return {each.rollout.rollout_id: scored(each) for each in outcomes(reader, rollouts, timeouts)}
+    timeouts, rules = "count" if run.config is None else run.config.timeouts, run.rules
+    return {each.rollout.rollout_id: each.without(rules) for each in outcomes(reader, rollouts, timeouts)}
 
 
 def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[Outcome]) -> float:
