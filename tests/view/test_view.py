@@ -128,6 +128,29 @@ def test_the_credit_of_a_crash_is_the_lowest_reward_that_its_step_had_without_au
     assert ask("account", step=0)["same_as_run"]
 
 
+def test_a_group_has_a_signal_if_the_rewards_of_a_trained_agent_differ(tmp_path: Path) -> None:
+    def plays(scene: Scene, skill: float) -> tuple[AttemptStatus, list[Reward], str | None]:
+        _, group, member = scene.attempt.rollout.rollout_id.rsplit("-", 2)
+        scene.call(scene.agent("writer", None, 500), [user("Go")], assistant("done"))
+        if (group, member) in {("0", "1"), ("1", "1")}:
+            return "failed", [], "ValueError: no such move"
+        value = 0.0 if group == "0" else 1.0
+        both = {"writer": value, "critic": float(member) if group == "2" else value}
+        return "succeeded", [Reward(value=v, agent=a, **scene.ids) for a, v in both.items()], None
+
+    run = make_run(tmp_path / "r", steps=1, groups=3, size=3, play=plays)
+    options = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**options, "agents": ["writer"]}))
+    ask = Asked(run)
+    assert [group["signal"] for group in ask("step", step=0)["groups"]] == [False, True, False]
+    [row] = [row for row in ask("run")["steps"] if row["mode"] == "train"]
+    [line] = [line for line in read(run / "metrics.jsonl") if line["kind"] == "train"]
+    assert row["flat"] == line["groups_without_signal"] * 3
+    (run / "metrics.jsonl").unlink()
+    [row] = [row for row in ask("run")["steps"] if row["mode"] == "train"]
+    assert row["flat"] == 1, "in the others, what the failures count for is not known yet"
+
+
 def test_a_run_opens_with_the_held_out_difference_of_each_agent(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", steps=4, groups=1, size=2)
     first, last = (Score.from_metrics(line) for line in read(run / "metrics.jsonl") if line["kind"] == "val")

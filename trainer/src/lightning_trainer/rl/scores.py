@@ -209,6 +209,12 @@ def lowest_of(shared: float, own: Collection[float]) -> float:
     return min([_total(shared, own), *(shared + value for value in own)])
 
 
+def rewards_of(names: Iterable[str], rewards: Sequence[Reward]) -> tuple[float, ...]:
+    """Return the reward of each of these agents in an attempt, as credit assigns it; without names, the attempt's."""
+    shared, own = _team_sum(rewards), agents_totals(rewards)
+    return tuple(shared + own.get(name, 0.0) for name in names) or (shared,)
+
+
 def total(rewards: Sequence[Reward]) -> float:
     """Return one number for an attempt: the rewards of the whole attempt, plus the mean over agents of their own."""
     return _total(_team_sum(rewards), agents_totals(rewards).values())

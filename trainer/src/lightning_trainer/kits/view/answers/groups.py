@@ -38,7 +38,16 @@ class RolloutRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    """A group: rollouts of one task. Their rewards are compared."""
+    """A group: rollouts of one task. Their rewards are compared.
+
+    Attributes:
+        group_id: its id.
+        task: the task, shortened.
+        mean: mean of the rewards that count; None without one.
+        deviation: their standard deviation.
+        signal: whether two rollouts that count differ in the reward of any trained agent.
+        rollouts: in the order of their ids.
+    """
 
     group_id: str
     task: str

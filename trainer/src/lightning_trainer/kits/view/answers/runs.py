@@ -40,7 +40,8 @@ class StepRow:
         reward_low, reward_high: its 95 % interval.
         low: the lowest reward.
         high: the highest reward.
-        flat: number of groups in which all rewards are equal.
+        flat: number of groups without signal, as the run logged it. While the step runs, and without a log: those in
+            which all rewards so far are equal and no rollout failed.
     """
 
     mode: str

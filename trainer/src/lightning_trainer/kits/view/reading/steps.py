@@ -26,7 +26,7 @@ from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.log.lines import Line
 from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
-from lightning_trainer.rl.scores import agents_totals, lowest, lowest_of, trained_names, trained_reward
+from lightning_trainer.rl.scores import agents_totals, lowest, lowest_of, rewards_of, trained_names, trained_reward
 from lightning_trainer.run.group_ids import Step, groups_of, step_of
 
 OPEN: Final = ("queued", "running")
@@ -72,6 +72,7 @@ class _Sums:
     """Counts and rewards of a step."""
 
     groups: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)  # groups with a failure that may count
     status: Counter[str] = field(default_factory=Counter)
     lows: list[float] = field(default_factory=list)
     highs: list[float] = field(default_factory=list)
@@ -82,19 +83,22 @@ class _Sums:
 def overview(reader: StoreReader, run: Run) -> list[StepRow]:
     """Return counts and rewards of every step. The database computes them and returns only numbers."""
     steps: defaultdict[Step, _Sums] = defaultdict(_Sums)
+    failed = failed_of(run)
     with reader.reading() as connection:
         groups = steps_by_group(connection, run)
         for group_id, status, number in _rows_of_groups(connection.execute(_select_states(run)), groups):
             sums = steps[groups[group_id]]
             sums.groups.add(group_id)
             sums.status[status] += number
+            if status == "failed" and failed != "exclude":
+                sums.failed.add(group_id)
         earned_by = connection.execute(rewards_query(run, trained=trained_in(connection, run)))
         for group_id, number, reward, low, high in _rows_of_groups(earned_by, groups):
             sums = steps[groups[group_id]]
             sums.lows.append(low)
             sums.highs.append(high)
             sums.means.append(reward / number)
-            sums.flat += low == high
+            sums.flat += low == high and group_id not in sums.failed
     logged = {Step(line["kind"], line["step"]): line for line in run.lines()}
     order = sorted(steps, key=lambda each: (each.number, each.mode != "val"))
     declared = run.declared
@@ -103,8 +107,12 @@ def overview(reader: StoreReader, run: Run) -> list[StepRow]:
 
 def _row(step: Step, sums: _Sums, line: Line | None, declared: Declared) -> StepRow:
     """Return a step with the mean that the run logged, failures included; without one, of the successes so far."""
-    so_far = estimate_mean(sums.means, reward_bounds([*sums.lows, *sums.highs], declared))
-    score = so_far if line is None else Estimate(line.get("reward"), line.get("reward_low"), line.get("reward_high"))
+    score = estimate_mean(sums.means, reward_bounds([*sums.lows, *sums.highs], declared))
+    flat = sums.flat
+    if line is not None:
+        score = Estimate(line.get("reward"), line.get("reward_low"), line.get("reward_high"))
+        if (share := line.get("groups_without_signal")) is not None:
+            flat = round(share * line.get("groups", len(sums.groups)))
     return StepRow(
         mode=step.mode,
         step=step.number,
@@ -116,7 +124,7 @@ def _row(step: Step, sums: _Sums, line: Line | None, declared: Declared) -> Step
         reward_high=score.high,
         low=min(sums.lows, default=None),
         high=max(sums.highs, default=None),
-        flat=sums.flat,
+        flat=flat,
     )
 
 
@@ -239,7 +247,7 @@ def group_rows(reader: StoreReader, run: Run, step: Step, rollouts: Sequence[Rol
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
     return [
-        _group(group_id, its, [rollout_row(run, found[each.rollout_id], crashed, agents) for each in its])
+        _group(run, group_id, [found[each.rollout_id] for each in its], crashed, agents)
         for group_id, its in groups.items()
     ]
 
@@ -259,12 +267,19 @@ def failed_of(run: Run) -> Failed:
     return config.failed if config is not None else "lowest"
 
 
-def _group(group_id: str, rollouts: Sequence[Rollout], rows: list[RolloutRow]) -> GroupRow:
+def _group(run: Run, group_id: str, its: Sequence[Outcome], crashed: float, agents: frozenset[str] | None) -> GroupRow:
+    rows = [rollout_row(run, outcome, crashed, agents) for outcome in its]
     values = [row.reward for row in rows if row.reward is not None]
-    kinds = {(row.reward, *sorted(row.by_agent.items())) for row in rows if row.reward is not None}
+    named = {reward.agent for outcome in its for reward in outcome.rewards if reward.agent is not None}
+    names = sorted(named if agents is None else named & agents)
+    kinds = {
+        (crashed,) * max(1, len(names)) if row.status == "crashed" else rewards_of(names, outcome.rewards)
+        for row, outcome in zip(rows, its, strict=True)
+        if row.reward is not None
+    }
     return GroupRow(
         group_id=group_id,
-        task=task_text(rollouts[0], _TASK),
+        task=task_text(its[0].rollout, _TASK),
         mean=statistics.fmean(values) if values else None,
         deviation=statistics.pstdev(values) if values else None,
         signal=len(kinds) > 1,
