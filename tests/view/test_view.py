@@ -261,6 +261,23 @@ def test_a_call_shows_the_tokens_that_were_recorded_and_the_row_that_it_shares(a
     assert all(token["advantage"] == page["choices"][0]["advantage"] for token in tokens)
 
 
+def test_equal_calls_of_one_agent_do_not_share_a_row(tmp_path: Path) -> None:
+    def votes(scene: Scene, skill: float) -> tuple[AttemptStatus, list[Reward], str | None]:
+        for _ in range(2):
+            scene.tokens.clear()  # each is a conversation of its own
+            scene.call(scene.agent("voter", None, 500), [user("Is it right?")], assistant("yes"))
+        return "succeeded", [Reward(value=float(scene.attempt.rollout.rollout_id[-1]), **scene.ids)], None
+
+    ask = Asked(make_run(tmp_path / "r", steps=1, groups=1, size=2, play=votes))
+    [rollout, _] = rollouts_of(ask)
+    page = ask("rollout", rollout=rollout)
+    spans = [event["span_id"] for event in page["events"] if event["turn"] is not None]
+    assert len(spans) == 2
+    for span in spans:
+        call = ask("call", rollout=rollout, attempt=page["attempt_id"], span=span)
+        assert call["row"]["calls"] == [span]
+
+
 def test_a_call_shows_what_the_update_saw_of_each_token(ask: Asked, run: Path) -> None:
     pages = [
         ask("call", rollout=rollout, span=line["span_id"])
@@ -597,6 +614,16 @@ def test_a_mark_is_seen_by_others_changed_removed_and_saved_to_a_file(tmp_path: 
     assert all(line["task"]["question"].startswith("What is") for line in lines)
     mine.post("marks", rollout_id=first, marked=False)
     assert [mark["rollout_id"] for mark in others("marks")["marks"]] == [second]
+
+
+def test_a_mark_on_a_trace_outside_of_rollouts_stays_in_a_run_whose_store_has_others(tmp_path: Path) -> None:
+    url = str(tmp_path / "shared.db")
+    ask = Asked(make_run(tmp_path / "r", steps=1, groups=1, size=2, store_url=url))
+    store = open_store(url)
+    store.add_spans([Span(operation="chat", name="m", trace_id="b" * 32, span_id="c" * 16, start_ns=1, end_ns=9)])
+    store.close()
+    [mark] = ask.post("marks", trace_id="b" * 32, comment="look")["marks"]
+    assert (mark["trace_id"], mark["comment"]) == ("b" * 32, "look")
 
 
 def test_a_mark_that_can_not_be_kept_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ def marks_of(reader: StoreReader, run: Run) -> list[MarkRow]:
         if not inspect(connection).has_table(table.name):
             return []
         rows = connection.execute(select(table).order_by(table.c.marked_ns.desc())).mappings().all()
-    marks = [_row(row) for row in rows if not run.prefix or row["rollout_id"].startswith(run.prefix)]
+    # a trace outside of rollouts is shown with every run in its store
+    marks = [_row(row) for row in rows if not row["rollout_id"] or row["rollout_id"].startswith(run.prefix)]
     known = tasks_and_rewards(reader, run, (mark.rollout_id for mark in marks if mark.rollout_id))
     found = ((mark, *known.get(mark.rollout_id, ("", None))) for mark in marks)
     return [replace(mark, task=task, reward=reward) for mark, task, reward in found]

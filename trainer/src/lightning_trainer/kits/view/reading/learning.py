@@ -250,21 +250,9 @@ def distinct_links(reader: StoreReader, run: Run, calls: Iterable[CountedCall]) 
 
 def row_of(batch: Batch, transition: Transition) -> tuple[Row, RowPlace] | None:
     """Return the row of a call, and the calls that share it; None if it is in no row."""
-    mine = [row for row in batch.rows if row.attempt_id == transition.attempt_id and row.agent == transition.agent]
-    calls = [c.transition for c in batch.calls if c.transition.attempt_id == transition.attempt_id]
-    for row in mine:
-        inside = [call for call in calls if _is_in(call, row)]
-        if any(call.span_id == transition.span_id and call.choice == transition.choice for call in inside):
-            place = RowPlace(
-                calls=[call.span_id for call in inside], tokens=len(row.tokens), trained=int(row.mask.sum())
-            )
-            return row, place
+    place = (transition.span_id, transition.choice)
+    for row in batch.rows:
+        if row.attempt_id == transition.attempt_id and place in row.calls:
+            calls = [span_id for span_id, _ in row.calls]
+            return row, RowPlace(calls=calls, tokens=len(row.tokens), trained=int(row.mask.sum()))
     return None
-
-
-def _is_in(call: Transition, row: Row) -> bool:
-    if call.tokens is None or call.agent != row.agent:
-        return False
-    ids = call.tokens.prompt + call.tokens.response
-    begins = len(ids) <= len(row.tokens) and tuple(row.tokens[: len(ids)].tolist()) == ids
-    return begins and bool(row.mask[len(call.tokens.prompt) : len(ids)].any())
