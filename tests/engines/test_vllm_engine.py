@@ -26,10 +26,11 @@ pytestmark = pytest.mark.torch
 
 from lightning_trainer import train
 from lightning_trainer.backends.torch.sampler import engine_name, engine_of
-from lightning_trainer.engines.contract import EngineRequest
-from lightning_trainer.engines.vllm import folders, process
+from lightning_trainer.engines.contract import EngineRequest, HeldModel
+from lightning_trainer.engines.vllm import folders, kind, process
 from lightning_trainer.engines.vllm.guard import KeyGuard
-from lightning_trainer.engines.vllm.kind import _given_options
+from lightning_trainer.engines.vllm.kind import OwnServer, _given_options
+from lightning_trainer.engines.vllm.policies import VllmPolicies
 from lightning_trainer.engines.vllm.process import VllmProcess, command_of, environment_of, last_error
 from support.models.tiny import make_tiny_model
 from support.training.engines import answer_under_grammar
@@ -441,14 +442,7 @@ def test_a_folder_in_memory_is_removed_only_once_its_process_has_ended(tmp_path,
     assert folders.ram_folder(need=2**60) == Path(tempfile.gettempdir())
 
 
-def end_again_and_again(ours):
-    while url := ours.wait():
-        with contextlib.suppress(httpx.TransportError):
-            httpx.get(f"{url}/../end")
-
-
-def test_a_server_that_keeps_ending_is_given_up_with_its_last_error(tmp_path):
-    server = """
+ENDS_IF_ASKED = """
 import http.server, sys
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -457,12 +451,47 @@ class Answers(http.server.BaseHTTPRequestHandler):
         if self.path == "/end":
             print("OSError: the disk is full", flush=True)
             import os; os._exit(1)
+    do_POST = do_GET
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Answers).serve_forever()
 """
-    ours = VllmProcess([sys.executable, "-c", server], os.environ, tmp_path / "log")
+
+
+def end(url):
+    with contextlib.suppress(httpx.TransportError):
+        httpx.get(f"{url}/../end")
+
+
+def end_again_and_again(ours):
+    while url := ours.wait():
+        end(url)
+
+
+def test_a_server_that_keeps_ending_is_given_up_with_its_last_error(tmp_path):
+    ours = VllmProcess([sys.executable, "-c", ENDS_IF_ASKED], os.environ, tmp_path / "log")
     ours.start()
     try:
         with pytest.raises(LightningError, match="vLLM ended 4 times in a row: OSError: the disk is full"):
             end_again_and_again(ours)
     finally:
         ours.stop()
+
+
+def test_an_update_in_which_vllm_sleeps_waits_until_one_that_ended_is_back(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(kind, "command_of", lambda *_: [sys.executable, "-c", ENDS_IF_ASKED])
+    request = EngineRequest(model=tmp_path, device="cpu", policies=("writer",), lora_rank=4)
+    held = HeldModel(name="base", tokenizer=None, max_model_len=64)
+    server = OwnServer(request, held, process.Environment(vllm=True, flashinfer=False, version=None))
+    server.sleeps = True
+    policies = VllmPolicies(request, held, server, tmp_path / "adapters")
+    try:
+        server.start(policies)
+        (before,) = server.urls
+        end(before)
+        while server.process.up:
+            time.sleep(0.01)
+        with policies.rest():
+            assert server.process.up
+            assert server.urls != (before,)
+    finally:
+        policies.close()

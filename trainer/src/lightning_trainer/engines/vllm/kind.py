@@ -193,6 +193,19 @@ class OwnServer:
         self._process.crashes = 0
 
     @contextmanager
+    def held(self) -> Iterator[None]:
+        """Restart no crashed server within the block, if memory is short: it would find none."""
+        if not self.sleeps:
+            yield
+            return
+        with waiting("engine", "vLLM to answer before an update"):
+            self._process.hold()
+        try:
+            yield
+        finally:
+            self._process.release()
+
+    @contextmanager
     def asleep(self) -> Iterator[None]:
         """Let the server sleep within the block, if memory is short."""
         if not self.sleeps:

@@ -182,7 +182,7 @@ class VllmPolicies:
             EngineError: it does not fall asleep, or does not wake up.
         """
         with self.gate.shut() if self.servers.sleeps else nullcontext():
-            with self._lock, self.servers.asleep():
+            with self.servers.held(), self._lock, self.servers.asleep():  # a server that restarts takes the lock
                 yield
             self.servers.wait()  # a crashed server is restarted, and loads what is in use
 

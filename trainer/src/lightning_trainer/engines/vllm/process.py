@@ -201,8 +201,17 @@ class VllmProcess:
         return True
 
     def hold(self) -> None:
-        """Do not restart the server before `release`."""
-        self._may_start.clear()
+        """Wait until the server answers, and do not restart it before `release`.
+
+        Raises:
+            EngineError: like `wait`.
+        """
+        while True:
+            self.wait()
+            self._may_start.clear()
+            if self.up:  # so it is not being restarted either
+                return
+            self._may_start.set()
 
     def release(self) -> None:
         """Restart the server if it ended since `hold`."""

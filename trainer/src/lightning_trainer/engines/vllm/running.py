@@ -136,6 +136,10 @@ class RunningServers:
     def settled(self) -> None:
         """Do nothing: others look after them."""
 
+    def held(self) -> AbstractContextManager[None]:
+        """Do nothing: they are not ours."""
+        return nullcontext()
+
     def asleep(self) -> AbstractContextManager[None]:
         """Do nothing: they are not ours."""
         return nullcontext()

@@ -58,6 +58,10 @@ class Servers(Protocol):
         """Whether the servers sleep during updates."""
         ...
 
+    def held(self) -> AbstractContextManager[None]:
+        """Wait until the servers answer, and restart none within the block, if they sleep."""
+        ...
+
     def asleep(self) -> AbstractContextManager[None]:
         """Let the servers sleep within the block, if they do."""
         ...

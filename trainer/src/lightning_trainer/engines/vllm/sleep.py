@@ -18,26 +18,21 @@ _SLEEP_S: Final = 600.0  # copies of all weights, on a machine that may be busy
 
 
 def fall_asleep(process: VllmProcess) -> None:
-    """Put a server to sleep. If it crashes, it is not restarted before `wake_up`: it would find no memory.
+    """Put a server to sleep that is not restarted if it crashes: see `VllmProcess.hold`.
 
     Raises:
         EngineError: it does not fall asleep.
     """
-    process.wait()
-    process.hold()
     _post(process, "sleep?level=1")
 
 
 def wake_up(process: VllmProcess) -> None:
-    """Wake a server, or restart it if it crashed while it slept.
+    """Wake a server.
 
     Raises:
         EngineError: it does not wake up.
     """
-    try:
-        _post(process, "wake_up")
-    finally:
-        process.release()
+    _post(process, "wake_up")
 
 
 def _post(process: VllmProcess, path: str) -> None:
