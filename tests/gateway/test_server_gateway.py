@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import openai
@@ -385,6 +386,22 @@ def test_the_version_is_that_of_the_start_of_the_call(tmp_path):
             engine.version = 1
             assert chunk.system_fingerprint == "policy-0"
         assert server.calls("a")[0].policy_version == 0
+
+
+class Renewed(FakeEngine):
+    """Samples each further answer with newer weights."""
+
+    async def generate(self, prompt, sampling):
+        version = 3 + len(self.samplings)
+        async for piece in super().generate(prompt, sampling):
+            yield replace(piece, version=version)
+
+
+def test_a_call_whose_answers_have_several_versions_has_the_oldest(tmp_path):
+    with served(tmp_path, Renewed()) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key("a"))
+        client.chat.completions.create(model="policy", messages=USER, n=2)
+        assert server.calls("a")[0].policy_version == 3
 
 
 def test_a_run_repeats_from_its_seed_whatever_the_order_of_arrival(server, attempt):

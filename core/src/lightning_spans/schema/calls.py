@@ -46,7 +46,7 @@ class Call:
         agent: its path, from the ``x-lightning-agent`` header or the key; the span's name has priority.
         origin: the call's purpose: ``training``, ``live``, ``shadow``, or a label of the user's own.
         policy: the model or policy that answered.
-        policy_version: the number of its weights when the call began.
+        policy_version: the number of the weights that sampled it; of several, the oldest.
         prompt_token_ids: (P,) ids given to the engine; None if it did not send them.
         choices: all n of them.
         request: the request in the format of a chat completion, whatever API it used.

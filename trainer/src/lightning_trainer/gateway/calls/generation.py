@@ -41,6 +41,7 @@ class Generation:
         # reasoning and content that are held back until an answer is complete, by choice
         self._rests: list[tuple[str, str]] = []
         self._choices = [PendingChoice(index, [], []) for index in range(request.n)]
+        self._oldest: int | None = None  # version that sampled one of the pieces
         self._steered: dict[str, list[int]] = {}  # positions of steered tokens, by choice
         self._unread: dict[str, str] = {}  # why tool calls could not be parsed, by choice
         pending.sample(choices=self._choices)
@@ -50,7 +51,8 @@ class Generation:
         choice = self._choices[index]
         choice.add(piece.token_ids, piece.logprobs)
         choice.finish_reason = piece.finish_reason
-        if piece.version not in {None, self._pending.sampled.policy_version}:
+        if piece.version is not None and (self._oldest is None or piece.version < self._oldest):
+            self._oldest = piece.version
             self._pending.sample(policy_version=piece.version)
         if any(piece.steered):
             first = len(choice.token_ids or ()) - len(piece.token_ids)
