@@ -26,6 +26,7 @@ from lightning_trainer.backends.verl.control import RunServerClient
 from lightning_trainer.backends.verl.steps import micro_batches
 from lightning_trainer.backends.verl.steps.agreement import Agreement, WeightsError, agreement
 from lightning_trainer.backends.verl.steps.gathered import waits_of_step
+from lightning_trainer.backends.verl.workers import ActorWorker, CriticWorker
 from lightning_trainer.report import learned_tokens
 from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.report.speed.waits import RolloutTime, Window
