@@ -366,6 +366,54 @@ def test_calls_that_were_left_out_are_named_with_the_reason(ask: Asked) -> None:
     assert len(loss["links"]) == loss["calls"]
 
 
+@pytest.mark.parametrize(("algorithm", "size"), [("reinforce++", 1), ("ppo", 2)])
+def test_the_account_of_an_algorithm_without_groups_is_that_of_the_run(
+    tmp_path: Path, algorithm: str, size: int
+) -> None:
+    def plays(scene: Scene, skill: float) -> tuple[AttemptStatus, list[Reward], str | None]:
+        group = scene.attempt.rollout.rollout_id.split("-")[-2]
+        scene.call(scene.agent("white", None, 500), [user("Your move?")], assistant("e4"))
+        return "succeeded", [Reward(value=float(group), **scene.ids)], None
+
+    ask = Asked(make_run(tmp_path / "r", steps=1, groups=2, size=size, play=plays, algorithm=algorithm))
+    page = ask("account", step=0)
+    assert page["same_as_run"]
+    assert (page["seen"], page["trained"], page["losses"]) == (2 * size, 2 * size, [])
+    [first, *_] = rollouts_of(ask)
+    span = next(event["span_id"] for event in ask("rollout", rollout=first)["events"] if event["turn"] is not None)
+    assert ask("call", rollout=first, span=span)["row"]["calls"] == [span]
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        pytest.param({}, False, id="known"),
+        pytest.param({"kl_in": "reward", "kl_coef": 0.1}, True, id="penalties"),
+        pytest.param({"with_prompts": True, "reflector": "m=http://127.0.0.1:1/v1"}, None, id="rows added"),
+    ],
+)
+def test_only_numbers_that_the_store_can_give_are_compared_with_the_run(
+    run: Path, tmp_path: Path, options: dict[str, Any], same: bool | None
+) -> None:
+    copy = edit_run(run, tmp_path / "r", options)
+    lines = [{**line, "rows_without_gradient": -1.0} for line in read(run / "metrics.jsonl")]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert Asked(copy)("account", step=1)["same_as_run"] is same
+
+
+def test_rows_on_verl_are_merged_only_if_its_algorithm_merges_them(ask: Asked, run: Path, tmp_path: Path) -> None:
+    page = Asked(edit_run(run, tmp_path / "r", {"backend": "verl", "algorithm": "gspo"}))("account", step=1)
+    assert page["rows"] == page["trained"] == ask("account", step=1)["trained"] > ask("account", step=1)["rows"]
+
+
+def edit_run(run: Path, copy: Path, options: dict[str, Any]) -> Path:
+    """Copy a run's folder, and change options in its config."""
+    shutil.copytree(run, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **options}))
+    return copy
+
+
 def test_a_group_says_how_far_its_rollouts_are_alike_and_what_each_was_worth(ask: Asked) -> None:
     group = ask("step", step=1)["groups"][0]
     page = ask("group", group=group["group_id"])

@@ -242,12 +242,13 @@ def make_run(
     play: Play = calculates,
     seed: int = 0,
     store_url: str | None = None,
+    algorithm: str = "grpo",
 ) -> Path:
     """Write the folder of a run, as `train` would have: options, store, numbers, tokenizer, what updates saw."""
     folder.mkdir(parents=True)
     agents = ("planner", "solver") if play is calculates else None
     config = TrainConfig(
-        target="team:run", data=Path("train.jsonl"), model="tiny", agents=agents,
+        target="team:run", data=Path("train.jsonl"), model="tiny", agents=agents, algorithm=algorithm,
         batch_size=groups, group_size=size, steps=steps, rewards={"tool_status": 0.5}, seed=seed, store=store_url,
     )  # fmt: skip
     (folder / "config.json").write_text(to_json(config))
@@ -267,7 +268,8 @@ def make_run(
             log.add("val", step, {**scored.metrics(), "seconds": 4.0}, {BY_TASK: scored.by_task})
         tasks = _tasks(numbers, groups)
         outcomes = _play(world, f"{name}:t{step}", "train", tasks, size, step=step, skill=skill)
-        batch, _ = recompute_batch(config, store, [outcome.rollout for outcome in outcomes], every_agent=False)
+        its = [outcome.rollout for outcome in outcomes]
+        batch, _ = recompute_batch(config, store, its, every_agent=False, whole=True)
         store.add_rewards(batch.automatic)
         named = {learned_tokens.row_name(row): _seen(row) for row in batch.rows if row.has_gradient}
         learned_tokens.write(folder, step, named)

@@ -30,8 +30,10 @@ def recompute_batch(
     every_agent: bool = True,
     imports: Container[str] = (),
     failures: Failures | None = None,
+    whole: bool = False,
+    merge: bool = True,
 ) -> tuple[Batch, list[Outcome]]:
-    """Return credit and comparison as in the run; comparisons with whole batches are replaced by those with the group.
+    """Return credit and comparison as in the run.
 
     Args:
         config: of the run.
@@ -42,9 +44,13 @@ def recompute_batch(
             run count, because its folder may come from somebody else.
         failures: used if a failure earns the lowest reward of its step and the rollouts are only a part of the step.
             None: they are whole steps.
+        whole: whether all comparisons are made as in the run, for which the rollouts have to be those of a whole batch.
+            Otherwise those with the batch are replaced by those with the group.
+        merge: whether calls that continue an earlier one share its row.
     """
     algorithm = algorithm_by_name(config.algorithm)
-    algorithm = algorithm if algorithm.grouped else GRPO
+    if not whole and not algorithm.grouped:
+        algorithm, config = GRPO, config.model_copy(update={"alone": "batch"})
     if every_agent and config.agents is not None:  # those selected by their path keep it as their name
         config = config.model_copy(update={"agents": (*config.agents, "*")})
     ended = outcomes(store, rollouts, config.timeouts)
@@ -58,7 +64,8 @@ def recompute_batch(
                 its,
                 lambda ids: traces_of(store, attempt_ids=ids),
                 known,
-                whole=False,
+                whole=whole and config.backend != "verl",
+                merge=merge,
             )
             batches.append(batch)
             known |= {name for name in batch.agents if name is not None}

@@ -16,7 +16,10 @@ from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.transitions import Transition
 from lightning_spans.store.protocol import Where, whole_list
 from lightning_trainer import registry
+from lightning_trainer.backends.verl.options.algorithms import on_verl
+from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.kits.schedules.role_baselines import RAE
 from lightning_trainer.kits.view.answers.calls import CallLink, RowPlace
 from lightning_trainer.kits.view.answers.learning import AccountPage, CreditPage, Loss, TurnCell
 from lightning_trainer.kits.view.reader import StoreReader
@@ -56,6 +59,7 @@ def batch_of(
     config: TrainConfig | None = None,
     every_agent: bool = True,
     failures: Failures | None = None,
+    whole: bool = False,
 ) -> tuple[Batch, list[Outcome]] | None:
     """Rebuild the batch of some groups; None if the run's options are unknown, or nothing has ended.
 
@@ -65,7 +69,17 @@ def batch_of(
     rollouts = ended_rollouts(reader, groups) if config is not None else []
     if config is None or not rollouts:
         return None
-    return recompute_batch(config, reader, rollouts, every_agent=every_agent, imports=run.imports, failures=failures)
+    merge = config.backend != "verl" or on_verl(config).merge
+    return recompute_batch(
+        config,
+        reader,
+        rollouts,
+        every_agent=every_agent,
+        imports=run.imports,
+        failures=failures,
+        whole=whole,
+        merge=merge,
+    )
 
 
 def batch_of_group(reader: StoreReader, run: Run, group_id: str | None) -> Batch | None:
@@ -126,21 +140,20 @@ def account_of(reader: StoreReader, run: Run, step: int) -> AccountPage:
         unclaimed=dict(account.unclaimed),
         joined=account.joined,
         unjoined=dict(account.unjoined),
-        same_as_run=None if told is None else _same(told, account.metrics()),
+        same_as_run=None if told is None or run.config is None else _same(run.config, told, account.metrics()),
     )
 
 
 def _rebuild_batch(reader: StoreReader, run: Run, groups: Sequence[str]) -> tuple[Batch, list[Outcome]] | None:
     """Rebuild the batch of a step. Groups without contrast are replaced round by round if the run did so."""
     config, rounds = run.config, [[each for each in groups if _round(each) == 0]]
-    made = batch_of(reader, run, rounds[0], every_agent=False)
+    made = batch_of(reader, run, rounds[0], every_agent=False, whole=True)
     if made is None or config is None or not config.resample:
         return made
 
     def judge(some: Sequence[Outcome]) -> Batch:
-        return recompute_batch(config, reader, [each.rollout for each in some], every_agent=False, imports=run.imports)[
-            0
-        ]
+        rollouts = [each.rollout for each in some]
+        return recompute_batch(config, reader, rollouts, every_agent=False, imports=run.imports, whole=True)[0]
 
     def roll(_count: int, number: int) -> list[Outcome]:
         return outcomes_of(reader, ended_rollouts(reader, [each for each in groups if _round(each) == number]))
@@ -154,8 +167,14 @@ def _round(group_id: str) -> int:
     return int(found[1] or 0) if found else 0
 
 
-def _same(told: Mapping[str, Any], now: Mapping[str, float]) -> bool:
-    return all(told.get(name) == now[name] for name in ("calls_seen", "calls_trained", "rows", "rows_without_gradient"))
+def _same(config: TrainConfig, told: Mapping[str, Any], now: Mapping[str, float]) -> bool | None:
+    """Whether an account is that of the run; None if the run's has rows that were added or left out afterwards."""
+    if config.schedule is not None or config.opponents or config.with_prompts:
+        return None
+    # what these take off the advantages is not recorded
+    unknown = config.algorithm == RAE or config.teacher == SELF or (config.kl_in == "reward" and config.kl_coef > 0)
+    names = ("calls_seen", "calls_trained", "rows", *(() if unknown else ("rows_without_gradient",)))
+    return all(told.get(name) == now[name] for name in names)
 
 
 def _link_failed(links: dict[str, list[CallLink]], outcomes: Sequence[Outcome], calls: Iterable[CountedCall]) -> None:
