@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +13,16 @@ import pytest
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.transitions import Tokens, Transition
-from lightning_trainer.kits.schedules.alternate import FROZEN, AlternateCallback, turn_of, turn_steps, without_rows
+from lightning_trainer.kits.schedules.alternate import FROZEN, AlternateCallback, without_rows
 from lightning_trainer.kits.schedules.role_baselines import RAE, RoleBaselines
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import CountedCall
 from lightning_trainer.rl.rows import make_rows
-from lightning_trainer.run.cliffs import BEST_WEIGHTS
+from lightning_trainer.rl.scores import BY_TASK
+from lightning_trainer.run.cliffs import BEST_WEIGHTS, CliffGuard
+from lightning_trainer.run.state import State
+from lightning_trainer.run.turns import turn_of, turn_steps
 from support.rl.world import options_of
 
 
@@ -85,6 +90,68 @@ def test_a_policy_without_best_weights_keeps_its_newest_ones(tmp_path: Path) -> 
     (tmp_path / BEST_WEIGHTS / "black").mkdir(parents=True)
     callback.before_step(4)
     assert (restored, turns[1:]) == (["black"], [{"policy": "white", "restored": "black"}])
+
+
+class Strengths:
+    """A learner of two policies. Their weights are one number each, to which a step of their turn adds 1."""
+
+    def __init__(self) -> None:
+        self.of = {"black": 0, "white": 0}
+        self.engine = SimpleNamespace(model="base")
+
+    def save_policy(self, policy: str, folder: Path) -> None:
+        (folder / "weights").write_text(str(self.of[policy]))
+
+    def restore_policy(self, policy: str, folder: Path) -> None:
+        self.of[policy] = int((folder / "weights").read_text())
+
+    def slow_policy(self, policy: str, factor: float) -> None: ...
+
+
+def win(of: dict[str, int]) -> dict[str, float]:
+    """A game in which the stronger one wins more often."""
+    black = 1 / (1 + math.exp((of["white"] - of["black"]) / 5))
+    return {"black": black, "white": 1 - black}
+
+
+def share(of: dict[str, int]) -> dict[str, float]:
+    """A team that is best with black at 3 and white at 0."""
+    return {"": 1 - 0.002 * (of["black"] - 3) ** 2 - 0.002 * of["white"]}
+
+
+@pytest.mark.parametrize(
+    ("reward", "best"),
+    [
+        pytest.param(win, {"black": 20, "white": 20}, id="a game, in which each is rewarded most against a beginner"),
+        pytest.param(share, {"black": 3, "white": 0}, id="a team"),
+    ],
+)
+def test_a_turn_is_compared_with_validations_against_the_same_weights_of_the_others(
+    tmp_path: Path, reward: Callable[[dict[str, int]], dict[str, float]], best: dict[str, int]
+) -> None:
+    learner: Any = Strengths()
+    events: list[str] = []
+    validations: list[dict[str, Any]] = []
+    run: Any = SimpleNamespace(
+        config=options_of(
+            policies="black=lora,white=lora", schedule="alternate:5", val="val", val_every=1, rollback_on_cliff=True
+        ),
+        folder=tmp_path,
+        val=[{}],
+        log=SimpleNamespace(validations=lambda: validations, add_event=lambda kind, *_: events.append(kind)),
+        progress=SimpleNamespace(note=print),
+    )
+    guard = CliffGuard(run, learner, State(step=0, identity={}))
+    turns = AlternateCallback(SimpleNamespace(run=run, learner=learner))
+    for step in range(41):
+        by_task = {name: {str(task): value for task in range(9)} for name, value in reward(learner.of).items()}
+        validations.append({"step": step, BY_TASK: by_task})
+        guard.watch(State(step=step, identity={}))
+        turns.before_step(step)
+        if step < 40:
+            learner.of[turn_of(step, ["black", "white"], 5)] += 1
+    assert learner.of == best
+    assert set(events) == {"turn"}
 
 
 def test_calls_of_frozen_policies_are_in_the_account() -> None:

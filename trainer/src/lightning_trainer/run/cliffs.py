@@ -15,6 +15,7 @@ from lightning_trainer.policies import parse
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.teams.cliffs import Fall, best_step_of, fall_of, rewarded_names
 from lightning_trainer.rl.scores import BY_TASK
+from lightning_trainer.run.turns import last_turn, trained_policies
 
 if TYPE_CHECKING:
     from lightning_trainer.backend_protocol import Learner, OpenRun
@@ -93,10 +94,11 @@ class CliffGuard:
         config, keeper = self._run.config, self._keeper
         if keeper is None:
             return state
-        validations, slowed = self._run.log.validations(), dict(state.slowed)
+        (learned, compared), slowed = self._comparison(state.step), dict(state.slowed)
         for policy, names in self._keep_best(keeper, state.step).items():
             folder = self._run.folder / BEST_WEIGHTS / policy
-            fall = fall_of(validations, policy, names) if config.rollback_on_cliff else None
+            can_fall = config.rollback_on_cliff and learned in (None, policy)
+            fall = fall_of(compared, policy, names) if can_fall else None
             if fall is not None and folder.is_dir():
                 slowed[policy] = slowed.get(policy, 1.0) * SLOWER
                 keeper.restore_policy(policy, folder)
@@ -124,20 +126,37 @@ class CliffGuard:
 
     def _keep_best(self, keeper: PolicyKeeper, step: int) -> dict[str, list[str]]:
         """Write the weights of the policies that are best now, and return each policy's names as in `_names`."""
-        config, validations = self._run.config, self._run.log.validations()
+        config, newest = self._run.config, self._run.log.validations()[-1]
         returns = config.rollback_on_cliff or config.schedule is not None  # also to the weights before training
-        names = self._names(validations[-1].get(BY_TASK, {}))
+        names, (learned, compared) = self._names(newest.get(BY_TASK, {})), self._comparison(step)
         for policy, its in names.items():
+            folder, validations = self._run.folder / BEST_WEIGHTS / policy, compared
+            if learned not in (None, policy):  # its weights are those of its last turn
+                validations = [] if folder.is_dir() else [newest]
             if best_step_of(validations, its) == step and (step or returns):
-                replace_weights(keeper, policy, self._run.folder / BEST_WEIGHTS / policy, step)
+                replace_weights(keeper, policy, folder, step)
         return names
+
+    def _comparison(self, step: int) -> tuple[str | None, list[Line]]:
+        """Return the policy that learned last (None: all learn) and the validations that show how well it does.
+
+        In its turn, these are the validations of the turn, and the last one in which best weights were kept before it:
+        the other policies have the same weights in all of them.
+        """
+        config, validations = self._run.config, self._run.log.validations()
+        turn = last_turn(config, step)
+        if turn is None:
+            return None, validations
+        learned, began = turn
+        steps = [_step_of(self._run.folder / BEST_WEIGHTS / policy) for policy in trained_policies(config)]
+        start = max((its for its in steps if its is not None), default=None)
+        return learned, [line for line in validations if line["step"] > began or line["step"] == start]
 
     def _names(self, by_task: Mapping[str, object]) -> dict[str, list[str]]:
         """Return for each trained policy the names whose rewards are its own."""
         if not self._run.config.policies:
             return {self._only: [""]}
-        own = parse(self._run.config.policies)
-        trained = [policy for policy in own.adapters if policy not in own.fixed]
+        own, trained = parse(self._run.config.policies), trained_policies(self._run.config)
         policy_of = {agent: policy for agent in by_task if agent and (policy := own.of(agent)) in trained and policy}
         return {policy: [""] for policy in trained} | rewarded_names([{BY_TASK: by_task}], policy_of)
 

@@ -1,7 +1,7 @@
 """`--schedule alternate:K`: one policy learns at a time, for K steps, against the best weights of the others.
 
-At the end of its turn, a policy returns to its best weights so far. So the other policies always answer with their best
-weights, and a turn starts from them. The rows of the others are left out of the batch, so that their optimisers take no
+At the end of its turn, a policy returns to its best weights against these others. So the other policies always answer
+with their best weights, and a turn starts from them. The rows of the others are left out of the batch, so that their optimisers take no
 step.
 """
 
@@ -15,41 +15,17 @@ from typing import TYPE_CHECKING, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind, StepRollouts
 from lightning_trainer.config.mistakes import refuse
-from lightning_trainer.policies import parse
 from lightning_trainer.rl.account import Account
 from lightning_trainer.run.cliffs import BEST_WEIGHTS, PolicyKeeper
+from lightning_trainer.run.turns import trained_policies, turn_of, turn_steps
 
 if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch.batch import Batch
     from lightning_trainer.rl.rows import Row
 
-ALTERNATE: Final = "alternate"
 TURN: Final = "turn"  # kind of a log line
 FROZEN: Final = "of a policy that does not learn in this turn"
-
-
-def trained_policies(config: TrainConfig) -> list[str]:
-    """Return the trained policies, in the order in which they are named."""
-    own = parse(config.policies)
-    return [policy for policy in own.adapters if policy not in own.fixed]
-
-
-def turn_steps(schedule: str) -> int:
-    """Return the number of steps of a turn.
-
-    Raises:
-        ConfigError: the schedule is not ``alternate:K``.
-    """
-    name, _, steps = schedule.partition(":")
-    if name != ALTERNATE or not steps.isdecimal() or int(steps) < 1:
-        raise ConfigError(f"schedule = {schedule!r}: write alternate:K, such as alternate:5 for turns of 5 steps.")
-    return int(steps)
-
-
-def turn_of(step: int, policies: Sequence[str], steps: int) -> str:
-    """Return the policy that learns in a step."""
-    return policies[step // steps % len(policies)]
 
 
 def _divisors(steps: int) -> str:

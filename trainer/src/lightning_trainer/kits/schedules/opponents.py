@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 from lightning_spans.errors import ConfigError
 from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind, StepRollouts
 from lightning_trainer.config.mistakes import refuse
-from lightning_trainer.kits.schedules.alternate import trained_policies, turn_of, turn_steps, without_rows
+from lightning_trainer.kits.schedules.alternate import without_rows
 from lightning_trainer.kits.schedules.population import FrozenVersion, Opponent, Population, choose_opponent
 from lightning_trainer.policies import Policies, parse
 from lightning_trainer.rl.scores import rollout_rewards
 from lightning_trainer.run.cliffs import PolicyKeeper, replace_weights
 from lightning_trainer.run.state import FOLDER as CHECKPOINTS
 from lightning_trainer.run.state import read_state
+from lightning_trainer.run.turns import trained_policies, turn_of, turn_steps
 
 if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
