@@ -139,6 +139,24 @@ def test_rollbacks_go_back_one_promotion_at_a_time() -> None:
         roll_back(history, "writer", NOTE)
 
 
+def test_a_second_rollback_of_one_candidate_leaves_the_stable_policy(path: Path) -> None:
+    history = [name_candidate(None, "writer", Policy("v1"), NOTE, stable="v0")]
+    history += [begin_canary(history[-1], "writer", 0.05, NOTE)]
+    history += [promote(history[-1], "writer", NOTE)]
+    history += [name_candidate(history[-1], "writer", Policy("v2"), NOTE)]
+    with closing(open_store(str(path))) as store:
+        for row in history:
+            keep(store, row)
+        refused = call("deploy", *STEPS["rollback"], "--last-promotion", "--store", path)
+        told(refused, "has the candidate v2 in the stage candidate")
+        keep(store, roll_back(history, "writer", Note("the guardrail failed is passed", "guardrail")))
+    refused = call("deploy", *STEPS["rollback"], "--store", path)
+    told(refused, "v2 was rolled back already, by guardrail: v1 answers writer")
+    told(refused, "lightning-rl deploy rollback --agent writer --last-promotion")
+    after = deploy(path, *STEPS["rollback"], "--last-promotion")["writer"]
+    assert (after["stable"], after["candidate"]) == ("v0", "v1")
+
+
 def test_the_last_versions_stay_loaded() -> None:
     def adapter(number: int) -> Policy:
         return Policy(f"writer@{number}", f"/runs/{number}", "base")

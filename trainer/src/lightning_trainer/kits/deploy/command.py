@@ -324,15 +324,21 @@ def check(*, store: str, key_file: Path | None, as_json: bool) -> None:
 
 
 @command.command(name="rollback")
+@click.option(
+    "--last-promotion",
+    is_flag=True,
+    help="Return to the policy before the last promotion, although a candidate was rolled back after it.",
+)
 @_transition_options
-def rollback(*, agent: str, **options: Any) -> None:
+def rollback(*, last_promotion: bool, agent: str, **options: Any) -> None:
     """Drop the candidate, or return to the policy before the last promotion.
 
-    Servers follow within a second. The next call of every conversation goes to the stable policy.
+    A second rollback after one that dropped a candidate, such as that of `deploy check`, is refused. Servers follow
+    within a second. The next call of every conversation goes to the stable policy.
     """
     from lightning_trainer.kits.deploy.transitions import roll_back
 
-    _change(agent, options, lambda history, note, _: roll_back(history, agent, note))
+    _change(agent, options, lambda history, note, _: roll_back(history, agent, note, last_promotion=last_promotion))
 
 
 def _change(

@@ -145,22 +145,34 @@ def promote(current: Deployment | None, agent: str, note: Note) -> Deployment:
     return _next(tried, note, stage="stable", stable=stable, previous=tried.stable, candidate=None, share=0.0)
 
 
-def roll_back(history: Sequence[Deployment], agent: str, note: Note) -> Deployment:
+def roll_back(history: Sequence[Deployment], agent: str, note: Note, *, last_promotion: bool = False) -> Deployment:
     """Return the transition that ends a candidate, or returns from the last promotion to the policy before it.
 
     Args:
         history: history of the agent, oldest first.
         agent: its name.
         note: reason and actor.
+        last_promotion: return from the last promotion although a candidate was rolled back after it.
 
     Raises:
-        ConfigError: there is nothing to roll back.
+        ConfigError: there is nothing to roll back, or a candidate that was never promoted has just been rolled back.
     """
     current = history[-1] if history else None
     if current is not None and is_tried(current):
+        if last_promotion:
+            raise ConfigError(
+                f"{agent} has the candidate {current.candidate} in the stage {current.stage}. Roll it back first,"
+                " without --last-promotion."
+            )
         return _next(current, note, stage="rolled_back", share=0.0)
     if current is None or current.previous is None:
         raise ConfigError(f"{agent} has no candidate and no earlier policy, so there is nothing to roll back.")
+    if not last_promotion and current.stage == "rolled_back" and is_tried(history[-2]):
+        raise ConfigError(
+            f"{current.candidate} was rolled back already, by {current.actor or 'somebody'}: {current.stable} answers"
+            f" {agent}. To replace it by {current.previous}, the policy before it: lightning-rl deploy rollback --agent"
+            f" {agent} --last-promotion."
+        )
     return _next(
         current,
         note,
