@@ -14,7 +14,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import open_store
 from lightning_spans.store.deployments import Assignment
 from lightning_trainer.kits.deploy.gate import Bounds, Sums, decide, half_width, log_ratio, weigh
-from lightning_trainer.kits.deploy.outcomes import read_evidence
+from lightning_trainer.kits.deploy.outcomes import GateRules, read_evidence, rules_of
 from lightning_trainer.kits.deploy.table import read_histories
 from support.cli import call, told
 
@@ -182,6 +182,17 @@ def test_outcomes_of_different_periods_are_not_compared(path: Path) -> None:
     assert call("deploy", "canary", "--share", "100%", "--agent", "writer", "--store", path).exit_code == 0
     fill(path, 0.5, candidate=150, stable=0)
     assert (gate(path)["n"], gate(path)["difference"], gate(path)["decision"]) == (300, None, "wait")
+
+
+@pytest.mark.parametrize("option", ["--guard failed=2%", "--outcome other", "--worse 0.02", "--wait-days 1"])
+def test_a_running_canary_takes_another_share_and_refuses_another_gate(path: Path, option: str) -> None:
+    again = ("deploy", "canary", "--share", "50%", "--agent", "writer", "--store", path)
+    told(call(*again, *option.split()), "fixed since the candidate's canary began. Only the share can change")
+    assert call(*again).exit_code == 0
+    with closing(open_store(str(path))) as store:
+        history = read_histories(store)["writer"]
+    assert [one.share for one in history] == [0.0, 0.25, 0.5]
+    assert rules_of(history) == GateRules(bounds=Bounds(), sources=("user",))
 
 
 def test_only_the_rewards_that_were_named_count_and_they_must_fit(path: Path) -> None:

@@ -233,6 +233,41 @@ def test_a_judge_compares_answers_that_differ(tmp_path: Path, stack: ExitStack) 
     assert found["rules"] == {"longer-than-50": {"candidate": 0.5, "stable": 0.0}}
 
 
+def test_a_rule_that_is_added_later_counts_the_copies_that_were_compared_with_it(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    judge = stack.enter_context(ScriptedServer(by_length))
+    shadow = Shadow(tmp_path, stack, engine("new", lambda _: "new" * 20), engine("old"))
+    shadow.begin(rules=("cut",))
+    shadow.here.say("c1")
+    shadow.wait(1)
+    shadow.begin(rules=("longer-than-50",), judge={"endpoint": judge.url, "model": "j"})
+    shadow.here.say("c2")
+    shadow.wait(2)
+    found = shadow.found()
+    assert (found["copies"], found["judge"]["n"]) == (2, 1)
+    assert found["rules"] == {"longer-than-50": {"candidate": 1.0, "stable": 0.0}}
+
+
+def test_a_running_shadow_keeps_what_is_not_given_again(tmp_path: Path) -> None:
+    path = tmp_path / "lightning.db"
+    open_store(str(path)).close()
+
+    def compared(*words: str) -> tuple[float, Any]:
+        result = call("deploy", *words, "--agent", "writer", "--store", path)
+        assert result.exit_code == 0, result.output
+        with closing(open_store(str(path))) as store:
+            newest = read_histories(store)["writer"][-1]
+        return newest.share, newest.details.get(SHADOW)
+
+    compared("candidate", "--model", "new", "--stable", "old")
+    judge = {"endpoint": "http://judge/v1", "model": "large"}
+    _, first = compared("shadow", "--rule", "cut", *(f"--judge={name}={value}" for name, value in judge.items()))
+    assert first == {"rules": ["cut"], "judge": judge}
+    assert compared("shadow", "--share", "50%") == (0.5, first)
+    assert compared("shadow", "--share", "50%", "--rule", "refused") == (0.5, {"rules": ["refused"], "judge": judge})
+
+
 def test_the_command_begins_a_shadow_and_status_shows_what_was_found(tmp_path: Path) -> None:
     path = tmp_path / "lightning.db"
     open_store(str(path)).close()

@@ -18,6 +18,7 @@ from lightning_trainer.kits.deploy.approvals import APPROVAL, NEEDS_APPROVAL
 from lightning_trainer.kits.deploy.gate import Bounds
 from lightning_trainer.kits.deploy.outcomes import GateRules
 from lightning_trainer.kits.deploy.routing import CONVERSATION, MARK
+from lightning_trainer.kits.deploy.shadow.comparison import ShadowRules
 from lightning_trainer.kits.deploy.transitions import (
     Note,
     Policy,
@@ -66,7 +67,7 @@ def canary_history(agent: str) -> list[Deployment]:
 def _history(agent: str, *, stage: str) -> list[Deployment]:
     named = name_candidate(None, agent, Policy(f"{agent}@3f2a91c0"), note(0, "run 12"), stable="gpt")
     rows = [replace(named, details={NEEDS_APPROVAL: True} if agent == "writer" else {})]
-    rows.append(begin_shadow(rows[-1], agent, 0.2, note(1)))
+    rows.append(replace(begin_shadow(rows[-1], agent, 0.2, note(1)), details={SHADOW: ShadowRules().to_details()}))
     if stage != "shadow":
         rows.append(replace(begin_canary(rows[-1], agent, 0.05, note(2)), details=RULES.to_details()))
     if stage == "canary":

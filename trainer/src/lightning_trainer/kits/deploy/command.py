@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from lightning_trainer.flags.answers import model_flag
 from lightning_trainer.flags.common import allow_blocked_option, given_flags, print_json, reading
@@ -156,18 +157,13 @@ def candidate(
 def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agent: str, **options: Any) -> None:
     """Let the candidate answer copies of the agent's live calls. Users get and wait for the stable policy's answers.
 
-    Tools are not executed. `deploy status` compares the answers. The judge is called by the server.
+    Tools are not executed. `deploy status` compares the answers. The judge is called by the server. A shadow that has
+    begun gets the share, and keeps the rules and the judge that are not given again.
     """
-    from lightning_spans.schema.spans import SHADOW
-    from lightning_trainer.kits.deploy.shadow.comparison import RULES, ShadowRules
-    from lightning_trainer.kits.deploy.transitions import begin_shadow
+    from lightning_trainer.kits.deploy.comparisons import compare_in_shadow
 
-    compared = ShadowRules(rules=rules or RULES, judge=given_flags({"judge": judge}).get("judge"))
-
-    def begin(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
-        return replace(begin_shadow(_last(history), agent, share, note), details={SHADOW: compared.to_details()})
-
-    _change(agent, options, begin)
+    given = {**({"rules": rules} if rules else {}), **given_flags({"judge": judge})}
+    _change(agent, options, lambda history, note, _: compare_in_shadow(_last(history), agent, share, note, given))
 
 
 @command.command(name="estimate")
@@ -229,20 +225,16 @@ def canary(
 ) -> None:
     """Let the candidate answer a share of the agent's conversations.
 
-    A conversation stays with the policy that answered its first call. The bounds of the gate are fixed when the
-    candidate's first canary begins.
+    A conversation stays with the policy that answered its first call. Outcomes, guardrails and the bounds of the gate
+    are fixed when the candidate's first canary begins: after that, only the share can change.
     """
-    from lightning_trainer.kits.deploy.options import CanaryOptions
-    from lightning_trainer.kits.deploy.transitions import begin_canary
+    from lightning_trainer.kits.deploy.comparisons import compare_in_canary
 
+    source_of = click.get_current_context().get_parameter_source
     gate: dict[str, Any] = {name: options.pop(name) for name in GATE_OPTIONS}
-    rules = CanaryOptions.model_construct(outcomes=sources, guards=guards, **gate).rules  # the gate checks them
-
-    def begin(history: Sequence[Deployment], note: Note, _: Store) -> Deployment:
-        begun = begin_canary(_last(history), agent, share, note)
-        return begun if history[-1].stage == "canary" else replace(begun, details=rules.to_details())
-
-    _change(agent, options, begin)
+    given = {name: value for name, value in gate.items() if source_of(name) is not ParameterSource.DEFAULT}
+    given |= {name: value for name, value in (("outcomes", sources), ("guards", guards)) if value}
+    _change(agent, options, lambda history, note, _: compare_in_canary(_last(history), agent, share, note, given))
 
 
 @command.command(name="approve")

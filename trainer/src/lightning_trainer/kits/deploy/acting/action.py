@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.schema.spans import SHADOW
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
-from lightning_trainer.kits.deploy.options import CanaryOptions
+from lightning_trainer.kits.deploy.comparisons import compare_in_canary, compare_in_shadow
 from lightning_trainer.kits.deploy.promotion import weigh_promotion
-from lightning_trainer.kits.deploy.shadow.comparison import ShadowRules
-from lightning_trainer.kits.deploy.transitions import Note, begin_canary, begin_shadow, promote, roll_back
+from lightning_trainer.kits.deploy.transitions import Note, promote, roll_back
 
 _LONGEST: Final = 1000  # characters of a reason
 
@@ -63,30 +60,15 @@ def make_transition(store: Store, history: Sequence[Deployment], body: ActionBod
     if body.action in ("shadow", "canary"):
         if body.share is None:
             raise ConfigError(f"give the share of the {body.action}, such as 0.05.")
-        return (_shadow if body.action == "shadow" else _canary)(current, body, body.share, note)
+        if body.action == "shadow":
+            return compare_in_shadow(current, body.agent, body.share, note, {})
+        given = {name: getattr(body, name) for name in ("outcomes", "guards", "wait_days") if getattr(body, name)}
+        return compare_in_canary(current, body.agent, body.share, note, given)
     if body.action == "promote":
         made = promote(current, body.agent, note)
         _refuse_unknown_block(current)
         return weigh_promotion(store, history, made)
     return roll_back(history, body.agent, note)
-
-
-def _shadow(current: Deployment, body: ActionBody, share: float, note: Note) -> Deployment:
-    """Return the beginning of a shadow, or one with another share that is compared as before."""
-    begun = begin_shadow(current, body.agent, share, note)
-    compared = current.details.get(SHADOW) if current.stage == "shadow" else None
-    return replace(begun, details={SHADOW: ShadowRules().to_details() if compared is None else compared})
-
-
-def _canary(current: Deployment, body: ActionBody, share: float, note: Note) -> Deployment:
-    """Return the beginning of a canary with its gate, or one with another share and the same gate."""
-    begun = begin_canary(current, body.agent, share, note)
-    given = {name: getattr(body, name) for name in ("outcomes", "guards", "wait_days") if getattr(body, name)}
-    if current.stage != "canary":
-        return replace(begun, details=CanaryOptions(**given).rules.to_details())
-    if given:
-        raise ConfigError(f"{', '.join(given)}: fixed since the candidate's canary began. Only the share can change.")
-    return begun
 
 
 def _refuse_unknown_block(current: Deployment) -> None:

@@ -32,7 +32,7 @@ def describe_shadow(store: Store, history: Sequence[Deployment]) -> dict[str, An
         return None
     numbers = {one.number for one in shadows}
     calls = [call for call in each(store, Call, Where(origin=SHADOW)) if _belongs(call, named.agent, numbers)]
-    return summarize(calls, shadows[-1].share)
+    return summarize(calls, shadows)
 
 
 def _belongs(call: Call, agent: str, numbers: set[int]) -> bool:
@@ -40,13 +40,21 @@ def _belongs(call: Call, agent: str, numbers: set[int]) -> bool:
     return isinstance(mark, Mapping) and mark["agent"] == agent and call.sampling.get(MARK) in numbers
 
 
-def summarize(calls: Sequence[Call], share: float) -> dict[str, Any]:
-    """Summarise copies. Every conversation has the same weight, because its calls are not independent."""
+def summarize(calls: Sequence[Call], shadows: Sequence[Deployment]) -> dict[str, Any]:
+    """Summarise copies. Every conversation has the same weight, because its calls are not independent.
+
+    Args:
+        calls: the copies.
+        shadows: the candidate's shadows, oldest first, not empty: the newest has other rules or another judge if they
+            were changed.
+    """
     marks = [call.sampling[SHADOW] for call in calls]
+    details = {one.number: one.details[SHADOW] for one in shadows}
+    compared = [(call.sampling[SHADOW], details[call.sampling[MARK]]) for call in calls]
     answered = [mark for mark, call in zip(marks, calls, strict=True) if call.error is None]
     by_kind = {kind: [mark for mark in marks if mark["kind"] == kind] for kind in ("text", "tool call")}
     return {
-        "share": share,
+        "share": shadows[-1].share,
         "copies": len(calls),
         "conversations": len({mark["conversation"] for mark in marks}),
         "dropped": sum(mark["dropped"] for mark in marks),
@@ -57,8 +65,8 @@ def summarize(calls: Sequence[Call], share: float) -> dict[str, Any]:
             "text": _mean(by_kind["text"], _agrees),
             "tool_call": _mean(by_kind["tool call"], _agrees),
         },
-        "judge": _judge_preference(marks),
-        "rules": _rules(marks),
+        "judge": _judge_preference([mark for mark, its in compared if its["judge"] is not None]),
+        "rules": _rules([(mark, its["rules"]) for mark, its in compared]),
         "tokens": {name: _tokens(answered, name) for name in _BOTH},
         "seconds": {name: _seconds(answered, name) for name in _BOTH},
     }
@@ -80,7 +88,7 @@ def _agrees(mark: Mapping[str, Any]) -> float:
 
 
 def _judge_preference(marks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return by how much the judge prefers the candidate; None if no judge was called."""
+    """Return by how much the judge prefers the candidate in copies of shadows with a judge; None if none was called."""
     asked = [mark for mark in marks if "judge" in mark]
     if not asked:
         return None
@@ -101,11 +109,16 @@ def _judge_preference(marks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | No
     }
 
 
-def _rules(marks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return each policy's share of answers that break a rule, by rule."""
-    broken = {name: Counter(rule for mark in marks for rule in mark[name]["rules"]) for name in _BOTH}
+def _rules(marks: Sequence[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, dict[str, float]]:
+    """Return each policy's share of answers that break a rule, by rule, among those that were measured under it.
+
+    Args:
+        marks: with the rules of their shadow.
+    """
+    measured = Counter(rule for _, rules in marks for rule in rules)
+    broken = {name: Counter(rule for mark, _ in marks for rule in mark[name]["rules"]) for name in _BOTH}
     names = sorted(broken["candidate"] | broken["stable"])
-    return {rule: {name: broken[name][rule] / len(marks) for name in _BOTH} for rule in names}
+    return {rule: {name: broken[name][rule] / measured[rule] for name in _BOTH} for rule in names}
 
 
 def _tokens(marks: Sequence[Mapping[str, Any]], name: str) -> dict[str, float | None]:

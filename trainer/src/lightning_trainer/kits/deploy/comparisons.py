@@ -1,0 +1,58 @@
+"""The beginning of a shadow or a canary with what it compares, and another share of one that has begun."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.spans import SHADOW
+from lightning_spans.store.deployments import Deployment
+from lightning_trainer.kits.deploy.options import CanaryOptions
+from lightning_trainer.kits.deploy.shadow.comparison import ShadowRules
+from lightning_trainer.kits.deploy.transitions import Note, begin_canary, begin_shadow
+
+
+def compare_in_shadow(
+    current: Deployment | None, agent: str, share: float, note: Note, given: Mapping[str, Any]
+) -> Deployment:
+    """Return the beginning of a shadow, or another share of one that compares as before.
+
+    Args:
+        current: the agent's newest deployment.
+        agent: its name.
+        share: of the conversations.
+        note: reason and actor.
+        given: fields of `ShadowRules` that a person gave. They also change a shadow that has begun.
+
+    Raises:
+        ConfigError: no shadow can begin now, or a field is invalid.
+    """
+    begun = begin_shadow(current, agent, share, note)
+    before = current.details.get(SHADOW) if current is not None and current.stage == "shadow" else None
+    rules = ShadowRules() if before is None else ShadowRules.of(before)
+    return replace(begun, details={SHADOW: replace(rules, **given).to_details()})
+
+
+def compare_in_canary(
+    current: Deployment | None, agent: str, share: float, note: Note, given: Mapping[str, Any]
+) -> Deployment:
+    """Return the beginning of a canary with its gate, or another share of one with the same gate.
+
+    Args:
+        current: the agent's newest deployment.
+        agent: its name.
+        share: of the conversations.
+        note: reason and actor.
+        given: fields of `CanaryOptions` that a person gave.
+
+    Raises:
+        ConfigError: no canary can begin now, a bound is invalid, or fields are given for a canary that has begun.
+    """
+    begun = begin_canary(current, agent, share, note)
+    if current is None or current.stage != "canary":
+        return replace(begun, details=CanaryOptions.model_construct(**given).rules.to_details())  # `rules` checks them
+    if given:
+        raise ConfigError(f"{', '.join(given)}: fixed since the candidate's canary began. Only the share can change.")
+    return begun
