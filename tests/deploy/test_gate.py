@@ -203,3 +203,17 @@ def test_only_the_rewards_that_were_named_count_and_they_must_fit(path: Path) ->
         history = read_histories(store)["writer"]
         with pytest.raises(ConfigError, match="not between 0 and 1"):
             read_evidence(store, history)
+
+
+def test_a_reward_that_does_not_fit_hides_no_other_agent_and_no_transition(path: Path) -> None:
+    fill(path, 0.9, candidate=1, stable=1, most=7.0)
+    for words in ("candidate --agent reader --model new --stable old", "canary --agent writer --share 50%"):
+        assert call("deploy", *words.split(), "--store", path).exit_code == 0
+    status = call("deploy", "status", "--store", path, "--json")
+    assert status.exit_code == 0, status.output
+    agents = json.loads(status.stdout)["agents"]
+    assert (agents["reader"]["problem"], agents["writer"]["share"]) == (None, 0.5)
+    assert "reward 7 of user for conversation:new0 is not between 0 and 1" in agents["writer"]["problem"]
+    shown = " ".join(call("deploy", "status", "--agent", "writer", "--store", path).stdout.split())
+    assert "writer, candidate: the reward 7 of user" in shown
+    assert "Roll the candidate back, name it again" in shown

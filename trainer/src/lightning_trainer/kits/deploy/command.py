@@ -62,11 +62,11 @@ def status(*, agent: str | None, store: str, key_file: Path | None, as_json: boo
 
     with reading(store, key_file) as opened:
         histories = read_histories(opened)
-        findings = read_findings(opened, histories)
-    if agent is not None and agent not in histories:
-        known = ", ".join(histories) or "none"
-        raise ConfigError(f"{agent} has no deployment. Agents that have one: {known}.")
-    chosen = {agent: histories[agent]} if agent is not None else histories
+        if agent is not None and agent not in histories:
+            known = ", ".join(histories) or "none"
+            raise ConfigError(f"{agent} has no deployment. Agents that have one: {known}.")
+        chosen = {agent: histories[agent]} if agent is not None else histories
+        findings = read_findings(opened, chosen)
     if as_json:
         print_json(status_json(chosen, findings, with_history=agent is not None))
         return

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_spans.errors import ConfigError
 from lightning_spans.schema.json import to_json
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
@@ -23,20 +24,25 @@ _SILENT: Final = 10  # expected outcomes; that a candidate that answers has none
 Histories: TypeAlias = Mapping[str, Sequence[Deployment]]  # by agent, oldest first
 Findings: TypeAlias = Mapping[
     str, Any
-]  # findings about an agent's candidate: `gate`, `guardrails`, `shadow`, `program`; None if unknown
+]  # findings about an agent's candidate: `gate`, `guardrails`, `shadow`, `program`, and the `problem` of reading them
 
 
 def read_findings(store: Store, histories: Histories) -> dict[str, Findings]:
-    """Read the findings about the candidate of each agent."""
-    return {
-        agent: {
+    """Read the findings about the candidate of each agent; None for what is unknown, or cannot be read."""
+    return {agent: _read_findings(store, history) for agent, history in histories.items()}
+
+
+def _read_findings(store: Store, history: Sequence[Deployment]) -> Findings:
+    try:
+        return {
             "gate": describe_gate(store, history),
             "guardrails": describe_guardrails(store, history),
             "shadow": describe_shadow(store, history),
             "program": describe_program(store, history),
+            "problem": None,
         }
-        for agent, history in histories.items()
-    }
+    except ConfigError as error:  # such as a reward that is not between 0 and 1
+        return {"gate": None, "guardrails": None, "shadow": None, "program": None, "problem": str(error)}
 
 
 def status_json(
@@ -61,9 +67,12 @@ def show(histories: Histories, findings: Mapping[str, Findings]) -> None:
         shared = newest.stage in ("shadow", "canary")
         share = f"{100 * newest.share:.3g} %" if shared else f"{newest.share:.3g}"
         names = (agent, newest.stage.replace("_", " "), newest.stable, newest.candidate or "", share)
-        table.add_row(*(escape(cell) for cell in (*names, *_gate_cells(findings[agent]["gate"]))))
+        gate = ("", "", "unknown") if findings[agent]["problem"] else _gate_cells(findings[agent]["gate"])
+        table.add_row(*(escape(cell) for cell in (*names, *gate)))
     screen().print(table)
     for agent in sorted(histories):
+        if (problem := findings[agent]["problem"]) is not None:
+            screen().print(escape(f"{agent}, candidate: {problem}"))
         for fact in _silence(histories[agent][-1], findings[agent]["gate"]):
             screen().print(escape(f"{agent}, candidate: {fact}"))
         for name, guard in (findings[agent]["guardrails"] or {}).items():

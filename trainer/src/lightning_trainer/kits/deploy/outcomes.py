@@ -131,7 +131,8 @@ def _counts(reward: Reward, agent: str, sources: Sequence[str]) -> bool:
     if not 0.0 <= reward.value <= 1.0:
         raise ConfigError(
             f"the reward {reward.value:g} of {reward.source} for {reward.attempt_id} is not between 0 and 1, so the"
-            " gate can't judge by it. Start the canary with --outcome SOURCE for rewards that are."
+            " gate can't judge by it. Roll the candidate back, name it again, and start its canary with `deploy canary"
+            " --outcome SOURCE`, a source of rewards that are."
         )
     return True
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_spans.errors import ConfigError
 from lightning_spans.store.deployments import Deployment
 from lightning_trainer.kits.deploy.acting.route import BY_KEY
 from lightning_trainer.kits.deploy.approvals import APPROVAL, Approvals
@@ -34,7 +33,6 @@ from lightning_trainer.lineage.blocks import block_of
 _FRESH_S: Final = 5.0
 _REST: Final = 20.0
 _DAY_S: Final = 86_400.0
-_NONE: Final[Findings] = {"gate": None, "guardrails": None, "shadow": None, "program": None}
 _COSTS: Final = (
     ("tokens", "prompt_tokens", "prompt tokens"), ("tokens", "completion_tokens", "response tokens"),
     ("seconds", "mean", "seconds, mean"), ("seconds", "p95", "seconds, 95 % of the calls"),
@@ -67,13 +65,10 @@ class KnownFindings:
     @classmethod
     def read(cls, reader: StoreReader, history: Sequence[Deployment]) -> KnownFindings:
         """Read the findings about an agent's candidate."""
-        began_s, agent, problem = time.monotonic(), history[-1].agent, None
-        try:
-            findings = read_findings(reader, {agent: history})[agent]
-        except ConfigError as error:  # such as a reward that is not between 0 and 1
-            findings, problem = _NONE, str(error)
+        began_s, agent = time.monotonic(), history[-1].agent
+        findings = read_findings(reader, {agent: history})[agent]
         now_s = time.monotonic()
-        return cls(history[-1].number, findings, problem, time.time(), now_s - began_s, now_s)
+        return cls(history[-1].number, findings, findings["problem"], time.time(), now_s - began_s, now_s)
 
     def is_old(self, agents: int) -> bool:
         """Whether they should be read again, if findings of so many agents are in use."""
