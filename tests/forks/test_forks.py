@@ -360,14 +360,17 @@ def test_a_share_that_is_exactly_the_required_one_is_enough(
     assert _run("replay", "program:run", "--json", "--fail-under", least, status=status)["succeed"] == 55
 
 
-def test_what_a_judge_gave_is_not_set_beside_what_nobody_judged(world: Any, tmp_path: Path) -> None:
+def test_what_a_judge_or_a_rule_gave_is_not_set_beside_what_nobody_judged(world: Any, tmp_path: Path) -> None:
     with world("silent", needs_reward=False) as here:
         first = here.rollout("r")
         assert first.attempt is not None
         of = {"rollout_id": "r", "attempt_id": first.attempt.attempt_id}
-        here.store.add_rewards([Reward(**of, value=0.9, source="judge")])
+        later = [("judge", "1"), ("tool_status", f"air/{of['attempt_id']}/tool_status/1"), ("evaluator:shop", "2")]
+        here.store.add_rewards(
+            [Reward(**of, value=0.9, source=source, reward_id=reward_id) for source, reward_id in later]
+        )
         source = recorded(here.store, rollout_id="r")
-        assert [reward.value for reward in source.rewards] == [0.9]
+        assert [reward.value for reward in source.rewards] == [0.9] * 3
         assert replace(source, rewards=(*source.rewards, Reward(**of, value=0.5, source="run"))).reward == 0.5
         found = here.fork("fork", "r", call=1)
         assert (found.recorded, [each.reward for each in found.continuations]) == (None, [None])

@@ -12,8 +12,10 @@ from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Json
 from lightning_spans.store import Store
+from lightning_trainer.gateway.auth.reward_source import EVALUATOR
 from lightning_trainer.gateway.replay.record import Record, RecordedCall, read_record, unanswerable
 from lightning_trainer.gateway.replay.session import side_effects_after
+from lightning_trainer.rl.rewards.judge import AUTOMATIC
 from lightning_trainer.rl.scores import total
 from lightning_trainer.runner.target import JUDGE
 
@@ -45,9 +47,15 @@ class RecordedAttempt:
 
     @property
     def reward(self) -> float | None:
-        """The reward that a fork can earn too: without those of a judge. None if there is none."""
-        own = [reward for reward in self.rewards if reward.source != JUDGE]
+        """The reward that a fork can earn too. None if there is none."""
+        own = [reward for reward in self.rewards if _can_be_earned_again(reward)]
         return total(own) if own else None
+
+
+def _can_be_earned_again(reward: Reward) -> bool:
+    """Whether the program gave it, and not a judge, an automatic reward or an evaluator."""
+    given_later = reward.source == JUDGE or reward.source.partition(":")[0] == EVALUATOR
+    return not given_later and not reward.reward_id.startswith(AUTOMATIC)
 
 
 def recorded(store: Store, *, rollout_id: str | None = None, attempt_id: str | None = None) -> RecordedAttempt:

@@ -26,6 +26,7 @@ from lightning_trainer.rl.rewards.rules import RULES, Finding, Rule
 logger = logging.getLogger("lightning_trainer")
 
 PLUGIN: Final = "lightning-air"
+AUTOMATIC: Final = "air/"  # at the start of the id of each automatic reward
 # Credit with returns to go, under which differences of a potential do not change the best policy.
 RETURNS_TO_GO: Final = ("discounted", "turn")
 NO_STATE: Final = ("latency", "cost", "answer_format")
@@ -155,7 +156,7 @@ def judge(chosen: JudgeRule, trace: Trace, rollout_id: str, attempt_id: str) -> 
             choice=choice,
             source=chosen.name,
             # The same when judged again.
-            reward_id=f"air/{attempt_id}/{chosen.name}/{span_id or agent or ''}"
+            reward_id=f"{AUTOMATIC}{attempt_id}/{chosen.name}/{span_id or agent or ''}"
             + ("" if choice is None else f"/{choice}"),
         )
         for (agent, span_id, choice), value in values.items()
