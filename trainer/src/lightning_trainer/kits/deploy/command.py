@@ -160,7 +160,7 @@ def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agen
     Tools are not executed. `deploy status` compares the answers. The judge is called by the server. A shadow that has
     begun gets the share, and keeps the rules and the judge that are not given again.
     """
-    from lightning_trainer.kits.deploy.comparisons import compare_in_shadow
+    from lightning_trainer.kits.deploy.acting.comparisons import compare_in_shadow
 
     given = {**({"rules": rules} if rules else {}), **given_flags({"judge": judge})}
     _change(agent, options, lambda history, note, _: compare_in_shadow(_last(history), agent, share, note, given))
@@ -228,7 +228,7 @@ def canary(
     A conversation stays with the policy that answered its first call. Outcomes, guardrails and the bounds of the gate
     are fixed when the candidate's first canary begins: after that, only the share can change.
     """
-    from lightning_trainer.kits.deploy.comparisons import compare_in_canary
+    from lightning_trainer.kits.deploy.acting.comparisons import compare_in_canary
 
     source_of = click.get_current_context().get_parameter_source
     gate: dict[str, Any] = {name: options.pop(name) for name in GATE_OPTIONS}

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
-from lightning_trainer.kits.deploy.comparisons import compare_in_canary, compare_in_shadow
+from lightning_trainer.kits.deploy.acting.comparisons import compare_in_canary, compare_in_shadow
 from lightning_trainer.kits.deploy.promotion import weigh_promotion
 from lightning_trainer.kits.deploy.transitions import Note, promote, roll_back
 
