@@ -357,6 +357,16 @@ def test_an_agent_without_a_name_has_that_of_its_node(spans_of):
     assert [span.agent for span in found.tools] == ["drafter"]
 
 
+@pytest.mark.parametrize("compiled", ["writer", None])
+def test_the_name_of_a_run_renames_no_agent(compiled, spans_of):
+    def program(url):
+        graph = graph_of(node(url, "agent", "hello"), edges=[(START, "agent")], name=compiled)
+        return [graph.invoke({"notes": []}, config)["notes"] for config in ({}, {"run_name": "task 17"})]
+
+    first, second = spans_of(program).chats
+    assert first.agent == second.agent == (compiled or "agent")
+
+
 def test_a_nodes_own_agent_of_the_same_name_is_the_same_agent(spans_of):
     def program(url):
         inner = named(url, "writer")

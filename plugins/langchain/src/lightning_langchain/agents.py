@@ -150,6 +150,7 @@ class ChainRuns(EventTracker[ChainRun]):
 
     def _begin_graph(self, graph: ChainRun) -> None:
         graph.graph = True
+        graph.name = getattr(graph.pregel, "name", None) or graph.name  # a `run_name` replaces only the reported one
         graph.agent = current_agent(self.place(graph.parent, graph.context))
         above = graph.parent.lc_agent if graph.parent is not None else None
         made = graph.lc_agent if graph.lc_agent and (graph.lc_agent != above or graph.name == above) else None
