@@ -699,6 +699,32 @@ def test_results_that_the_trace_may_not_hold_come_back_all_the_same(tmp_path):
     assert made == 2
 
 
+@pytest.mark.skipif(not hasattr(agents, "RunState"), reason="this version knows no approvals")
+@pytest.mark.parametrize("decision", ["approve", "reject"])
+def test_a_tool_that_waits_for_approval_is_no_call_before_it_runs(decision, tmp_path):
+    async def work(url):
+        caller = make("caller", url, tools=[function_tool(programs.note, needs_approval=True)])
+        waiting = await Runner.run(caller, 'call note {"text": "a"}')
+        state = waiting.to_state()
+        for item in waiting.interruptions:
+            getattr(state, decision)(item)
+        return (await Runner.run(caller, state)).final_output
+
+    before = len(NOTES)
+    (first, second), spans = run_twice(lambda url: run(work(url)), tmp_path, "openai-agents")
+    results = [span.attributes[names.TOOL_RESULT] for span in spans if span.operation == names.EXECUTE_TOOL]
+    assert first == second
+    assert len(NOTES) - before == len(results) == (1 if decision == "approve" else 0)
+    assert all(result in first for result in results)
+
+
+def test_the_result_of_a_rejected_call_is_its_message(seen):
+    with agents.trace("run"), agents.function_span("note") as span:
+        span.span_data.output = agents.FunctionToolResult(tool=note, output="not approved", run_item=None)
+    (tool,) = seen.tools
+    assert tool.attributes[names.TOOL_RESULT] == "not approved"
+
+
 def test_what_invokes_a_tool_is_one_object_in_its_span_and_outside_of_it(server, seen):
     found = []
 

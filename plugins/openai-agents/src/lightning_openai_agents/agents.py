@@ -17,7 +17,7 @@ from agents.tracing import traces as sdk_traces
 from lightning_openai_agents import FRAMEWORK
 from lightning_openai_agents.models import MODEL, begin_call, response_of
 from lightning_openai_agents.requests import requests_of, take_by_name, tell_handoff
-from lightning_openai_agents.tools import error_text, tool_facts
+from lightning_openai_agents.tools import error_text, tool_facts, waits_for_approval
 from lightning_spans.record.context import current, settle_context
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.scope import Scope, current_scope
@@ -168,7 +168,7 @@ class SdkTracker(EventTracker[SdkScope]):
         if scope.call is not None:
             _asked_around(scope)[:] = requests_of(sdk.span_data)
             scope.call.end(lambda: response_of(sdk.span_data), error=error)
-        elif scope.is_mask():
+        elif scope.is_mask() or (scope.kind == "function" and waits_for_approval(sdk.span_data)):
             self.drop(scope.span)
         else:
             if scope.kind == "handoff" and scope.span is not None:

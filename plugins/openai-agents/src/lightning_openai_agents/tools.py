@@ -194,11 +194,19 @@ def error_text(error: Any) -> str:
     return f"{error.get('message')}: {detail}" if detail else str(error.get("message"))
 
 
+def waits_for_approval(data: Any) -> bool:
+    """Whether a tool has not run, because a person has to approve its call first. The SDK then calls it again."""
+    return getattr(getattr(data.output, "run_item", None), "type", None) == "tool_approval_item"
+
+
 def tool_facts(data: Any, span: OpenSpan | None) -> dict[str, Json]:
     """Return the attributes that a tool's span has when it ends."""
     facts: dict[str, Json] = {}
-    if data.output is not None:
-        facts[names.TOOL_RESULT] = data.output if isinstance(data.output, str) else to_json(data.output)
+    output = data.output
+    if isinstance(output, agents.FunctionToolResult):  # of a rejected call
+        output = output.output
+    if output is not None:
+        facts[names.TOOL_RESULT] = output if isinstance(output, str) else to_json(output)
     if span is not None and names.TOOL_ARGUMENTS not in span.attributes:
         facts[names.TOOL_ARGUMENTS] = data.input
     return facts
