@@ -725,6 +725,29 @@ def test_the_result_of_a_rejected_call_is_its_message(seen):
     assert tool.attributes[names.TOOL_RESULT] == "not approved"
 
 
+@pytest.mark.skipif(not hasattr(agents, "ToolTimeoutError"), reason="this version knows no time limits of tools")
+@pytest.mark.parametrize("behavior", ["error_as_result", "raise_exception"])
+def test_a_tool_that_its_time_limit_cuts_off_is_an_error_in_a_replay_too(behavior, tmp_path):
+    @function_tool(timeout=0.5, timeout_behavior=behavior)
+    async def stuck(text: str) -> str:
+        write_note(text)
+        await asyncio.Event().wait()
+
+    def program(url):
+        try:
+            return run(ask("caller", url, 'call stuck {"text": "a"}', tools=[stuck]))
+        except agents.ToolTimeoutError as error:
+            return str(error)
+
+    before = len(NOTES)
+    (first, second), spans = run_twice(program, tmp_path, "openai-agents")
+    (tool,) = [span for span in spans if span.operation == names.EXECUTE_TOOL]
+    assert first == second
+    assert "timed out" in first
+    assert (len(NOTES) - before, tool.status) == (1, "error")
+    assert "timed out" in tool.status_message
+
+
 def test_what_invokes_a_tool_is_one_object_in_its_span_and_outside_of_it(server, seen):
     found = []
 

@@ -17,7 +17,7 @@ from agents.tracing import traces as sdk_traces
 from lightning_openai_agents import FRAMEWORK
 from lightning_openai_agents.models import MODEL, begin_call, response_of
 from lightning_openai_agents.requests import requests_of, take_by_name, tell_handoff
-from lightning_openai_agents.tools import error_text, tool_facts, waits_for_approval
+from lightning_openai_agents.tools import answered_for, error_text, fail_tool, tool_facts, waits_for_approval
 from lightning_spans.record.context import current, settle_context
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.scope import Scope, current_scope
@@ -128,7 +128,7 @@ class SdkTracker(EventTracker[SdkScope]):
             if scope is not None:
                 with self.guard(scope.span):
                     # The SDK reports within its `except`. Its message hides what a tool raised (0.24).
-                    scope.error = scope.raised() or error_text(error)
+                    fail_tool(scope, scope.raised() or error_text(error))
             return original(sdk, error)
 
         return set_error
@@ -164,6 +164,8 @@ class SdkTracker(EventTracker[SdkScope]):
         scope = self.leave(id(sdk))
         if scope is None or not self.live:
             return
+        if scope.kind == "function":
+            answered_for(scope, sdk.span_data.output)
         error = scope.error or scope.raised()
         if scope.call is not None:
             _asked_around(scope)[:] = requests_of(sdk.span_data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ from lightning_spans.record.instrument.patches import replace, replace_in_subcla
 from lightning_spans.record.instrument.scope import Scope, scopes_around
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.recorder import current_span
-from lightning_spans.record.replay import RecordedOutcome, arun_or_replay, tool_around
+from lightning_spans.record.replay import RecordedOutcome, arun_or_replay, keep_raised, tool_around
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -107,7 +108,15 @@ class _ToolInvoker(_Proxy):
                 span.set(
                     **{names.TOOL_ARGUMENTS: arguments, names.TOOL_CALL_ID: getattr(context, "tool_call_id", None)}
                 )
-        answer = await arun_or_replay(lambda: _invoke_tool(self.__wrapped__, context, arguments), _outcome)
+        scope = _tool_scope()
+        try:
+            answer = await arun_or_replay(lambda: _invoke_tool(self.__wrapped__, context, arguments), _outcome)
+        except asyncio.CancelledError as error:  # the SDK handles its own time limit outside of this call
+            if scope is not None:
+                scope.error = error
+            raise
+        if scope is not None and isinstance(scope.error, asyncio.CancelledError):
+            scope.error = None  # a time limit within the tool, which the tool handled
         if span is not None and isinstance(answer, str):  # the SDK may be configured to leave it out of its span
             with guard(span):
                 span.set(**{names.TOOL_RESULT: answer})
@@ -123,7 +132,7 @@ def _outcome(given: RecordedOutcome) -> Any:
     """Return a tool's result, also if it is the model's message about a failure; the failure is noted."""
     scope = _tool_scope()
     if given.failed and scope is not None:
-        scope.error = given.error
+        scope.error = given.error or given.result
     return given.result if given.failed and given.returned is None and given.result else given.outcome()
 
 
@@ -192,6 +201,21 @@ def error_text(error: Any) -> str:
     data = error.get("data")
     detail = data.get("error") if isinstance(data, Mapping) else None
     return f"{error.get('message')}: {detail}" if detail else str(error.get("message"))
+
+
+def fail_tool(scope: Scope, error: BaseException | str) -> None:
+    """Note a reported error. A replay repeats it if it took the place of what cut off the tool's own code."""
+    if scope.span is not None and isinstance(scope.error, asyncio.CancelledError):
+        scope.span.attributes.pop(names.TOOL_RETURNED, None)
+        if isinstance(error, BaseException):
+            keep_raised(scope.span, error)
+    scope.error = error
+
+
+def answered_for(scope: Scope, output: Any) -> None:
+    """Note that the SDK answers for a tool that its time limit cut off."""
+    if output is not None and isinstance(scope.error, asyncio.CancelledError):
+        fail_tool(scope, str(output))
 
 
 def waits_for_approval(data: Any) -> bool:
