@@ -919,6 +919,26 @@ def test_a_tool_that_answers_with_an_error_message_is_an_error(spans_of):
     assert span.attributes[names.TOOL_RESULT] == "no, not that"
 
 
+@pytest.mark.parametrize("awaited", [False, True], ids=["called", "awaited"])
+def test_a_failure_that_the_tool_handles_is_an_error_also_without_an_id_of_the_call(awaited, spans_of):
+    @tool
+    def refuse(what: str) -> str:
+        """Refuse."""
+        if what == "this":
+            raise ToolException("no, not that")
+        return what
+
+    refuse.handle_tool_error = refuse.handle_validation_error = True
+
+    def program(url):
+        for given in ("this", {}, "it"):
+            asyncio.run(refuse.ainvoke({"what": given})) if awaited else refuse.invoke({"what": given})
+
+    handled, invalid, good = spans_of(program).tools
+    assert (handled.status, handled.status_message) == ("error", "no, not that")
+    assert (invalid.status, good.status) == ("error", "ok")
+
+
 def test_a_tool_that_is_cut_off_is_an_error_and_the_node_is_at_work_again(spans_of):
     async def program(url):
         limit = asyncio.timeout(None)

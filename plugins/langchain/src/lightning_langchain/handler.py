@@ -160,7 +160,7 @@ class Handler(ChainRuns, BaseCallbackHandler):
         text, message = tool_result(output)
         if message is not None and names.TOOL_CALL_ID not in run.span.attributes:
             run.span.set(**{names.TOOL_CALL_ID: message.tool_call_id})
-        failed = message is not None and message.status == "error"
+        failed = run.error is not None if message is None else message.status == "error"
         told = {names.TOOL_RESULT: text, names.HANDOFF: handed_to(output)}
         self.end(run.span, error=text if failed else None, attributes=told)
 

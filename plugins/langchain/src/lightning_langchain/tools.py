@@ -35,7 +35,8 @@ def bind(tracker: ChainRuns) -> Iterator[Callable[[], None]]:
     """In a replay, return recorded results instead of running tools; what is yielded removes each patch.
 
     Also keep the model's id of the call for which a tool runs, which callbacks get only since langchain-core 1.0, and
-    report that a tool was cancelled, which langchain-core 0.3 does not do.
+    report that a tool was cancelled, which langchain-core 0.3 does not do. Note failures that the tool's own
+    `handle_tool_error` or `handle_validation_error` handles: without an id of the call, LangChain reports no failure.
     """
 
     @contextmanager
@@ -69,7 +70,8 @@ def bind(tracker: ChainRuns) -> Iterator[Callable[[], None]]:
         def run(tool: Any, *args: Any, **kwargs: Any) -> Any:
             if not tracker.live:
                 return original(tool, *args, **kwargs)
-            return run_or_replay(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
+            with _failures_noted():
+                return run_or_replay(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
 
         return run
 
@@ -77,14 +79,38 @@ def bind(tracker: ChainRuns) -> Iterator[Callable[[], None]]:
         async def arun(tool: Any, *args: Any, **kwargs: Any) -> Any:
             if not tracker.live:
                 return await original(tool, *args, **kwargs)
-            return await arun_or_replay(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
+            with _failures_noted():
+                return await arun_or_replay(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
 
         return arun
 
+    def wrap_parse(original: Callable[..., Any]) -> Callable[..., Any]:
+        def parse(tool: Any, *args: Any, **kwargs: Any) -> Any:
+            with _failures_noted():
+                return original(tool, *args, **kwargs)
+
+        return parse
+
     yield replace(BaseTool, "run", wrap_call)
     yield replace(BaseTool, "arun", wrap_acall)
+    yield replace(BaseTool, "_parse_input", wrap_parse)
     yield replace_in_subclasses(BaseTool, "_run", wrap_run)
     yield replace_in_subclasses(BaseTool, "_arun", wrap_arun)
+
+
+@contextmanager
+def _failures_noted() -> Iterator[None]:
+    """Note on the surrounding tool's run whether its own code fails."""
+    scope = current_scope()
+    run = scope if scope is not None and getattr(scope, "kind", None) == "tool" else None
+    try:
+        yield
+    except Exception as error:
+        if run is not None:
+            run.error = error
+        raise
+    if run is not None:
+        run.error = None  # an inner failure that its own code handled
 
 
 def called_for() -> str | None:
