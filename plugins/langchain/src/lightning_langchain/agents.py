@@ -42,7 +42,8 @@ class ChainRun(Scope):
 
     __slots__ = (
         "agent", "cached", "context", "foreign", "graph", "inner", "kind", "lc_agent", "made", "metadata", "model",
-        "name", "namespace", "offered", "packages", "parent", "pregel", "requests", "start_ns", "tags", "unknown",
+        "name", "namespace", "offered", "packages", "parent", "pregel", "refused", "requests", "start_ns", "tags",
+        "unknown",
     )  # fmt: skip
 
     def __init__(self, parent: ChainRun | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
@@ -56,6 +57,7 @@ class ChainRun(Scope):
         self.unknown: dict[str, ToolRequest] = {} if parent is None else parent.unknown
         self.offered: frozenset[str] = frozenset()  # of a chat run: names of the tools that its model was offered
         self.made: ToolRequest | None = None  # of a tool: the call that asked for it
+        self.refused: ToolRequest | None = None  # of a tool that answers for an unknown one: that call
         self.kind = kind  # chain, tool or chat
         self.name = name
         self.metadata = metadata

@@ -23,7 +23,14 @@ from lightning_langchain import FRAMEWORK, tools
 from lightning_langchain.agents import ChainRun, ChainRuns
 from lightning_langchain.handoffs import handed_to
 from lightning_langchain.models import OtherModels, follow_caches
-from lightning_langchain.tools import called_for, is_control_flow, requests_in, take_request, tool_result
+from lightning_langchain.tools import (
+    called_for,
+    is_control_flow,
+    refused_request,
+    requests_in,
+    take_request,
+    tool_result,
+)
 from lightning_openai.json_text import to_json
 from lightning_spans.record.context import current, current_agent, entered_iteration, entered_steps
 from lightning_spans.record.instrument.patches import replace
@@ -143,6 +150,9 @@ class Handler(ChainRuns, BaseCallbackHandler):
         tool_call_id = tool_call_id or called_for()
         context = self.place(run.parent)
         around = current_agent(context)
+        run.refused = refused_request(run.unknown, run.name, inputs, around)
+        if run.refused is not None:
+            return
         run.made = made = take_request(run.requests, run.name, tool_call_id, inputs, around)
         if run.unknown and made is not None and made.call_id is not None:
             run.unknown.pop(made.call_id, None)
@@ -155,6 +165,8 @@ class Handler(ChainRuns, BaseCallbackHandler):
     @ends
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
         run = self.end_run(run_id)
+        if run is not None and run.refused is not None and self.live:
+            self.refuse(run, run.refused, tool_result(output)[0])
         if run is None or run.span is None:
             return
         text, message = tool_result(output)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 Conversation: TypeAlias = tuple[str | None, str]  # the attempt that contains it, and LangGraph's thread
 _CONVERSATIONS: Final = 1024  # number of conversations that may wait for approval at once; the oldest are dropped
 _CALLS: Final = 64  # and per conversation
+_INVALID: Final = "invalid_tool"  # what LangChain's `AgentExecutor` runs when the model calls an unknown tool
+_INVALID_CLASS: Final = "InvalidTool"
 _called: Final[ContextVar[str | None]] = ContextVar("lightning_langchain_tool_call", default=None)
 
 
@@ -68,7 +70,7 @@ def bind(tracker: ChainRuns) -> Iterator[Callable[[], None]]:
 
     def wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(tool: Any, *args: Any, **kwargs: Any) -> Any:
-            if not tracker.live:
+            if not tracker.live or type(tool).__name__ == _INVALID_CLASS:
                 return original(tool, *args, **kwargs)
             with _failures_noted():
                 return run_or_replay(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
@@ -77,7 +79,7 @@ def bind(tracker: ChainRuns) -> Iterator[Callable[[], None]]:
 
     def wrap_arun(original: Callable[..., Any]) -> Callable[..., Any]:
         async def arun(tool: Any, *args: Any, **kwargs: Any) -> Any:
-            if not tracker.live:
+            if not tracker.live or type(tool).__name__ == _INVALID_CLASS:
                 return await original(tool, *args, **kwargs)
             with _failures_noted():
                 return await arun_or_replay(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
@@ -163,6 +165,17 @@ def take_request(
         return known.call_id == call_id if call_id is not None else (known[1:3] == (name, arguments))
 
     return take(requests, fits, lambda known: known.agent == agent)
+
+
+def refused_request(
+    unknown: Mapping[str, ToolRequest], name: str, arguments: Mapping[str, Any] | None, agent: str | None
+) -> ToolRequest | None:
+    """Return the request for an unknown tool that LangChain answers by a tool of its own; None for another tool."""
+    asked = (arguments or {}).get("requested_tool_name") if name == _INVALID else None
+    if asked is None:
+        return None
+    found = (request for request in unknown.values() if request.name == asked)
+    return next(found, None) or ToolRequest(None, asked, {}, agent)
 
 
 def tool_result(output: Any) -> tuple[str, ToolMessage | None]:
