@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 
 import pytest
 
@@ -157,6 +159,29 @@ def test_subclasses_are_patched_also_those_that_come_later():
     undo()
     assert (child().say(), Later().say(), Later().shout()) == ("child", "childlater", "aloud")
     assert "__init_subclass__" not in vars(base)
+
+
+def test_a_patched_class_is_freed_when_nothing_else_holds_it():
+    base, _ = a_family()
+
+    def defined_in_a_run():
+        class Later(base):
+            def say(self):
+                return f"{super().__str__()} later"  # `super` makes the method hold its class
+
+            @classmethod
+            def shout(cls):
+                return "aloud"
+
+        return weakref.ref(Later)
+
+    undo = Undo()
+    undo.add(replace_in_subclasses(base, "say", louder))
+    undo.add(replace_in_subclasses(base, "shout", louder))
+    later = defined_in_a_run()
+    gc.collect()
+    assert later() is None
+    undo()
 
 
 def test_a_base_that_watches_its_subclasses_still_does():

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from llama_index.core.agent.workflow import AgentWorkflow
 from llama_index.core.agent.workflow.base_agent import BaseWorkflowAgent
@@ -53,8 +53,7 @@ class LlamaIndexAgents(Tracker):
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
         self._turns: dict[str, OpenSpan | None] = {}  # by the span of an agent workflow: the agent whose turn it is
-        self._followed = WeakSet[type]()  # classes of workflows whose steps are wrapped
-        self.undo = Undo()
+        self._followed = WeakKeyDictionary[type, Undo]()  # by class of workflow: what unwraps its steps
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a run of a workflow. An agent is one too."""
@@ -78,10 +77,15 @@ class LlamaIndexAgents(Tracker):
         if not self.live or issubclass(kind, (AgentWorkflow, BaseWorkflowAgent)):
             return
         for owner in set(kind.__mro__) - set(Workflow.__mro__) - set(self._followed):
-            self._followed.add(owner)
+            undo = self._followed[owner] = Undo()
             for name, step in list(vars(owner).items()):
                 if inspect.isfunction(step) and not vars(step).keys().isdisjoint(_STEP_MARKS):
-                    self.undo.add(replace(owner, name, functools.partial(self._wrap_own_step, name)))
+                    undo.add(replace(owner, name, functools.partial(self._wrap_own_step, name)))
+
+    def undo(self) -> None:
+        """Unwrap the steps of all workflows."""
+        for undo in list(self._followed.values()):
+            undo()
 
     def _wrap_own_step(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(original):

@@ -7,11 +7,13 @@ import logging
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any, Final, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 logger = logging.getLogger("lightning_spans")
-# What each wrapper replaces, and the owner.
-_ours: Final[WeakKeyDictionary[Any, tuple[Any, Any]]] = WeakKeyDictionary()
+# The owner of each wrapper. What it replaces is its own attribute: that may refer to the owner, which refers to the
+# wrapper, so from here it would stay in memory forever.
+_ours: Final[WeakKeyDictionary[Any, ref[Any]]] = WeakKeyDictionary()
+_REPLACED: Final = "_lightning_replaced"
 
 
 def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
@@ -24,7 +26,8 @@ def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> 
             replacement must do nothing after the undo: another library that patched later may still call it.
 
     Returns:
-        The undo. It restores the original, unless another library patched later: that would undo its patch.
+        The undo. It restores the original, unless another library patched later: that would undo its patch. It does
+        not keep the owner in memory.
 
     Raises:
         AttributeError: the owner itself has no such attribute.
@@ -39,15 +42,19 @@ def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> 
     if wrapper is function:  # `wrap` leaves it unchanged
         return lambda: None
     functools.update_wrapper(wrapper, function)
-    _ours[wrapper] = (owner, function)
-    put = type(original)(wrapper) if bound else wrapper
-    setattr(owner, name, put)
+    setattr(wrapper, _REPLACED, original)
+    _ours[wrapper] = ref(owner)
+    setattr(owner, name, type(original)(wrapper) if bound else wrapper)
+    return functools.partial(_restore, ref(owner), name, ref(wrapper))
 
-    def undo() -> None:
-        if vars(owner).get(name) is put:
-            setattr(owner, name, original)
 
-    return undo
+def _restore(of_owner: ref[Any], name: str, of_wrapper: ref[Any]) -> None:
+    owner, wrapper = of_owner(), of_wrapper()
+    if owner is None or wrapper is None:
+        return
+    found = vars(owner).get(name)
+    if (found.__func__ if isinstance(found, (classmethod, staticmethod)) else found) is wrapper:
+        setattr(owner, name, getattr(wrapper, _REPLACED))
 
 
 class Undo:
@@ -86,10 +93,15 @@ def replace_in_subclasses(base: Any, name: str, wrap: Callable[[Any], Any]) -> C
         The undo.
     """
     undo = Undo()
+    taken: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
 
     def take(kind: Any) -> None:
         if name in vars(kind):
-            undo.add(replace(kind, name, wrap))
+            taken[kind] = replace(kind, name, wrap)
+
+    def restore() -> None:
+        for one in list(taken.values()):
+            one()
 
     def init_subclass(cls: Any, **options: Any) -> None:
         super(base, cls).__init_subclass__(**options)
@@ -107,6 +119,7 @@ def replace_in_subclasses(base: Any, name: str, wrap: Callable[[Any], Any]) -> C
     else:
         base.__init_subclass__ = classmethod(cast("Any", init_subclass))
         undo.add(lambda: delattr(base, "__init_subclass__"))
+    undo.add(restore)
     for kind in list(_with_subclasses(base)):
         take(kind)
     return undo
@@ -156,7 +169,7 @@ def clear(base: Any, name: str) -> None:
         if not _is_ours(found):
             for layer in _layers(found):
                 _free(layer)
-        elif _ours[found][0] is kind:
+        elif _ours[found]() is kind:
             setattr(kind, name, _original(found))
         else:  # it was its parent's when another library found it
             delattr(kind, name)
@@ -174,7 +187,7 @@ def _layers(found: Any) -> Iterator[Any]:
 
 def _original(found: Any) -> Any:
     while _is_ours(found):
-        found = _ours[found][1]
+        found = getattr(found, _REPLACED)
     return found
 
 
