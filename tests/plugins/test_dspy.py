@@ -3,7 +3,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -28,6 +31,7 @@ from lightning_conformance.plugins.suite import (
 )
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.schema import spans as names
+from lightning_spans.schema.replays import Replay
 
 try:
     from dspy._vendor.lm15.transports import StdlibTransport
@@ -547,6 +551,59 @@ def test_what_is_cached_is_no_call_but_a_policy_in_training_always_answers(tmp_p
         assert len(policy.requests) == 2
         assert len(answers) == 1
         assert len(origin.requests) == 1
+
+
+def replay(origin, gateway, monkeypatch, store):
+    """Call a model twice in a replay that trains no agent."""
+    monkeypatch.setenv("OPENAI_API_KEY", "users-key")
+    attempt = Attempt("r", "a", endpoint=gateway, key="k", agents=(), replay=Replay(attempt_id="earlier"))
+    with lightning_dspy.attach(store=str(store)) as attachment, use_attempt(attempt):
+        answers = [ask("writer", origin, "say done"), asyncio.run(aask("writer", origin, "say done"))]
+        attachment.flush(60)
+    assert answers == ["done"] * 2
+
+
+@pytest.mark.skipif(StdlibTransport is None, reason="before 3.4 every call is LiteLLM's")
+def test_every_call_of_a_replay_goes_to_the_gateway(tmp_path, monkeypatch):
+    with ScriptedServer() as origin, ScriptedServer() as gateway:
+        replay(origin.url, gateway.base, monkeypatch, tmp_path / "traces.db")
+        assert not origin.requests
+        sent = [request.headers for request in gateway.requests]
+        chats = [span for span in gateway.spans if span.operation == names.CHAT]
+    assert [headers["authorization"] for headers in sent] == ["Bearer k"] * 2
+    assert [headers["x-lightning-replay"] for headers in sent] == ["asks"] * 2
+    assert all(headers["x-lightning-traceparent"] == headers["traceparent"] for headers in sent)
+    assert [(chat.agent, chat.attributes[names.REROUTED]) for chat in chats] == [("writer", True)] * 2
+
+
+@contextmanager
+def leaving_gateway():
+    """Serve a gateway that leaves each call of a replay to the program's own endpoint."""
+
+    class Leaves(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(421)
+            self.send_header("x-lightning-replay", "own")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Leaves) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.skipif(StdlibTransport is None, reason="before 3.4 every call is LiteLLM's")
+def test_a_replayed_call_that_the_gateway_leaves_to_the_program_is_sent_as_it_was(tmp_path, monkeypatch):
+    with ScriptedServer() as origin, leaving_gateway() as gateway:
+        replay(origin.url, gateway, monkeypatch, tmp_path / "traces.db")
+        sent = [request.headers for request in origin.requests]
+    assert [headers["authorization"] for headers in sent] == ["Bearer users-key"] * 2
+    assert not any("x-lightning-replay" in headers for headers in sent)
 
 
 def test_a_prompt_is_also_that_of_an_agent_that_is_named_by_where_it_stands(tmp_path, monkeypatch):

@@ -1,9 +1,8 @@
 """Chat spans for DSPy's own HTTP client (since 3.4), one per request.
 
 DSPy ships a client, `lm15`, on the standard library's sockets and prefers it to LiteLLM. It is patched where a request
-passes as bytes; each retry is a request of its own there. Calls of agents in training go to the gateway, with nothing
-of
-the user's except the body.
+passes as bytes; each retry is a request of its own there. Calls of agents in training go to the gateway, with only the
+body and the headers that state its format. In a replay, every call goes to the gateway first.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lightning_dspy import FRAMEWORK
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.call import endpoint_of
 from lightning_openai.events import is_whole, read_events
-from lightning_openai.reroute import agent_header
+from lightning_openai.reroute import is_left, own_headers
 from lightning_spans.chat.stream import put_together
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.scope import current_scope, scopes_around
@@ -61,6 +60,9 @@ class DspyRequests(Tracker):
                 return original(transport, request)
             try:
                 response = original(transport, call.request)
+                if call.sent_on(response):
+                    response.close()
+                    response = original(transport, call.request)
             except BaseException as error:
                 call.end(error)
                 raise
@@ -79,6 +81,9 @@ class DspyRequests(Tracker):
                 return await original(transport, request)
             try:
                 response = await original(transport, call.request)
+                if call.sent_on(response):
+                    await response.aclose()
+                    response = await original(transport, call.request)
             except BaseException as error:
                 call.end(error)
                 raise
@@ -106,7 +111,7 @@ class _Request:
     """One request, until its answer has been read."""
 
     def __init__(self, tracker: DspyRequests, request: Any, span: OpenSpan, endpoint: str, *, streamed: bool) -> None:
-        self.request = request
+        self.request = self._own = request  # what is sent, and what the program's own endpoint gets
         self._tracker = tracker
         self._span = span
         self._endpoint = endpoint
@@ -140,21 +145,38 @@ class _Request:
         return call
 
     def _send(self, body: dict[str, Json]) -> None:
-        """Put the span's id into the request, and send it to the gateway if its agent is in training."""
+        """Put the span's id into the request, and send it to the gateway if its agent is in training.
+
+        In a replay every call goes to the gateway first; see `sent_on`.
+        """
         request, span, attempt = self.request, self._span, self._span.attempt
         prompted = with_prompts(body, span.path, attempt)
         body = dict(prompted) if prompted is not None else body
         headers = [*request.headers, ("traceparent", span.traceparent)]
-        url = request.url
-        if attempt is not None and self._tracker.recorder.reroutes(span):
+        content = request.body if prompted is None else dumps(body)
+        self.request = self._own = dataclasses.replace(request, headers=headers, body=content)
+        trained = self._tracker.recorder.reroutes(span)
+        if attempt is None or attempt.endpoint is None or not (trained or attempt.replay is not None):
+            return
+        if trained:
             body = {**body, "model": attempt.model}
-            url = f"{attempt.endpoint}/v1{self._endpoint}"
-            own = {"authorization": f"Bearer {attempt.key or 'unused'}", **agent_header(span.path)}
-            headers = [pair for pair in headers if pair[0].lower() in {*_KEPT, "traceparent"}] + list(own.items())
-            span.set(**{names.REROUTED: True, names.REQUEST_MODEL: attempt.model})
+            span.set(**{names.REQUEST_MODEL: attempt.model})
             span.name = attempt.model
-        content = request.body if url == request.url and prompted is None else dumps(body)
-        self.request = dataclasses.replace(request, url=url, headers=headers, body=content)
+        headers = [pair for pair in request.headers if pair[0].lower() in _KEPT]
+        headers += own_headers(attempt, span).items()
+        url = f"{attempt.endpoint}/v1{self._endpoint}"
+        self.request = dataclasses.replace(request, url=url, headers=headers, body=dumps(body))
+        span.set(**{names.REROUTED: True})
+
+    def sent_on(self, response: Any) -> bool:
+        """Whether the gateway left a replayed call to the program's own endpoint, where it must be sent now."""
+        headers = {name.lower(): value for name, value in response.headers}
+        if self._span.attributes.get(names.REROUTED) and is_left(response.status, headers):
+            self.request = self._own
+            self._span.attributes.pop(names.REROUTED)
+            self._span.set(**{names.REQUEST: self.request.body.decode()})
+            return True
+        return False
 
     def read(self, pieces: Iterator[bytes], status: int) -> Iterator[bytes]:
         """Return the parts of a body, and record them."""
