@@ -77,12 +77,33 @@ TURN = [
 ]
 
 
-@pytest.fixture
-def command(tmp_path):
-    path = tmp_path / "claude"
-    path.write_text(COMMAND.format(python=sys.executable, turn=TURN))
+# Two sub-agents at once: the parts of their messages alternate.
+BOTH = [
+    said("m1", use("c1", "Agent", prompt="left"), use("c2", "Agent", prompt="right")),
+    said("left", text("I look."), parent="c1"),
+    said("right", text("I look."), parent="c2"),
+    said("left", use("c3", "Bash", command="ls"), parent="c1"),
+    said("right", use("c4", "Bash", command="ls"), parent="c2"),
+    gave("c3", "calc.py", parent="c1"),
+    said("left_2", text("found"), parent="c1"),
+    gave("c4", "calc.py", parent="c2"),
+    said("right_2", text("found"), parent="c2"),
+    gave("c1", "found"),
+    gave("c2", "found"),
+    said("m2", text("Done.")),
+]
+
+
+def written(folder, turn):
+    path = folder / "claude"
+    path.write_text(COMMAND.format(python=sys.executable, turn=turn))
     path.chmod(0o755)
     return str(path)
+
+
+@pytest.fixture
+def command(tmp_path):
+    return written(tmp_path, TURN)
 
 
 async def ask(command, prompt="hello", **options):
@@ -118,6 +139,19 @@ def test_a_turn_is_an_agent_with_its_calls_and_tools(command, tmp_path):
     assert (tools["Read"].status, tools["Read"].status_message) == ("error", "no such file")
     assert by_id[chats[2].parent_id].name == "Agent"
     assert all(by_id[span.parent_id] is turn for span in [chats[0], chats[1], chats[3], *tools.values()])
+
+
+def test_sub_agents_at_once_have_one_span_for_each_call(tmp_path):
+    _, spans = spans_of(tmp_path, lambda: ask(written(tmp_path, BOTH)))
+    by_id = {span.span_id: span for span in spans}
+    chats = {span.attributes[names.RESPONSE_ID]: span for span in spans if span.operation == names.CHAT}
+    assert len(chats) == len([span for span in spans if span.operation == names.CHAT]) == 6
+    for message, parent in {"left": "c1", "left_2": "c1", "right": "c2", "right_2": "c2"}.items():
+        assert by_id[chats[message].parent_id].attributes[names.TOOL_CALL_ID] == parent
+    for message in ("left", "right"):
+        content = json.loads(chats[message].attributes[names.RESPONSE])["content"]
+        assert [block["type"] for block in content] == ["text", "tool_use"]
+        assert chats[message].end_ns <= chats[f"{message}_2"].start_ns
 
 
 def test_output_is_the_same_attached_or_not(command, tmp_path):
