@@ -23,6 +23,7 @@ from google.genai import types
 import lightning_google_adk
 from lightning_conformance.plugins.program import span_of
 from lightning_conformance.plugins.programs import AgentPrograms, add, fail, note
+from lightning_conformance.plugins.replayed import NOTES, run_twice
 from lightning_conformance.plugins.script import Reply, ScriptedToolCall, agent_of
 from lightning_conformance.plugins.server import ScriptedServer
 from lightning_conformance.plugins.suite import (
@@ -334,6 +335,39 @@ def test_arguments_that_do_not_fit_are_an_error(found_of):
     (tool,) = found.tools
     assert (tool.name, tool.status) == ("add", "error")
     assert "mandatory" in tool.status_message
+
+
+async def confirmed(agent, prompt):
+    """Run an agent whose tool needs a person's confirmation, and confirm; return the texts and what was asked."""
+    runner = InMemoryRunner(agent=agent, app_name="app")
+    session = await runner.session_service.create_session(app_name="app", user_id="user")
+    said, asked = [], []
+
+    async def turn(part):
+        message = types.Content(role="user", parts=[part])
+        async for event in runner.run_async(user_id="user", session_id=session.id, new_message=message):
+            said.append(text_of(event))
+            asked.extend(call for call in event.get_function_calls() if call.name == "adk_request_confirmation")
+
+    await turn(types.Part(text=prompt))
+    for call in asked:
+        given = types.FunctionResponse(id=call.id, name=call.name, response={"confirmed": True})
+        await turn(types.Part(function_response=given))
+    return said, len(asked)
+
+
+def test_a_tool_asks_for_confirmation_again_in_a_replay(tmp_path):
+    def program(url):
+        tool = FunctionTool(note, require_confirmation=True)
+        return run(confirmed(make("caller", url, tool), 'call note {"text": "one"}'))
+
+    noted = len(NOTES)
+    (first, second), spans = run_twice(program, tmp_path, "google-adk")
+    assert first == second
+    assert first[1] == 1
+    assert len(NOTES) == noted + 1
+    tools = [span for span in spans if span.operation == names.EXECUTE_TOOL]
+    assert [tool.attributes[names.REPLAYED] for tool in tools] == [False, True]
 
 
 def test_what_a_tool_says_of_an_error_is_its_result(found_of):

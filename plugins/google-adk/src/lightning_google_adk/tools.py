@@ -16,10 +16,11 @@ from lightning_spans.record.instrument.imports import when_imported
 from lightning_spans.record.instrument.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.replay import arun_or_replay, keep_whole
+from lightning_spans.record.returned import write_again
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
-    from lightning_spans.hooks import Recorder
+    from lightning_spans.hooks import OpenSpan, Recorder
 
 # Tools that carry an agent's final answer. They are matched by name because they exist in different versions.
 _ANSWERS: Final = frozenset({"SetModelResponseTool", "FinishTaskTool"})
@@ -61,7 +62,9 @@ class AdkTools(Tracker):
                 with self.inside(span):
                     if span is not None and tool.name == "transfer_to_agent":
                         span.set(**{names.HANDOFF: args.get("agent_name")})
-                    answer = await self._own_code(tool, lambda: original(tool, args=args, tool_context=tool_context))
+                    answer = await self._own_code(
+                        tool, tool_context, lambda: original(tool, args=args, tool_context=tool_context)
+                    )
                     self.end(span, error=_refusal(tool, answer), attributes={names.TOOL_RESULT: _text(answer)})
                     return answer
             finally:
@@ -69,10 +72,14 @@ class AdkTools(Tracker):
 
         return carry_out
 
-    async def _own_code(self, tool: Any, run: Callable[[], Awaitable[Any]]) -> Any:
-        return await (
-            run() if tool.name in _OF_THE_RUN else arun_or_replay(run, keep=keep_whole)
-        )  # also for text, because the model gets an object
+    async def _own_code(self, tool: Any, tool_context: Any, run: Callable[[], Awaitable[Any]]) -> Any:
+        def keep(span: OpenSpan, answer: Any) -> None:
+            if _waits(tool_context):
+                span.attributes[names.TOOL_RETURNED] = write_again()
+            else:
+                keep_whole(span, answer)  # also text, because the model gets an object
+
+        return await (run() if tool.name in _OF_THE_RUN else arun_or_replay(run, keep=keep))
 
     def wrap_error(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a failed tool call, including a call of an unknown tool, for which ADK passes a bare `BaseTool`."""
@@ -164,6 +171,13 @@ class UnreadCalls(Tracker):
     def _refuse(self, name: str, call_id: str | None, arguments: str) -> None:
         span = self.begin_tool(name, call_id, arguments)
         self.end(span, error=f"the arguments of {name} are no JSON object, so ADK leaves the call out")
+
+
+def _waits(tool_context: Any) -> bool:
+    """Whether a tool has asked for a confirmation or for credentials; ADK calls it again with the answer."""
+    actions = getattr(tool_context, "actions", None)  # a program may call a tool without a context
+    asked = (getattr(actions, name, ()) for name in ("requested_tool_confirmations", "requested_auth_configs"))
+    return any(tool_context.function_call_id in calls for calls in asked)
 
 
 def _refusal(tool: Any, answer: Any) -> str | None:
