@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,6 +96,46 @@ def test_memory_that_one_long_sequence_needed_is_freed_when_it_is_forgotten() ->
     admit(cache, 0, [7] * 100)
     cache.clear()
     assert cache.keys.shape[1] == 2
+
+
+@pytest.mark.parametrize("told", ["by the system", "by torch"])
+def test_idle_sequences_make_room_if_memory_is_short_and_the_oldest_goes_first(monkeypatch, told: str) -> None:
+    room, zeros = 40, torch.zeros
+
+    def limited_zeros(size: tuple[int, ...], **how: object) -> torch.Tensor:
+        if size[1] > room and size[-1] == BLOCK:  # keys still fit, and values do not
+            raise torch.OutOfMemoryError("out of memory")
+        return zeros(size, **how)
+
+    if told == "by torch":
+        monkeypatch.setattr(torch, "zeros", limited_zeros)
+    else:
+        available = room * 2 * BLOCK * KEY_HEADS * WIDTH * 4
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    cache = SlotCache(SHAPE, 8, 1024)
+    admit(cache, 0, [9] * 600)  # it keeps running
+    for slot in range(1, 8):
+        admit(cache, slot, [20 + slot] * 600)
+        cache.end(slot)
+    assert cache.keys.shape[1] <= room
+    assert cache.values.shape[1] <= room
+    kept = [slot for slot in range(8) if cache.computed[slot]]
+    assert kept[0] == 0
+    assert kept[1:] == list(range(8 - len(kept) + 1, 8))
+    assert len(kept) > 2
+    for slot in kept:
+        assert stored_values(cache, slot) == pytest.approx(
+            [number(9 if not slot else 20 + slot, n) for n in range(600)]
+        )
+
+
+def test_running_sequences_take_more_memory_than_the_system_says_is_free(monkeypatch) -> None:
+    """A process may swap or be given more: only what idle sequences hold is not worth it."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    cache = SlotCache(SHAPE, 8, 1024)
+    for slot in range(8):
+        admit(cache, slot, [20 + slot] * 600)
+    assert all(cache.computed == 600)
 
 
 def decode(cache: SlotCache, slots: list[int], layer: AttentionLayer, query_THD: torch.Tensor) -> torch.Tensor:

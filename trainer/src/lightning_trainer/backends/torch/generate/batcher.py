@@ -38,8 +38,6 @@ class Batcher:
         self._model, self._threads, self._mixed = model, threads, mixed
         self._cache = SlotCache(model.shape, slots, model.max_model_len)
         self._running: dict[int, Request] = {}  # by slot
-        self._last_used = np.zeros(slots, np.int64)
-        self._steps = 0
         self.counts: Counter[str] = Counter()
         self._waiting: deque[Request] = deque()
         self._changed = threading.Condition()  # guards the fields below, and _waiting
@@ -135,7 +133,6 @@ class Batcher:
     # One step.
 
     def _step(self) -> None:
-        self._steps += 1
         self._drop_cancelled()
         self._admit()
         if not self._running:
@@ -166,7 +163,6 @@ class Batcher:
     def _release(self, request: Request) -> None:
         del self._running[request.slot]
         self._cache.end(request.slot)
-        self._last_used[request.slot] = self._steps
 
     def _admit(self) -> None:
         """Assign free slots to waiting requests, in order.
@@ -209,16 +205,15 @@ class Batcher:
         return True
 
     def _free_slot(self) -> int:
-        """Return the least recently used free slot, the lowest of several."""
+        """Return an empty slot, the lowest of several; otherwise the one that has been idle for longest."""
         free = [slot for slot in range(self._cache.slots) if slot not in self._running]
-        return min(free, key=lambda slot: (self._last_used[slot], slot))
+        return min(free, key=lambda slot: (self._cache.ended[slot], slot))
 
     def _compact(self) -> None:
         """Move requests down into free slots, so that neighbouring slots can share their matrix products."""
         while (top := max(self._running)) >= len(self._running):
             hole = next(slot for slot in range(top) if slot not in self._running)
             self._cache.swap(top, hole)
-            self._last_used[top] = self._last_used[hole]
             request = self._running.pop(top)
             request.slot = hole
             self._running[hole] = request

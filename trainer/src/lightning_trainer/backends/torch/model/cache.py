@@ -2,7 +2,8 @@
 
 Each slot contains the tokens of one sequence and the numbers of its blocks. A block in several slots is never written
 again, so a prompt that continues another sequence shares its full blocks and copies at most one. Slots keep their
-content after their request has ended, so that a later prompt can continue it.
+content after their request has ended, so that a later prompt can continue it. If memory for more blocks is short, the
+slots whose requests ended first lose theirs.
 
 Axes: Y layers, S slots, K key heads, D head width, B tokens of a block, Z blocks of a slot, U blocks.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 
@@ -52,6 +54,7 @@ class SlotCache:
         self.planned: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens that a slot has or is about to compute
         self.computed: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens with keys and values
         self.owners: NDArray[np.int64] = np.full(slots, -1)  # number of the adapter that computed a slot's content
+        self.ended: NDArray[np.int64] = np.zeros(slots, np.int64)  # order of the ends of requests; 0: running, or empty
         self.blocks: NDArray[np.int64] = np.zeros((slots, -(-max_tokens // BLOCK)), np.int64)  # (S, Z)
         self.memories = SlotMemories(slots) if shape.recurrent else None
         self._held: NDArray[np.int64] = np.zeros(slots, np.int64)  # number of blocks of each slot
@@ -70,7 +73,7 @@ class SlotCache:
 
         Memory is freed if most of it was not needed since the last time.
         """
-        self.planned[:] = self.computed[:] = self._held[:] = self._users[:] = 0
+        self.planned[:] = self.computed[:] = self.ended[:] = self._held[:] = self._users[:] = 0
         if 2 * self._most < len(self._users):
             self._resize(self._most)
         self._most = 0
@@ -104,6 +107,7 @@ class SlotCache:
         """Assign a slot to a prompt of an adapter. `source` contains the first `shared` tokens of the prompt."""
         if self.memories is not None:
             self.memories.begin(slot, source, shared, len(prompt))
+        self.ended[slot] = 0
         full, rest = divmod(shared, BLOCK)
         taken = self.blocks[source, : full + bool(rest)].copy()
         self._users[taken] += 1  # first, so that blocks that the slot releases are kept if it is also its source
@@ -124,13 +128,14 @@ class SlotCache:
     def end(self, slot: int) -> None:
         """Discard planned tokens that will not be computed, because the slot's request has ended."""
         self.planned[slot] = self.computed[slot]
+        self.ended[slot] = self.ended.max() + 1
         self._release(slot, -(-int(self.computed[slot]) // BLOCK))
         if self.memories is not None:
             self.memories.end(slot)
 
     def swap(self, a: int, b: int) -> None:
         """Exchange the content of two slots."""
-        for kept in (self.tokens, self.planned, self.computed, self.owners, self.blocks, self._held):
+        for kept in (self.tokens, self.planned, self.computed, self.owners, self.ended, self.blocks, self._held):
             kept[[a, b]] = kept[[b, a]]
         if self.memories is not None:
             self.memories.swap(a, b)
@@ -142,14 +147,46 @@ class SlotCache:
         held, wanted = int(self._held[slot]), -(-tokens // BLOCK)
         if held >= wanted:
             return
-        free = np.flatnonzero(self._users == 0)
-        if len(free) < wanted - held:
-            least = self.blocks_in_use + wanted - held
-            self._resize(max(least, len(self._users) * 3 // 2))
-            free = np.flatnonzero(self._users == 0)
-        taken = free[: wanted - held]
+        if self._missing(wanted - held) > 0:
+            self._grow(wanted - held)
+        taken = np.flatnonzero(self._users == 0)[: wanted - held]
         self.blocks[slot, held:wanted], self._users[taken], self._held[slot] = taken, 1, wanted
         self._most = max(self._most, self.blocks_in_use)
+
+    def _missing(self, blocks: int) -> int:
+        """Return how many more blocks there must be, so that so many are free."""
+        return self.blocks_in_use + blocks - len(self._users)
+
+    def _grow(self, blocks: int) -> None:
+        """Get so many free blocks: new ones, or if memory is short, those of idle slots, the longest idle first."""
+        size = len(self._users)
+        larger = max(size + self._missing(blocks), size * 3 // 2)
+        try:
+            self._check_memory(larger)
+            self._resize(larger)
+        except (MemoryError, RuntimeError):  # torch raises a RuntimeError if an allocation fails, on any device
+            if self.keys.shape[1] > size:  # the values did not fit
+                self.keys = self.keys[:, :size].clone()
+            idle = np.flatnonzero(self.ended)
+            for slot in idle[self.ended[idle].argsort()]:
+                self.planned[slot] = self.computed[slot] = self.ended[slot] = 0
+                self._release(slot, 0)
+                if self._missing(blocks) <= 0:
+                    return
+            self._resize(size + self._missing(blocks))
+
+    def _check_memory(self, blocks: int) -> None:
+        """Refuse a size that does not fit into free memory beside the current one.
+
+        An allocation of a processor's memory does not fail if there is too little: the system ends some process later.
+
+        Raises:
+            MemoryError: it does not fit.
+        """
+        shape = self.shape
+        size = 2 * shape.layers * blocks * BLOCK * shape.key_heads * shape.head_width * shape.dtype.itemsize
+        if shape.device.type in {"cpu", "mps"} and size > psutil.virtual_memory().available:
+            raise MemoryError("no memory for more keys and values")
 
     def _release(self, slot: int, kept: int) -> None:
         """Release a slot's blocks after the first `kept`."""
