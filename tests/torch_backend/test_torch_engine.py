@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchEngine, TorchLearner
+from lightning_trainer.backends.torch.generate.request import Request
 from lightning_trainer.backends.torch.generate.sampling import Draw, draw
 from lightning_trainer.backends.torch.model import load as loading
 from lightning_trainer.backends.torch.model.attention import NAME
@@ -312,6 +313,69 @@ async def test_an_error_reaches_those_who_wait_and_the_engine_goes_on(tiny_model
         )
     assert [type(answer) for answer in answers] == [MemoryError] * 3
     assert len((await collect(engine, ids(engine, "x"), max_tokens=2, temperature=0)).token_ids) == 2
+    engine.close()
+
+
+async def test_after_an_error_the_cache_needs_no_memory_to_free_its_own(tiny_model: Path, monkeypatch) -> None:
+    engine, zeros = make_engine(tiny_model, slots=4), torch.zeros
+    head, errors = engine._model.causal.lm_head.forward, ["no room for logits", "no room for a second cache"]
+
+    def limited_head(hidden):
+        if len(errors) == 2:
+            raise torch.OutOfMemoryError(errors.pop(0))
+        return head(hidden)
+
+    def limited_zeros(size, **how):
+        if len(errors) == 1 and size[1]:
+            raise torch.OutOfMemoryError(errors.pop(0))
+        return zeros(size, **how)
+
+    await asyncio.gather(*(collect(engine, [5 + n] * 400, max_tokens=2) for n in range(4)))
+    with engine.still():
+        engine.weights_changed(1)
+    monkeypatch.setattr(engine._model.causal.lm_head, "forward", limited_head)
+    monkeypatch.setattr(torch, "zeros", limited_zeros)
+    with pytest.raises(torch.OutOfMemoryError, match="logits"):
+        await collect(engine, [5, 6, 7], max_tokens=2)
+    answer = collect(engine, [5, 6, 7], max_tokens=2, temperature=0)
+    assert len((await asyncio.wait_for(answer, 20)).token_ids) == 2
+    engine.close()
+
+
+async def test_an_engine_that_fails_for_good_keeps_nobody_waiting(tiny_model: Path, monkeypatch) -> None:
+    engine = make_engine(tiny_model)
+
+    def broken(*_given):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(engine._model.causal.lm_head, "forward", broken)
+    monkeypatch.setattr(engine._batcher._cache, "clear", broken)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        await collect(engine, [5, 6, 7], max_tokens=2)
+    engine._batcher._thread.join()
+    with pytest.raises(RuntimeError, match="the engine has failed: the device is lost"):
+        await asyncio.wait_for(collect(engine, [5, 6, 7], max_tokens=2), 20)
+    with pytest.raises(RuntimeError, match="the engine has failed: the device is lost"), engine.still():
+        pass
+    engine.close()
+
+
+async def test_an_answer_that_has_ended_arrives_though_another_fails_in_the_same_step(tiny_model, monkeypatch) -> None:
+    engine, take = make_engine(tiny_model), Request.take
+
+    def sometimes_broken(request, *given, **named):
+        if len(request.prompt) == 4:
+            raise ValueError("no text for this token")
+        return take(request, *given, **named)
+
+    monkeypatch.setattr(Request, "take", sometimes_broken)
+    with engine.still():
+        both = [asyncio.ensure_future(collect(engine, ids, max_tokens=1)) for ids in ([5, 6, 7], [8, 9, 10, 11])]
+        while engine._batcher.requests < 2:
+            await asyncio.sleep(0)
+    ended, failed = await asyncio.wait_for(asyncio.gather(*both, return_exceptions=True), 20)
+    assert len(ended.token_ids) == 1
+    assert isinstance(failed, ValueError)
     engine.close()
 
 

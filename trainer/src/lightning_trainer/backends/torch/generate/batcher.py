@@ -45,6 +45,7 @@ class Batcher:
         self._held_since, self._held_s = 0.0, 0.0
         self._busy = False
         self._closed = False
+        self._failure: Exception | None = None  # that ended the thread
         self._thread = threading.Thread(target=self._run, name="lightning-generate", daemon=True)
         self._thread.start()
 
@@ -57,9 +58,10 @@ class Batcher:
         """Queue a request.
 
         Raises:
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed, or its thread has failed.
         """
         with self._changed:
+            self._check_thread()
             if self._closed:
                 raise RuntimeError("the engine is closed")
             self._waiting.append(request)
@@ -72,7 +74,11 @@ class Batcher:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wait for running requests to end, start no others, and pause the thread until the end of the block."""
+        """Wait for running requests to end, start no others, and pause the thread until the end of the block.
+
+        Raises:
+            RuntimeError: the thread has failed.
+        """
         with self._changed:
             if not self._held:
                 self._held_since = time.monotonic()
@@ -80,6 +86,7 @@ class Batcher:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._busy and (not self._running or self._closed))
         try:
+            self._check_thread()
             yield
         finally:
             with self._changed:
@@ -99,22 +106,34 @@ class Batcher:
             self._changed.notify_all()
         self._thread.join()
 
+    def _check_thread(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine has failed: {self._failure}") from self._failure
+
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
-        with torch.inference_mode():
-            while self._next():
-                try:
-                    self._step()
-                except Exception as error:  # noqa: BLE001  a step that fails must not leave callers waiting for ever
-                    _log.exception("generation failed")
-                    self._fail(list(self._running.values()), error)
-                    self._cache.clear()
+        try:
+            with torch.inference_mode():
+                while self._next():
+                    self._try_step()
+        except Exception as error:  # noqa: BLE001  callers get it
+            _log.exception("the engine has failed")
+            self._failure = error
         with self._changed:
-            self._busy = False
+            self._busy, self._closed = False, True
             left = [*self._running.values(), *self._waiting]
             self._waiting.clear()
             self._changed.notify_all()
-        self._fail(left, RuntimeError("the engine was closed"))
+        self._fail(left, self._failure or RuntimeError("the engine was closed"))
+
+    def _try_step(self) -> None:
+        """Take a step; if it fails, fail the running requests, so that no caller waits for ever."""
+        try:
+            self._step()
+        except Exception as error:  # noqa: BLE001  whatever it is, the next requests may succeed
+            _log.exception("generation failed")
+            self._fail(list(self._running.values()), error)
+            self._cache.free()
 
     def _next(self) -> bool:
         """Whether to take a step, after waiting for one; False if the engine is closed."""
@@ -235,15 +254,17 @@ class Batcher:
     def _take(self, requests: list[Request], drawn: SampledTokens) -> None:
         """Pass sampled tokens to their requests, and end those that are done."""
         pieces: list[tuple[Request, SampledPiece | Exception]] = []
-        for request, token, logprob, steered in zip(requests, *drawn, strict=True):
-            piece = request.take(token, logprob, ends=token in self._model.end_tokens, steered=steered)
-            pieces.append((request, piece))
-            self.counts["generated_tokens"] += 1
-            if piece.finish_reason is None:
-                self._cache.append(request.slot, token)
-            else:
-                self._release(request)
-        _deliver(pieces)
+        try:
+            for request, token, logprob, steered in zip(requests, *drawn, strict=True):
+                piece = request.take(token, logprob, ends=token in self._model.end_tokens, steered=steered)
+                pieces.append((request, piece))
+                self.counts["generated_tokens"] += 1
+                if piece.finish_reason is None:
+                    self._cache.append(request.slot, token)
+                else:
+                    self._release(request)
+        finally:  # an error reaches only running requests, not those that have just ended
+            _deliver(pieces)
 
 
 def _deliver(pieces: list[tuple[Request, SampledPiece | Exception]]) -> None:

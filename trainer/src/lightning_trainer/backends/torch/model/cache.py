@@ -75,10 +75,16 @@ class SlotCache:
         """
         self.planned[:] = self.computed[:] = self.ended[:] = self._held[:] = self._users[:] = 0
         if 2 * self._most < len(self._users):
+            self._resize(0)  # first, so that it needs less memory and not more
             self._resize(self._most)
         self._most = 0
         if self.memories is not None:
             self.memories.clear()
+
+    def free(self) -> None:
+        """Clear the cache and free its memory."""
+        self._most = 0
+        self.clear()
 
     def shared(self, prompt: IDS, owner: int = -1) -> NDArray[np.int64]:
         """(S,) number of leading tokens that each slot's content, computed or planned, shares with a prompt.
