@@ -83,6 +83,19 @@ def test_what_a_running_server_lacks_ends_the_run_before_it_begins(tiny_model, f
         train(config(tiny_model, engine_url=f"{vllm.thread.url}{path}"))
 
 
+def test_a_running_server_with_other_positions_than_the_learner_ends_the_run(tmp_path, folder):  # noqa: F811
+    positions = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    model = make_tiny_model(
+        tmp_path / "tiny", rope_parameters={**positions, "original_max_position_embeddings": 128, "factor": 4.0}
+    )
+    vllm = Vllm(context=512)
+    with (
+        vllm.thread,
+        pytest.raises(LightningError, match=r"takes 512 tokens, and the run 128\..* \(longrope\) then differ"),
+    ):
+        train(config(model, engine_url=f"{vllm.thread.url}/v1"))
+
+
 def test_a_running_server_that_is_not_there_ends_the_run(tiny_model, folder):  # noqa: F811
     with pytest.raises(LightningError, match=r"vLLM at http://127\.0\.0\.1:9/v1/models does not answer"):
         train(config(tiny_model, engine_url="http://127.0.0.1:9/v1"))

@@ -73,6 +73,15 @@ def test_more_than_the_models_context_is_refused_unless_its_positions_are_stretc
     assert values["actor_rollout_ref.rollout.max_model_len"] == 40000
 
 
+def test_longrope_models_have_the_length_of_their_short_positions_and_no_more():
+    positions = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}
+    shape = shape_of({**QWEN_7B, **positions})
+    values = overrides(config(), SITE, shape, flash_attention=True)
+    assert values["actor_rollout_ref.rollout.max_model_len"] == 4096
+    with pytest.raises(ConfigError, match=r"longrope.* Set max_model_len to at most 4096"):
+        overrides(config(max_model_len=8192), SITE, shape, flash_attention=True)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "estimator", "critic"),
     [

@@ -13,6 +13,8 @@ from lightning_spans.errors import ConfigError
 EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of a configuration of which a mixture of experts has one, above 0."""
 
+_LONGROPE: Final = ("longrope", "su")  # its older name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -26,8 +28,10 @@ class Shape:
         inner: width between the two products of its feed-forward layers.
         heads_width: query heads times their width.
         vocabulary: number of token ids.
-        context: most tokens of prompt and answer together, unless positions are scaled.
+        context: most tokens of prompt and answer together, unless positions are scaled; with longrope positions, the
+            default (`longrope_length`).
         stretched: whether the model scales its positions, so that vLLM may accept more than `context`.
+        longrope: whether it has longrope positions, so that longer sequences have other frequencies.
         tied: whether the output layer shares the embedding's weights.
     """
 
@@ -41,6 +45,7 @@ class Shape:
     context: int
     tied: bool
     stretched: bool = False
+    longrope: bool = False
 
     @property
     def linear(self) -> int:
@@ -100,6 +105,7 @@ def shape_of(values: Mapping[str, Any]) -> Shape | None:
     attention = hidden * (2 * heads * head + 2 * kv_width)
     layer = attention + 3 * hidden * inner + 2 * hidden
     tied = bool(values.get("tie_word_embeddings", False))
+    short = longrope_length(values)
     return Shape(
         parameters=layers * layer + (1 if tied else 2) * vocabulary * hidden + hidden,
         layers=layers,
@@ -108,10 +114,30 @@ def shape_of(values: Mapping[str, Any]) -> Shape | None:
         inner=inner,
         heads_width=heads * head,
         vocabulary=vocabulary,
-        context=int(values.get("max_position_embeddings") or 4096),
+        context=int(short or values.get("max_position_embeddings") or 4096),
         tied=tied,
         stretched=bool(values.get("rope_scaling") or (values.get("rope_parameters") or {}).get("factor")),
+        longrope=short is not None,
     )
+
+
+def longrope_length(values: Mapping[str, Any]) -> int | None:
+    """Return the most tokens for which longrope positions (Phi-3, Phi-4) have short frequencies.
+
+    vLLM and the embedded backend use them for all sequences if `max_model_len` is at most that, which is the default,
+    and the long ones for all sequences otherwise.
+
+    Args:
+        values: of a model's config.json.
+
+    Returns:
+        None for other kinds of positions.
+    """
+    positions = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if (positions.get("rope_type") or positions.get("type")) not in _LONGROPE:
+        return None
+    named = [of.get("original_max_position_embeddings") for of in (values, positions)]
+    return next((length for length in named if length), values.get("max_position_embeddings"))
 
 
 def lora_parameters(folder: Path, rank: int) -> int | None:

@@ -27,7 +27,8 @@ class ContextOptions(OptionRecord):
     """How long a conversation may be."""
 
     max_model_len: int | None = Field(default=None, ge=2)
-    """Maximum tokens of prompt and answer together. Default: the model's own limit."""
+    """Maximum tokens of prompt and answer together. Default: the model's own limit; for Phi-3 and Phi-4 with
+    longrope positions, the limit of their short ones."""
 
 
 class SampleOptions(OptionRecord):

@@ -109,7 +109,10 @@ class VllmKind:
         """
         servers: OwnServer | RunningServers
         if request.urls:
-            servers = RunningServers(request.urls, request.options.get("key"), places=_places(request))
+            shape = read_shape(str(request.model))
+            short = shape.context if shape is not None and shape.longrope else None
+            key = request.options.get("key")
+            servers = RunningServers(request.urls, key, places=_places(request), short=short)
         else:
             servers = OwnServer(request, held, look(request.python))
         policies = VllmPolicies(request, held, servers, _make_place(request))
@@ -364,7 +367,7 @@ def _cpu_cache(request: EngineRequest) -> int:
     shape: Shape | None = read_shape(str(request.model))
     if shape is None:
         return 4
-    context = min(request.max_model_len or shape.context, shape.context)
+    context = request.max_model_len or shape.context
     return max(1, min(8, math.ceil(2 * shape.layers * shape.kv_width * 4 * request.slots * context / 2**30)))
 
 

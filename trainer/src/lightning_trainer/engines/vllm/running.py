@@ -55,12 +55,13 @@ class RunningServers:
         urls: base URLs, each with its ``/v1``.
         key: their bearer key; None: the variable VLLM_API_KEY, if it is set.
         places: number of adapters that may answer at once.
+        short: most tokens with the short frequencies of longrope positions; None: the model has other positions.
     """
 
     sleeps = False
 
-    def __init__(self, urls: Sequence[str], key: str | None, *, places: int) -> None:
-        self.urls, self._places = tuple(urls), places
+    def __init__(self, urls: Sequence[str], key: str | None, *, places: int, short: int | None = None) -> None:
+        self.urls, self._places, self._short = tuple(urls), places, short
         self.pulse = Pulse()
         self.key = key or os.environ.get("VLLM_API_KEY")
         self._adapters: AdapterSource | None = None
@@ -76,7 +77,7 @@ class RunningServers:
         """
         self._adapters = adapters
         for url in self.urls:
-            _check_model(url, self._cards(url), adapters.held.max_model_len)
+            _check_model(url, self._cards(url), adapters.held.max_model_len, self._short)
             self._check_logprobs(url)
         with AdapterServers(self.urls, self.key) as servers:
             servers.check_slots(BASE_NAME, self._places)
@@ -195,7 +196,7 @@ class RunningServers:
             raise EngineError(f"vLLM at {url} does not answer: {error or type(error).__name__}.") from None
 
 
-def _check_model(url: str, cards: Sequence[Mapping[str, Any]], context: int) -> None:
+def _check_model(url: str, cards: Sequence[Mapping[str, Any]], context: int, short: int | None) -> None:
     known = {str(card.get("id")): card for card in cards}
     if BASE_NAME not in known:
         raise ConfigError(f"vLLM at {url} answers for {', '.join(known)}. {_START}")
@@ -204,4 +205,9 @@ def _check_model(url: str, cards: Sequence[Mapping[str, Any]], context: int) -> 
         raise ConfigError(
             f"vLLM at {url} takes {most} tokens of prompt and answer, and the run {context}. Start it with"
             f" --max-model-len {context}, or set max_model_len = {most}."
+        )
+    if isinstance(most, int) and short is not None and context <= short < most:
+        raise ConfigError(
+            f"vLLM at {url} takes {most} tokens, and the run {context}. The positions of this model (longrope) then"
+            f" differ. Start it with --max-model-len {context}, or set max_model_len = {most}."
         )

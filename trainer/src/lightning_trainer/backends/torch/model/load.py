@@ -24,6 +24,7 @@ from lightning_trainer.backends.torch.model.step import SHORT, Chunk, StepPlan
 from lightning_trainer.backends.torch.options import TorchOptions, no_cuda, unknown_device
 from lightning_trainer.models import check_folder
 from lightning_trainer.models.merged_messages import MERGE, merge_system_messages
+from lightning_trainer.models.shape import longrope_length
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBES = 8  # the first of them warms up
@@ -119,11 +120,13 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
         quantise(causal, options.base_bits, device, options.model)  # before the rest moves: the device may have no room
     causal = causal.to(device=device).eval()
     recurrent.follow_plans(causal)
+    max_model_len = _max_len(causal.config, options)
+    _fix_frequencies(causal, max_model_len)
     loaded = LoadedModel(
         causal=causal,
         tokenizer=tokenizer,
         shape=_cache_shape(causal, options.model, device),
-        max_model_len=_max_len(causal.config, options),
+        max_model_len=max_model_len,
         end_tokens=_end_tokens(causal, tokenizer, options.model),
         source=options.model,
         base_bits=options.base_bits,
@@ -260,16 +263,34 @@ def _refusal(causal: Any, model: Path, reason: str) -> ConfigError:
 
 
 def _max_len(config: Any, options: TorchOptions) -> int:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
     if options.max_model_len is None:
         if limit is None:
             raise ConfigError(f"{options.model} does not state its context length. Give max_model_len.")
         if not isinstance(limit, int) or not 0 < limit <= _MOST_POSITIONS:
             raise ConfigError(f"{options.model} says max_position_embeddings = {limit!r}. Give max_model_len.")
-        return limit
+        return min(longrope_length(text.to_dict()) or limit, limit)
     if limit is not None and options.max_model_len > limit:
         raise ConfigError(f"max_model_len {options.max_model_len} is more than the {limit} tokens of {options.model}.")
     return options.max_model_len
+
+
+def _fix_frequencies(causal: Any, max_model_len: int) -> None:
+    """Choose the frequencies of longrope positions once, by the longest sequence that there may be, as vLLM does.
+
+    transformers chooses them in each forward pass, by its longest sequence: with packed sequences, a long one would
+    change the log-probabilities of all others, and their cached keys would have other frequencies than new ones.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in causal.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            compute = ROPE_INIT_FUNCTIONS[module.rope_type]
+            chosen = compute(module.config, module.inv_freq.device, seq_len=max_model_len)
+            module.inv_freq, module.attention_scaling = chosen
+            module.rope_type = "default"  # so that they are not chosen again
+            module.rope_init_fn = lambda *_, chosen=chosen: chosen  # PhiMoE calls it in each forward pass
 
 
 def _end_tokens(causal: Any, tokenizer: Any, model: Path) -> frozenset[int]:

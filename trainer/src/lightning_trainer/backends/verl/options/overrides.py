@@ -63,6 +63,12 @@ def overrides(config: TrainConfig, site: Site, shape: Shape | None, *, flash_att
     context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
     if shape and context > shape.context and not shape.stretched:
         raise ConfigError(f"max_model_len {context} is more than the {shape.context} tokens of {config.model}.")
+    if shape and context > shape.context and shape.longrope:
+        raise ConfigError(
+            f"{config.model} has other positions above {shape.context} tokens (longrope). vLLM would have them for all"
+            f" sequences, and verl's learner only for long ones. Set max_model_len to at most {shape.context}, or use"
+            " backend = torch."
+        )
     derived = _derived_options(config, site, context)
     connecting = _connection_options(config, site)
     passed = dict(flatten(config.verl))
