@@ -1,8 +1,8 @@
 """`--schedule alternate:K`: one policy learns at a time, for K steps, against the best weights of the others.
 
 At the end of its turn, a policy returns to its best weights against these others. So the other policies always answer
-with their best weights, and a turn starts from them. The rows of the others are left out of the batch, so that their optimisers take no
-step.
+with their best weights, and a turn starts from them. The rows of the others are left out of the batch, so that their
+optimisers take no step.
 """
 
 from __future__ import annotations
