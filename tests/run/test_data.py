@@ -30,6 +30,11 @@ def test_json_lines_json_and_csv_give_the_same_tasks(tmp_path: Path) -> None:
     assert load_tasks(file(tmp_path, "t.csv", 'question,answer\n"a\u2028b",1\nc,2\n')) == expected
 
 
+def test_csv_values_may_be_long(tmp_path: Path) -> None:
+    document = "y" * 140_000  # more than the csv module allows by default
+    assert load_tasks(file(tmp_path, "t.csv", f"q,document\nx,{document}\n")) == [{"q": "x", "document": document}]
+
+
 def test_csv_values_may_hold_line_breaks(tmp_path: Path) -> None:
     assert load_tasks(file(tmp_path, "t.csv", 'q,a\n"one\ntwo",3\n')) == [{"q": "one\ntwo", "a": "3"}]
 

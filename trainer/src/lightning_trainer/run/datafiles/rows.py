@@ -15,6 +15,7 @@ from lightning_spans.errors import DataError
 from lightning_spans.schema.json import read_json
 
 logger = logging.getLogger(__name__)
+_LONGEST: Final = 2**31 - 1  # a limit of the csv module, on Windows
 _SHOWN: Final = 3  # rows that a warning names
 _warned: set[str] = set()  # a command may read a file more than once
 
@@ -141,6 +142,7 @@ def csv_rows(path: Path) -> Iterator[DataRow]:
         raise DataError(
             f"data file {path}, line {_line(content, error.start)}: not UTF-8 text. Save the file as UTF-8."
         ) from None
+    csv.field_size_limit(max(csv.field_size_limit(), min(len(text), _LONGEST)))  # one field may be the whole file
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         names = reader.fieldnames or ()
