@@ -216,6 +216,7 @@ def test_steps_follow_from_epochs() -> None:
     assert config(batch_size=8).step_count(20) == 3
     assert config(batch_size=8, epochs=2).step_count(20) == 5
     assert config(batch_size=8, epochs=0.1).step_count(20) == 1
+    assert config(batch_size=10, epochs=1.1).step_count(100) == 11  # 1.1 * 100 / 10 is above 11 in floating point
 
 
 def test_no_more_workers_than_a_batch_fills() -> None:

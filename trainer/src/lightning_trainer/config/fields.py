@@ -6,7 +6,6 @@ commands share are in `lightning_trainer.options`. Paths are relative to the cur
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from lightning_trainer.options.learning import (
     LengthOptions,
     LossOptions,
     RateOptions,
+    steps_of_epochs,
 )
 from lightning_trainer.options.limits import FailureOptions, LimitOptions
 from lightning_trainer.options.model import MessageOptions, PrecisionOptions
@@ -216,7 +216,7 @@ class TrainFields(
         """Return the number of steps of the whole run over this many tasks."""
         if self.steps is not None:
             return self.steps
-        return max(1, math.ceil((self.epochs or 1.0) * task_count / self.batch_size))
+        return steps_of_epochs(self.epochs or 1.0, task_count, self.batch_size)
 
     @property
     def learns_from_flat_groups(self) -> bool:

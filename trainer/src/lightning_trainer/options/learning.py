@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any, Literal
 
 from pydantic import Field
@@ -17,6 +19,14 @@ class LengthOptions(OptionRecord):
     """Number of training steps, one batch each."""
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the tasks or conversations, instead of steps. Default: 1 if neither is given; for sft 2."""
+
+
+def steps_of_epochs(epochs: float, count: int, batch_size: int) -> int:
+    """Return the number of steps in so many passes over rows, at least 1.
+
+    The passes count as they are written: 1.1 passes over 100 rows in batches of 10 are 11 steps, not 12.
+    """
+    return max(1, math.ceil(Fraction(str(epochs)) * count / batch_size))
 
 
 class AlgorithmOptions(OptionRecord):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -35,6 +34,7 @@ from lightning_trainer.kits.sft.resume import read as read_state
 from lightning_trainer.kits.sft.standing import STATE_NAME, SavedState
 from lightning_trainer.lineage.permits import split_tenants
 from lightning_trainer.models import look
+from lightning_trainer.options.learning import steps_of_epochs
 from lightning_trainer.policies import parse
 from lightning_trainer.report.metrics import MetricLog, write_atomically
 from lightning_trainer.report.progress import Progress, Silent
@@ -321,7 +321,7 @@ def _held_out_rows(config: SftConfig, learner: Learner, data: Sequence[Example])
 
 def steps_of(config: SftConfig, rows: int) -> int:
     """Return the number of steps of all epochs."""
-    return config.steps or max(1, math.ceil((config.epochs or _EPOCHS) * rows / config.batch_size))
+    return config.steps or steps_of_epochs(config.epochs or _EPOCHS, rows, config.batch_size)
 
 
 def _rename_row(row: Row) -> Row:
