@@ -409,6 +409,7 @@ def test_an_agent_that_is_selected_by_its_path_earns_what_its_name_was_given(fol
         (["app:run", "--data", "tasks.jsonl", "--sampling", "plain", "--max-tokens", "9"], "max_tokens, sampling: of"),
         (["app:nobody", "--data", "tasks.jsonl"], "app has no 'nobody'"),
         (["app:run", "--data", "tasks.jsonl", "--columns", "q,absent"], "absent"),
+        (["app:run", "--data", "tasks.jsonl", "--model", "m", "--endpoint", "http://[::1"], "must be MODEL=URL"),
         (["--resume", "nothing"], "holds no evaluation"),
     ],
 )

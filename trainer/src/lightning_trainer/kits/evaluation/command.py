@@ -199,8 +199,12 @@ def _same_server(config: EvalConfig) -> bool:
     """Whether both sides are on one server and may share a key: no server gets the key of another."""
     from urllib.parse import urlsplit
 
+    from lightning_trainer.outgoing import is_url
+
     other = (config.against or "").rpartition("=")[2]
-    return config.endpoint is not None and urlsplit(other).netloc == urlsplit(config.endpoint).netloc
+    if config.endpoint is None or not (is_url(config.endpoint) and is_url(other)):  # refused later if it must be one
+        return False
+    return urlsplit(other).netloc == urlsplit(config.endpoint).netloc
 
 
 def _show(result: Evaluation) -> None:
