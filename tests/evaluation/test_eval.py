@@ -360,6 +360,7 @@ def test_ctrl_c_says_at_once_what_is_cancelled(folder, monkeypatch, capfd):
     assert result.exit_code == 130
     assert "(0 of 3) will be cancelled. Press Ctrl-C again to quit now.\n" in capfd.readouterr().err
     assert "Continue with: lightning-rl eval --resume e" in result.output
+    assert files.read_options(folder / "e")["seconds"] > 0  # a resumed evaluation adds its own
 
 
 def ended(path: Path, count: int, process: subprocess.Popen[bytes]) -> bool:

@@ -127,13 +127,16 @@ def evaluate(
     ) as folder:
         asked = _begin_record(config, tasks, folder, resume)
         subjects = [subject] if other is None or isinstance(other, Path) else [subject, other]
-        drawn, program = _measure(
-            config, tasks, subjects, folder=folder, name=asked["id"], progress=progress, judging=judging
-        )
+        try:
+            drawn, program = _measure(
+                config, tasks, subjects, folder=folder, name=asked["id"], progress=progress, judging=judging
+            )
+        finally:
+            seconds = asked["seconds"] + time.monotonic() - began
+            files.write_options(folder, {**asked, "seconds": seconds})
         if isinstance(other, Path):
             drawn.append(files.read_samples(other))
     found = summarise_each(drawn, config.counting)
-    seconds = asked["seconds"] + time.monotonic() - began
     result = Evaluation(
         summary=found[0],
         name=subject.name,
@@ -144,7 +147,6 @@ def evaluate(
         program=program,
         against_name=None if other is None else str(other) if isinstance(other, Path) else other.name,
     )
-    files.write_options(folder, {**asked, "seconds": seconds})
     files.write_summary(folder, result.to_json())
     return result
 
