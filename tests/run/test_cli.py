@@ -587,9 +587,10 @@ def test_checkpoint_of_another_model(
     told(call("train", "--resume", "out", "--group-size", "8"), "group_size = 4, not 8")
 
 
-def test_traces_of_a_run(trained: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_of_a_run(trained: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained[0])
-    lines = [json.loads(line) for line in call("traces", "--store", "out/lightning.db", "--json").stdout.splitlines()]
+    store = ["--store", "out/lightning.db"]
+    lines = [json.loads(line) for line in call("traces", *store, "--json").stdout.splitlines()]
     keys = {
         "operation", "agent", "trace_id", "span_id", "parent_id", "rollout_id", "attempt_id", "start_ns", "end_ns",
         "status", "attributes",
@@ -606,6 +607,12 @@ def test_traces_of_a_run(trained: tuple[Path, Result], monkeypatch: pytest.Monke
     assert tree.stdout.count("attempt ") == 3
     assert "tokens, weights" in tree.stdout
     assert "Earlier traces are not shown" in tree.stderr
+    newest = [json.loads(line) for line in call("traces", *store, "--json", "--limit", "3").stdout.splitlines()]
+    shown = list(dict.fromkeys(line["attempt_id"] for line in newest))
+    assert len(shown) == 3
+    assert all(f"attempt {attempt} " in tree.stdout for attempt in shown)
+    call("traces", *store, "--to-tasks", tmp_path / "made.jsonl", "--limit", "3")
+    assert len((tmp_path / "made.jsonl").read_text().splitlines()) == 3
     one = call("traces", "--store", "out/lightning.db", "--json", "--rollout", chats[0]["rollout_id"])
     assert {json.loads(line)["rollout_id"] for line in one.stdout.splitlines()} == {chats[0]["rollout_id"]}
 

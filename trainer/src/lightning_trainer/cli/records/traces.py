@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_spans.schema.rewards import Reward
     from lightning_spans.store import Store
 
+NEWEST = 10  # traces that are shown as trees
 SHORT = 100  # most characters of a text in a line of the tree
 GIVEN = ("run", "score", "emit_reward")  # sources of rewards from the user's own program
 
@@ -59,7 +60,11 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards from the user's ow
     "--task-field", default="question", show_default=True, help="Field of the task that gets the user's text."
 )
 @json_flag("Print one span per line as JSON.")
-@click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="Number of newest traces to show.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1),
+    help="Number of newest traces. [default: 10; with --json and --to-tasks: all]",
+)
 @agent_flag("Only traces in which this agent called a model.", dest="agents", multiple=True)
 @field_option(SelectionOptions, "min_reward", text="Only traces with at least this reward.")
 @click.option("--max-reward", type=float, help="Only traces with at most this reward.")
@@ -78,7 +83,7 @@ def command(
     to_tasks: Path | None,
     task_field: str,
     as_json: bool,
-    limit: int,
+    limit: int | None,
     agents: Sequence[str],
     min_reward: float | None,
     max_reward: float | None,
@@ -110,7 +115,8 @@ def command(
     with reading(store, key_file) as source:
         _refuse_unknown(source, rollouts, traces)
         named = bool(rollouts or traces)
-        newest_only = not (named or as_json or to_tasks)
+        whole = limit is None and (as_json or to_tasks is not None)
+        newest_only = not (named or whole)
         found = (
             newest_traces(source, origin=origin)
             if newest_only
@@ -118,7 +124,10 @@ def command(
         )
         found = _note_agents(found, seen) if agents else found
         judged = (one for trace in found for one in with_automatic([trace], rules))
-        chosen = (trace for trace in judged if wanted.takes(trace))
+        chosen: Iterator[Trace] = (trace for trace in judged if wanted.takes(trace))
+        newest = chosen if newest_only or whole else reversed(list(chosen))
+        if limit is not None and (as_json or to_tasks is not None):
+            chosen = reversed(list(islice(newest, limit)))
         if to_tasks is not None:
             _write_tasks(to_tasks, chosen, task_field, permits)
         elif as_json:
@@ -126,8 +135,7 @@ def command(
                 for line in _json_lines(trace):
                     print_json(line)
         else:
-            newest = chosen if newest_only else reversed(list(chosen))
-            _print_newest(source, newest, limit, seen, whole=full or named)
+            _print_newest(source, newest, limit or NEWEST, seen, whole=full or named)
 
 
 @dataclass(frozen=True, slots=True)
