@@ -39,7 +39,7 @@ def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, *
     """
     flags = given_flags(flags)
     if resume is not None:
-        given = {"tasks": tasks, "data": data, **flags}
+        given: dict[str, Any] = {"tasks": tasks, "data": data, **flags}
         _go_on(resume, {name: value for name, value in given.items() if value})
         return
     if "rounds" in flags:
