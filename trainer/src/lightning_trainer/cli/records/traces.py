@@ -131,9 +131,7 @@ def command(
         if to_tasks is not None:
             _write_tasks(to_tasks, chosen, task_field, permits)
         elif as_json:
-            for trace in chosen:
-                for line in _json_lines(trace):
-                    print_json(line)
+            _print_lines(chosen)
         else:
             _print_newest(source, newest, limit or NEWEST, seen, whole=full or named)
 
@@ -191,6 +189,12 @@ def _note_agents(traces: Iterable[Trace], seen: set[str]) -> Iterator[Trace]:
     for trace in traces:
         seen.update(name_of(path) for path in trace.agent_paths)
         yield trace
+
+
+def _print_lines(traces: Iterable[Trace]) -> None:
+    for trace in traces:
+        for line in _json_lines(trace):
+            print_json(line)
 
 
 def _print_newest(store: Store, traces: Iterator[Trace], limit: int, seen: set[str], *, whole: bool) -> None:
