@@ -572,6 +572,14 @@ def test_a_processor_that_is_slow_at_bfloat16_computes_in_float32(
     assert loading.load(make_options(folder, {"device": "cpu", "dtype": "bfloat16"})).shape.dtype is torch.bfloat16
 
 
+def test_positions_of_a_model_in_float16_keep_their_frequencies(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: True)
+    loaded = loading.load(make_options(make_tiny_model(tmp_path / "half", dtype="float16"), {"device": "cpu"}))
+    assert loaded.shape.dtype is torch.bfloat16
+    expected = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(loaded.causal.model.rotary_emb.inv_freq, expected)
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_what_a_processor_is_fast_at_is_measured(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
     took = iter([9.0, 1.0, *([0.5, 1.0] if fast else [2.0, 1.0]) * 7])  # in turns; the first warms up

@@ -105,15 +105,14 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
     device = _device(options.device)
     tokenizer = _read(tokenizer_folder or options.model, AutoTokenizer)
     _set_template(tokenizer, options)
-    causal: Any = _read(
-        options.model,
-        AutoModelForCausalLM,
-        dtype=_dtype(options.dtype, device),
-        attn_implementation=attention.NAME,
-        use_safetensors=True,  # without it a folder's pytorch_model.bin would be unpickled
-    )
+    how: dict[str, Any] = {
+        "attn_implementation": attention.NAME,
+        "use_safetensors": True,  # without it a folder's pytorch_model.bin would be unpickled
+    }
+    causal: Any = _read(options.model, AutoModelForCausalLM, dtype=_dtype(options.dtype, device), **how)
     if options.dtype == "auto" and causal.dtype not in _DTYPES.values():
-        causal = causal.to(dtype=torch.bfloat16)
+        del causal  # read again, because `to` would also round the frequencies of positions, which stay in float32
+        causal = _read(options.model, AutoModelForCausalLM, dtype=torch.bfloat16, **how)
     _mark_as_sampled(causal.generation_config)
     causal.requires_grad_(requires_grad=False)
     if options.base_bits is not None:
