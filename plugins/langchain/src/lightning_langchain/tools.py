@@ -72,7 +72,7 @@ def bind(tracker: ChainRuns) -> Iterator[Callable[[], None]]:
         def run(tool: Any, *args: Any, **kwargs: Any) -> Any:
             if not tracker.live or type(tool).__name__ == _INVALID_CLASS:
                 return original(tool, *args, **kwargs)
-            with _failures_noted():
+            with _note_failures():
                 return run_or_replay(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
 
         return run
@@ -81,27 +81,28 @@ def bind(tracker: ChainRuns) -> Iterator[Callable[[], None]]:
         async def arun(tool: Any, *args: Any, **kwargs: Any) -> Any:
             if not tracker.live or type(tool).__name__ == _INVALID_CLASS:
                 return await original(tool, *args, **kwargs)
-            with _failures_noted():
+            with _note_failures():
                 return await arun_or_replay(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
 
         return arun
 
-    def wrap_parse(original: Callable[..., Any]) -> Callable[..., Any]:
-        def parse(tool: Any, *args: Any, **kwargs: Any) -> Any:
-            with _failures_noted():
-                return original(tool, *args, **kwargs)
-
-        return parse
-
     yield replace(BaseTool, "run", wrap_call)
     yield replace(BaseTool, "arun", wrap_acall)
-    yield replace(BaseTool, "_parse_input", wrap_parse)
+    yield replace(BaseTool, "_parse_input", _wrap_parse)
     yield replace_in_subclasses(BaseTool, "_run", wrap_run)
     yield replace_in_subclasses(BaseTool, "_arun", wrap_arun)
 
 
+def _wrap_parse(original: Callable[..., Any]) -> Callable[..., Any]:
+    def parse(tool: Any, *args: Any, **kwargs: Any) -> Any:
+        with _note_failures():
+            return original(tool, *args, **kwargs)
+
+    return parse
+
+
 @contextmanager
-def _failures_noted() -> Iterator[None]:
+def _note_failures() -> Iterator[None]:
     """Note on the surrounding tool's run whether its own code fails."""
     scope = current_scope()
     run = scope if scope is not None and getattr(scope, "kind", None) == "tool" else None

@@ -20,7 +20,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from lightning_trainer.backends.verl import registrations  # noqa: F401 - registers itself
-from lightning_trainer.backends.verl.resuming import step_of
+from lightning_trainer.models.verl_folders import step_of
 
 
 class LearnerWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types

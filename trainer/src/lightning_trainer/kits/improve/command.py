@@ -88,8 +88,8 @@ def _read(resume: Path | None, reflect_key: Path | None, flags: dict[str, Any]) 
     if resume is not None:
         hidden = hidden_options(read_stored(resume)) if flags else []
         if wrong := [name for name in flags if name not in hidden]:
-            named = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in wrong)
-            raise ConfigError(f"a resumed search keeps its options: leave out {named}.")
+            given = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in wrong)
+            raise ConfigError(f"a resumed search keeps its options: leave out {given}.")
         url = read_reflection(flags["reflect"], reflect_key).url if "reflect" in flags else None
         key = read_key(reflect_key) if reflect_key else os.environ.get("LIGHTNING_REFLECT_KEY")
         return read_options(resume, key, {"train": flags, "distil": flags, "reflect": {"url": url}})

@@ -51,8 +51,9 @@ def compare_in_canary(
         ConfigError: no canary can begin now, a bound is invalid, or fields are given for a canary that has begun.
     """
     begun = begin_canary(current, agent, share, note)
+    rules = CanaryOptions.model_construct(**given).rules  # checks them
     if current is None or current.stage != "canary":
-        return replace(begun, details=CanaryOptions.model_construct(**given).rules.to_details())  # `rules` checks them
+        return replace(begun, details=rules.to_details())
     if given:
         raise ConfigError(f"{', '.join(given)}: fixed since the candidate's canary began. Only the share can change.")
     return begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -111,8 +112,8 @@ def _row(step: Step, sums: _Sums, line: Line | None, declared: Declared) -> Step
     flat = sums.flat
     if line is not None:
         score = Estimate(line.get("reward"), line.get("reward_low"), line.get("reward_high"))
-        if (share := line.get("groups_without_signal")) is not None:
-            flat = round(share * line.get("groups", len(sums.groups)))
+        logged = line.get("groups_without_signal", math.nan) * line.get("groups", len(sums.groups))
+        flat = max(0, min(round(logged), len(sums.groups))) if math.isfinite(logged) else flat
     return StepRow(
         mode=step.mode,
         step=step.number,
