@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -153,18 +153,25 @@ def test_a_conversation_that_continues_after_a_change_of_share_counts_once() -> 
 
 
 def test_the_calls_of_a_canary_are_not_in_memory_all_at_once() -> None:
+    class Watched(Call):
+        __slots__ = ("__weakref__",)
+
     class Pages(MemoryStore):
         """Makes five pages of calls, and counts those in memory when a page is read."""
 
         most = 0
+        given: ClassVar[list[ref[Call]]] = []
 
         def page(self, kind: Any, where: Any = None, *, after: int = 0, **options: Any) -> Page[Any]:
             if kind is not Call:
                 return super().page(kind, after=after, **options)
-            self.most = max(self.most, sum(isinstance(one, Call) for one in gc.get_objects()) - before)
-            return Page([made("old", 10 * after + place) for place in range(10)], after + 1 if after < 4 else None)
+            self.most = max(self.most, sum(one() is not None for one in self.given))
+            calls = [made("old", 10 * after + place) for place in range(10)]
+            calls = [Watched(**{each.name: getattr(call, each.name) for each in fields(call)}) for call in calls]
+            self.given.extend(map(ref, calls))
+            return Page(calls, after + 1 if after < 4 else None)
 
-    store, before = Pages(), sum(isinstance(one, Call) for one in gc.get_objects())
+    store = Pages()
     talks = [talk_of(made("old", place)) for place in range(50)]
     store.add_assignments([Assignment(agent="writer", attempt_id=talk, policy="old", number=2) for talk in talks])
     [(_, found)] = weigh_guardrails(store, [CANARY], {"failed": 0.05}).values()

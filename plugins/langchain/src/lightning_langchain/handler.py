@@ -25,8 +25,8 @@ from lightning_langchain.handoffs import handed_to
 from lightning_langchain.models import OtherModels, follow_caches
 from lightning_langchain.tools import (
     called_for,
+    find_unknown_request,
     is_control_flow,
-    refused_request,
     requests_in,
     take_request,
     tool_result,
@@ -150,7 +150,7 @@ class Handler(ChainRuns, BaseCallbackHandler):
         tool_call_id = tool_call_id or called_for()
         context = self.place(run.parent)
         around = current_agent(context)
-        run.refused = refused_request(run.unknown, run.name, inputs, around)
+        run.refused = find_unknown_request(run.unknown, run.name, inputs, around)
         if run.refused is not None:
             return
         run.made = made = take_request(run.requests, run.name, tool_call_id, inputs, around)

@@ -168,7 +168,7 @@ def take_request(
     return take(requests, fits, lambda known: known.agent == agent)
 
 
-def refused_request(
+def find_unknown_request(
     unknown: Mapping[str, ToolRequest], name: str, arguments: Mapping[str, Any] | None, agent: str | None
 ) -> ToolRequest | None:
     """Return the request for an unknown tool that LangChain answers by a tool of its own; None for another tool."""

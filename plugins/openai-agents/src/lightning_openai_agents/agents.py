@@ -17,7 +17,7 @@ from agents.tracing import traces as sdk_traces
 from lightning_openai_agents import FRAMEWORK
 from lightning_openai_agents.models import MODEL, begin_call, response_of
 from lightning_openai_agents.requests import requests_of, take_by_name, tell_handoff
-from lightning_openai_agents.tools import answered_for, error_text, fail_tool, tool_facts, waits_for_approval
+from lightning_openai_agents.tools import error_text, fail_tool, note_answer_of_sdk, tool_facts, waits_for_approval
 from lightning_spans.record.context import current, settle_context
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.scope import Scope, current_scope
@@ -165,7 +165,7 @@ class SdkTracker(EventTracker[SdkScope]):
         if scope is None or not self.live:
             return
         if scope.kind == "function":
-            answered_for(scope, sdk.span_data.output)
+            note_answer_of_sdk(scope, sdk.span_data.output)
         error = scope.error or scope.raised()
         if scope.call is not None:
             _asked_around(scope)[:] = requests_of(sdk.span_data)

@@ -212,7 +212,7 @@ def fail_tool(scope: Scope, error: BaseException | str) -> None:
     scope.error = error
 
 
-def answered_for(scope: Scope, output: Any) -> None:
+def note_answer_of_sdk(scope: Scope, output: Any) -> None:
     """Note that the SDK answers for a tool that its time limit cut off."""
     if output is not None and isinstance(scope.error, asyncio.CancelledError):
         fail_tool(scope, str(output))

@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.policies import parse
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.teams.cliffs import Fall, best_step_of, fall_of, rewarded_names
 from lightning_trainer.rl.scores import BY_TASK
-from lightning_trainer.run.turns import last_turn, trained_policies
+from lightning_trainer.run.turns import last_turn, policies_to_train
 
 if TYPE_CHECKING:
     from lightning_trainer.backend_protocol import Learner, OpenRun
@@ -26,6 +26,7 @@ BEST_WEIGHTS: Final = "best"  # in a run's folder: the best weights of each poli
 STEP_NAME: Final = "step.json"  # among the weights of a policy: the number of steps after which it had them
 SLOWER: Final = 0.1  # factor of the learning rate of a policy that fell
 ROLLBACK: Final = "rollback"  # kind of a line in the log
+_Comparison: TypeAlias = "tuple[str | None, list[Line]]"  # see `CliffGuard._comparison`
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,9 @@ class CliffGuard:
         config, keeper = self._run.config, self._keeper
         if keeper is None:
             return state
-        (learned, compared), slowed = self._comparison(state.step), dict(state.slowed)
-        for policy, names in self._keep_best(keeper, state.step).items():
+        comparison, slowed = self._comparison(state.step), dict(state.slowed)
+        learned, compared = comparison
+        for policy, names in self._keep_best(keeper, state.step, comparison).items():
             folder = self._run.folder / BEST_WEIGHTS / policy
             can_fall = config.rollback_on_cliff and learned in (None, policy)
             fall = fall_of(compared, policy, names) if can_fall else None
@@ -122,13 +124,13 @@ class CliffGuard:
                     f" {amount(step, 'step')}"
                 )
         if self._keeper is not None and self._run.log.validations():
-            self._keep_best(self._keeper, step)
+            self._keep_best(self._keeper, step, self._comparison(step))
 
-    def _keep_best(self, keeper: PolicyKeeper, step: int) -> dict[str, list[str]]:
+    def _keep_best(self, keeper: PolicyKeeper, step: int, comparison: _Comparison) -> dict[str, list[str]]:
         """Write the weights of the policies that are best now, and return each policy's names as in `_names`."""
         config, newest = self._run.config, self._run.log.validations()[-1]
         returns = config.rollback_on_cliff or config.schedule is not None  # also to the weights before training
-        names, (learned, compared) = self._names(newest.get(BY_TASK, {})), self._comparison(step)
+        names, (learned, compared) = self._names(newest.get(BY_TASK, {})), comparison
         for policy, its in names.items():
             folder, validations = self._run.folder / BEST_WEIGHTS / policy, compared
             if learned not in (None, policy):  # its weights are those of its last turn
@@ -137,7 +139,7 @@ class CliffGuard:
                 replace_weights(keeper, policy, folder, step)
         return names
 
-    def _comparison(self, step: int) -> tuple[str | None, list[Line]]:
+    def _comparison(self, step: int) -> _Comparison:
         """Return the policy that learned last (None: all learn) and the validations that show how well it does.
 
         In its turn, these are the validations of the turn, and the last one in which best weights were kept before it:
@@ -148,7 +150,7 @@ class CliffGuard:
         if turn is None:
             return None, validations
         learned, began = turn
-        steps = [_step_of(self._run.folder / BEST_WEIGHTS / policy) for policy in trained_policies(config)]
+        steps = [_step_of(self._run.folder / BEST_WEIGHTS / policy) for policy in policies_to_train(config)]
         start = max((its for its in steps if its is not None), default=None)
         return learned, [line for line in validations if line["step"] > began or line["step"] == start]
 
@@ -156,7 +158,7 @@ class CliffGuard:
         """Return for each trained policy the names whose rewards are its own."""
         if not self._run.config.policies:
             return {self._only: [""]}
-        own, trained = parse(self._run.config.policies), trained_policies(self._run.config)
+        own, trained = parse(self._run.config.policies), policies_to_train(self._run.config)
         policy_of = {agent: policy for agent in by_task if agent and (policy := own.of(agent)) in trained and policy}
         return {policy: [""] for policy in trained} | rewarded_names([{BY_TASK: by_task}], policy_of)
 

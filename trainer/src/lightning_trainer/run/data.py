@@ -47,7 +47,7 @@ def load_tasks(path: Path, columns: Sequence[str] = ()) -> list[Task]:
             line number. Or a folder holds several splits, no task has one of the columns, or a column holds what a task
             can't.
     """
-    tasks = [task for name in _named_by(path) for task in _tasks(name, columns)]
+    tasks = [task for name in _match(path) for task in _tasks(name, columns)]
     if not tasks:
         raise DataError(f"data file {path} is empty. It must hold at least one task.")
     there = {name for task in tasks for name in task}
@@ -63,10 +63,10 @@ def task_files(path: Path) -> list[Path]:
     Raises:
         DataError: a folder contains no data set, or several splits.
     """
-    return [file for name in _named_by(path) for file in _files(name)]
+    return [file for name in _match(path) for file in _files(name)]
 
 
-def _named_by(path: Path) -> list[Path]:
+def _match(path: Path) -> list[Path]:
     """Return the path if it exists; otherwise what it matches as a pattern, or the path if it matches nothing."""
     found = [] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  # it may be absolute
     return [Path(name) for name in found] or [path]

@@ -58,7 +58,7 @@ def recompute_batch(
     batches: list[Batch] = []
     known = set[str]()
     with installed(read_rules(table, credit=config.credit, gamma=config.gamma)):
-        for its in _compared_at_once(config, ended):
+        for its in _parts_of(config, ended):
             batch = algorithm.batch(
                 _with_reward_of_failures(config, its, failures),
                 its,
@@ -72,7 +72,7 @@ def recompute_batch(
     return join_batches(batches), ended
 
 
-def _compared_at_once(config: TrainConfig, ended: Iterable[Outcome]) -> Iterable[Sequence[Outcome]]:
+def _parts_of(config: TrainConfig, ended: Iterable[Outcome]) -> Iterable[Sequence[Outcome]]:
     """Return the outcomes in the parts in which the run compared them: by step, or on verl by group."""
     parts: defaultdict[Step | str, list[Outcome]] = defaultdict(list)
     for outcome in ended:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ALTERNATE: Final = "alternate"
 
 
-def trained_policies(config: TrainConfig) -> list[str]:
+def policies_to_train(config: TrainConfig) -> list[str]:
     """Return the trained policies, in the order in which they are named."""
     own = parse(config.policies)
     return [policy for policy in own.adapters if policy not in own.fixed]
@@ -45,4 +45,4 @@ def last_turn(config: TrainConfig, step: int) -> tuple[str, int] | None:
     if config.schedule is None or step == 0:
         return None
     steps = turn_steps(config.schedule)
-    return turn_of(step - 1, trained_policies(config), steps), (step - 1) // steps * steps
+    return turn_of(step - 1, policies_to_train(config), steps), (step - 1) // steps * steps

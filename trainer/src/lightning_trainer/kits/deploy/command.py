@@ -170,7 +170,7 @@ def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agen
 @agent_flag("Agent whose candidate is estimated.", required=True)
 @server_flag("vLLM that has the candidate; its key: $LIGHTNING_UPSTREAM_KEY.", required=True)
 @outcomes_option
-@click.option("--calls", default=2000, show_default=True, help="Newest calls of the stable policy to read.")
+@click.option("--calls", default=2000, show_default=True, help="Newest calls of the stable policy to use.")
 @store_option
 @key_file_option
 @json_option

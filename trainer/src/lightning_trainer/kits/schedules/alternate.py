@@ -17,7 +17,7 @@ from lightning_trainer.callbacks import Callback, CallbackContext, CallbackKind,
 from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.rl.account import Account
 from lightning_trainer.run.cliffs import BEST_WEIGHTS, PolicyKeeper
-from lightning_trainer.run.turns import trained_policies, turn_of, turn_steps
+from lightning_trainer.run.turns import policies_to_train, turn_of, turn_steps
 
 if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
@@ -45,7 +45,7 @@ class AlternateKind(CallbackKind):
         refuse(
             {
                 f"schedule = {config.schedule} alternates between policies. Give at least two agents their own, such"
-                " as --policy writer=lora,checker=lora.": len(trained_policies(config)) < 2,
+                " as --policy writer=lora,checker=lora.": len(policies_to_train(config)) < 2,
                 f"schedule = {config.schedule} returns policies to their best weights, which only validations find."
                 " Set val and val_every.": config.val is None or config.val_every is None,
                 f"schedule = {config.schedule} returns policies to their best weights, and a judge's scores can't be"
@@ -64,7 +64,7 @@ class AlternateKind(CallbackKind):
 
     def learning_steps(self, config: TrainConfig, steps: int) -> int:
         """Return the number of steps in the turns of the first policy, which has the most."""
-        policies, turn = trained_policies(config), turn_steps(str(config.schedule))
+        policies, turn = policies_to_train(config), turn_steps(str(config.schedule))
         return sum(turn_of(step, policies, turn) == policies[0] for step in range(steps)) if policies else steps
 
     def open(self, context: CallbackContext) -> AbstractContextManager[Callback]:
@@ -88,7 +88,7 @@ class AlternateCallback(Callback):
         if not isinstance(context.learner, PolicyKeeper):
             raise ConfigError(f"schedule is for backend = torch, not {context.run.config.backend}. Leave it out.")
         self._keeper = context.learner
-        self._policies = trained_policies(context.run.config)
+        self._policies = policies_to_train(context.run.config)
         self._steps = turn_steps(str(context.run.config.schedule))
 
     def before_step(self, step: int) -> None:

@@ -24,7 +24,7 @@ from lightning_trainer.rl.scores import rollout_rewards
 from lightning_trainer.run.cliffs import PolicyKeeper, replace_weights
 from lightning_trainer.run.state import FOLDER as CHECKPOINTS
 from lightning_trainer.run.state import read_state
-from lightning_trainer.run.turns import trained_policies, turn_of, turn_steps
+from lightning_trainer.run.turns import policies_to_train, turn_of, turn_steps
 
 if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
@@ -63,7 +63,7 @@ class OpponentsKind(CallbackKind):
 
     def check(self, config: TrainConfig) -> None:
         """Reject a configuration that cannot have populations."""
-        trained, own, opponents = trained_policies(config), parse(config.policies), config.opponents or {}
+        trained, own, opponents = policies_to_train(config), parse(config.policies), config.opponents or {}
         named = ", ".join(f"{agent}={size}" for agent, size in opponents.items())
         strangers = [agent for agent in opponents if config.policies.get(agent) is None]
         untrained = [agent for agent in opponents if own.of(agent) not in trained]
@@ -204,7 +204,7 @@ class OpponentsCallback(Callback):
 
     def _policy_of_turn(self) -> str | None:
         """Return the policy that learns now and so is not an opponent; None if all learn."""
-        return None if self._turn is None else turn_of(self._step, trained_policies(self._config), self._turn)
+        return None if self._turn is None else turn_of(self._step, policies_to_train(self._config), self._turn)
 
     def _folder(self, policy: str, step: int) -> Path:
         return self._run.folder / OPPONENTS / policy / f"step-{step:06d}"

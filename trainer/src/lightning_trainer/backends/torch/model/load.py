@@ -278,8 +278,8 @@ def _max_len(config: Any, options: TorchOptions) -> int:
 def _fix_frequencies(causal: Any, max_model_len: int) -> None:
     """Choose the frequencies of longrope positions once, by the longest sequence that there may be, as vLLM does.
 
-    transformers chooses them in each forward pass, by its longest sequence: with packed sequences, a long one would
-    change the log-probabilities of all others, and their cached keys would have other frequencies than new ones.
+    transformers chooses them again for each batch, by its longest sequence. A long sequence would change the
+    log-probabilities of all others in its batch, and keys in the cache would have other frequencies than new ones.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

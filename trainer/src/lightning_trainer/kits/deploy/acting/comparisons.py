@@ -40,12 +40,7 @@ def compare_in_canary(
 ) -> Deployment:
     """Return the beginning of a canary with its gate, or another share of one with the same gate.
 
-    Args:
-        current: the agent's newest deployment.
-        agent: its name.
-        share: of the conversations.
-        note: reason and actor.
-        given: fields of `CanaryOptions` that a person gave.
+    The arguments are those of `compare_in_shadow`, except that `given` has fields of `CanaryOptions`.
 
     Raises:
         ConfigError: no canary can begin now, a bound is invalid, or fields are given for a canary that has begun.
