@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 
 import pytest
 
@@ -372,6 +374,31 @@ def test_a_step_that_calls_a_model_is_an_agent(found_of):
     assert sorted(steps) == ["critic", "plan", "write"], "a step that calls no model is no agent"
     assert len({span.trace_id for span in found.spans}) == 1
     assert {name: vars(Steps)[name] for name in before} == before, "detaching puts the steps back"
+
+
+def test_a_workflow_that_is_defined_in_a_task_is_freed_after_it(found_of):
+    async def once(url):
+        class Own(Workflow):
+            @step
+            async def write(self, ev: StartEvent) -> StopEvent:
+                return StopEvent(
+                    result=(await model(url).achat([ChatMessage(role="user", content="hi")])).message.content
+                )
+
+        await Own().run()
+        return weakref.ref(Own)
+
+    freed = []
+
+    async def work(url):
+        own = await once(url)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # of the run
+            await asyncio.wait(others)
+        gc.collect()
+        freed.append(own() is None)
+
+    found_of(work)
+    assert freed == [True]
 
 
 def test_a_run_that_fails_or_is_cancelled_is_an_error(found_of, under_way):
