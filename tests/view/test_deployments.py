@@ -11,7 +11,7 @@ import pytest
 
 from lightning_spans.store import open_store
 from lightning_trainer.kits.deploy.table import keep, read_histories
-from lightning_trainer.kits.deploy.transitions import begin_canary, roll_back
+from lightning_trainer.kits.deploy.transitions import Policy, begin_canary, name_candidate, promote, roll_back
 from lightning_trainer.kits.loop.record import StageResult, rounds_in, write_status
 from lightning_trainer.kits.view.routes import Views
 from lightning_trainer.kits.view.runs import Runs
@@ -155,6 +155,23 @@ def test_a_page_without_a_server_names_the_commands(look: Looking) -> None:
     commands = look.page.inner_text(".commands").splitlines()
     assert [line.split()[2] for line in commands] == ["canary", "promote", "rollback"]  # it has an approval
     assert all("--agent writer --store " in line for line in commands)
+
+
+def test_after_a_dropped_candidate_the_page_offers_no_rollback_that_is_refused(browser: Any, tmp_path: Path) -> None:
+    with (
+        open_site(tmp_path) as site,
+        looking_at(browser, site.url, site.keys.issue("viewer")) as look,
+    ):
+        site.write(promote(site.history()[-1], "writer", note(9)))
+        look.open("run", "store", "deployments", "writer")
+        look.page.wait_for_selector("[aria-label=actions] >> text=Roll back")
+        site.write(name_candidate(site.history()[-1], "writer", Policy("newer"), note(10)))
+        site.write(roll_back(site.history(), "writer", note(11)))
+        look.page.wait_for_selector("text=newer was rolled back")
+        assert look.page.locator("[aria-label=actions]").count() == 0
+        (command,) = look.page.inner_text(".commands").splitlines()
+        assert command.startswith("lightning-rl deploy rollback --last-promotion --reason TEXT --agent writer --store ")
+        look.well()
 
 
 def test_fifty_agents_with_two_thousand_transitions_are_paged(browser: Any, tmp_path: Path) -> None:

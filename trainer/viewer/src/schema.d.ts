@@ -723,6 +723,8 @@ export interface components {
          *         newest: its newest transition.
          *         previous: the stable policy before the last promotion.
          *         tried: whether there is a candidate that is neither promoted nor rolled back.
+         *         dropped: whether the newest transition rolled back a candidate that was not promoted. A return from the last
+         *             promotion then needs ``--last-promotion``.
          *         needs_approval: whether a person must approve the candidate.
          */
         DeploymentRow: {
@@ -733,6 +735,8 @@ export interface components {
             previous: string | null;
             /** Tried */
             tried: boolean;
+            /** Dropped */
+            dropped: boolean;
             /** Needs Approval */
             needs_approval: boolean;
         };
@@ -991,6 +995,14 @@ export interface components {
         /**
          * GroupRow
          * @description A group: rollouts of one task. Their rewards are compared.
+         *
+         *     Attributes:
+         *         group_id: its id.
+         *         task: the task, shortened.
+         *         mean: mean of the rewards that count; None without one.
+         *         deviation: their standard deviation.
+         *         signal: whether two rollouts that count differ in the reward of any trained agent.
+         *         rollouts: in the order of their ids.
          */
         GroupRow: {
             /** Group Id */
@@ -1826,7 +1838,8 @@ export interface components {
          *         reward_low, reward_high: its 95 % interval.
          *         low: the lowest reward.
          *         high: the highest reward.
-         *         flat: number of groups in which all rewards are equal.
+         *         flat: number of groups without signal, as the run logged it. While the step runs, and without a log: those in
+         *             which all rewards so far are equal and no rollout failed.
          */
         StepRow: {
             /** Mode */

@@ -18,7 +18,7 @@ const possible = ({ row }: DeploymentPage): Kind[] => {
   if (stage === "candidate" || stage === "shadow") kinds.push("shadow");
   if (row.tried) kinds.push("canary");
   if (stage === "canary") kinds.push("promote");
-  if (row.tried || row.previous !== null) kinds.push("rollback");
+  if (row.tried || (row.previous !== null && !row.dropped)) kinds.push("rollback");
   return kinds;
 };
 

@@ -58,7 +58,7 @@ function sentence({ row }: DeploymentPage): string {
 }
 
 function State({ page, gate }: { page: DeploymentPage; gate: GateRow | null }): JSX.Element {
-  const { newest, previous, tried } = page.row;
+  const { newest, previous, tried, dropped } = page.row;
   return (
     <section class="headline card" aria-label="state">
       <ol class="stages" aria-label="stages">
@@ -89,7 +89,7 @@ function State({ page, gate }: { page: DeploymentPage; gate: GateRow | null }): 
           {when(newest.at_s)}, {newest.actor}
           {newest.reason && `: ${newest.reason}`}
         </Figure>
-        {!tried && previous !== null && (
+        {!tried && !dropped && previous !== null && (
           <Figure label="A rollback returns to" value="">
             <span class="policy">{previous}</span>
           </Figure>
@@ -323,18 +323,20 @@ function Shadow({ shadow }: { shadow: ShadowRow }): JSX.Element {
 
 /** What changes the deployment in a terminal; on a server only what its page cannot do. */
 function Terminal({ page, found }: { page: DeploymentPage; found: FindingsPage | null }): JSX.Element {
-  const { agent, newest, tried, previous, needs_approval } = page.row;
+  const { agent, newest, tried, dropped, previous, needs_approval } = page.row;
   const server = page.acts ? location.origin : "URL";
+  const returns = dropped && previous !== null; // from the last promotion, which the page does not offer
   const act = (what: string): string => `lightning-rl deploy ${what} --agent ${quoted(agent)} --store ${quoted(page.store)}`;
   const lines: string[] = [];
   if (!page.acts && newest.stage === "candidate") lines.push(act("shadow --share 20%"));
   if (!page.acts && tried) lines.push(act("canary --share 5%"));
   if (newest.stage === "canary" && needs_approval && found?.approval === null) lines.push(`lightning-rl deploy approve ${quoted(agent)} --candidate ${quoted(newest.candidate ?? "")} --store ${server} --key-file approver.key`);
   if (!page.acts && newest.stage === "canary") lines.push(act("promote"));
-  if (!page.acts && (tried || previous !== null)) lines.push(act("rollback --reason TEXT"));
+  if (returns) lines.push(page.acts ? `lightning-rl deploy rollback --last-promotion --reason TEXT --agent ${quoted(agent)} --store ${server} --key-file deployer.key` : act("rollback --last-promotion --reason TEXT"));
+  else if (!page.acts && (tried || previous !== null)) lines.push(act("rollback --reason TEXT"));
   return (
-    <Commands title={page.acts ? "Approve it in a terminal" : "Change it in a terminal"} lines={lines}>
-      {page.acts ? "An approval needs an approver's key." : "Only the pages of lightning-rl server change deployments. These pages only read."}
+    <Commands title={page.acts && !returns ? "Approve it in a terminal" : "Change it in a terminal"} lines={lines}>
+      {returns ? `The candidate was rolled back already. This returns from the last promotion to ${previous}.` : page.acts ? "An approval needs an approver's key." : "Only the pages of lightning-rl server change deployments. These pages only read."}
     </Commands>
   );
 }

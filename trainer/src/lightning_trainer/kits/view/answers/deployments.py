@@ -44,6 +44,8 @@ class DeploymentRow:
         newest: its newest transition.
         previous: the stable policy before the last promotion.
         tried: whether there is a candidate that is neither promoted nor rolled back.
+        dropped: whether the newest transition rolled back a candidate that was not promoted. A return from the last
+            promotion then needs ``--last-promotion``.
         needs_approval: whether a person must approve the candidate.
     """
 
@@ -51,6 +53,7 @@ class DeploymentRow:
     newest: TransitionRow
     previous: str | None
     tried: bool
+    dropped: bool
     needs_approval: bool
 
 
