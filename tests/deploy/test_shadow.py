@@ -262,10 +262,11 @@ def test_a_running_shadow_keeps_what_is_not_given_again(tmp_path: Path) -> None:
 
     compared("candidate", "--model", "new", "--stable", "old")
     judge = {"endpoint": "http://judge/v1", "model": "large"}
-    _, first = compared("shadow", "--rule", "cut", *(f"--judge={name}={value}" for name, value in judge.items()))
-    assert first == {"rules": ["cut"], "judge": judge}
+    share, first = compared("shadow", "--rule", "cut", *(f"--judge={name}={value}" for name, value in judge.items()))
+    assert (share, first) == (1.0, {"rules": ["cut"], "judge": judge})
     assert compared("shadow", "--share", "50%") == (0.5, first)
     assert compared("shadow", "--share", "50%", "--rule", "refused") == (0.5, {"rules": ["refused"], "judge": judge})
+    assert compared("shadow", "--judge", "none") == (0.5, {"rules": ["refused"], "judge": None})
 
 
 def test_the_command_begins_a_shadow_and_status_shows_what_was_found(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def candidate(
 
 
 @command.command(name="shadow")
-@share_option("100%")
+@share_option(None, "Share of the conversations. Default: 100%, or as before if the shadow has begun.")
 @click.option(
     "--rule",
     "rules",
@@ -151,18 +151,19 @@ def candidate(
     "--judge",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Option of a judge of answers that differ: endpoint, model, ... May be repeated. Default: no judge.",
+    help="Option of a judge of answers that differ: endpoint, model, ... May be repeated. none: no judge, as at first.",
 )
 @_transition_options
-def shadow(*, share: float, rules: tuple[str, ...], judge: tuple[str, ...], agent: str, **options: Any) -> None:
+def shadow(*, share: float | None, rules: tuple[str, ...], judge: tuple[str, ...], agent: str, **options: Any) -> None:
     """Let the candidate answer copies of the agent's live calls. Users get and wait for the stable policy's answers.
 
     Tools are not executed. `deploy status` compares the answers. The judge is called by the server. A shadow that has
-    begun gets the share, and keeps the rules and the judge that are not given again.
+    begun keeps the share, the rules and the judge that are not given again.
     """
     from lightning_trainer.kits.deploy.acting.comparisons import compare_in_shadow
 
-    given = {**({"rules": rules} if rules else {}), **given_flags({"judge": judge})}
+    judged = {"judge": None} if judge == ("none",) else given_flags({"judge": judge})
+    given = {**({"rules": rules} if rules else {}), **judged}
     _change(agent, options, lambda history, note, _: compare_in_shadow(_last(history), agent, share, note, given))
 
 
@@ -201,7 +202,7 @@ def estimate(
 
 
 @command.command(name="canary")
-@share_option("5%")
+@share_option("5%", "Share of the conversations. [default: 5%]")
 @outcomes_option
 @gate_options
 @click.option(

@@ -16,18 +16,20 @@ GATE_OPTIONS: Final = ("wait_days", "worse", "better", "false_promotion", "power
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
 
-def parse_share(context: click.Context, option: click.Parameter, value: str) -> float:
+def parse_share(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
     """Parse a share such as ``5%`` or ``0.05``."""
+    if value is None:
+        return None
     found = _SHARE.fullmatch(value)
     if found is None:
         raise click.BadParameter(f"{value!r}: give a share such as 5% or 0.05", context, option)
     return float(found[1]) / (100.0 if found[2] else 1.0)
 
 
-def share_option(default: str) -> Callable[[F], F]:
+def share_option(default: str | None, text: str) -> Callable[[F], F]:
     """Return the option for a share of the conversations."""
     return field_option(
-        CanaryOptions, "share", default=default, show_default=True, type=str, callback=parse_share, metavar="SHARE"
+        CanaryOptions, "share", text=text, default=default, type=str, callback=parse_share, metavar="SHARE"
     )
 
 

@@ -15,22 +15,25 @@ from lightning_trainer.kits.deploy.transitions import Note, begin_canary, begin_
 
 
 def compare_in_shadow(
-    current: Deployment | None, agent: str, share: float, note: Note, given: Mapping[str, Any]
+    current: Deployment | None, agent: str, share: float | None, note: Note, given: Mapping[str, Any]
 ) -> Deployment:
-    """Return the beginning of a shadow, or another share of one that compares as before.
+    """Return the beginning of a shadow, or a change of one that compares as before.
 
     Args:
         current: the agent's newest deployment.
         agent: its name.
-        share: of the conversations.
+        share: of the conversations; None: as before, all at first.
         note: reason and actor.
         given: fields of `ShadowRules` that a person gave. They also change a shadow that has begun.
 
     Raises:
         ConfigError: no shadow can begin now, or a field is invalid.
     """
+    running = current if current is not None and current.stage == "shadow" else None
+    if share is None:
+        share = 1.0 if running is None else running.share
     begun = begin_shadow(current, agent, share, note)
-    before = current.details.get(SHADOW) if current is not None and current.stage == "shadow" else None
+    before = None if running is None else running.details.get(SHADOW)
     rules = ShadowRules() if before is None else ShadowRules.of(before)
     return replace(begun, details={SHADOW: replace(rules, **given).to_details()})
 
@@ -40,7 +43,8 @@ def compare_in_canary(
 ) -> Deployment:
     """Return the beginning of a canary with its gate, or another share of one with the same gate.
 
-    The arguments are those of `compare_in_shadow`, except that `given` has fields of `CanaryOptions`.
+    The arguments are those of `compare_in_shadow`, except that `given` has fields of `CanaryOptions` and the share is
+    needed.
 
     Raises:
         ConfigError: no canary can begin now, a bound is invalid, or fields are given for a canary that has begun.
