@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,11 +16,12 @@ import psutil
 import pytest
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.store import Store, open_store
 from lightning_trainer.runner import fleet
 from lightning_trainer.runner.crashes import Victim, verdict
 from lightning_trainer.runner.process import WorkerProcess
+from lightning_trainer.runner.protocol import Message
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.worker.limits import WorkerLimits, parse_bytes
@@ -162,6 +164,64 @@ def test_attempt_that_keeps_others_waiting_runs_again_alone_and_may_take_its_tim
     assert "faulty.py" in (held.error or "")
 
 
+class FakeWorker:
+    """A worker that never ends its attempts. `seen` is set once the fleet has looked at its event loop repeatedly."""
+
+    name, log, attached = "fake", "log", ()
+
+    def __init__(self, *, blocked: bool) -> None:
+        self.messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        self.seen = asyncio.Event()
+        self._blocked, self._busy, self._looks = blocked, False, 0
+
+    @property
+    def blocking(self) -> Blocking | None:
+        self._looks += self._busy
+        if self._looks > 3:
+            self.seen.set()
+        return Blocking(1, 60.0, "agent.py:1") if self._blocked and self._busy else None
+
+    def send(self, message: Message) -> None:
+        self._busy = True
+
+    async def receive(self) -> Message | None:
+        return await self.messages.get()
+
+    async def ended(self) -> Death:
+        return Death("exit status 0")
+
+    async def stop(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        self.messages.put_nowait(None)
+
+
+def claimed(*, disturbed: int = 0, timeout_s: float | None = None) -> AttemptRecord:
+    rollout = Rollout(rollout_id="r", group_id="g", task={}, timeout_s=timeout_s)
+    return AttemptRecord(attempt_id="r.1", rollout=rollout, number=1, fence=1, worker="w", disturbed=disturbed)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["blocks its loop", "runs again alone"])
+@pytest.mark.parametrize(("concurrency", "workers"), [(1, 1), (2, 2)])
+async def test_worker_that_runs_one_attempt_at_a_time_gets_no_second_one_next_to_it(
+    monkeypatch: pytest.MonkeyPatch, concurrency: int, workers: int, alone: bool
+) -> None:
+    monkeypatch.setattr(fleet, "APART_S", 0.0)
+    started: list[FakeWorker] = []
+
+    async def start(_: int) -> FakeWorker:
+        started.append(FakeWorker(blocked=not alone))
+        return started[-1]
+
+    own = fleet.Fleet(start, workers=1, concurrency=concurrency, on_end=lambda *_: None)
+    await own.start()
+    own.place(claimed(disturbed=int(alone)))
+    await started[0].seen.wait()
+    assert len(started) == workers
+    await own.stop()
+
+
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("how", ["lock", "loop"])
 def test_attempt_that_never_ends_keeps_nobody_waiting(store: Store, folder: Path, how: str) -> None:
@@ -198,11 +258,7 @@ def test_worker_killed_from_outside_costs_no_try_of_the_one_that_ran_alone(store
 
 def test_where_nobody_knows_who_held_the_loop_each_runs_alone() -> None:
     def end(blocking: Blocking | None, **facts: Any) -> str:
-        record = Rollout(rollout_id="r", group_id="g", task={}, timeout_s=1.0)
-        from lightning_spans.schema.attempts import AttemptRecord
-
-        attempt = AttemptRecord(attempt_id="r.1", rollout=record, number=1, fence=1, worker="w")
-        values = {"number": 7, "record": attempt, "company": 2, "told": False, "overdue": True, **facts}
+        values = {"number": 7, "record": claimed(timeout_s=1.0), "company": 2, "told": False, "overdue": True, **facts}
         return verdict(Victim(**values), Death("signal SIGKILL"), stood_still=True, blocking=blocking).status
 
     assert end(None) == end(Blocking(None, 2.0, "x")) == "disturbed"
@@ -214,11 +270,7 @@ def test_where_nobody_knows_who_held_the_loop_each_runs_alone() -> None:
 
 
 def test_what_a_lost_machine_ran_is_released() -> None:
-    from lightning_spans.schema.attempts import AttemptRecord
-
-    rollout = Rollout(rollout_id="r", group_id="g", task={}, timeout_s=1.0)
-    attempt = AttemptRecord(attempt_id="r.1", rollout=rollout, number=1, fence=1, worker="w")
-    victim = Victim(number=1, record=attempt, company=1, told=False, overdue=False)
+    victim = Victim(number=1, record=claimed(timeout_s=1.0), company=1, told=False, overdue=False)
     lost = Death("the loss of its node", outside=True)
     assert verdict(victim, lost, stood_still=False, blocking=None).status == "released"
 

@@ -41,7 +41,7 @@ class Fleet:
     ended once its other attempts have ended; if the event loop does not answer, the process is killed at once. It is
     also killed when its event loop is blocked while others wait for it. A process that dies takes all its attempts with
     it; `crashes` decides which of them uses up a try. Those that may have killed it are run again alone in a process,
-    so that the next crash affects no others; if one of them takes long, another worker does the rest.
+    so that the next crash affects no others; if one of them takes long, another worker does what could run next to it.
 
     Args:
         start: starts a worker.
@@ -274,8 +274,8 @@ class Fleet:
         place.worker.kill()  # `_replace_worker` then reports all its attempts
 
     def _set_apart(self, place: WorkerPlace) -> None:
-        """Let the attempt there continue by itself, and start another worker for the rest."""
-        if not place.draining and sum(one.apart for one in self._places) < APART_MOST:
+        """Let the attempt there continue by itself, and start another worker for what could run next to it."""
+        if self._concurrency > 1 and not place.draining and sum(one.apart for one in self._places) < APART_MOST:
             place.apart = True
             self._drain(place)
 
