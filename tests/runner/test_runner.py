@@ -634,9 +634,12 @@ async def test_spans_of_an_attempt_are_delivered_before_its_end_is_told(folder: 
             worker.send({"type": "run", "id": 1, "task": {}, "context": attempt_to_json(context)})
             told = [await worker.receive(), await worker.receive()]
             assert [message["type"] for message in told if message] == ["flushing", "ended"]
-            message = told[1]
+            early, message = told
+            assert early is not None
             assert message is not None
-            assert (message["status"], message["flushed"]) == ("succeeded", True)
+            assert early["status"] == message["status"] == "succeeded"
+            assert early["rewards"] == message["rewards"]
+            assert message["flushed"]
             assert message["attached"] == ["openai"]
             assert [request.headers["authorization"] for request in server.traces] == ["Bearer k"]
         finally:

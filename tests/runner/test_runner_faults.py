@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ import pytest
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store, open_store
 from lightning_trainer.runner import fleet
-from lightning_trainer.runner.crashes import Victim, verdict
+from lightning_trainer.runner.crashes import AttemptEnd, Victim, verdict
 from lightning_trainer.runner.process import WorkerProcess
 from lightning_trainer.runner.protocol import Message
 from lightning_trainer.runner.runner import Runner
@@ -55,6 +58,16 @@ async def run(task):
         async def child():
             time.sleep(task["s"])
         await asyncio.gather(child())
+    if how == "late spans":
+        from lightning_trainer.runner.worker import program
+        class Recorder:
+            class tracer:
+                @staticmethod
+                def flush(_):
+                    while not Path("go").exists():
+                        time.sleep(0.01)
+                    return True
+        program.live_recorder = lambda: Recorder
     if how in ("pool", "leak"):
         with open("workers", "a") as file:
             file.write(f"{os.getpid()}\\n")
@@ -165,14 +178,17 @@ def test_attempt_that_keeps_others_waiting_runs_again_alone_and_may_take_its_tim
 
 
 class FakeWorker:
-    """A worker that never ends its attempts. `seen` is set once the fleet has looked at its event loop repeatedly."""
+    """A worker whose attempts end never, or only up to the delivery of their spans.
+
+    `seen` is set once the fleet has looked at its event loop repeatedly.
+    """
 
     name, log, attached = "fake", "log", ()
 
-    def __init__(self, *, blocked: bool) -> None:
+    def __init__(self, *, blocked: bool = False, ends: bool = False) -> None:
         self.messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        self.seen = asyncio.Event()
-        self._blocked, self._busy, self._looks = blocked, False, 0
+        self.seen, self.killed = asyncio.Event(), asyncio.Event()
+        self._blocked, self._ends, self._busy, self._looks = blocked, ends, False, 0
 
     @property
     def blocking(self) -> Blocking | None:
@@ -183,6 +199,11 @@ class FakeWorker:
 
     def send(self, message: Message) -> None:
         self._busy = True
+        if message["type"] == "run" and self._ends:
+            reward = asdict(Reward(value=0.5, rollout_id="r", attempt_id="r.1"))
+            self.messages.put_nowait(
+                {"type": "flushing", "id": message["id"], "status": "succeeded", "rewards": [reward], "error": None}
+            )
 
     async def receive(self) -> Message | None:
         return await self.messages.get()
@@ -194,6 +215,7 @@ class FakeWorker:
         self.kill()
 
     def kill(self) -> None:
+        self.killed.set()
         self.messages.put_nowait(None)
 
 
@@ -238,6 +260,34 @@ def test_attempt_that_never_ends_is_the_one_that_fails(store: Store, folder: Pat
     others = enqueue(store, [{"how": "wait"} for _ in range(3)], max_attempts=1)
     with running(store, JOB, folder):
         assert ends(store, holds + others) == [["disturbed", "timeout"], *[["disturbed", "succeeded"]] * 3]
+
+
+def test_spans_that_are_delivered_late_cost_no_attempt(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"how": "late spans"}], max_attempts=1, timeout_s=2.0)
+    with running(store, JOB, folder):
+        until(lambda: bool(store.attempts()))
+        until(lambda: time.time_ns() > store.attempts()[0].started_ns + 3e9)
+        (folder / "go").touch()
+        assert ends(store, ids) == [["succeeded"]]
+    assert [reward.value for reward in store.rewards()] == [1.0]
+
+
+async def test_spans_that_are_never_delivered_cost_the_worker_and_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "FLUSH_S", -1.0)
+    told: asyncio.Queue[AttemptEnd] = asyncio.Queue()
+    started: list[FakeWorker] = []
+
+    async def start(_: int) -> FakeWorker:
+        started.append(FakeWorker(ends=True))
+        return started[-1]
+
+    own = fleet.Fleet(start, workers=1, concurrency=1, on_end=lambda _, end: told.put_nowait(end), grace_s=0.0)
+    await own.start()
+    own.place(claimed(timeout_s=1.0))
+    end = await told.get()
+    assert (end.status, [reward.value for reward in end.rewards]) == ("succeeded", [0.5])
+    await started[0].killed.wait()
+    await own.stop()
 
 
 def test_command_that_is_killed_fails_if_it_happens_again(store: Store, folder: Path) -> None:

@@ -18,7 +18,7 @@ from lightning_spans.schema.attempts import Attempt, AttemptRecord
 from lightning_spans.schema.rewards import Reward
 from lightning_trainer.runner.crashes import AttemptEnd, Victim, blame_scorer, killed_attempt_end, too_late, verdict
 from lightning_trainer.runner.places import RunningAttempt, WorkerPlace, watch_loop
-from lightning_trainer.runner.protocol import Message, attempt_to_json
+from lightning_trainer.runner.protocol import FLUSH_S, Message, attempt_to_json
 from lightning_trainer.runner.workers import Blocking, Start
 
 logger = logging.getLogger("lightning_trainer")
@@ -204,6 +204,8 @@ class Fleet:
             return
         if message["type"] == "flushing":
             running.wait.moved("sink flush", f"the spans of attempt {running.record.attempt_id} to be delivered")
+            if not running.overdue:
+                self._keep_result(place, running, message)
             return
         self.attached = tuple(message["attached"]) or self.attached
         self.unrecorded.update(message["unrecorded"])
@@ -214,7 +216,13 @@ class Fleet:
             self._end(place, running, _too_late(running))
         else:
             self._crashes = 0
-            self._end(place, running, _end_of_message(running, message))
+            self._end(place, running, running.result or _end_of_message(running, message))
+
+    def _keep_result(self, place: WorkerPlace, running: RunningAttempt, message: Message) -> None:
+        running.result = ended = _end_of_message(running, message)
+        running.stop_timers()
+        bound_s, loop = FLUSH_S + 2 * self._grace_s + 1.0, asyncio.get_running_loop()
+        running.timers.append(loop.call_later(bound_s, self._does_not_flush, place, running, ended))
 
     def _watch_threads(self, place: WorkerPlace, leaked: int) -> None:
         if leaked <= place.threads + LEAKED_MOST:
@@ -295,6 +303,13 @@ class Fleet:
         else:
             self._end_standing(place, place.worker.blocking)
 
+    def _does_not_flush(self, place: WorkerPlace, running: RunningAttempt, ended: AttemptEnd) -> None:
+        logger.warning(
+            "the spans of attempt %s are not delivered: its worker gets no more work", running.record.attempt_id
+        )
+        self._drain(place)
+        self._end(place, running, ended)
+
     def _end(self, place: WorkerPlace, running: RunningAttempt, ended: AttemptEnd) -> None:
         del place.running[running.number]
         self._tell(running, ended)
@@ -302,6 +317,7 @@ class Fleet:
 
     def _tell(self, running: RunningAttempt, ended: AttemptEnd) -> None:
         running.stop_timers()
+        running.wait.end()
         rollout_id = running.record.rollout.rollout_id
         if ended.status == "disturbed":
             self._suspects[rollout_id] = time.monotonic()

@@ -9,6 +9,7 @@ from typing import Final
 
 from lightning_spans.record import stalls
 from lightning_spans.schema.attempts import AttemptRecord
+from lightning_trainer.runner.crashes import AttemptEnd
 from lightning_trainer.runner.workers import Blocking, Worker
 
 _LOOK_S: Final = 0.25  # between checks of what a worker reports about its event loop
@@ -27,6 +28,7 @@ class RunningAttempt:
         overdue: its time is up, and a cancellation was sent.
         scoring: the agent has answered, and its reward is being computed.
         heard: the worker's event loop received the cancellation, so it is not blocked.
+        result: its end, once its program has ended in time; only its spans are still to be delivered.
         timers: timers of its time limits.
     """
 
@@ -38,11 +40,11 @@ class RunningAttempt:
     overdue: bool = False
     scoring: bool = False
     heard: bool = False
+    result: AttemptEnd | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def stop_timers(self) -> None:
-        """Cancel its time limits: it has ended."""
-        self.wait.end()
+        """Cancel its time limits: its program has ended."""
         for timer in self.timers:
             timer.cancel()
 

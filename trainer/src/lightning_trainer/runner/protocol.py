@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.json import dumps, from_json, loads, to_json
 
 Message: TypeAlias = dict[str, Any]
+
+FLUSH_S: Final = 30.0  # in which a worker delivers the spans of an attempt that has ended
 
 _LENGTH = struct.Struct(">I")
 

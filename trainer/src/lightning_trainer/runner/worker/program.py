@@ -14,7 +14,7 @@ from lightning_spans.record.attach import attached_frameworks
 from lightning_spans.record.delivery.leftover import deliver_left
 from lightning_spans.record.instrument.processes import carry_attempts
 from lightning_spans.record.pipeline import live_recorder
-from lightning_trainer.runner.protocol import Message, attempt_from_json
+from lightning_trainer.runner.protocol import FLUSH_S, Message, attempt_from_json
 from lightning_trainer.runner.target import Job, load_function
 from lightning_trainer.runner.worker.command_agent import command_agent
 from lightning_trainer.runner.worker.execution import (
@@ -30,7 +30,6 @@ from lightning_trainer.runner.worker.forks import keep_imports_whole
 from lightning_trainer.runner.worker.subprocesses import Subprocesses
 from lightning_trainer.runner.worker.watchdog import leaked_threads
 
-FLUSH_S = 30.0
 STOP_S = 5.0
 
 Awaited = Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]]
@@ -112,11 +111,12 @@ class WorkerProgram:
             needs_reward=self._needs_reward,
             on_score=lambda: self._send({"type": "scoring", "id": message["id"]}),
         )
+        # The rest does not count towards the time limit.
+        self._send({"type": "flushing", "id": message["id"], **_result_to_json(outcome)})
         left = await asyncio.to_thread(self._subprocesses.end, message["id"])
         if left:
             names = ", ".join(left)
             sys.stderr.write(f"attempt {attempt.attempt_id} left processes running, ended with it: {names}\n")
-        self._send({"type": "flushing", "id": message["id"]})
         self._send(_ended_message(message["id"], outcome, await _flush()))
 
 
@@ -124,13 +124,19 @@ def _ended_message(number: int, outcome: AttemptResult, flushed: bool) -> Messag
     return {
         "type": "ended",
         "id": number,
-        "status": outcome.status,
-        "rewards": [asdict(reward) for reward in outcome.rewards],
-        "error": None if outcome.error is None else plain(outcome.error),
+        **_result_to_json(outcome),
         "attached": attached_frameworks(),
         "unrecorded": unrecorded.take(),
         "flushed": flushed,
         "threads": leaked_threads(),
+    }
+
+
+def _result_to_json(outcome: AttemptResult) -> Message:
+    return {
+        "status": outcome.status,
+        "rewards": [asdict(reward) for reward in outcome.rewards],
+        "error": None if outcome.error is None else plain(outcome.error),
     }
 
 
