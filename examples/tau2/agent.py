@@ -1,6 +1,6 @@
-"""tau2's domains as a program: an agent serves a customer with a domain's tools and policy; the world's state decides.
+"""tau2's domains as a program: an agent serves a customer with a domain's tools and policy, and earns tau2's reward.
 
-Tasks, tools, policies, the orchestrator and the judge of the final state are tau2's own. `mock` and `telecom` have
+Tasks, tools, policies, the orchestrator and the evaluator are tau2's own. `mock` and `telecom` have
 tasks with a ticket, which need no user; `airline` and `retail` have a user whom a model plays (`--user-llm`), at an
 endpoint of its own: only the calls of `agent` are trained. `python agent.py` writes `train.jsonl` and `val.jsonl`.
 """
@@ -66,7 +66,7 @@ def run(task: dict[str, Any]) -> float:
             llm_user=user,
             llm_args_user={"temperature": 0.0} if user else None,
             max_steps=MAX_STEPS,
-            evaluation_type=EvaluationType.ALL if user else EvaluationType.ENV,
+            evaluation_type=EvaluationType.ALL,
         )
     except ValueError as error:
         if "not found" not in str(error):
@@ -76,8 +76,9 @@ def run(task: dict[str, Any]) -> float:
 
 
 def alone(task: Any) -> bool:
-    """Whether a task can be done without a user, and by its end state alone."""
-    return bool(task.ticket and task.evaluation_criteria and LLMSoloAgent.check_valid_task(task))
+    """Whether a task can be done without a user: it has a ticket, and nothing that a user must hear."""
+    wanted = task.evaluation_criteria
+    return bool(task.ticket and wanted and not wanted.communicate_info and LLMSoloAgent.check_valid_task(task))
 
 
 @functools.cache

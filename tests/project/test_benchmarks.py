@@ -145,7 +145,7 @@ def test_tau2_pays_for_replayed_actions_and_not_for_silence(ask, monkeypatch, tm
     program = example("tau2", monkeypatch)
     monkeypatch.chdir(tmp_path)
     rows = [{"domain": "mock", "id": key} for key, task in program.tasks("mock").items() if program.alone(task)]
-    assert len(rows) == 6
+    assert len(rows) == 5
 
     def acting(actions: Sequence[Any]) -> Says:
         def say(body: Mapping[str, Any]) -> Reply:
@@ -160,5 +160,4 @@ def test_tau2_pays_for_replayed_actions_and_not_for_silence(ask, monkeypatch, tm
         ask(acting(program.tasks("mock")[row["id"]].evaluation_criteria.actions or []))
         assert program.run(row) == 1.0, row
         ask(acting([]))
-        # What is asked for in this one is not allowed, so doing nothing is right.
-        assert program.run(row) == (1.0 if row["id"].startswith("impossible") else 0.0), row
+        assert program.run(row) == 0.0, row
