@@ -111,6 +111,9 @@ def same_rows(task, result):
 
 # --8<-- [end:same-rows]
 # --8<-- [start:brief]
+import re
+
+
 def brief(task, result):
     """The right answer, times a factor from 1 at 50 words down to 0 at 100: a short wrong answer earns nothing."""
     words = len(str(result).split())
@@ -124,6 +127,9 @@ def exact_within(task, result):
 
 # --8<-- [end:brief]
 # --8<-- [start:grounded]
+import re
+
+
 def grounded(task, result):
     """The share of the quotations that are in the source word for word; 0 without any."""
     quotes = re.findall(r'"([^"]+)"', str(result))
@@ -133,6 +139,7 @@ def grounded(task, result):
 # --8<-- [end:grounded]
 # --8<-- [start:judged]
 import os
+import re
 
 from openai import OpenAI
 
