@@ -69,6 +69,7 @@ def fields(task, result):
 
 # --8<-- [end:fields]
 # --8<-- [start:passes]
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -79,14 +80,15 @@ def passes(task, result):
     """The share of the task's assertions that hold for the program that was written, each given five seconds."""
     held = 0
     for assertion in task["tests"]:
+        end = secrets.token_hex()  # printed after the assertion: a program that exits before it earns nothing
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "attempt.py").write_text(f"{result}\n{assertion}\n")
+            (Path(folder) / "attempt.py").write_text(f"{result}\n{assertion}\nprint('\\n{end}')\n")
             try:
-                command = [sys.executable, "-I", "attempt.py"]
+                command = [sys.executable, "-I", "-c", "import runpy; runpy.run_path('attempt.py')"]
                 done = subprocess.run(command, cwd=folder, env={}, timeout=5, capture_output=True, check=False)
             except subprocess.TimeoutExpired:
                 continue
-            held += done.returncode == 0
+            held += done.stdout.splitlines()[-1:] == [end.encode()]
     return held / len(task["tests"])
 
 
@@ -117,12 +119,12 @@ import re
 def brief(task, result):
     """The right answer, times a factor from 1 at 50 words down to 0 at 100: a short wrong answer earns nothing."""
     words = len(str(result).split())
-    return exact_within(task, result) * min(1.0, max(0.0, (100 - words) / 50))
+    return ends_with(task, result) * min(1.0, max(0.0, (100 - words) / 50))
 
 
-def exact_within(task, result):
-    """1 if the text contains the answer as whole words."""
-    return float(re.search(rf"\b{re.escape(str(task['answer']))}\b", str(result)) is not None)
+def ends_with(task, result):
+    """1 if the text ends with the answer as whole words. A list of many answers earns nothing."""
+    return float(re.search(rf"\b{re.escape(str(task['answer']))}\W*$", str(result)) is not None)
 
 
 # --8<-- [end:brief]
@@ -131,8 +133,8 @@ import re
 
 
 def grounded(task, result):
-    """The share of the quotations that are in the source word for word; 0 without any."""
-    quotes = re.findall(r'"([^"]+)"', str(result))
+    """The share of the quotations of three or more words that are in the source word for word; 0 without any."""
+    quotes = [quote for quote in re.findall(r'"([^"]+)"', str(result)) if len(quote.split()) >= 3]
     return sum(quote in task["source"] for quote in quotes) / len(quotes) if quotes else 0.0
 
 

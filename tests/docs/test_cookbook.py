@@ -49,10 +49,12 @@ cookbook = SimpleNamespace(**{part.replace("-", "_"): copied(part) for part in P
         ("fields", {"fields": {"city": "Bern"}}, '["Bern"]', 0.0),
         ("fields", {"fields": {"city": "Bern"}}, "Bern", 0.0),
         ("brief", {"answer": "19"}, "It is 19.", 1.0),
-        ("brief", {"answer": "19"}, "19 " + "word " * 74, 0.5),
+        ("brief", {"answer": "19"}, "word " * 74 + "19", 0.5),
+        ("brief", {"answer": "19"}, " ".join(map(str, range(1, 50))), 0.0),
         ("brief", {"answer": "19"}, "", 0.0),
         ("brief", {"answer": "19"}, "119", 0.0),
-        ("grounded", {"source": "the lamp is red"}, 'It says "the lamp" and "is blue".', 0.5),
+        ("grounded", {"source": "the lamp is red"}, 'It says "the lamp is" and "lamp is blue".', 0.5),
+        ("grounded", {"source": "the lamp is red"}, 'Nothing to say: "e".', 0.0),
         ("grounded", {"source": "the lamp is red"}, "It is red.", 0.0),
     ],
 )
@@ -63,7 +65,14 @@ def test_a_reward_is_what_the_page_says(name, task, result, reward):
 def test_a_program_earns_the_assertions_that_hold():
     task = {"tests": ["assert double(2) == 4", "assert double(-1) == -2", "assert double('a') == 'aa'"]}
     assert cookbook.passes(task, "def double(x):\n    return x + x if x != 'a' else 'b'") == pytest.approx(2 / 3)
-    assert cookbook.passes(task, "import sys; sys.exit(1)") == 0.0
+    assert cookbook.passes(task, "def double(x):\n    return x + x\nif __name__ == '__main__':\n    exit()") == 1.0
+
+
+@pytest.mark.parametrize(
+    "program", ["exit()", "import os\nos._exit(0)", "import sys\nsys.exit(1)", "print('\\n')\nexit()"]
+)
+def test_a_program_that_ends_before_the_assertions_earns_nothing(program):
+    assert cookbook.passes({"tests": ["assert double(2) == 4"]}, program) == 0.0
 
 
 def test_a_query_earns_what_it_finds_and_harms_nothing(tmp_path):
