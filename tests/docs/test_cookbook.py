@@ -84,7 +84,9 @@ def test_a_query_earns_what_it_finds_and_harms_nothing(tmp_path):
     task = {"database": tmp_path / "shop.db", "query": "select thing from sold"}
     assert cookbook.same_rows(task, "select thing from sold order by price desc") == 1.0
     assert cookbook.same_rows(task, "select price from sold") == 0.1
-    assert cookbook.same_rows(task, "drop table sold") == 0.0
+    for query in ("drop table sold", f"vacuum into '{tmp_path}/made.db'", "select 1; select 1", "select '\0'", None):
+        assert cookbook.same_rows(task, query) == 0.0
+    assert [file.name for file in tmp_path.iterdir()] == ["shop.db"]
     assert (
         cookbook.same_rows(task, "with recursive n(x) as (select 1 union all select x+1 from n) select * from n") == 0.0
     )
