@@ -44,6 +44,18 @@ def test_what_the_services_run_is_a_command(name: str) -> None:
     assert name == "runner" or options["names"]  # otherwise no agent of the runners calls the model
 
 
+def test_what_the_pods_of_runners_run_is_a_command() -> None:
+    yaml = pytest.importorskip("yaml")
+    documents = yaml.safe_load_all((ROOT / "docs/cluster/rayjob.yaml").read_text(encoding="utf-8"))
+    (deployment,) = (document for document in documents if document["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    entry = re.findall(r'^ENTRYPOINT \["(.*)"\]$', FILE, flags=re.MULTILINE)
+    program, name, *words = container.get("command", entry) + container.get("args", [])
+    command = cli.get_command(cli.make_context(program, [name]), name)
+    assert command is not None
+    command.make_context(name, words)
+
+
 def test_the_user_of_the_images_can_write_what_the_services_keep() -> None:
     made = re.search(r"chown lightning (.*)", FILE)
     assert made is not None
