@@ -572,7 +572,8 @@ def test_images_tools_and_schemas_pass_through(tmp_path):
 def test_reasoning_is_a_block_of_its_own(tmp_path):
     message = {"role": "assistant", "content": "19", "reasoning_content": "12 and 7."}
     with gateway(tmp_path, Behind(lambda body: JSONResponse(completion("", message=message)))) as front:
-        told = front.post({"messages": USER, "max_tokens": 9}, path="/v1/messages").json()["content"]
+        asked = {"messages": USER, "max_tokens": 9, "thinking": {"type": "adaptive"}}
+        told = front.post(asked, path="/v1/messages").json()["content"]
         items = front.post({"input": "hi"}, path="/v1/responses").json()["output"]
     assert [block["type"] for block in told] == ["thinking", "text"]
     assert [item["type"] for item in items] == ["reasoning", "message"]

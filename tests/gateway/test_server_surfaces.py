@@ -10,7 +10,7 @@ import pytest
 
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.surfaces.conversations import Conversations
-from support.fakes import ByteTokenizer, FakeEngine, fake_logprob
+from support.fakes import ByteTokenizer, FakeEngine, fake_logprob, served
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":"12+7"}}\n</tool_call>'
@@ -336,6 +336,56 @@ def test_a_messages_stream_has_blocks_in_order(server, attempt, post):
     (call,) = server.calls(attempt)
     assert found[0]["message"]["usage"]["input_tokens"] == len(call.prompt_token_ids)
     assert found[-2]["usage"]["output_tokens"] == len(call.choices[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def reasoning_server(tmp_path_factory):
+    from support.models.families import THINKING
+
+    with served(tmp_path_factory.mktemp("reasoning"), FakeEngine(tokenizer=ByteTokenizer(THINKING))) as running:
+        yield running
+
+
+def blocks(reply, stream):
+    """The types of an answer's blocks, and the first one's text."""
+    if not stream:
+        content = reply.json()["content"]
+        return [block["type"] for block in content], content[0].get("text")
+    found = events(reply)
+    started = [e for e in found if e["type"] == "content_block_start"]
+    assert [e["index"] for e in started] == list(range(len(started)))
+    assert [e["index"] for e in found if e["type"] == "content_block_stop"] == list(range(len(started)))
+    deltas = [e["delta"] for e in found if e["type"] == "content_block_delta" and e["index"] == 0]
+    text = "".join(delta["text"] for delta in deltas) if started[0]["content_block"]["type"] == "text" else None
+    return [e["content_block"]["type"] for e in started], text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("thinking", [None, {"type": "disabled"}, {"type": "adaptive"}])
+def test_messages_have_thinking_blocks_only_where_they_are_requested(reasoning_server, request, thinking, stream):
+    attempt, server = request.node.name, reasoning_server
+    server.engine.play([f"<think>\nhm\n</think>\n\nLet me count. {CALL}", "<think>\nand so on"])
+    tools = [{"name": "calculator", "input_schema": PARAMETERS}]
+    asked = {"model": "policy", "tools": tools, "thinking": thinking, "stream": stream}
+
+    def send(messages, most=200):
+        body = {**asked, "messages": messages, "max_tokens": most}
+        return httpx.post(f"{server.url}/v1/messages", json=body, headers={"x-api-key": server.key(attempt)})
+
+    user = {"role": "user", "content": "12+7?"}
+    requested = thinking == {"type": "adaptive"}
+    first = blocks(send([user]), stream)
+    wanted = ["text", "tool_use"]
+    assert first == ((["thinking", *wanted], None) if requested else (wanted, "Let me count. "))
+    use = {"type": "tool_use", "id": "1", "name": "calculator", "input": {"expression": "12+7"}}
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Let me count. "}, use]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "19"}]}
+    cut = blocks(send([user, said, result], most=12), stream)
+    assert cut == ((["thinking"], None) if requested else (["text"], ""))
+    one, two = server.calls(attempt)
+    assert one.choices[0].message["reasoning_content"] == "hm"
+    before = one.prompt_token_ids + one.choices[0].token_ids
+    assert two.prompt_token_ids[: len(before)] == before
 
 
 @pytest.mark.parametrize(

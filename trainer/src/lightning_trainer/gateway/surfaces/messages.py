@@ -9,7 +9,7 @@ from lightning_spans.schema.json import dumps, read_json
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.events import named_event
 from lightning_trainer.gateway.request.pending import PendingCall
-from lightning_trainer.gateway.surfaces.messages_request import chat_of_messages
+from lightning_trainer.gateway.surfaces.messages_request import chat_of_messages, shows_thinking
 from lightning_trainer.gateway.surfaces.output_items import OutputItem, OutputItems, Step
 
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -23,7 +23,7 @@ class MessagesSurface:
 
     def begin(self, body: Mapping[str, Any], owner: str | None) -> MessagesExchange:  # noqa: ARG002 - nothing is kept
         """Read a request; see `Surface.begin`."""
-        return MessagesExchange(*chat_of_messages(body))
+        return MessagesExchange(*chat_of_messages(body), thinking=shows_thinking(body))
 
     def refusal(self, refusal: Refusal) -> bytes:
         """Return an error in Anthropic's format."""
@@ -36,15 +36,16 @@ class MessagesExchange:
     keeps_id = False
     demands_limit = True
 
-    def __init__(self, asked: Mapping[str, Any], left_out: Mapping[str, Any]) -> None:
+    def __init__(self, asked: Mapping[str, Any], left_out: Mapping[str, Any], *, thinking: bool) -> None:
         self.asked = asked
         self.left_out = left_out
-        self._parts = OutputItems()
+        self._thinking = thinking
+        self._parts = OutputItems(reasoning=thinking)
         self._begun = False
 
     def whole(self, pending: PendingCall, completion: dict[str, Any]) -> bytes:
         """See `Exchange`."""
-        parts = OutputItems.of(completion)
+        parts = OutputItems.of(completion, reasoning=self._thinking)
         return dumps(
             {
                 **_head(pending),

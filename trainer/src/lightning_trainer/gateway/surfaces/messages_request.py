@@ -49,13 +49,22 @@ def chat_of_messages(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return chat | _format(body), left_out
 
 
+def shows_thinking(body: Mapping[str, Any]) -> bool:
+    """Whether a request asks for thinking blocks. Programs that do not may expect a text as the first block."""
+    return _thinking(body.get("thinking")) not in {None, "disabled"}
+
+
+def _thinking(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else value
+
+
 def _effort(thinking: Any, effort: Any) -> Any:
     """Return the effort for a thinking setting. Its budget has no equivalent in templates; max_tokens is the limit.
 
     Raises:
         Refusal: it is malformed.
     """
-    kind = thinking.get("type") if isinstance(thinking, dict) else thinking
+    kind = _thinking(thinking)
     if kind not in {None, "enabled", "adaptive", "disabled"}:
         raise wrong("thinking", thinking, 'of type "enabled", "adaptive" or "disabled"')
     if kind == "disabled":

@@ -34,9 +34,14 @@ Step: TypeAlias = tuple[Literal["open", "more", "close"], OutputItem, str]
 
 
 class OutputItems:
-    """The parts of an answer's single choice, as they arrive."""
+    """The parts of an answer's single choice, as they arrive.
 
-    def __init__(self) -> None:
+    Args:
+        reasoning: False leaves reasoning out. An answer without other parts then has an empty text.
+    """
+
+    def __init__(self, *, reasoning: bool = True) -> None:
+        self._reasoning = reasoning
         self.parts: list[OutputItem] = []
         self.finish_reason: str | None = None
         self.stopped_by: str | None = None  # the stop string that ended it, if the engine reports it
@@ -46,10 +51,10 @@ class OutputItems:
         self._calls: dict[int, OutputItem] = {}
 
     @classmethod
-    def of(cls, completion: Mapping[str, Any]) -> OutputItems:
+    def of(cls, completion: Mapping[str, Any], *, reasoning: bool = True) -> OutputItems:
         """Read a whole completion."""
-        parts = cls()
-        for _ in parts.take(completion):
+        parts = cls(reasoning=reasoning)
+        for _ in (*parts.take(completion), *parts.end()):
             pass
         return parts
 
@@ -59,7 +64,7 @@ class OutputItems:
         for choice in reply.get("choices") or ():
             delta = choice.get("message") or choice.get("delta") or {}
             reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-            if isinstance(reasoning, str):
+            if isinstance(reasoning, str) and self._reasoning:
                 yield from self._grow("reasoning", reasoning)
             for name in ("content", "refusal"):
                 if isinstance(delta.get(name), str):
@@ -76,6 +81,11 @@ class OutputItems:
 
     def end(self) -> Iterator[Step]:
         """Close the last part."""
+        if not self.parts and not self._reasoning:
+            yield from self._open(OutputItem("text", 0))
+        yield from self._close()
+
+    def _close(self) -> Iterator[Step]:
         if self._current is not None:
             yield "close", self._current, ""
             self._current = None
@@ -109,7 +119,7 @@ class OutputItems:
             yield from self._more(part, arguments)
 
     def _open(self, part: OutputItem) -> Iterator[Step]:
-        yield from self.end()
+        yield from self._close()
         self.parts.append(part)
         self._current = part
         yield "open", part, ""
