@@ -402,6 +402,8 @@ def test_messages_have_thinking_blocks_only_where_they_are_requested(reasoning_s
         ),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "JSON"}, {"role": "assistant", "content": "{"}]}, "prefill"),
         ({"system": 3}, "system"),
     ],
 )
@@ -421,7 +423,11 @@ def test_anthropics_key_header_opens_too(server, attempt, post):
 
 
 def test_tokens_are_counted_without_a_call(server, attempt, post):
-    counted = post("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}).json()
+    user = {"role": "user", "content": "hi"}
+    counted = post("/v1/messages/count_tokens", {"messages": [user]}).json()
+    said = {"role": "assistant", "content": "Hello."}
+    longer = post("/v1/messages/count_tokens", {"messages": [user, said]}).json()
+    assert longer["input_tokens"] > counted["input_tokens"]
     asked = post("/v1/messages", ASKED["/v1/messages"]).json()
     assert counted == {"input_tokens": asked["usage"]["input_tokens"]}
     assert len(server.calls(attempt)) == 1

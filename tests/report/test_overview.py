@@ -221,6 +221,7 @@ def test_an_agent_whose_calls_no_policy_can_be_asked_is_told_what_they_name() ->
         ("/chat/completions", {"prompt_cache_options": {"ttl": "24h"}, "trace": {"a": 1}, "fallbacks": ["a"]}, None),
         ("/chat/completions", {"enable_search": False, "transforms": [], "include_reasoning": True}, None),
         ("/messages", {"speed": "fast", "diagnostics": {}, "workspace_id": "w", "fallbacks": "default"}, None),
+        ("/messages", {"messages": [{"role": "assistant", "content": "{"}]}, "prefill"),
         ("/messages", {"mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]}, "mcp_servers"),
         ("/chat/completions", {"enable_thinking": False}, "Use chat_template_kwargs.enable_thinking"),
         ("/chat/completions", {"enable_search": True}, "enable_search"),

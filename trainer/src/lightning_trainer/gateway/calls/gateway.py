@@ -20,6 +20,7 @@ from lightning_trainer.gateway.intake.intake import Intake
 from lightning_trainer.gateway.request.pending import PendingCall, begin
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.surfaces.messages import MessagesSurface
+from lightning_trainer.gateway.surfaces.messages_request import chat_of_messages
 from lightning_trainer.gateway.surfaces.surface import Surface
 from lightning_trainer.reasons.call_errors import ATTEMPT_ENDED, CLIENT_GONE
 
@@ -170,9 +171,9 @@ class Gateway:
         try:
             grant = await self._access.admit(scope, "attempt", "caller", "admin")
             body = await self._intake.model_call(scope, receive, grant)
-            exchange = surface.begin({"max_tokens": 1, **body}, grant.conversations)
+            asked, _ = chat_of_messages({"max_tokens": 1, **body})
             pending = begin(body, grant, headers(scope), str(body.get("model", "")))
-            number = await self._models.route(pending, self._routing()).count(exchange.asked)
+            number = await self._models.route(pending, self._routing()).count(asked)
         except Refusal as refusal:
             await send_bytes(send, surface.refusal(refusal), status=refusal.status, extra=refusal.headers)
             return

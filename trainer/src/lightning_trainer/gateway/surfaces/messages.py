@@ -9,7 +9,7 @@ from lightning_spans.schema.json import dumps, read_json
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.events import named_event
 from lightning_trainer.gateway.request.pending import PendingCall
-from lightning_trainer.gateway.surfaces.messages_request import chat_of_messages, shows_thinking
+from lightning_trainer.gateway.surfaces.messages_request import chat_of_messages, refuse_prefill, shows_thinking
 from lightning_trainer.gateway.surfaces.output_items import OutputItem, OutputItems, Step
 
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -23,7 +23,9 @@ class MessagesSurface:
 
     def begin(self, body: Mapping[str, Any], owner: str | None) -> MessagesExchange:  # noqa: ARG002 - nothing is kept
         """Read a request; see `Surface.begin`."""
-        return MessagesExchange(*chat_of_messages(body), thinking=shows_thinking(body))
+        asked, left_out = chat_of_messages(body)
+        refuse_prefill(asked)
+        return MessagesExchange(asked, left_out, thinking=shows_thinking(body))
 
     def refusal(self, refusal: Refusal) -> bytes:
         """Return an error in Anthropic's format."""

@@ -49,6 +49,20 @@ def chat_of_messages(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return chat | _format(body), left_out
 
 
+def refuse_prefill(chat: Mapping[str, Any]) -> None:
+    """Reject a translated conversation that ends with the assistant, whose message the model would have to continue.
+
+    Raises:
+        Refusal: says what to do.
+    """
+    if any(message["role"] == "assistant" for message in chat["messages"][-1:]):
+        raise bad_request(
+            "messages: the last message is the assistant's. Continuing a begun answer (prefill) is not supported."
+            " End with a message of the user. To get JSON, set output_config.format, or ask for it in that message.",
+            "unsupported_content",
+        )
+
+
 def shows_thinking(body: Mapping[str, Any]) -> bool:
     """Whether a request asks for thinking blocks. Programs that do not may expect a text as the first block."""
     return _thinking(body.get("thinking")) not in {None, "disabled"}

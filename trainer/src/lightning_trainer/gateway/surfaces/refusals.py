@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.request.chat_request import read_chat_request
-from lightning_trainer.gateway.surfaces.messages_request import chat_of_messages
+from lightning_trainer.gateway.surfaces.messages_request import chat_of_messages, refuse_prefill
 from lightning_trainer.gateway.surfaces.responses_request import read_response
 
 
@@ -24,7 +24,9 @@ def refusal_of(endpoint: str, body: Mapping[str, Any]) -> str | None:
         elif endpoint == "/responses":
             read_chat_request(read_response(body, []).chat)
         elif endpoint == "/messages":
-            read_chat_request(chat_of_messages(body)[0])
+            asked, _ = chat_of_messages(body)
+            refuse_prefill(asked)
+            read_chat_request(asked)
     except Refusal as refusal:
         return refusal.message
     return None
