@@ -213,6 +213,28 @@ def test_a_response_goes_on_from_an_earlier_one_of_the_same_attempt(server, atte
     assert third.previous_response_id == second.id
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_names_items_of_earlier_responses_by_their_ids(server, attempt, post, stream):
+    """As Vercel's AI SDK does by default; the results of tools are the only new items of its second request."""
+    server.engine.play([f"Let me count. {CALL}", "19"])
+    tools = [{"type": "function", "name": "calculator", "parameters": PARAMETERS}]
+    user = {"role": "user", "content": [{"type": "input_text", "text": "12+7?"}]}
+    reply = post("/v1/responses", {"input": [user], "tools": tools, "stream": stream})
+    items = events(reply)[-1]["response"]["output"] if stream else reply.json()["output"]
+    assert [item["type"] for item in items] == ["message", "function_call"]
+    named = [{"type": "item_reference", "id": item["id"]} for item in items]
+    result = {"type": "function_call_output", "call_id": items[1]["call_id"], "output": "19"}
+    more = {"input": [user, *named, result], "tools": tools}
+    assert post("/v1/responses", more).status_code == 200
+    one, two = server.calls(attempt)
+    assert two.request["messages"][1]["content"] == "Let me count. "
+    before = one.prompt_token_ids + one.choices[0].token_ids
+    assert two.prompt_token_ids[: len(before)] == before
+    refused = post("/v1/responses", more, authorization=f"Bearer {server.key(f'not {attempt}')}")
+    assert refused.status_code == 400
+    assert "store to false" in refused.json()["error"]["message"]
+
+
 def test_another_attempts_response_is_not_known(server, attempt, client):
     first = client.responses.create(model="policy", input="secret")
     unkept = client.responses.create(model="policy", input="secret", store=False)
@@ -460,10 +482,15 @@ def test_odd_bodies_are_refused_on_every_surface_and_never_a_500(server, attempt
 def test_what_is_kept_of_responses_is_bounded_and_ends_with_the_attempt():
     kept = Conversations(most_bytes=1000)
     for number in range(100):
-        kept.keep(f"resp_{number}", f"attempt {number % 3}", [{"role": "user", "content": "x" * 50}])
+        items = [{"id": f"msg_{number}_0", "content": "y" * 50}]
+        kept.keep(f"resp_{number}", f"attempt {number % 3}", [{"role": "user", "content": "x" * 50}], items)
+        assert kept._size <= 1000
     assert kept.before("resp_99", "attempt 0")[0]["content"] == "x" * 50
+    assert kept.resolve([{"type": "item_reference", "id": "msg_99_0"}], "attempt 0") == items
     with pytest.raises(Refusal):
         kept.before("resp_0", "attempt 0")
+    with pytest.raises(Refusal):
+        kept.resolve([{"type": "item_reference", "id": "msg_0_0"}], "attempt 0")
     for number in range(3):
         kept.forget(f"attempt {number}")
     assert kept._size == 0

@@ -183,6 +183,7 @@ def test_calls_at_an_untrained_agents_own_endpoint_are_not_called_unjoined(capsy
 
 ELSEWHERE = {"attributes": {FRAMEWORK: "langchain"}}
 WIRED = {"attributes": {FRAMEWORK: "openai"}}
+HELLO = {"role": "user", "content": "hello"}
 
 
 def test_an_agent_whose_model_is_reached_without_the_openai_client_is_not_trained_and_says_why() -> None:
@@ -216,6 +217,7 @@ def test_an_agent_whose_calls_no_policy_can_be_asked_is_told_what_they_name() ->
         ("/responses", {"max_tool_calls": 3}, "max_tool_calls"),
         ("/responses", {"truncation": "auto"}, "truncation"),
         ("/responses", {"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, None),
+        ("/responses", {"input": [HELLO, {"type": "item_reference", "id": "msg_1"}]}, None),
         ("/chat/completions", {"audio": {"voice": "x"}}, "audio"),
         ("/chat/completions", {"provider": {"sort": "price"}, "usage": {"include": True}, "models": ["a"]}, None),
         ("/chat/completions", {"prompt_cache_options": {"ttl": "24h"}, "trace": {"a": 1}, "fallbacks": ["a"]}, None),
@@ -236,9 +238,6 @@ def test_what_the_gateway_would_refuse_is_known_in_advance(endpoint, field, told
     if told is not None:
         assert row.why.startswith("the gateway would refuse them: ")
         assert told in row.why
-
-
-HELLO = {"role": "user", "content": "hello"}
 
 
 def test_an_agent_some_of_whose_calls_have_no_tokens_says_how_many() -> None:

@@ -32,7 +32,7 @@ _CUT: Final = {"length": "max_output_tokens", "content_filter": "content_filter"
 
 
 class ResponsesSurface:
-    """Responses. Their messages are kept for some time, so that ``previous_response_id`` can continue them."""
+    """Responses. Their messages are kept for some time, so that a request can name them by id."""
 
     path = "/v1/responses"
     id_prefix = "resp_"
@@ -43,7 +43,8 @@ class ResponsesSurface:
     def begin(self, body: Mapping[str, Any], owner: str | None) -> ResponsesExchange:
         """Read a request; see `Surface.begin`."""
         before = self._conversations.before(body.get("previous_response_id"), owner)
-        return ResponsesExchange(body, before, owner, self._conversations)
+        whole = {**body, "input": self._conversations.resolve(body.get("input"), owner)}
+        return ResponsesExchange(whole, before, owner, self._conversations)
 
     def refusal(self, refusal: Refusal) -> bytes:
         """Return an error in OpenAI's format."""
@@ -103,7 +104,8 @@ class ResponsesExchange:
     def _keep(self, pending: PendingCall) -> None:
         if self._body.get("store") is not False:
             answer = dict(pending.sampled.choices[0].message) if pending.sampled.choices else {}
-            self._conversations.keep(pending.response_id, self._owner, [*self._said, {**answer, "role": "assistant"}])
+            messages = [*self._said, {**answer, "role": "assistant"}]
+            self._conversations.keep(pending.response_id, self._owner, messages, self._items(pending))
 
     def _status(self) -> str:
         return "incomplete" if self._parts.finish_reason in _CUT else "completed"
@@ -119,7 +121,7 @@ class ResponsesExchange:
             "error": None,
             "incomplete_details": None if cut is None else {"reason": cut},
             "model": pending.routed.policy,
-            "output": [self._item(pending, part, "completed") for part in self._parts.parts] if done else [],
+            "output": self._items(pending) if done else [],
             "usage": self._usage(pending) if done else None,
             **{
                 name: default if self._body.get(name) is None else self._body[name] for name, default in _ECHOED.items()
@@ -176,6 +178,9 @@ class ResponsesExchange:
 
     def _own(self, part: OutputItem) -> OwnTool | None:
         return self._tools.own(part.name) if part.kind == "tool" else None
+
+    def _items(self, pending: PendingCall) -> list[dict[str, Any]]:
+        return [self._item(pending, part, "completed") for part in self._parts.parts]
 
     def _item(self, pending: PendingCall, part: OutputItem, status: str) -> dict[str, Any]:
         own = self._own(part)

@@ -120,6 +120,11 @@ def _format(value: Any) -> dict[str, Any]:
     return {**chat, "response_format": wanted}
 
 
+def is_reference(item: Any) -> bool:
+    """Whether an item of an input is the id of an item of an earlier response."""
+    return isinstance(item, dict) and item.get("type") == "item_reference"
+
+
 class Items:
     """An input: a text, or a list of items.
 
