@@ -22,6 +22,7 @@ from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.replicas import Replicas
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
+from lightning_trainer.policies import parse
 from lightning_trainer.reasons.call_errors import ENGINE_ENDED, ENGINE_WAIT
 from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import why_untrainable
@@ -612,6 +613,23 @@ def test_adapters_are_asked_by_their_names(tmp_path):
 
 
 # Agents that are not trained.
+
+
+def test_embeddings_come_from_the_requested_model_whichever_agent_requests_them(tmp_path):
+    behind = Behind(lambda body: JSONResponse({"object": "list", "data": [{"embedding": [0.5]}]}))
+
+    def two(urls):
+        return [Upstream("m", urls[0]), Upstream("embedder", urls[0])]
+
+    routing = Routing(model="m", policies=parse({"writer": "lora:m"}))
+    with gateway(tmp_path, behind, upstreams=two, routing=routing) as front:
+        for agent in ("writer", "judge"):
+            asked = {"model": "embedder", "input": "x"}
+            assert front.post(asked, path="/v1/embeddings", **{"x-lightning-agent": agent}).status_code == 200
+        refused = front.post({"model": "other", "input": "x"}, path="/v1/embeddings")
+        assert refused.status_code == 404
+        assert "base_url" in refused.json()["error"]["message"]
+    assert [body["model"] for body in behind.bodies()] == ["embedder", "embedder"]
 
 
 @pytest.mark.parametrize("recorded", [True, False])

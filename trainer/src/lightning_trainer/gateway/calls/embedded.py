@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_trainer.gateway.calls.answers import Ready, Record, Responder, switches_of
+from lightning_trainer.gateway.calls.models import NO_EMBEDDINGS
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.engine import Engine, abilities, disconnect, tool_format
 from lightning_trainer.gateway.http.errors import bad_request
@@ -89,8 +90,4 @@ class EmbeddedEngine:
 
     async def embeddings(self, body: Mapping[str, Any]) -> bytes:  # noqa: ARG002 - the protocol's
         """Reject the request: this engine makes no embeddings."""
-        raise bad_request(
-            f"model {self.engine.model!r} makes no embeddings. Name a model of an upstream that does,"
-            " such as --upstream MODEL=URL of `lightning-rl server`.",
-            "unsupported_endpoint",
-        )
+        raise bad_request(f"model {self.engine.model!r} makes no embeddings. {NO_EMBEDDINGS}", "unsupported_endpoint")

@@ -180,15 +180,14 @@ class Gateway:
         await send_json(send, {"input_tokens": number})
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer ``POST /v1/embeddings`` with the response of the model's upstream. It creates no call.
+        """Answer ``POST /v1/embeddings`` with the response of the requested model's upstream. It creates no call.
 
         Raises:
-            Refusal: no valid key, not a JSON object, or the model makes no embeddings.
+            Refusal: no valid key, not a JSON object, or no such model makes embeddings.
         """
         grant = await self._access.admit(scope, "attempt", "caller", "admin")
         body = await self._intake.model_call(scope, receive, grant)
-        pending = begin(body, grant, headers(scope), str(body.get("model", "")))
-        policy = self._models.route(pending, self._routing())
+        model = self._models.embedder(str(body.get("model", "")), of_attempt=grant.attempt_id is not None)
         try:
             found = await run_unless_gone(receive, policy.embeddings(body))
         except ClientGoneError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import selects
@@ -13,6 +13,11 @@ from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
+
+NO_EMBEDDINGS: Final = (
+    "Give the program's embeddings client a base_url and an api_key of its own, or let `lightning-rl server` serve the"
+    " embeddings model with --upstream MODEL=URL."
+)
 
 
 class ServedModel(Protocol):
@@ -114,6 +119,22 @@ class ServedModels:
     def records(self, policy: ServedModel) -> bool:
         """Whether the calls that a model answers are recorded."""
         return policy is not self._provider or self._records_provider
+
+    def embedder(self, name: str, *, of_attempt: bool) -> ServedModel:
+        """Return the model that answers ``POST /v1/embeddings``: the requested one, whichever agent requests it.
+
+        Args:
+            name: of the requested model.
+            of_attempt: whether an attempt requests it; then the provider answers for models that are not served here.
+
+        Raises:
+            Refusal: there is no such model.
+        """
+        elsewhere = self._provider if of_attempt else None
+        model = self._served.get(name, elsewhere)
+        if model is None:
+            raise _unknown(name, self._served, f". {NO_EMBEDDINGS}")
+        return model
 
     def route(self, pending: PendingCall, routing: Routing, instead: str | None = None) -> ServedModel:
         """Return the model that answers a call, and store its name.
