@@ -8,6 +8,7 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.naming import parse_rules
+from lightning_trainer.policies import parse
 from lightning_trainer.session.sampling import default_agent_name
 from support.fakes import FakeEngine, served
 
@@ -54,6 +55,16 @@ def test_the_first_rule_that_matches_names_the_agent(request, server, path, syst
     )
     assert reply.status_code == 200, reply.text
     assert [call.agent for call in server.calls(name)] == [agent]
+
+
+def test_tokens_are_counted_by_the_policy_of_the_agent_that_a_rule_names(tmp_path):
+    routing = Routing(model="none", policies=parse({"coder": "lora"}), name_by=parse_rules(["coder=system:You code"]))
+    with served(tmp_path, FakeEngine(model="coder"), routing=routing) as running:
+        body = {"model": "claude", "system": "You code.", "messages": [{"role": "user", "content": "hi"}]}
+        counted = httpx.post(
+            f"{running.url}/v1/messages/count_tokens", json=body, headers={"x-api-key": running.key("a")}
+        )
+        assert counted.status_code == 200, counted.text
 
 
 @pytest.mark.parametrize("rule", ["title", "a=b:c", "system", "a=model", "a=header:x", "system:(", "=model:x", ""])

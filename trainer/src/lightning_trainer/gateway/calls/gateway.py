@@ -9,7 +9,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning_trainer.gateway.auth.access import Access
-from lightning_trainer.gateway.calls.incoming import Decider, IncomingCall
+from lightning_trainer.gateway.calls.incoming import Decider, IncomingCall, name_agent
 from lightning_trainer.gateway.calls.models import ServedModels
 from lightning_trainer.gateway.calls.recording import CallRecord
 from lightning_trainer.gateway.http.asgi import ClientGoneError, headers, run_unless_gone, send_bytes, send_json
@@ -172,8 +172,10 @@ class Gateway:
             grant = await self._access.admit(scope, "attempt", "caller", "admin")
             body = await self._intake.model_call(scope, receive, grant)
             asked, _ = chat_of_messages({"max_tokens": 1, **body})
-            pending = begin(body, grant, headers(scope), str(body.get("model", "")))
-            number = await self._models.route(pending, self._routing()).count(asked)
+            given, routing = headers(scope), self._routing()
+            pending = begin(body, grant, given, str(body.get("model", "")))
+            name_agent(pending, asked, given, routing)
+            number = await self._models.route(pending, routing).count(asked)
         except Refusal as refusal:
             await send_bytes(send, surface.refusal(refusal), status=refusal.status, extra=refusal.headers)
             return
@@ -189,7 +191,7 @@ class Gateway:
         body = await self._intake.model_call(scope, receive, grant)
         model = self._models.embedder(str(body.get("model", "")), of_attempt=grant.attempt_id is not None)
         try:
-            found = await run_unless_gone(receive, policy.embeddings(body))
+            found = await run_unless_gone(receive, model.embeddings(body))
         except ClientGoneError:
             return
         await send_bytes(send, found)

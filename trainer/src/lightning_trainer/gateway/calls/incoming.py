@@ -23,6 +23,15 @@ from lightning_trainer.naming import agent_of
 FELL_BACK: Final = "fell_back"  # in the sampling of a call: the policy that should have answered, and why it did not
 
 
+def name_agent(
+    pending: PendingCall, request: Mapping[str, Any], headers: Mapping[bytes, bytes], routing: Routing
+) -> None:
+    """Name the agent of a call by the rules, if the sender does not; `request` is a chat completion."""
+    if routing.name_by and AGENT_HEADER not in headers:
+        found = agent_of(routing.name_by, request, pending.routed.policy, headers)
+        pending.requested = replace(pending.requested, agent=found or pending.requested.agent)
+
+
 class Decider(Protocol):
     """Answers the calls of some attempts instead of the policies. It may also have a call sampled.
 
@@ -81,23 +90,17 @@ class IncomingCall:
         pending.requested = replace(
             pending.requested,
             request=exchange.asked,
-            agent=self._agent(exchange.asked),
             keeps_id=exchange.keeps_id,
             soft_limit=exchange.demands_limit,
             left_out=exchange.left_out,
         )
+        self.name_agent(exchange.asked)
         self.sender = ResponseSender(self.send, exchange, pending)
         return self.sender
 
     def name_agent(self, request: Mapping[str, Any]) -> None:
         """Name the agent by the rules, if the sender does not; `request` is a chat completion."""
-        self.pending.requested = replace(self.pending.requested, agent=self._agent(request))
-
-    def _agent(self, request: Mapping[str, Any]) -> str | None:
-        known, rules = self.pending.requested.agent, self.routing.name_by
-        if not rules or AGENT_HEADER in self.headers:
-            return known
-        return agent_of(rules, request, self.pending.routed.policy, self.headers) or known
+        name_agent(self.pending, request, self.headers, self.routing)
 
     def decide(self, *, seed: int | None, marks: Mapping[str, Any]) -> None:
         """Store what a decider gives: the seed, and marks for the record."""
