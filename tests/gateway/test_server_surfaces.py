@@ -302,6 +302,7 @@ def test_reasoning_items_reach_the_engine(server, attempt, client):
         ({"reasoning": {"effort": 3}}, "reasoning_effort"),
         ({"text": {"format": {"type": "json_object"}}}, "constrained"),
         ({"top_logprobs": 3}, "top_logprobs"),
+        ({"n": 2}, "n=2"),
     ],
 )
 def test_what_a_response_can_not_have_is_refused(server, attempt, client, body, says):
@@ -427,6 +428,7 @@ def test_messages_have_thinking_blocks_only_where_they_are_requested(reasoning_s
         ({"messages": [{"role": "user", "content": []}]}, "messages"),
         ({"messages": [{"role": "user", "content": "JSON"}, {"role": "assistant", "content": "{"}]}, "prefill"),
         ({"system": 3}, "system"),
+        ({"n": 2}, "n=2"),
     ],
 )
 def test_what_messages_can_not_have_is_refused(server, attempt, post, body, says):

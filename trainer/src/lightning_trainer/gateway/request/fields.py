@@ -47,6 +47,16 @@ def whole(body: Mapping[str, Any], name: str, default: int | None, *, low: int, 
     return value
 
 
+def refuse_several_answers(body: Mapping[str, Any]) -> None:
+    """Reject `n` other than 1 on a surface whose answer has no choices.
+
+    Raises:
+        Refusal: more than one answer is requested.
+    """
+    if body.get("n") not in (None, 1):
+        raise wrong("n", body["n"], "1: this form has one answer. Leave n out, or use /v1/chat/completions")
+
+
 def number(body: Mapping[str, Any], name: str, default: float | None, *, low: float, high: float) -> float | None:
     """Read a number.
 

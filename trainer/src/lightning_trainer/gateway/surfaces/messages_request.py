@@ -9,7 +9,7 @@ from lightning_spans.chat.body import tool_call
 from lightning_trainer.gateway.formats.arguments import as_text
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.request.effort import known_effort
-from lightning_trainer.gateway.request.fields import flag, read_list, wrong
+from lightning_trainer.gateway.request.fields import flag, read_list, refuse_several_answers, wrong
 
 _TRANSLATED: Final = frozenset({
     "system", "messages", "tools", "tool_choice", "stop_sequences", "max_tokens", "metadata", "thinking",
@@ -30,6 +30,7 @@ def chat_of_messages(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     Raises:
         Refusal: it is malformed, or requests what no chat completion supports.
     """
+    refuse_several_answers(body)
     chat = {name: value for name, value in body.items() if name not in _TRANSLATED}
     chat["messages"] = [*_system(body.get("system")), *_messages(body.get("messages"))]
     if body.get("max_tokens") is None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from lightning_spans.chat.body import tool_call
 from lightning_trainer.gateway.http.errors import bad_request
 from lightning_trainer.gateway.request.effort import known_effort
-from lightning_trainer.gateway.request.fields import flag, read_list, wrong
+from lightning_trainer.gateway.request.fields import flag, read_list, refuse_several_answers, wrong
 from lightning_trainer.gateway.surfaces.response_tools import OwnTool, ResponseTools, free_text_arguments
 
 _TRANSLATED: Final = frozenset({
@@ -53,6 +53,7 @@ def read_response(body: Mapping[str, Any], before: list[dict[str, Any]]) -> Read
             raise bad_request(f"{name} is not supported. Leave it out.", "unsupported_parameter")
     if body.get("truncation") not in (None, "disabled"):
         raise bad_request("truncation is not supported: too long a context is an error.", "unsupported_parameter")
+    refuse_several_answers(body)
     chat = {name: value for name, value in body.items() if name not in _TRANSLATED}
     items = Items(body.get("input"))
     tools = ResponseTools([*read_list("tools", body.get("tools") or []), *items.tools], body.get("tool_choice"))
