@@ -160,10 +160,18 @@ def test_a_streamed_response_has_the_logprobs_of_tokens_before_its_text(server, 
 
 
 @pytest.mark.parametrize(
-    "body", [{"prompt": ["a", "b"]}, {"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"prompt": ""}]
+    ("body", "says"),
+    [
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"prompt": ""}, "prompt"),
+        ({"logprobs": 1}, "Set logprobs to 0"),
+    ],
 )
-def test_what_a_completion_does_not_do_is_refused(server, attempt, client, body):
-    with pytest.raises(openai.BadRequestError):
+def test_what_a_completion_does_not_do_is_refused(server, attempt, client, body, says):
+    with pytest.raises(openai.BadRequestError, match=says):
         client.completions.create(model="policy", prompt="x", extra_body=body)
     assert server.calls(attempt)[0].error
 

@@ -221,6 +221,12 @@ def _refuse_others(body: Mapping[str, Any]) -> None:
             advice = f"Use {_OTHERWISE[name]} instead." if name in _OTHERWISE else "Leave it out."
             raise bad_request(f"parameter {name!r} is not known here. {advice}", "unsupported_parameter")
         if value not in neutral:
+            if name == "top_logprobs" and body.get("prompt") is not None:  # `logprobs` of /v1/completions
+                raise bad_request(
+                    f"logprobs={format_value(value)} is not supported: only the sampled tokens' log-probabilities are"
+                    " known here. Set logprobs to 0.",
+                    "unsupported_parameter",
+                )
             raise bad_request(
                 f"{name}={format_value(value)} is not supported: this engine would not do it. Leave {name} out"
                 f" or set it to {format_value(neutral[0])}.",
