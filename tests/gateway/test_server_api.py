@@ -312,6 +312,19 @@ def test_an_endpoint_of_openai_that_is_not_served_says_which_are(admin):
     assert admin.get("/v1/chat/completions").status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/messages", "/v1/messages is: the client's base URL must end in /v1"),
+        ("/models/policy", "/v1/models/policy is: the client's base URL must end in /v1"),
+        ("/v1/v1/messages", "/v1/messages is: the client's base URL must not end in /v1"),
+    ],
+)
+def test_a_path_of_another_base_url_says_how_to_correct_it(admin, path, says):
+    reply = admin.post(path, json={"model": "policy"})
+    assert (reply.status_code, says in reply.json()["error"]["message"]) == (404, True), reply.text
+
+
 def test_lists_come_by_pages(admin):
     spans = [to_json(a_span(origin="paged")) for _ in range(5)]
     assert admin.post("/api/spans", json={"spans": spans}).json() == {"kept": 5}

@@ -66,12 +66,11 @@ class App(FastAPI):
             return
         path = scope["path"]
         counted = _CountedSend(send, self.metrics, path)
-        known = "/v1/models/NAME" if path.startswith("/v1/models/") else path
-        handler = self.hot.get((scope["method"], known))
+        handler = self.hot.get((scope["method"], _place(path)))
         try:
             if handler is not None:
                 await handler(scope, receive, counted)
-            elif path.startswith("/v1/"):
+            elif path.startswith("/v1/") or _is_served(f"/v1{path}", self.hot):
                 raise _unserved_refusal(scope, path, self.hot)
             else:
                 await super().__call__(scope, receive, counted)
@@ -81,6 +80,14 @@ class App(FastAPI):
             if counted.started:  # too late for another response: the connection is closed, which the client sees
                 raise
             await send_refusal(counted, _refusal(error), path)
+
+
+def _place(path: str) -> str:
+    return "/v1/models/NAME" if path.startswith("/v1/models/") else path
+
+
+def _is_served(path: str, hot: Mapping[tuple[str, str], ASGIApp]) -> bool:
+    return any(place == _place(path) for _, place in hot)
 
 
 def _refusal(error: Exception) -> Refusal:
@@ -101,6 +108,10 @@ def _unserved_refusal(scope: Scope, path: str, hot: Mapping[tuple[str, str], ASG
     if any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]):
         # The status after which codex falls back to HTTP at once; after others it retries the socket several times.
         return Refusal(426, f"{path} has no WebSocket here. Use POST.", code="not_served")
+    for meant, needed in ((f"/v1{path}", "must end in /v1"), (path.removeprefix("/v1"), "must not end in /v1")):
+        if meant != path and _is_served(meant, hot):
+            advice = f"{meant} is: the client's base URL {needed}."
+            return Refusal(404, f"{method} {path} is not served here, but {advice}", code="not_served")
     served = ", ".join(f"{verb} {place}" for verb, place in hot if place.startswith("/v1/"))
     status = 405 if any(place == path for _, place in hot) else 404
     return Refusal(status, f"{method} {path} is not served here. There are: {served}.", code="not_served")
