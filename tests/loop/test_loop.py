@@ -249,14 +249,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
         site.step()
         keep(store, row)
 
-    def improve(_: Any, __: Any, *, out: Path | None = None, resume: Path | None = None) -> Any:
+    def improve(config: Any, _: Any, *, out: Path | None = None, resume: Path | None = None) -> Any:
         folder = resume or out
         folder.mkdir(exist_ok=True)
         (folder / "improve.json").touch()
         prompts = folder / "prompts.json"
         if not prompts.exists():
             site.step()
-            site.effect(f"{folder.parent.name} improves")
+            site.effect(f"{folder.parent.name} improves {config.train.model}")
         write_prompts(prompts, {"writer": "Be brief."}, {"writer": "Be kind."}, {})
         decision = SimpleNamespace(kept=("writer",) if site.quality > 0 else ())
         agents = {"writer": SimpleNamespace(tokens=9)}
@@ -325,6 +325,17 @@ def test_a_round_goes_from_traces_to_a_promotion_and_the_next_takes_newer_traces
     tasks = [json.loads(line)["question"] for name in ("train", "held-out")
              for line in (site.out / "2" / f"{name}.jsonl").read_text().splitlines()]  # fmt: skip
     assert sorted(tasks) == sorted(f"question {place}" for place in range(TRACES, TRACES + 10))
+
+
+def test_improve_searches_from_the_configured_model_and_is_compared_with_the_promoted_one(site: Site) -> None:
+    site.finish()
+    site.use("improve")
+    site.record_traces(TRACES)
+    site.finish()
+    assert site.effects()[4:] == [
+        "2 improves smollm2-135m",
+        f"2 evaluates smollm2-135m against {site.out / '1' / 'run' / 'step-3'}",
+    ]
 
 
 def test_the_loop_works_through_a_server_which_verifies_the_approval(site: Site) -> None:

@@ -13,12 +13,12 @@ from lightning_trainer.report.progress import Progress
 if TYPE_CHECKING:
     from lightning_trainer.kits.loop.config import LoopConfig
 
-# Facts of the stage `train` that later stages read. A candidate has one of the last three.
+# Facts of the stage `train` that later stages read. A candidate has a checkpoint, prompts, or a served model.
 MODEL = "model"  # what the candidate is compared with, as in `eval --model`
 CHECKPOINT = "checkpoint"  # folder with the agent's adapter
 PROMPTS = "prompts"  # file with the agent's prompt, for `base`
 SERVED = "served"  # model that the server has already
-ENDPOINT = "endpoint"  # how an evaluation reaches it
+ENDPOINT = "endpoint"  # model of a candidate without a checkpoint, as in `eval --model`; by default MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +16,7 @@ from lightning_trainer.kits.improve.command import LEFT_OUT
 from lightning_trainer.kits.improve.improve import improve
 from lightning_trainer.kits.improve.tasks import FEWEST
 from lightning_trainer.kits.loop.methods.adapter import check_run_options, eval_options_of, run_options
-from lightning_trainer.kits.loop.methods.method import CHECKPOINT, MODEL, PROMPTS, RoundInput
+from lightning_trainer.kits.loop.methods.method import CHECKPOINT, ENDPOINT, MODEL, PROMPTS, RoundInput
 from lightning_trainer.kits.loop.record import StageResult
 from lightning_trainer.kits.prompts.reflection import read_reflection
 from lightning_trainer.policies import DEFAULT_RANK
@@ -59,12 +60,12 @@ class SearchMethod:
             chosen = self._config(config, given, None if reflect is None else read_reflection(reflect, None))
             found = improve(chosen, progress, out=given.out)
         agent, result = next(iter(found.agents.items()))
-        facts: dict[str, Any] = {"tokens": result.tokens, MODEL: str(chosen.train.model)}
+        facts: dict[str, Any] = {"tokens": result.tokens, MODEL: given.model or str(chosen.train.model)}
         if agent not in found.decision.kept:
             return StageResult(facts, "rejected", "no method is better than the unchanged agent with confidence")
         facts["method"] = found.method_of(agent)
         if facts["method"] == search.PROMPTS:
-            return StageResult({**facts, PROMPTS: str(found.prompts)})
+            return StageResult({**facts, PROMPTS: str(found.prompts), ENDPOINT: str(chosen.train.model)})
         return StageResult({**facts, CHECKPOINT: str(found.checkpoint.resolve())})
 
     def eval_options(self, config: LoopConfig, given: RoundInput) -> Mapping[str, Any]:
@@ -93,5 +94,7 @@ class SearchMethod:
         )
 
     def _train(self, config: LoopConfig, given: RoundInput) -> TrainConfig:
+        """Return the options of `train`. Every search is for a new adapter of the configured model."""
         options = {name: value for name, value in config.method_options.items() if name not in _OWN}
-        return run_options(config.with_method_options({"lora_rank": DEFAULT_RANK, **options}), given)
+        own = config.with_method_options({"lora_rank": DEFAULT_RANK, **options})
+        return run_options(own, replace(given, model=None))
