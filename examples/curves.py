@@ -6,6 +6,7 @@ Results are lines of JSON, one a run, so that a measurement that was stopped goe
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -219,6 +221,37 @@ def table(runs: Sequence[Run], agents: Sequence[str]) -> str:
         cells += [f"{run.before.get(key, 0.0):.2f} to {run.after.get(key, 0.0):.2f}" for key in keys]
         lines.append(f"| {' | '.join([*cells, f'{run.cpu_seconds:.0f}', f'{run.seconds:.0f}'])} |")
     return "\n".join(lines)
+
+
+def hash_options(path: Path) -> str:
+    """Return a short hash of the options in a TOML file, without those of the quick form."""
+    options = {name: value for name, value in tomllib.loads(path.read_text()).items() if name != "quick"}
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def merge(path: Path, rows: Sequence[dict[str, Any]], *fields: str) -> list[dict[str, Any]]:
+    """Write rows to a file of JSON lines, in place of those with the same fields, and return all by their seeds."""
+
+    def key(row: dict[str, Any]) -> list[Any]:
+        return [row.get(field) for field in fields]
+
+    replaced = [key(row) for row in rows]
+    before = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    merged = [*rows, *(row for row in before if key(row) not in replaced)]
+    merged.sort(key=lambda row: int(row["seed"]))  # stable: the rows of a seed keep their order
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in merged))
+    return merged
+
+
+def tables(rows: Sequence[dict[str, Any]], toml: Path, table: Callable[[list[dict[str, Any]]], str]) -> str:
+    """Return a table of the rows with the options that a TOML file has today, and one for each of other options."""
+    today = hash_options(toml)
+    parts = []
+    for options in sorted({str(row.get("options")) for row in rows}, key=lambda options: (options != today, options)):
+        if options != today:
+            parts.append(f"Measured with other options than those of `{toml.name}` today (`{options}`):")
+        parts.append(table([row for row in rows if str(row.get("options")) == options]))
+    return "\n\n".join(parts)
 
 
 def publish(readme: Path, name: str, text: str) -> None:

@@ -6,13 +6,13 @@ has an `experiment.toml`: options of each stage, `[quick]` ones, `[variables]` o
 `lightning-rl`, printed before it runs. It is not run again where its result is there, in a folder of the same options,
 and one that was stopped midway goes on where it stopped; of such a stage only the cost of the part that ended it is
 known, and the table says so. The untrained model, which is the same for all seeds, is measured with seed 0 alone. The
-table goes between marks in the folder's README, with the seeds that were measured before with the same options.
+table goes between marks in the folder's README, with the seeds that were measured before; what was measured with other
+options has a table of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import resource
@@ -29,7 +29,7 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parent
 sys.path.insert(0, str(EXAMPLES))
 
-from curves import publish  # noqa: E402
+from curves import hash_options, merge, publish, tables  # noqa: E402
 
 MODEL = "smollm2-135m"
 LOCAL = {"folder", "evaluated", "against"}  # where something lay on the machine that measured
@@ -221,17 +221,10 @@ def _cpu_s() -> float:
 
 
 def keep(folder: Path, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write what was measured to measured.jsonl, beside other seeds of the same options, and return all rows."""
-    told = tomllib.loads((folder / "experiment.toml").read_text())
-    whole = json.dumps({stage: options for stage, options in told.items() if stage != "quick"}, sort_keys=True)
-    options = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    """Write what was measured to measured.jsonl, in place of the same seeds with the same options; return all rows."""
+    options = hash_options(folder / "experiment.toml")
     rows = [{**_without_places(row), "options": options, "found": _without_places(row["found"])} for row in measured]
-    path, seeds = folder / "measured.jsonl", {row["seed"] for row in rows}
-    before = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    rows += [row for row in before if row["seed"] not in seeds and row.get("options") == options]
-    rows.sort(key=lambda row: int(row["seed"]))  # stable: the stages of a seed keep their order
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return rows
+    return merge(folder / "measured.jsonl", rows, "seed", "options")
 
 
 def _without_places(row: dict[str, Any]) -> dict[str, Any]:
@@ -278,8 +271,9 @@ def main() -> None:
     measured = [row for seed in seeds for row in Experiment(given.name, seed, out, quick=given.quick).run()]
     print(table(measured))
     if not given.quick:
-        everything = keep(EXAMPLES / given.name, measured)
-        publish(EXAMPLES / given.name / "README.md", "measured", table(everything))
+        folder = EXAMPLES / given.name
+        everything = keep(folder, measured)
+        publish(folder / "README.md", "measured", tables(everything, folder / "experiment.toml", table))
 
 
 if __name__ == "__main__":

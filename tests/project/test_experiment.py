@@ -70,7 +70,7 @@ def test_a_measurement_that_was_stopped_midway_goes_on(
     assert [row["stage"] for row in another] == ["after SFT", "after RL"]  # untrained, it is the same model
 
 
-def test_seeds_measured_before_stay_in_the_table_while_the_options_do(
+def test_seeds_measured_before_stay_and_those_of_other_options_have_a_table_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -80,18 +80,41 @@ def test_seeds_measured_before_stay_in_the_table_while_the_options_do(
     options.write_text("[train]\nsteps = 1\n")
 
     def row(stage: str, seed: int, mean: float) -> dict[str, Any]:
-        return {"stage": stage, "seed": seed, "folder": "/here", "found": {"mean": mean, "evaluated": "/here"}}
+        found = {"mean": mean, "low": None, "high": None, "tasks": 2, "samples": 1}
+        return {
+            "stage": stage, "seed": seed, "folder": "/here", "found": {**found, "evaluated": "/here"}, "seconds": 0.0,
+        }  # fmt: skip
 
     experiment.keep(tmp_path, [row("untrained", 1, 0.1), row("after RL", 1, 0.2)])
     experiment.keep(tmp_path, [row("untrained", 0, 0.3), row("after RL", 0, 0.4)])
     found = experiment.keep(tmp_path, [row("untrained", 1, 0.5)])
-    assert [(each["stage"], each["seed"], each["found"]) for each in found] == [
-        ("untrained", 0, {"mean": 0.3}), ("after RL", 0, {"mean": 0.4}), ("untrained", 1, {"mean": 0.5}),
+    assert [(each["stage"], each["seed"], each["found"]["mean"]) for each in found] == [
+        ("untrained", 0, 0.3), ("after RL", 0, 0.4), ("untrained", 1, 0.5),
     ]  # fmt: skip
     assert [json.loads(line) for line in (tmp_path / "measured.jsonl").read_text().splitlines()] == found
     assert "/here" not in (tmp_path / "measured.jsonl").read_text()
     options.write_text("[train]\nsteps = 2\n")
-    assert [each["seed"] for each in experiment.keep(tmp_path, [row("untrained", 2, 0.6)])] == [2]
+    everything = experiment.keep(tmp_path, [row("untrained", 0, 0.6)])
+    assert [(each["seed"], each["found"]["mean"]) for each in everything] == [(0, 0.6), (0, 0.3), (0, 0.4), (1, 0.5)]
+    of_today, of_others = experiment.tables(everything, options, experiment.table).split("Measured with other options")
+    assert "| untrained | 0 | 0.600 |" in of_today
+    assert found[0]["options"] in of_others
+    assert [line.split(" | ")[2] for line in of_others.splitlines()[-3:]] == ["0.300", "0.400", "0.500"]
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in EXAMPLES.glob("*/experiment.toml")), ids=lambda f: f.name
+)
+def test_what_is_published_has_the_options_of_today_or_says_that_it_has_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import curves
+
+    published = {json.loads(line)["options"] for line in (folder / "measured.jsonl").read_text().splitlines()}
+    page = (folder / "README.md").read_text()
+    for options in published - {curves.hash_options(folder / "experiment.toml")}:
+        assert f"Measured with other options than those of `experiment.toml` today (`{options}`):" in page
 
 
 SLOW = """#!{python}
