@@ -4,7 +4,8 @@
 `credit.toml`: the tokens that each run may read and draw, options that all of them have, those of each setup, and
 `[quick]` ones. Each run is trained by `lightning-rl train` until it has spent its tokens, and validated on the way; the
 commands are printed. One that was stopped goes on from its newest checkpoint. The table goes between marks in the
-folder's README, the curve beside it, the figures into `credit.jsonl`.
+folder's README, the curve beside it, the figures into `credit.jsonl`, with what was measured before; what was measured
+with other options has a table of its own.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parent
 sys.path.insert(0, str(EXAMPLES))
 
-from curves import publish  # noqa: E402
+from curves import hash_options, merge, publish, tables  # noqa: E402
 
 NOTHING_TO_LEARN = 4  # exit status of `lightning-rl train`
 # Of a step: what rollouts that begin anew read and drew, and what forks did. What a record gave is not among it.
@@ -42,12 +43,14 @@ class Run:
         seed: of the run.
         steps: that were taken.
         curve: tokens that were spent, and the held-out reward then.
+        options: hash of those of `credit.toml`.
     """
 
     setup: str
     seed: int
     steps: int
     curve: list[tuple[int, float]]
+    options: str = ""
 
     def at(self, tokens: float) -> float | None:
         """Return the held-out reward after so many tokens, on the line between validations; None where it ended."""
@@ -156,6 +159,13 @@ def _spread(values: Sequence[float | None]) -> str:
     return f"{statistics.fmean(known):.3f} ({min(known):.3f} to {max(known):.3f}{ended})"
 
 
+def keep(folder: Path, measured: Sequence[Run]) -> list[dict[str, Any]]:
+    """Write runs to credit.jsonl, in place of the same setups and seeds with the same options; return all rows."""
+    options = hash_options(folder / "credit.toml")
+    rows = [asdict(replace(run, options=options)) for run in measured]
+    return merge(folder / "credit.jsonl", rows, "setup", "seed", "options")
+
+
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Draw held-out rewards over tokens, a line for each run and a colour for each setup."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -185,12 +195,14 @@ def main() -> None:
     out = (given.out / f"{given.name}-credit{'-quick' if given.quick else ''}").resolve()
     comparison = Comparison(given.name, out, quick=given.quick)
     runs = comparison.run([0] if given.quick else [int(seed) for seed in given.seeds.split(",")])
-    told = table(runs, comparison.tokens)
     if given.quick:
-        print(told)
+        print(table(runs, comparison.tokens))
         return
-    (comparison.here / "credit.jsonl").write_text("".join(f"{json.dumps(asdict(run))}\n" for run in runs))
-    draw(runs, EXAMPLES.parent / "docs" / "img" / f"{given.name.replace('_', '-')}-credit.png")
+    rows, toml = keep(comparison.here, runs), comparison.here / "credit.toml"
+    everything, today = [Run(**row) for row in rows], hash_options(toml)
+    lines = [run if run.options == today else replace(run, setup=f"{run.setup}, other options") for run in everything]
+    draw(lines, EXAMPLES.parent / "docs" / "img" / f"{given.name.replace('_', '-')}-credit.png")
+    told = tables(rows, toml, lambda own: table([Run(**row) for row in own], comparison.tokens))
     publish(comparison.here / "README.md", "credit", told)
 
 

@@ -102,19 +102,40 @@ def test_seeds_measured_before_stay_and_those_of_other_options_have_a_table_of_t
     assert [line.split(" | ")[2] for line in of_others.splitlines()[-3:]] == ["0.300", "0.400", "0.500"]
 
 
+def test_runs_that_compared_credit_before_stay_beside_those_of_another_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import credit
+
+    (tmp_path / "credit.toml").write_text("tokens = 10\n")
+    credit.keep(tmp_path, [credit.Run(setup=setup, seed=1, steps=1, curve=[]) for setup in ("grpo", "tree")])
+    credit.keep(tmp_path, [credit.Run(setup="grpo", seed=0, steps=2, curve=[])])
+    rows = credit.keep(tmp_path, [credit.Run(setup="grpo", seed=1, steps=3, curve=[])])
+    assert [(row["setup"], row["seed"], row["steps"]) for row in rows] == [
+        ("grpo", 0, 2), ("grpo", 1, 3), ("tree", 1, 1),
+    ]  # fmt: skip
+    assert [json.loads(line) for line in (tmp_path / "credit.jsonl").read_text().splitlines()] == rows
+    (tmp_path / "credit.toml").write_text("tokens = 20\n")
+    assert len(credit.keep(tmp_path, [credit.Run(setup="grpo", seed=1, steps=4, curve=[])])) == 4
+
+
+PUBLISHED = {"experiment.toml": "measured.jsonl", "credit.toml": "credit.jsonl"}
+
+
 @pytest.mark.parametrize(
-    "folder", sorted(path.parent for path in EXAMPLES.glob("*/experiment.toml")), ids=lambda f: f.name
+    "toml", sorted(path for name in PUBLISHED for path in EXAMPLES.glob(f"*/{name}")), ids=lambda path: path.parent.name
 )
 def test_what_is_published_has_the_options_of_today_or_says_that_it_has_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import curves
 
-    published = {json.loads(line)["options"] for line in (folder / "measured.jsonl").read_text().splitlines()}
-    page = (folder / "README.md").read_text()
-    for options in published - {curves.hash_options(folder / "experiment.toml")}:
-        assert f"Measured with other options than those of `experiment.toml` today (`{options}`):" in page
+    lines = toml.with_name(PUBLISHED[toml.name]).read_text().splitlines()
+    page = toml.with_name("README.md").read_text()
+    for options in {json.loads(line)["options"] for line in lines} - {curves.hash_options(toml)}:
+        assert f"Measured with other options than those of `{toml.name}` today (`{options}`):" in page
 
 
 SLOW = """#!{python}
