@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_trainer.run.state import (
 )
 from lightning_trainer.run.train import _stop_message
 from lightning_trainer.session.folder import hold_folder
+from support.kills import killed_after
 
 STATE = State(step=3, identity={"seed": 0, "data": "abc"}, agents=("writer",), flat_steps=None, rewards=(0.5, None))
 
@@ -30,7 +32,7 @@ def write(folder: Path) -> None:
 
 
 def steps(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
+    return sorted(path.name for path in (run / "checkpoints").glob("step-*"))
 
 
 def test_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
@@ -58,6 +60,38 @@ def test_run_that_went_back_keeps_what_it_writes(tmp_path: Path) -> None:
     for step in (7, 8, 2, 3):
         save(tmp_path, replace(STATE, step=step), write, keep=2)
     assert steps(tmp_path) == ["step-000002", "step-000003"]
+
+
+def test_a_run_that_is_killed_at_any_moment_of_a_save_writes_the_next_ones(tmp_path: Path) -> None:
+    for calls in count():
+        run = tmp_path / str(calls)
+        for step in (1, 2):
+            save(run, replace(STATE, step=step), write, keep=2)
+        with killed_after(calls) as late:
+            save(run, replace(STATE, step=3), write, keep=2)
+        assert (find(run)[1] / "weights").exists()
+        with run_folder(None, run):
+            for step in (4, 5):
+                save(run, replace(STATE, step=step), write, keep=2)
+        assert steps(run) == ["step-000004", "step-000005"]
+        if not late:
+            break
+    assert calls > 5
+
+
+def test_an_old_checkpoint_that_can_not_be_removed_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rmdir(*_: object, **__: object) -> None:
+        raise OSError(39, "Directory not empty")  # a file system across a network keeps files that are open elsewhere
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    for step in (1, 2, 3):
+        save(tmp_path, replace(STATE, step=step), write, keep=2)
+    monkeypatch.undo()
+    assert find(tmp_path)[1].name == "step-000003"
+    with run_folder(None, tmp_path):
+        assert steps(tmp_path) == ["step-000002", "step-000003"]
 
 
 def test_same_step_is_replaced(tmp_path: Path) -> None:

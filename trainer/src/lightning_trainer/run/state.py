@@ -20,6 +20,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import BEST, NEWEST
 from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.run.data import Task, digest
+from lightning_trainer.run.drafts import remove_folder, replace_folder
 from lightning_trainer.session.folder import check_unchanged
 
 STATE_NAME: Final = "state.json"
@@ -82,24 +83,17 @@ def save(
         ConfigError: the disk is full or not writable; existing checkpoints stay.
     """
     final = run / FOLDER / f"step-{state.step:06d}"
-    draft = final.with_name(f".{final.name}.{os.getpid()}")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        write(draft)
-        (draft / STATE_NAME).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-        for path in draft.rglob("*"):
-            _sync(path)
-        _put(draft, final)
+        with replace_folder(final) as draft:
+            write(draft)
+            (draft / STATE_NAME).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
         _link(run / NEWEST, final)
         _prune(run, keep)
         if strip is not None:
-            for older in _by_age(run)[:-1]:
+            for older in checkpoints_by_age(run)[:-1]:
                 _strip(older, strip)
     except OSError as error:
         raise ConfigError(_unwritten(run, final, error)) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return final
 
 
@@ -122,6 +116,12 @@ def unmark_best(run: Path, step: int | None) -> None:
     """Remove the link, unless it is to the checkpoint of this step: a resumed run may continue from an earlier one."""
     if (run / BEST).is_symlink() and (step is None or (run / BEST).resolve().name != f"step-{step:06d}"):
         (run / BEST).unlink()
+
+
+def checkpoints_by_age(run: Path) -> list[Path]:
+    """Return the checkpoints of a run, the newest last. Those that a killed older version half removed are left out."""
+    states = (run / FOLDER).glob(f"step-*/{STATE_NAME}")
+    return [path.parent for path in sorted(states, key=lambda path: path.stat().st_mtime_ns)]
 
 
 def find(resume: Path) -> tuple[Path, Path]:
@@ -226,15 +226,6 @@ def check_identity(state: State, identity: Mapping[str, Any], checkpoint: Path) 
     )
 
 
-def _put(draft: Path, final: Path) -> None:
-    """Move a folder to its place, where an older one may be: a resumed run may take the same step again."""
-    aside = draft.with_name(f"{draft.name}.old")
-    if final.exists():
-        final.rename(aside)
-    draft.rename(final)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def _link(link: Path, target: Path) -> None:
     draft = link.with_name(f".{link.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
@@ -244,13 +235,9 @@ def _link(link: Path, target: Path) -> None:
 
 def _prune(run: Path, keep: int) -> None:
     best = (run / BEST).resolve()
-    for old in _by_age(run)[:-keep]:
+    for old in checkpoints_by_age(run)[:-keep]:
         if old.resolve() != best:
-            shutil.rmtree(old)
-
-
-def _by_age(run: Path) -> list[Path]:
-    return sorted((run / FOLDER).glob("step-*"), key=lambda path: (path / STATE_NAME).stat().st_mtime_ns)
+            remove_folder(old)
 
 
 def _strip(checkpoint: Path, strip: Callable[[Path], None]) -> None:
@@ -276,12 +263,3 @@ def _unwritten(run: Path, final: Path, error: OSError) -> str:
     newest = (run / NEWEST).resolve()
     then = f"then continue with --resume {run}" if read_state(newest).resumable else f"then start from --model {newest}"
     return f"{what} {newest.name} is complete; free disk space, {then}."
-
-
-def _sync(path: Path) -> None:
-    if path.is_file():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -6,7 +6,6 @@ Calls of frozen weights are recorded under the name of their adapter, and left o
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +21,8 @@ from lightning_trainer.kits.schedules.population import FrozenVersion, Opponent,
 from lightning_trainer.policies import Policies, parse
 from lightning_trainer.rl.scores import rollout_rewards
 from lightning_trainer.run.cliffs import PolicyKeeper, replace_weights
-from lightning_trainer.run.state import FOLDER as CHECKPOINTS
-from lightning_trainer.run.state import read_state
+from lightning_trainer.run.drafts import remove_folder
+from lightning_trainer.run.state import checkpoints_by_age, read_state
 from lightning_trainer.run.turns import policies_to_train, turn_of, turn_steps
 
 if TYPE_CHECKING:
@@ -181,12 +180,12 @@ class OpponentsCallback(Callback):
 
     def after_save(self, checkpoint: Path, step: int) -> None:  # noqa: ARG002 - the frozen weights lie beside it
         """Remove frozen weights that no checkpoint needs. One that is written during a step has the state before it."""
-        saved = [read_state(path).kept.get(OPPONENTS, {}) for path in (self._run.folder / CHECKPOINTS).glob("step-*")]
+        saved = [read_state(path).kept.get(OPPONENTS, {}) for path in checkpoints_by_age(self._run.folder)]
         for policy, population in self._populations.items():
             each = [population.to_json(), *(kept.get(policy, {}) for kept in (self._before, *saved))]
             needed = {self._folder(policy, step) for its in each for step, _ in its.get("versions", ())}
             for path in set(self._folder(policy, 0).parent.glob("step-*")) - needed:
-                shutil.rmtree(path)
+                remove_folder(path)
 
     def _rewards(self, rollouts: StepRollouts) -> dict[str, float]:
         """Return the mean reward of the other agents against each opponent."""
