@@ -17,9 +17,10 @@ from lightning_spans.schema.attempts import Attempt
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.runner.target import Job
-from lightning_trainer.runner.worker.command_agent import DIFF, command_agent
+from lightning_trainer.runner.worker.command_agent import DIFF
 from lightning_trainer.work import Work
 from support.fakes import FakeEngine, served
+from support.runners import run_agent
 
 BIN = os.environ.get("COMMANDS_BIN", "")  # folders with the programs, as in PATH; the session says which
 TEST = "git diff --exit-code HEAD -- test_calc.py && python3 -B test_calc.py"
@@ -70,7 +71,7 @@ class Commands:
             rollout_id=rollout, attempt_id=self.name, endpoint=self.server.url, key=key, agents=("*",), model="policy"
         )
         work = Work(workdir=str(self._project), reward_command=f"sh -c '{TEST}'")
-        return await command_agent(Job(command=command, work=work))({**TASK, **task}, attempt)
+        return await run_agent(Job(command=command, work=work), {**TASK, **task}, attempt)
 
     @property
     def calls(self):

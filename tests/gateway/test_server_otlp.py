@@ -52,7 +52,7 @@ def test_a_gzip_body_is_taken(server):
     assert len(server.store.spans(attempt_ids=["zipped"])) == 1
 
 
-def test_spans_sent_twice_are_stored_once(server):
+def test_wait_for_spans_twice_are_stored_once(server):
     for _ in range(2):
         assert _send(server, [_span("twice", 1)], key=server.key("twice")).status_code == 200
     assert len(server.store.spans(attempt_ids=["twice"])) == 1

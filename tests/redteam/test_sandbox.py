@@ -27,6 +27,7 @@ from lightning_trainer.runner.worker.command_agent import command_agent
 from lightning_trainer.runner.worker.execution import execute
 from lightning_trainer.work import Work
 from support.fakes import FakeEngine, served
+from support.runners import run_agent
 
 PYTHON = shlex.quote(sys.executable)
 bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap")
@@ -120,7 +121,7 @@ def project(tmp_path, monkeypatch):
 
 
 async def run(attempt, command, task=None, **work):
-    return await command_agent(Job(command=command, work=Work(**work)))(task or {}, attempt)
+    return await run_agent(Job(command=command, work=Work(**work)), task or {}, attempt)
 
 
 @pytest.fixture

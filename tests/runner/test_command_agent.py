@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import psutil
@@ -15,12 +16,14 @@ import pytest
 from lightning_spans.errors import ConfigError, RewardError
 from lightning_spans.schema.attempts import Attempt
 from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.worker import command_agent as agents
 from lightning_trainer.runner.worker.command import ProcessEnd, result_of, run_command
-from lightning_trainer.runner.worker.command_agent import DIFF, command_agent
+from lightning_trainer.runner.worker.command_agent import DIFF, command_agent, wait_for_spans
 from lightning_trainer.runner.worker.command_rewards import RewardChannel, RewardRefusedError, reward_of
 from lightning_trainer.runner.worker.trees import WorkFolderError
 from lightning_trainer.work import Work
 from support.fakes import FakeEngine, served
+from support.runners import run_agent
 
 PYTHON = shlex.quote(sys.executable)
 CHECK = """
@@ -67,7 +70,7 @@ def spans(server, attempt):
 
 
 async def run(job, attempt, **task):
-    return await command_agent(job)(task, attempt)
+    return await run_agent(job, task, attempt)
 
 
 async def said(words, task, attempt):
@@ -205,6 +208,22 @@ async def test_a_reward_command_that_can_not_be_run_is_no_zero(attempt, project)
     work = Work(workdir=str(project), reward_command="./no-such-program")
     with pytest.raises(RewardError, match="no-such-program"):
         await run(Job(command="true", work=work), attempt)
+
+
+async def test_a_command_does_not_wait_for_its_spans_to_be_delivered(attempt, project, monkeypatch):
+    server_is_back, delivered = threading.Event(), []
+
+    def send(*_):
+        server_is_back.wait(5.0)
+        delivered.append(True)
+
+    monkeypatch.setattr(agents, "_send", send)
+    work = Work(workdir=str(project), reward_command="true")
+    assert await command_agent(Job(command="true", work=work))({}, attempt) == 1.0
+    assert not delivered
+    server_is_back.set()
+    assert await wait_for_spans(30.0)
+    assert len(delivered) == 2
 
 
 async def test_what_was_changed_is_kept_of_an_attempt_that_failed_or_ran_too_long(server, attempt, project):

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.attempts import Attempt, AttemptRecord, Rollout
 from lightning_spans.store import Store
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.worker.command_agent import command_agent, wait_for_spans
 
 
 def enqueue(store: Store, tasks: list[dict[str, Any]], **options: Any) -> list[str]:
@@ -46,3 +47,11 @@ def results(store: Store, ids: list[str]) -> list[list[AttemptRecord]]:
     until(lambda: all(r.status not in {"queued", "running"} for r in store.rollouts(rollout_ids=ids)))
     attempts = store.attempts(rollout_ids=ids)
     return [[a for a in attempts if a.rollout.rollout_id == i] for i in ids]
+
+
+async def run_agent(job: Job, task: dict[str, Any], attempt: Attempt) -> Any:
+    """Run the job's command on a task, wait for its spans to be sent, and return its result."""
+    try:
+        return await command_agent(job)(task, attempt)
+    finally:
+        assert await wait_for_spans(30.0)

@@ -45,6 +45,7 @@ _NOTHING: Final[Mapping[str, Json]] = MappingProxyType({})
 OUTPUT: Final = "lightning.output"  # attribute of a span: the end of a program's output
 _LOOK_S: Final = 2.0  # between checks of a folder's size
 _NOT_RUN: Final = (126, 127)  # a shell's exit statuses for a program that cannot be run
+_sending: Final[set[asyncio.Task[None]]] = set()
 
 
 def command_agent(job: Job) -> Agent:
@@ -128,9 +129,9 @@ async def _watch_folder(folder: WorkFolder, work: Coroutine[Any, Any, Any], atte
         await asyncio.wait({running})
         try:
             diff = await asyncio.to_thread(folder.diff)
-            await _keep(attempt, "workdir", _count_changes(diff), began, attributes={DIFF: diff})
+            _keep(attempt, "workdir", _count_changes(diff), began, attributes={DIFF: diff})
         except WorkFolderError as error:
-            await _keep(attempt, "workdir", "not known", began, error=str(error))
+            _keep(attempt, "workdir", "not known", began, error=str(error))
 
 
 def _count_changes(diff: str) -> str:
@@ -182,18 +183,18 @@ async def _run_tests(
         why = limit if ended is None else f"{status_text(ended.status)}:\n{ended.told()}"
         raise ScorerError(f"{SCORER_FAILED}: {work.sandbox} did not start the reward command: {why}")
     if ended is None:
-        await _keep(attempt, "reward", work.reward_command or "", began, error=limit)
+        _keep(attempt, "reward", work.reward_command or "", began, error=limit)
         return None
     if ended.status in _NOT_RUN:
         raise RewardError(f"the reward command ended with {status_text(ended.status)}:\n{ended.told()}")
     told = f"{ended.output}\n{ended.errors}".strip()[-20_000:]
     name = f"{work.reward_command}: {status_text(ended.status)}"
     kept = {OUTPUT: told, "lightning.exit_status": ended.status}
-    await _keep(attempt, "reward", name, began, attributes=kept)
+    _keep(attempt, "reward", name, began, attributes=kept)
     return ended
 
 
-async def _keep(
+def _keep(
     attempt: Attempt,
     operation: str,
     name: str,
@@ -202,7 +203,7 @@ async def _keep(
     attributes: Mapping[str, Json] = _NOTHING,
     error: str = "",
 ) -> None:
-    """Send a span of the attempt; what cannot be sent is reported in the worker's log."""
+    """Begin to send a span of the attempt; `wait_for_spans` waits for it."""
     status: Status = "error" if error else "ok"
     span = Span(
         operation=operation,
@@ -217,10 +218,21 @@ async def _keep(
         attempt_id=attempt.attempt_id,
         attributes=attributes,
     )
+    sending = asyncio.create_task(_send_span(attempt, span))
+    _sending.add(sending)
+    sending.add_done_callback(_sending.discard)
+
+
+async def wait_for_spans(timeout_s: float) -> bool:
+    """Wait until the spans of commands so far are sent or refused; return False if the time ran out."""
+    return not _sending or not (await asyncio.wait(_sending, timeout=timeout_s))[1]
+
+
+async def _send_span(attempt: Attempt, span: Span) -> None:
     try:
         await asyncio.to_thread(_send, attempt, encode([span]))
     except Exception as problem:  # noqa: BLE001 - what became of the attempt does not hang on its record
-        logger.warning("the span %s of attempt %s is not kept: %s", operation, attempt.attempt_id, problem)
+        logger.warning("the span %s of attempt %s is not kept: %s", span.operation, attempt.attempt_id, problem)
 
 
 def _send(attempt: Attempt, body: bytes) -> None:

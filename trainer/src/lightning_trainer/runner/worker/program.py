@@ -16,7 +16,7 @@ from lightning_spans.record.instrument.processes import carry_attempts
 from lightning_spans.record.pipeline import live_recorder
 from lightning_trainer.runner.protocol import FLUSH_S, Message, attempt_from_json
 from lightning_trainer.runner.target import Job, load_function
-from lightning_trainer.runner.worker.command_agent import command_agent
+from lightning_trainer.runner.worker.command_agent import command_agent, wait_for_spans
 from lightning_trainer.runner.worker.execution import (
     LATER,
     Agent,
@@ -146,7 +146,8 @@ async def _flush() -> bool:
     This includes those of processes that the attempt started and that ended before they could deliver them.
     """
     recorder = live_recorder()
-    return await asyncio.to_thread(deliver_left if recorder is None else recorder.tracer.flush, FLUSH_S)
+    flush = deliver_left if recorder is None else recorder.tracer.flush
+    return all(await asyncio.gather(asyncio.to_thread(flush, FLUSH_S), wait_for_spans(FLUSH_S)))
 
 
 def load_job(job: Job, awaitable: Awaited) -> tuple[Agent, Score | None]:
