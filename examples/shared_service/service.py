@@ -1,4 +1,7 @@
-"""The index behind a URL, for workers on any machine: `python service.py 8900`. It needs nothing but Python."""
+"""The index behind a URL: `python service.py 8900`, or `python service.py 8900 0.0.0.0` for workers on other machines.
+
+It needs nothing but Python.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from index import Index
 
 
-def make_server(port: int) -> ThreadingHTTPServer:
+def make_server(port: int, host: str) -> ThreadingHTTPServer:
     """Load the index once, and answer GET /search?q=... from it."""
     index = Index()
 
@@ -26,10 +29,11 @@ def make_server(port: int) -> ThreadingHTTPServer:
         def log_message(self, *_: object) -> None:
             """Print nothing for each request."""
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return ThreadingHTTPServer((host, port), Handler)
 
 
 if __name__ == "__main__":
-    server = make_server(int(sys.argv[1]))
-    print(f"INDEX_URL=http://127.0.0.1:{server.server_address[1]}", flush=True)
+    host = sys.argv[2] if len(sys.argv) > 2 else "127.0.0.1"
+    server = make_server(int(sys.argv[1]), host)
+    print(f"INDEX_URL=http://{host}:{server.server_address[1]}", flush=True)
     server.serve_forever()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -52,9 +53,9 @@ def run(server: Served, *options: str) -> None:
 
 
 @contextmanager
-def service() -> Iterator[None]:
+def service(*host: str) -> Iterator[None]:
     """The service behind a URL that the environment names."""
-    with subprocess.Popen([sys.executable, "service.py", "0"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "service.py", "0", *host], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         os.environ["INDEX_URL"] = process.stdout.readline().strip().partition("=")[2]
         try:
@@ -77,6 +78,16 @@ def test_workers_reach_one_service_by_its_url(server: Served, tmp_path: Path) ->
     with service():
         run(server, "--workers", "3", "--concurrency", "2")
     assert len((tmp_path / "loads").read_text().splitlines()) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of the machine only on Linux")
+def test_service_of_the_readme_is_reached_at_every_address_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLE)
+    [host] = re.findall(r"`python service.py 8900 (\S+)`", (EXAMPLE / "README.md").read_text())
+    with service(host):
+        port = os.environ["INDEX_URL"].rpartition(":")[2]
+        with urlopen(f"http://127.0.0.2:{port}/search?q=rollout", timeout=30) as answer:
+            assert "rollout" in json.load(answer)["text"]
 
 
 def test_workers_on_ray_share_one_named_actor(server: Served, tmp_path: Path) -> None:
