@@ -110,7 +110,7 @@ graph = builder.compile()
 
 
 def run(task: dict[str, str]) -> float:
-    """Run the program on a task: 1 where its last query is right, by Spider's execution accuracy."""
+    """Run the program on a task: 1 where its last query is right, by execution accuracy."""
     out = graph.invoke({"database": task["database"], "question": task["question"]})
     return float(matches(task["database"], out["query"], task["query"]))
 

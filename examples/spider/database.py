@@ -1,4 +1,4 @@
-"""Spider's databases: read-only queries with a time limit, schemas for a small model, and the official match."""
+"""Spider's databases: read-only queries with a time limit, schemas for a small model, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def schema(database: str) -> str:
 
 
 def matches(database: str, query: str, gold: str) -> bool:
-    """Whether a query gives what the right one gives: Spider's execution accuracy.
+    """Whether a query gives what the right one gives: execution accuracy, as Spider's script with --keep_distinct.
 
     Values and duplicates count, the order of rows only where the right query orders them; columns may come in another
     order (as in the test-suite evaluation of Zhong et al., 2020, arXiv 2010.02840).
