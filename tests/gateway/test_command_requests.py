@@ -7,7 +7,8 @@ import json
 import httpx
 import pytest
 
-from support.fakes import FakeEngine, served
+from support.fakes import ByteTokenizer, FakeEngine, served
+from support.models.chat_templates import DEEPSEEK_V31, MINIMAX
 
 USER = {"role": "user", "content": "Fix add in calc.py"}
 BASH = {"name": "Bash", "description": "d", "input_schema": {"type": "object", "properties": {"command": {}}}}
@@ -69,6 +70,32 @@ def test_reasoning_and_verbosity_of_responses_are_left_out_and_on_record(post):
     reply, call = post("/v1/responses", {"input": "hi", "client_metadata": {"turn_id": "1"}, **asked})
     assert reply.status_code == 200, reply.text
     assert call.sampling["left_out"] == {"reasoning_effort": "low", "verbosity": "low"}
+
+
+def asked_with(folder, template, effort):
+    with served(folder, FakeEngine(tokenizer=ByteTokenizer(template))) as running:
+        body = {"model": "policy", "messages": [USER], "reasoning_effort": effort}
+        headers = {"authorization": f"Bearer {running.key('a')}"}
+        reply = httpx.post(f"{running.url}/v1/chat/completions", json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        (call,) = running.calls("a")
+        return running.engine.tokenizer.decode(running.engine.prompts[0]), call.sampling
+
+
+@pytest.mark.parametrize(("effort", "begun"), [("high", "<think>"), ("none", "</think>")])
+def test_an_effort_sets_a_templates_variable_thinking(tmp_path, effort, begun):
+    prompt, sampling = asked_with(tmp_path, DEEPSEEK_V31, effort)
+    assert prompt.endswith(begun)
+    assert sampling["template"] == {"thinking": effort == "high"}
+    assert "left_out" not in sampling
+
+
+@pytest.mark.parametrize("effort", ["high", "none"])
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking"])  # of a message: no variable of the template
+def test_an_effort_for_a_model_that_always_reasons_is_left_out_and_on_record(tmp_path, field, effort):
+    prompt, sampling = asked_with(tmp_path, MINIMAX.replace("m.reasoning_content", f"m.{field}"), effort)
+    assert prompt.endswith("<think>\n")
+    assert sampling["left_out"] == {"reasoning_effort": effort}
 
 
 def test_edits_of_earlier_thinking_are_left_to_the_template(post):

@@ -284,20 +284,17 @@ def switches_of(request: ChatRequest, chat: ChatFormat) -> Mapping[str, Any]:
             f"chat_template_kwargs: the model's chat template does not look at {', '.join(unknown)}. Leave it out.",
             "unsupported_parameter",
         )
-    if request.effort is None:
+    effort, name = request.effort, chat.effort_switch
+    if effort is None or name is None:
         return switches
-    if chat.knows("reasoning_effort"):
-        return {"reasoning_effort": request.effort, **switches}
-    if chat.knows("enable_thinking"):
-        return {"enable_thinking": request.effort not in ("none", "minimal"), **switches}
-    return switches  # it always reasons, or never
+    return {name: effort if name == "reasoning_effort" else effort not in ("none", "minimal"), **switches}
 
 
 def _unmet(request: ChatRequest, chat: ChatFormat) -> dict[str, Any]:
     """Return the preferences of a request that the model has no way to follow."""
-    met = chat.knows("reasoning_effort") or chat.knows("enable_thinking") or chat.thinks
+    met = chat.effort_switch is not None or (request.effort == "none" and not chat.thinks)
     unmet = {"verbosity": request.verbosity, "reasoning_effort": None if met else request.effort}
-    return {name: value for name, value in unmet.items() if value not in (None, "none")}
+    return {name: value for name, value in unmet.items() if value is not None}
 
 
 def _check_room(request: ChatRequest, prompt: int, longest: int) -> None:

@@ -201,6 +201,22 @@ class ChatFormat:
         return re.search(rf"\b{re.escape(switch)}\b", str(self._tokenizer.chat_template)) is not None
 
     @functools.cached_property
+    def effort_switch(self) -> str | None:
+        """The template's variable that sets how much the model reasons; None if there is none."""
+        for name in ("reasoning_effort", "enable_thinking"):
+            if self.knows(name):
+                return name
+        return "thinking" if self.knows("thinking") and self._changes_prompt("thinking") else None
+
+    def _changes_prompt(self, switch: str) -> bool:
+        user = [{"role": "user", "content": "hi"}]
+        try:
+            on, off = (self._template(user, (), switches={switch: value}) for value in (True, False))
+        except Refusal:
+            return False
+        return on != off
+
+    @functools.cached_property
     def header(self) -> str | None:
         """The template's text before each answer; None if it does not identify answers."""
         user = [{"role": "user", "content": "hi"}]
