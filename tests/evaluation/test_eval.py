@@ -25,6 +25,8 @@ from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import EvalConfig
+from lightning_trainer.kits.evaluation.summary import Counting
+from lightning_trainer.run.data import digest, load_tasks
 from lightning_trainer.work import Work
 
 AGENT = """
@@ -309,6 +311,20 @@ def test_where_failures_are_left_out_a_retry_that_succeeded_counts(folder, monke
     refused = rl(*args, "--against", "a", "--out", "b")
     assert refused.exit_code == 2
     assert "the evaluation a has --failed exclude, and this one lowest" in refused.output
+
+
+@pytest.mark.parametrize("earlier_version", [False, True])
+def test_an_evaluation_in_which_slow_samples_count_differently_is_no_baseline(folder, earlier_version):
+    (folder / "a").mkdir()
+    config = EvalConfig(data=Path("tasks.jsonl"), target="app:run", counting=Counting(timeouts="exclude")).to_json()
+    if earlier_version:  # which had no such option, and left slow samples out
+        del config["counting"]["timeouts"]
+    files.write_options(folder / "a", {"tasks": digest(load_tasks(Path("tasks.jsonl"))), "config": config})
+    files.write_samples(folder / "a", [])
+    refused = rl("app:run", "--data", "tasks.jsonl", "--against", "a", "--out", "b")
+    assert refused.exit_code == 2
+    assert "the evaluation a has --timeouts exclude, and this one count" in refused.output
+    assert not (folder / "b").exists()
 
 
 def test_an_evaluation_that_was_killed_goes_on_and_repeats_nothing(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -63,11 +64,15 @@ class EvalConfig(EvalFields, CheckedRecord):
             ConfigError: another version wrote it.
         """
         try:
-            own = {"timeouts": "exclude", **values["counting"]}  # the behaviour before this was an option
-            counting = Counting(**{name: own[name] for name in ("failed", "success", "timeouts")})
-            return cls(**{**values, "out": None, "counting": counting})
+            return cls(**{**values, "out": None, "counting": read_counting(values)})
         except (KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"this evaluation can't be resumed: its options can't be read: {error}.") from None
+
+
+def read_counting(values: Mapping[str, Any]) -> Counting:
+    """Read how the samples of an evaluation count from the output of `EvalConfig.to_json`."""
+    own = {"timeouts": "exclude", **values["counting"]}  # the behaviour before this was an option
+    return Counting(**{name: own[name] for name in ("failed", "success", "timeouts")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from lightning_trainer.config.passwords import with_passwords
 from lightning_trainer.intervals import Estimate
 from lightning_trainer.judges import CACHE_NAME, JudgePlan, open_judge, read_judge
 from lightning_trainer.kits.evaluation import folder as files
-from lightning_trainer.kits.evaluation.config import BearerKeys, EvalConfig
+from lightning_trainer.kits.evaluation.config import BearerKeys, EvalConfig, read_counting
 from lightning_trainer.kits.evaluation.measurement import Measurement
 from lightning_trainer.kits.evaluation.program import read_program
 from lightning_trainer.kits.evaluation.samples import Sample
@@ -256,12 +256,18 @@ def _other(config: EvalConfig, tasks: Sequence[Task], keys: BearerKeys) -> Subje
             "it compared only the samples of that evaluation. Evaluate both with a reward that scores one sample by"
             " itself: --reward module:function."
         )
-    failed, its = config.counting.failed, asked["config"]["counting"]["failed"]
-    if (failed == "exclude") != (its == "exclude"):
+    own, its = config.counting, read_counting(asked["config"])
+    if (own.failed == "exclude") != (its.failed == "exclude"):
         raise ConfigError(
-            f"the evaluation {folder} has --failed {its}, and this one {failed}: "
+            f"the evaluation {folder} has --failed {its.failed}, and this one {own.failed}: "
             "only with exclude are failed rollouts tried again, so the two can't be compared. Evaluate both with the"
             " same --failed."
+        )
+    if own.failed != "exclude" and own.timeouts != its.timeouts:
+        raise ConfigError(
+            f"the evaluation {folder} has --timeouts {its.timeouts}, and this one {own.timeouts}: "
+            "only with exclude are samples that were too slow left out, so the two can't be compared. Evaluate both"
+            " with the same --timeouts."
         )
     files.read_samples(folder)
     return folder
