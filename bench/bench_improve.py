@@ -15,7 +15,7 @@ import numpy as np
 from figures import Figure, choose_size
 
 from lightning_trainer.kits.improve.decision import decide
-from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve, rung_count
+from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, States, halve, rung_count
 from lightning_trainer.kits.improve.selection import StatesOfAgent, equivalent_comparisons
 
 METHODS = ("prompts", "sft", "rl", "distil")
@@ -53,12 +53,14 @@ class SimulatedSearch:
         return self.numbers.binomial(SAMPLES, rates.clip(0, 1)) / SAMPLES
 
     def search(self, agent: int) -> dict[str, MethodResult]:
-        def measure(method: str, rung: int) -> Rewards:
-            found = self.measured[agent, method, rung] = self.rewards({agent: method})
-            return dict(enumerate(found[: self.half]))
+        states: dict[tuple[str, int], Rewards] = {}
 
-        base = dict(enumerate(self.base[: self.half]))
-        return halve(METHODS, 12_000, base, lambda _m, _r, limit: Spending(tokens=limit, changed=True), measure)
+        def measure(method: str, rung: int) -> tuple[Rewards, States]:
+            found = self.measured[agent, method, rung] = self.rewards({agent: method})
+            states[method, rung] = dict(enumerate(found[: self.half]))
+            return dict(enumerate(self.base[: self.half])), states
+
+        return halve(METHODS, 12_000, lambda _m, _r, limit: Spending(tokens=limit, changed=True), measure)
 
     def rewards_of(self, agents: Sequence[str]) -> np.ndarray:
         if len(agents) > 1:
@@ -81,8 +83,9 @@ class SimulatedSearch:
     def kept(self, first: int, choices: Choices) -> list[str]:
         """Return the methods that are kept if the tasks from `first` on decide."""
         decision = decide(
-            list(self.candidates), lambda: dict(enumerate(self.base[first:])),
-            lambda agents: dict(enumerate(self.rewards_of(agents)[first:])), choices=choices,
+            list(self.candidates),
+            lambda agents: (dict(enumerate(self.base[first:])), dict(enumerate(self.rewards_of(agents)[first:]))),
+            choices=choices,
         )  # fmt: skip
         return [self.candidates[agent] for agent in decision.kept]
 

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.intervals import estimate_difference
-from lightning_trainer.kits.improve import selection
+from lightning_trainer.kits.evaluation.config import EvalConfig
+from lightning_trainer.kits.evaluation.folder import write_samples
+from lightning_trainer.kits.evaluation.samples import Sample, Usage
+from lightning_trainer.kits.improve import measuring, selection
+from lightning_trainer.kits.improve.config import ImproveConfig
 from lightning_trainer.kits.improve.decision import decide
-from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve, rung_count, share_of
+from lightning_trainer.kits.improve.halving import (
+    MethodResult,
+    Rewards,
+    Spending,
+    States,
+    halve,
+    rung_count,
+    share_of,
+)
+from lightning_trainer.kits.improve.improve import improve
 from lightning_trainer.kits.improve.plan import SearchPlan
 from lightning_trainer.kits.improve.selection import StatesOfAgent, equivalent_comparisons
+from lightning_trainer.kits.improve.tasks import TaskFiles
+from lightning_trainer.kits.prompts.result import write as write_prompts
+from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.run.data import load_tasks
 
 METHODS = ("prompts", "sft", "rl", "distil")
 Skill = Callable[[str, int], float]  # success rate of a method after that many tokens
@@ -25,6 +45,17 @@ TASKS, SAMPLES = 24, 4
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of searches are simulated: a correction that is known to a tenth is enough for each."""
     monkeypatch.setattr(selection, "_DRAWS", 4_000)
+
+
+def measured(base: Rewards, rewards: Callable[[str, int], Rewards]) -> Callable[[str, int], tuple[Rewards, States]]:
+    """Return what `halve` measures with, if no state changes how another counts."""
+    states: dict[tuple[str, int], Rewards] = {}
+
+    def measure(method: str, rung: int) -> tuple[Rewards, States]:
+        states[method, rung] = rewards(method, rung)
+        return base, states
+
+    return measure
 
 
 class Simulation:
@@ -53,10 +84,10 @@ class Simulation:
 
     def search(self, methods: Sequence[str] = METHODS, budget: int = BUDGET) -> dict[str, MethodResult]:
         """Search for one agent."""
-        return halve(
-            methods, budget, self.base["choose"], self.spend,
-            lambda method, _: self.rewards("choose", self.skill(method, self.spent[method])),
-        )  # fmt: skip
+        measure = measured(
+            self.base["choose"], lambda method, _: self.rewards("choose", self.skill(method, self.spent[method]))
+        )
+        return halve(methods, budget, self.spend, measure)
 
     def improve(self, methods: Sequence[str] = METHODS, agents: int = 1) -> tuple[dict[str, float], tuple[str, ...]]:
         """Return the true gain of each agent's candidate, and whose candidates are kept."""
@@ -71,13 +102,13 @@ class Simulation:
                 states = [stage.rewards for each in found.values() for stage in each.stages]
                 tried[name] = StatesOfAgent(states=states, possible=len(methods) * rung_count(len(methods)))
 
-        def measure(agents: Sequence[str]) -> Rewards:
+        def measure(agents: Sequence[str]) -> tuple[Rewards, Rewards]:
             gain = sum(map(gains.get, agents))
             known = chosen[agents[0]] if len(agents) == 1 else self.rewards("choose", gain)
-            return join(known, self.rewards("decide", gain))
+            return join(self.base["choose"], self.base["decide"]), join(known, self.rewards("decide", gain))
 
         decision = decide(
-            list(gains), lambda: join(self.base["choose"], self.base["decide"]), measure,
+            list(gains), measure,
             choices=lambda names: equivalent_comparisons(self.base["choose"], [tried[name] for name in names], TASKS),
         )  # fmt: skip
         return gains, decision.kept
@@ -105,10 +136,10 @@ def test_the_budget_is_divided_by_rungs_and_then_by_methods_and_the_best_gets_mo
 @pytest.mark.parametrize(("best", "last"), [("sft", "sft+rl"), ("rl", "rl")])
 def test_the_last_rung_is_of_the_winner_or_of_the_method_that_continues_from_its_weights(best: str, last: str) -> None:
     simulation = Simulation(0, lambda method, tokens: 0.9 * (method == best))
-    found = halve(
-        METHODS, BUDGET, simulation.base["choose"], simulation.spend,
-        lambda method, _: simulation.rewards("choose", 0.9 * (method in (best, last))), followers={"sft": "sft+rl"},
-    )  # fmt: skip
+    measure = measured(
+        simulation.base["choose"], lambda method, _: simulation.rewards("choose", 0.9 * (method in (best, last)))
+    )
+    found = halve(METHODS, BUDGET, simulation.spend, measure, followers={"sft": "sft+rl"})
     assert found[last].rung == 3
     assert sum(result.tokens for result in found.values()) == BUDGET
     assert list(found) == [*METHODS, *[last] * (best != last)]
@@ -123,15 +154,13 @@ def test_a_winner_that_can_not_continue_is_followed_too() -> None:
     def spend(method: str, rung: int, limit: int) -> Spending:
         return Spending(tokens=limit, changed=method != "rl", ended=None if "+" in method else "nothing to learn")
 
-    found = halve(
-        ["sft", "rl"], BUDGET, simulation.base["choose"], spend, lambda method, _: simulation.rewards("choose", 0.9),
-        followers={"sft": "sft+rl"},
-    )  # fmt: skip
+    measure = measured(simulation.base["choose"], lambda method, _: simulation.rewards("choose", 0.9))
+    found = halve(["sft", "rl"], BUDGET, spend, measure, followers={"sft": "sft+rl"})
     assert (found["sft+rl"].tokens, found["sft+rl"].rung) == (BUDGET // 2, 2)
 
 
 def test_a_method_that_has_ended_gets_no_more_and_one_that_changed_nothing_is_not_measured() -> None:
-    asked, measured = [], []
+    asked, tried = [], []
 
     def spend(method: str, rung: int, limit: int) -> Spending:
         asked.append((method, rung))
@@ -141,12 +170,12 @@ def test_a_method_that_has_ended_gets_no_more_and_one_that_changed_nothing_is_no
         )
 
     def measure(method: str, rung: int) -> Rewards:
-        measured.append((method, rung))
+        tried.append((method, rung))
         return dict.fromkeys(range(9), 1.0)
 
-    found = halve(("rl", "sft"), 1000, dict.fromkeys(range(9), 0.5), spend, measure)
+    found = halve(("rl", "sft"), 1000, spend, measured(dict.fromkeys(range(9), 0.5), measure))
     assert asked == [("rl", 1), ("sft", 1), ("sft", 2)]
-    assert measured == [("sft", 1), ("sft", 2)]
+    assert tried == [("sft", 1), ("sft", 2)]
     assert (found["rl"].best, found["rl"].ended, found["rl"].tokens) == (None, "all rewards equal", 125)
     assert found["sft"].tokens == 875  # what the other did not spend is not lost
     assert found["sft"].best is not None
@@ -158,10 +187,8 @@ def test_methods_that_find_nothing_take_no_place_of_one_that_can_continue(barren
     def spend(method: str, _rung: int, limit: int) -> Spending:
         return Spending(tokens=limit, changed=method not in barren, ended="nothing" if method in barren else None)
 
-    found = halve(
-        ("rl", "sft", "prompts"), 900, dict.fromkeys(range(9), 0.5), spend,
-        lambda *_: dict.fromkeys(range(9), 0.5),  # no gain yet
-    )  # fmt: skip
+    equal = dict.fromkeys(range(9), 0.5)  # no gain yet
+    found = halve(("rl", "sft", "prompts"), 900, spend, measured(equal, lambda *_: equal))
     assert {name for name, result in found.items() if result.ended == "nothing"} == set(barren)
     assert sum(result.tokens for result in found.values()) == (900 if len(barren) == 2 else 300)
     assert found["prompts"].rung == (3 if len(barren) == 2 else 1)
@@ -169,11 +196,13 @@ def test_methods_that_find_nothing_take_no_place_of_one_that_can_continue(barren
 
 def test_a_method_that_grows_worse_is_returned_as_it_was_before() -> None:
     gains = {1: 0.6, 2: -0.4, 3: -0.5}
-    found = halve(
-        ("rl", "sft", "prompts"), 900, dict.fromkeys(range(20), 0.5),
-        lambda _method, _rung, limit: Spending(tokens=limit, changed=True),
+    measure = measured(
+        dict.fromkeys(range(20), 0.5),
         lambda method, rung: dict.fromkeys(range(20), 0.5 + gains[rung] * (method == "rl")),
-    )  # fmt: skip
+    )
+    found = halve(
+        ("rl", "sft", "prompts"), 900, lambda _method, _rung, limit: Spending(tokens=limit, changed=True), measure
+    )
     assert found["rl"].best is not None
     assert (found["rl"].best.rung, found["rl"].tokens > found["rl"].best.tokens) == (1, True)
 
@@ -248,16 +277,82 @@ def test_several_agents_are_kept_together_only_if_together_they_are_better() -> 
     base = dict.fromkeys(range(30), 0.5)
     good = {place: 0.7 + 0.01 * (place % 3) for place in base}
 
-    def measure(agents: Sequence[str]) -> Rewards:
+    def measure(agents: Sequence[str]) -> tuple[Rewards, Rewards]:
         if len(agents) > 1:
-            return {place: 0.2 + 0.01 * (place % 2) for place in base}
-        return good if agents == ["writer"] else {place: 0.6 + 0.01 * (place % 2) for place in base}
+            return base, {place: 0.2 + 0.01 * (place % 2) for place in base}
+        alone = {"writer": good, "checker": {place: 0.6 + 0.01 * (place % 2) for place in base}, "idle": base}
+        return base, alone[agents[0]]
 
-    decision = decide(["writer", "checker", "idle"], lambda: base, lambda a: base if a == ["idle"] else measure(a))
+    decision = decide(["writer", "checker", "idle"], measure)
     assert decision.kept == ("writer",)
     assert decision.comparisons == 4
     assert decision.together == decision.differences["writer"]
-    assert decide([], lambda: base, measure).kept == ()
+    assert decide([], measure).kept == ()
+
+
+def test_how_an_earlier_state_counts_may_change_with_a_later_one() -> None:
+    def measure(method: str, _rung: int) -> tuple[Rewards, States]:
+        low = -1.0 if method == "rl" else 0.0  # with which the base and `sft` fail on every second task
+        values = {"base": (0.5, low), "sft": (0.75, low), "rl": (0.5, 0.0)}
+        base, sft, rl = ({task: values[name][task % 2] for task in range(20)} for name in ("base", "sft", "rl"))
+        return base, {("sft", 1): sft, ("rl", 1): rl, ("rl", 2): rl}
+
+    def spend(_method: str, rung: int, limit: int) -> Spending:
+        return Spending(tokens=limit, changed=True, ended="enough" if rung == 2 else None)
+
+    found = halve(("sft", "rl"), 1000, spend, measure)
+    assert [found[name].gain for name in ("sft", "rl")] == [0.125, 0.5]
+    assert [stage.rewards[1] for name in ("sft", "rl") for stage in found[name].stages] == [-1.0, 0.0, 0.0]
+
+
+def test_a_crash_counts_as_the_same_reward_for_the_base_and_for_a_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base crashes on every second task. The candidate never does, and has the reward -1 for every seventh."""
+
+    def sample(task: int, prompted: bool) -> Sample:
+        crashes, reward = not prompted and task % 2 == 1, -1.0 if prompted and task % 7 == 0 else 0.5
+        return Sample(
+            task=task, sample=0, rollout_id=f"{task}", attempt_id=f"{task}", reward=None if crashes else reward,
+            status="crashed" if crashes else "succeeded", usage={"writer": Usage(calls=1, prompt_tokens=30)},
+        )  # fmt: skip
+
+    def evaluate(config: EvalConfig, _: Progress) -> None:
+        assert config.out is not None
+        config.out.mkdir()
+        tasks = range(len(load_tasks(config.data)))
+        write_samples(config.out, [sample(task, config.prompts is not None) for task in tasks])
+
+    monkeypatch.setattr(measuring, "evaluate", evaluate)
+    (tmp_path / "model").mkdir()
+    empty = "\2" + "\0" * 7 + "{}"
+    for name, content in (("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", empty)):
+        (tmp_path / "model" / name).write_text(content)
+    for name, count in (("data", 2), ("val", 40)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({name: place}) + "\n" for place in range(count)))
+    config = ImproveConfig(
+        train=TrainConfig(
+            target="program:run", data=tmp_path / "data.jsonl", val=tmp_path / "val.jsonl",
+            model=str(tmp_path / "model"), lora_rank=4,
+        ),
+        budget=10_000_000, methods=("rl",),
+    )  # fmt: skip
+    config.write(tmp_path)
+    TaskFiles(tmp_path / "tasks").write(config, Silent())
+    made = tmp_path / "agents" / "writer" / "rl" / "rung-1"
+    made.mkdir(parents=True)
+    (made / "checkpoint").symlink_to(tmp_path / "model")
+    write_prompts(made / "prompts.json", {"writer": "Write."}, {"writer": "Write well."}, {})
+    made.with_suffix(".json").write_text(json.dumps({"tokens": 100, "changed": True}))
+    found = improve(config, resume=tmp_path)
+    best = found.agents["writer"].methods["rl"].best
+    assert best is not None
+    differences = [best.difference.mean, found.decision.differences["writer"].mean]
+    assert differences == [pytest.approx(0.525)] * 2
+    assert found.decision.kept == ("writer",)
+    assert found.base is not None
+    assert found.kept is not None
+    assert [each.reward.mean for each in (found.base, found.kept)] == [-0.25, pytest.approx(0.275)]
 
 
 def test_intervals_of_several_comparisons_are_wider() -> None:

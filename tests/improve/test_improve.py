@@ -198,8 +198,7 @@ def test_two_agents_are_improved_apart_and_put_together_and_a_cut_search_is_resu
             raise AgentFailedError("the machine is gone")
         return spend(method, limit, rung)
 
-    def all_kept(candidates: Any, base: Any, measure: Any, **_: Any) -> Decision:
-        base()
+    def all_kept(candidates: Any, measure: Any, **_: Any) -> Decision:
         measure(["writer", "checker"])
         return Decision(kept=("writer", "checker"), differences={}, comparisons=3)
 

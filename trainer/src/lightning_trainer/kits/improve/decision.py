@@ -37,8 +37,7 @@ class Decision:
 
 def decide(
     candidates: Sequence[str],
-    base: Callable[[], Rewards],
-    measure: Callable[[Sequence[str]], Rewards],
+    measure: Callable[[Sequence[str]], tuple[Rewards, Rewards]],
     *,
     declared: Declared = None,
     choices: Callable[[Sequence[str]], float] = len,
@@ -49,19 +48,18 @@ def decide(
 
     Args:
         candidates: agents that have a candidate.
-        base: returns the rewards of the unchanged agents on all held-out tasks.
-        measure: returns the same for the candidates of the given agents, and the other agents unchanged.
+        measure: returns the rewards of the unchanged agents on all held-out tasks, and those with the candidates of the
+            given agents, and the other agents unchanged. A failure counts as the same reward in both.
         declared: range of the rewards.
         choices: number of comparisons that choosing the candidates was equivalent to, see `equivalent_comparisons`.
-            Called once the base has been measured. Default: one for each candidate, as if nothing had been chosen.
+            Default: one for each candidate, as if nothing had been chosen.
     """
     if not candidates:
         return Decision()
-    unchanged = base()
     comparisons = float(choices(candidates)) + (len(candidates) > 1)
 
     def compare(agents: Sequence[str]) -> Estimate:
-        rewards = measure(agents)
+        unchanged, rewards = measure(agents)
         both = [task for task in rewards if task in unchanged]
         pairs = [rewards[task] for task in both], [unchanged[task] for task in both]
         return estimate_difference(*pairs, declared, comparisons=comparisons)

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from lightning_trainer.intervals import Declared, Estimate, estimate_difference
 
 Rewards: TypeAlias = Mapping[int, float]  # mean reward of each held-out task, by its index
+States: TypeAlias = Mapping[tuple[str, int], Rewards]  # rewards of each measured state, by method and rung
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +41,17 @@ class Stage:
         rung: from 1.
         tokens: spent so far.
         difference: of its reward to the base's, on the tasks for choosing.
-        rewards: by task; empty if nothing changed.
+        rewards: by task.
     """
 
     rung: int
     tokens: int
     difference: Estimate
-    rewards: Rewards = field(default_factory=dict, repr=False)
+    rewards: Rewards = field(repr=False)
 
     @property
     def gain(self) -> float:
-        """The mean difference; 0 if nothing changed."""
+        """The mean difference; 0 if no task counts on both sides."""
         return self.difference.mean or 0.0
 
 
@@ -60,17 +61,20 @@ class MethodResult:
 
     Attributes:
         tokens: tokens spent.
-        best: the stage with the highest gain, the first of several; None if the method changed nothing.
         ended: why it got no more tokens.
         rung: the last one that it took part in.
         stages: all that were measured, in order.
     """
 
     tokens: int = 0
-    best: Stage | None = None
     ended: str = ""
     rung: int = 0
     stages: tuple[Stage, ...] = field(default=(), repr=False)
+
+    @property
+    def best(self) -> Stage | None:
+        """The stage with the highest gain, the first of several; None if the method changed nothing."""
+        return max(self.stages, key=lambda stage: stage.gain, default=None)
 
     @property
     def gain(self) -> float:
@@ -114,9 +118,8 @@ def _is_worse(stage: Stage | None, best: Stage, declared: Declared) -> bool:
 def halve(
     methods: Sequence[str],
     budget: int,
-    base: Rewards,
     spend: Callable[[str, int, int], Spending],
-    measure: Callable[[str, int], Rewards],
+    measure: Callable[[str, int], tuple[Rewards, States]],
     *,
     followers: Mapping[str, str] | None = None,
     declared: Declared = None,
@@ -126,9 +129,10 @@ def halve(
     Args:
         methods: their names, at least one.
         budget: tokens of all methods together.
-        base: rewards of the unchanged agent on the tasks for choosing.
         spend: gets a method, a rung (from 1) and the tokens that the method may have spent by then, and spends them.
-        measure: gets a method and a rung, and runs the tasks for choosing with the method's result so far.
+        measure: gets a method and a rung, and runs the tasks for choosing with the method's result so far. It returns
+            the rewards of the unchanged agent, and of all states measured so far. A failure counts as the same reward
+            in all of them, which may be less than in an earlier call.
         followers: by winner: the method that continues from its weights in the last rung of several, in its place.
         declared: range of the rewards.
 
@@ -136,6 +140,7 @@ def halve(
         The result of each method, in the order of `methods`, and of one that continued.
     """
     results = {name: MethodResult() for name in methods}
+    spent: dict[tuple[str, int], int] = {}  # tokens of each measured state
     alive, rungs = list(methods), rung_count(len(methods))
     for rung in range(1, rungs + 1):
         if 1 < rung == rungs and alive and results[alive[0]].gain > 0:
@@ -146,8 +151,14 @@ def halve(
         share = share_of(budget, sum(each.tokens for each in results.values()), rungs - rung + 1, len(active))
         for name in active:
             spending = spend(name, rung, results[name].tokens + share)
-            stage = _stage(rung, spending, base, lambda name=name, rung=rung: measure(name, rung), declared)  # type: ignore[misc]
-            results[name] = _with_stage(results[name], stage, spending, rung)
+            results[name] = replace(results[name], tokens=spending.tokens, ended=spending.ended or "", rung=rung)
+            if spending.changed:
+                spent[name, rung] = spending.tokens
+                base, states = measure(name, rung)
+                for other, result in results.items():  # all of them: how failures count may have changed
+                    its = [state for state in spent if state[0] == other]
+                    stages = [_stage(state[1], spent[state], states[state], base, declared) for state in its]
+                    results[other] = replace(result, stages=tuple(stages))
         if rung < rungs:
             kept = survivors({name: results[name] for name in alive}, declared)
             dropped = [name for name in alive if name not in kept and not results[name].ended]
@@ -167,23 +178,10 @@ def _follow(results: dict[str, MethodResult], winner: str, followers: Mapping[st
     return [follower]
 
 
-def _stage(
-    rung: int, spending: Spending, base: Rewards, measure: Callable[[], Rewards], declared: Declared
-) -> Stage | None:
-    if not spending.changed:
-        return None
-    rewards = measure()
+def _stage(rung: int, tokens: int, rewards: Rewards, base: Rewards, declared: Declared) -> Stage:
     both = [task for task in rewards if task in base]
     found = estimate_difference([rewards[t] for t in both], [base[t] for t in both], declared)
-    return Stage(rung=rung, tokens=spending.tokens, difference=found, rewards=rewards)
-
-
-def _with_stage(before: MethodResult, stage: Stage | None, spending: Spending, rung: int) -> MethodResult:
-    best = before.best
-    if stage is not None and (best is None or stage.gain > best.gain):
-        best = stage
-    stages = before.stages if stage is None else (*before.stages, stage)
-    return MethodResult(tokens=spending.tokens, best=best, ended=spending.ended or "", rung=rung, stages=stages)
+    return Stage(rung=rung, tokens=tokens, difference=found, rewards=rewards)
 
 
 def _end(result: MethodResult, why: str) -> MethodResult:

@@ -118,11 +118,11 @@ class _Search:
         agents = tuple(plan.agents)
         self.config = choose.config = self._name_agents(agents)
         choose.agents = agents
-        names, base = adapter_names([*agents, *self.config.unchanged]), choose.summarise([])[0]
+        names = adapter_names([*agents, *self.config.unchanged])
         searches = {
             agent: AgentSearch(
                 config=self.config, agent=agent, names=names, folder=self.folder / "agents" / names[agent], tasks=tasks,
-                held_out=choose, base=base, rollout_tokens=plan.rollout_tokens, progress=self.progress,
+                held_out=choose, rollout_tokens=plan.rollout_tokens, progress=self.progress,
             )
             for agent in agents
         }  # fmt: skip
@@ -152,15 +152,14 @@ class _Search:
             choose=choose, fresh=held_out, names=names, changes=changes, folder=self.folder / "decide",
             chosen_by={agent: searches[agent].evaluation(*state) for agent, state in chosen.items()},
         )  # fmt: skip
+        base = finals.measure_base() if changes else None
         decision = decide(
-            list(changes), finals.base, finals.measure, declared=self.config.train.declared,
-            choices=lambda agents: equivalent_comparisons(
-                first.base.by_task, [self._states_of(results[agent].methods) for agent in agents], finals.fresh_tasks
-            ),
+            list(changes), finals.measure, declared=self.config.train.declared,
+            choices=lambda agents: self._comparisons([searches[agent] for agent in agents], finals.fresh_tasks),
         )  # fmt: skip
+        before, after = finals.measured[decision.kept] if decision.kept else (base, None)
         result = Snapshot(self.folder)
         result.write(self.config.train, names, {agent: changes[agent] for agent in decision.kept})
-        before, after = finals.measured.get(()), finals.measured.get(decision.kept) if decision.kept else None
         write_metrics(self.folder, before or choose.summarise([])[0], after)
         improvement = Improvement(
             agents=results, decision=decision, base=before, kept=after, checkpoint=result.checkpoint,
@@ -172,10 +171,14 @@ class _Search:
         write_atomically(self.folder / RESULT_NAME, (json.dumps(kept, indent=2) + "\n").encode())
         return improvement
 
-    def _states_of(self, results: Mapping[str, MethodResult]) -> StatesOfAgent:
-        """Return the states among which an agent's candidate was chosen."""
-        stages, methods = [stage.rewards for each in results.values() for stage in each.stages], self.config.methods
-        return StatesOfAgent(states=stages, possible=len(methods) * rung_count(len(methods)))
+    def _comparisons(self, searches: Sequence[AgentSearch], fresh: int) -> float:
+        """Return `equivalent_comparisons` of the choice among all measured states of these agents."""
+        possible = len(self.config.methods) * rung_count(len(self.config.methods))
+        samples = [its for search in searches for its in search.samples.values()]
+        base, *states = (each.by_task for each in searches[0].held_out.summarise(samples))
+        rewards = iter(states)
+        tried = [StatesOfAgent(states=[next(rewards) for _ in each.samples], possible=possible) for each in searches]
+        return equivalent_comparisons(base, tried, fresh)
 
 
 def _best(methods: Mapping[str, MethodResult]) -> str | None:

@@ -50,17 +50,13 @@ class HeldOutMeasurement:
         self.base = self._measure(folder, self.config.train.model, None)
         return self.summarise([])[0]
 
-    def measure(self, folder: Path, snapshot: Snapshot) -> Summary:
-        """Run the tasks with the weights and prompts of a snapshot; failures count as they do for the base."""
-        return self.summarise([self.samples(folder, snapshot)])[1]
-
     def samples(self, folder: Path, snapshot: Snapshot) -> list[Sample]:
         """Run the tasks with the weights and prompts of a snapshot, and return the samples."""
         model = self.config.train.model if snapshot.checkpoint.is_symlink() else str(snapshot.folder)
         return self._measure(folder, model, snapshot.prompts)
 
     def summarise(self, others: Iterable[list[Sample]]) -> list[Summary]:
-        """Return the summary of the base, and of other samples."""
+        """Return the summary of the base, and of other samples, with the same reward for failures."""
         return summarise_each([self.base, *others], self.counting)
 
     def _measure(self, folder: Path, model: str, prompts: Path | None) -> list[Sample]:
@@ -98,7 +94,7 @@ class Finals:
         changes: the candidate of each agent that has one.
         chosen_by: folder of the evaluation that chose each agent's candidate.
         folder: folder of snapshots and evaluations.
-        measured: summaries of all held-out tasks, by the agents with their candidates; () is the base.
+        measured: summaries of all held-out tasks without and with candidates, by the agents that have them.
     """
 
     choose: HeldOutMeasurement
@@ -107,23 +103,22 @@ class Finals:
     changes: Mapping[str, Change]
     chosen_by: Mapping[str, Path]
     folder: Path
-    measured: dict[tuple[str, ...], Summary] = field(default_factory=dict)
+    measured: dict[tuple[str, ...], tuple[Summary, Summary]] = field(default_factory=dict)
 
     @property
     def fresh_tasks(self) -> int:
         """Number of tasks on which the base counts and by which nothing was chosen."""
         return len(self.fresh.summarise([])[0].by_task)
 
-    def base(self) -> Rewards:
-        """Run the fresh tasks with the unchanged agents."""
+    def measure_base(self) -> Summary:
+        """Run the fresh tasks with the unchanged agents, and return the summary of all."""
         self.fresh.progress.note("the other held-out tasks, with the unchanged agents")
         self.folder.mkdir(exist_ok=True)
         self.fresh.measure_base(self.folder / "base")
-        self.measured[()] = summarise_each([self._base], self.fresh.counting)[0]
-        return self.measured[()].by_task
+        return summarise_each([self._base], self.fresh.counting)[0]
 
-    def measure(self, agents: Sequence[str]) -> Rewards:
-        """Measure the candidates of some agents, with the others unchanged."""
+    def measure(self, agents: Sequence[str]) -> tuple[Rewards, Rewards]:
+        """Measure the candidates of some agents, with the others unchanged, and return the base's rewards and these."""
         name = "-".join(self.names[agent] for agent in agents)
         self.fresh.progress.note(f"the other held-out tasks, with what was found for {', '.join(agents)}")
         snapshot = Snapshot(self.folder / f"with-{name}")
@@ -134,8 +129,9 @@ class Finals:
         else:
             known = self.choose.samples(self.folder / f"{name}-choose", snapshot)
         both = _join(known, fresh, self._known_tasks)
-        self.measured[tuple(agents)] = summarise_each([self._base, both], self.fresh.counting)[1]
-        return self.measured[tuple(agents)].by_task
+        before, after = summarise_each([self._base, both], self.fresh.counting)
+        self.measured[tuple(agents)] = before, after
+        return before.by_task, after.by_task
 
     @property
     def _known_tasks(self) -> int:

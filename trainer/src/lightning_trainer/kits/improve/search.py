@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lightning_trainer.kits.evaluation.summary import Summary
-from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, halve
+from lightning_trainer.kits.evaluation.samples import Sample
+from lightning_trainer.kits.improve.halving import MethodResult, Rewards, Spending, States, halve
 from lightning_trainer.kits.improve.measuring import HeldOutMeasurement
 from lightning_trainer.kits.improve.methods import KINDS, AgentTask, Method
 from lightning_trainer.kits.improve.snapshots import PROMPTS_NAME, Change, Snapshot
@@ -22,17 +22,17 @@ class AgentSearch(AgentTask):
 
     Attributes:
         held_out: measures on the tasks for choosing; the base is already measured.
-        base: summary of the base on these tasks.
+        samples: of each measured state on these tasks, by method and rung.
     """
 
     held_out: HeldOutMeasurement
-    base: Summary
+    samples: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)
 
     def run(self, budget: int) -> dict[str, MethodResult]:
         """Spend this agent's share of the budget."""
         return halve(
-            self.config.methods, budget, self.base.by_task, self._spend, self._measure,
-            followers=self.config.followers, declared=self.base.declared,
+            self.config.methods, budget, self._spend, self._measure,
+            followers=self.config.followers, declared=self.config.train.declared,
         )  # fmt: skip
 
     def method(self, name: str) -> Method:
@@ -72,10 +72,11 @@ class AgentSearch(AgentTask):
         write_atomically(kept, (json.dumps(asdict(spending), indent=2) + "\n").encode())
         return spending
 
-    def _measure(self, name: str, rung: int) -> Rewards:
+    def _measure(self, name: str, rung: int) -> tuple[Rewards, States]:
         self.progress.note(f"{self.agent}, {name}, rung {rung}: the held-out tasks to choose by")
-        snapshot = self.snapshot(name, rung)
-        summary = self.held_out.measure(self.evaluation(name, rung), snapshot)
-        if summary.reward.mean is not None:
-            self.progress.note(f"{self.agent}, {name}, rung {rung}: reward {decimal(summary.reward.mean)}")
-        return summary.by_task
+        samples = self.held_out.samples(self.evaluation(name, rung), self.snapshot(name, rung))
+        self.samples[name, rung] = samples
+        base, *states = self.held_out.summarise(self.samples.values())
+        if (mean := states[-1].reward.mean) is not None:
+            self.progress.note(f"{self.agent}, {name}, rung {rung}: reward {decimal(mean)}")
+        return base.by_task, {state: its.by_task for state, its in zip(self.samples, states, strict=True)}
