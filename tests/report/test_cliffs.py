@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +25,9 @@ from lightning_trainer.report.teams.cliffs import (
 )
 from lightning_trainer.report.teams.shares import policies_of
 from lightning_trainer.rl.scores import BY_TASK
-from lightning_trainer.run.cliffs import ROLLBACK, SLOWER, CliffGuard
+from lightning_trainer.run.cliffs import ROLLBACK, SLOWER, CliffGuard, replace_weights
 from lightning_trainer.run.state import State
+from support.kills import killed_after
 
 TASKS = 40
 
@@ -291,3 +294,21 @@ def test_a_resumed_run_returns_to_no_weights_of_steps_that_it_takes_again(
     weights = tmp_path / "best" / "m" / "weights"
     assert (weights.read_text() if weights.exists() else None) == best
     assert fallen == (best or "second, 3")
+
+
+def test_a_run_that_is_killed_while_best_weights_are_replaced_returns_to_whole_ones(tmp_path: Path) -> None:
+    config = SimpleNamespace(rollback_on_cliff=True, policies={}, schedule=None)
+    for calls in count():
+        folder = tmp_path / str(calls) / "best" / "m"
+        replace_weights(NamedWeights("old"), "m", folder, 1)
+        with killed_after(calls) as late:
+            replace_weights(NamedWeights("new"), "m", folder, 2)
+        run: Any = SimpleNamespace(config=config, val=[{}], log=Log(), folder=folder.parent.parent)
+        resumed: Any = NamedWeights("resumed")
+        CliffGuard(run, resumed, State(step=2, identity={})).resume(2)
+        assert [path.name for path in folder.parent.iterdir()] == ["m"]
+        resumed.restore_policy("m", folder)
+        assert (resumed.weights, json.loads((folder / "step.json").read_text())["step"]) in {("old", 1), ("new", 2)}
+        if not late:
+            break
+    assert calls > 3

@@ -173,6 +173,9 @@ def test_a_policy_returns_bit_for_bit_and_the_others_stay(tiny_model: Path, tmp_
     backend.slow_policy(name, 0.1)
     backend.update(rows)
     assert now.optimiser.param_groups[0]["lr"] == pytest.approx(1e-3)
+    (tmp_path / "trainer.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"trainer\.safetensors can't be read.*--resume"):
+        backend.restore_policy(name, tmp_path)
     backend.close()
 
 

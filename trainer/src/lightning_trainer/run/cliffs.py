@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from lightning_trainer.policies import parse
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.teams.cliffs import Fall, best_step_of, fall_of, rewarded_names
 from lightning_trainer.rl.scores import BY_TASK
+from lightning_trainer.run.drafts import clear_drafts, remove_folder, replace_folder
 from lightning_trainer.run.turns import last_turn, policies_to_train
 
 if TYPE_CHECKING:
@@ -109,16 +108,17 @@ class CliffGuard:
         return replace(state, slowed=slowed)
 
     def resume(self, step: int) -> None:
-        """Remove best weights of later steps, which a resumed run takes again and its log no longer has.
+        """Remove best weights of later steps, which a resumed run takes again and its log no longer has, and drafts.
 
         If the weights after this step were the best until then, write them.
 
         Raises:
             ConfigError: the weights cannot be written.
         """
+        clear_drafts(self._run.folder / BEST_WEIGHTS)
         for folder in (self._run.folder / BEST_WEIGHTS).glob("*"):
             if (later := _step_of(folder)) is not None and later > step:
-                shutil.rmtree(folder)
+                remove_folder(folder)
                 self._run.progress.note(
                     f"the best weights of {folder.name}, after {later} steps, are removed: the run continues after"
                     f" {amount(step, 'step')}"
@@ -177,18 +177,12 @@ def replace_weights(keeper: PolicyKeeper, policy: str, folder: Path, step: int) 
     Raises:
         ConfigError: they cannot be written.
     """
-    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
     try:
-        draft.mkdir(parents=True)
-        keeper.save_policy(policy, draft)
-        (draft / STEP_NAME).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
+        with replace_folder(folder) as draft:
+            keeper.save_policy(policy, draft)
+            (draft / STEP_NAME).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"weights of {policy} can't be written to {folder}: {error.strerror}.") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _step_of(folder: Path) -> int | None:

@@ -6,6 +6,7 @@ A folder is written and removed under a hidden name next to it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 _OLD: Final = ".old"  # ends the hidden name of a folder until its replacement has its own name
+_HIDDEN: Final = re.compile(rf"\.(.+)\.\d+({re.escape(_OLD)})?")
 
 
 @contextmanager
@@ -51,8 +53,26 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)
 
 
+def clear_drafts(parent: Path) -> None:
+    """Remove what killed processes left hidden in a folder; one that had no replacement yet gets its name back.
+
+    No other process may write in the folder meanwhile.
+    """
+    for path, name, is_old in _hidden(parent):
+        if is_old and not path.with_name(name).exists():
+            path.rename(path.with_name(name))
+    for path, _, _ in _hidden(parent):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _draft_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.{os.getpid()}")
+
+
+def _hidden(parent: Path) -> list[tuple[Path, str, bool]]:
+    """Return the hidden folders, each with the name of its folder, and whether it is the old one."""
+    found = [(path, _HIDDEN.fullmatch(path.name)) for path in parent.glob(".*")]
+    return [(path, match[1], match[2] is not None) for path, match in found if match is not None]
 
 
 def _sync(path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.learn.adapters import (
@@ -250,6 +251,21 @@ def restore(
         return int(state["version"]), {name: int(version) for name, version in state.get("versions", {}).items()}
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / STATE} is damaged: {error}. Give another checkpoint.") from error
+
+
+def read_policy(folder: Path) -> dict[str, Tensor]:
+    """Read the masters of one policy that `TorchLearner.save_policy` wrote.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    try:
+        return load_file(folder / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{folder / TENSORS} can't be read: {error}. Restore {folder} from a copy, or delete it; then continue with"
+            " --resume."
+        ) from None
 
 
 def _state(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import checkpoint
@@ -339,13 +339,13 @@ class TorchLearner:
         """Restore one policy to what `save_policy` wrote, bit for bit: `PolicyKeeper`."""
         with self._engine.still():
             known = {each.model: each.version for each in self._trained_engines(self._engine)}
-            self._weights_of(self._adapter(policy)).return_to(load_file(folder / checkpoint.TENSORS))
+            self._weights_of(self._adapter(policy)).return_to(checkpoint.read_policy(folder))
             self._engine.publish({policy: known[policy] + 1}, self._write)
 
     def load_copy(self, copy: str, policy: str, folder: Path, version: int) -> None:
         """Load into a copy the weights of a policy that `save_policy` wrote, bit for bit: `CopyKeeper`."""
         with self._engine.still():
-            fill_copy(self._model, copy, policy, load_file(folder / checkpoint.TENSORS))
+            fill_copy(self._model, copy, policy, checkpoint.read_policy(folder))
             self._engine.publish({copy: version}, self._write)
 
     def slow_policy(self, policy: str, factor: float) -> None:
