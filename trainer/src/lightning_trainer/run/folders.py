@@ -14,6 +14,7 @@ from lightning_trainer.models.verl_folders import verl_checkpoint
 from lightning_trainer.report.log.lines import read
 from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.report.runs import is_run
+from lightning_trainer.run.drafts import clear_drafts
 from lightning_trainer.run.state import FOLDER, find
 from lightning_trainer.session.folder import in_use, is_held, open_folder
 
@@ -23,6 +24,8 @@ RUNS: Final = Path("runs")  # where runs without a named folder go
 @contextmanager
 def run_folder(out: Path | None, resume: Path | None = None) -> Iterator[Path]:
     """Lock the folder of a resumed run, or create a new one; see `session.folder.open_folder`.
+
+    Hidden checkpoints that a killed process left in it are removed.
 
     Raises:
         ConfigError: the folder cannot be created, is in use by another process, is within another run's, or contains
@@ -39,6 +42,7 @@ def run_folder(out: Path | None, resume: Path | None = None) -> Iterator[Path]:
         came_to_nothing=_came_to_nothing,
         keep_interrupted=False,
     ) as folder:
+        clear_drafts(folder / FOLDER)
         yield folder
 
 

@@ -21,7 +21,7 @@ from lightning_trainer.kits.schedules.population import FrozenVersion, Opponent,
 from lightning_trainer.policies import Policies, parse
 from lightning_trainer.rl.scores import rollout_rewards
 from lightning_trainer.run.cliffs import PolicyKeeper, replace_weights
-from lightning_trainer.run.drafts import remove_folder
+from lightning_trainer.run.drafts import clear_drafts, remove_folder
 from lightning_trainer.run.state import checkpoints_by_age, read_state
 from lightning_trainer.run.turns import policies_to_train, turn_of, turn_steps
 
@@ -120,6 +120,7 @@ class OpponentsCallback(Callback):
         self._before: Mapping[str, Any] = {}  # `kept` as it was before this step
         self._met: dict[str, Opponent] = {}  # by group of this step
         for population in self._populations.values():
+            clear_drafts(self._folder(population.policy, 0).parent)
             for member in population.members:
                 self._load(population.policy, member)
 
