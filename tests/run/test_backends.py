@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.rollouts import plan
 from lightning_trainer.rl.scores import score
 from lightning_trainer.run.embedded import EmbeddedBackend
+from lightning_trainer.run.interrupts import SavedInterrupt
 from lightning_trainer.run.train import describe
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
@@ -173,6 +175,25 @@ def test_a_learner_of_a_plugin_takes_our_steps_and_goes_on(folder: Path, plugin:
     again = train(TrainConfig(**options(backend="remembering", out=None, resume="out", steps=3)))
     assert (again.steps, plugin.learners[1].given) == (3, [6, 6, 6])
     assert again.curve[:2] == result.curve
+
+
+class StopBefore(Silent):
+    """Ctrl-C before a step begins."""
+
+    def begin(self, step: int, steps: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_run_that_went_back_and_was_stopped_continues_from_there(folder: Path) -> None:
+    whole = train(TrainConfig(**options(backend="remembering", save_every=1, checkpoint="full")))
+    earlier = folder / "out" / "checkpoints" / "step-000001"
+    with pytest.raises(SavedInterrupt, match=r"stopped after 1 step\. Continue with: \S+ train --resume \S+out"):
+        train(TrainConfig(**options(backend="remembering", out=None, resume=earlier)), StopBefore())
+    assert (folder / "out" / "checkpoint").resolve() == earlier
+    again = train(TrainConfig(**options(backend="remembering", out=None, resume="out", save_every=1)))
+    assert (again.steps, again.curve) == (2, whole.curve)
+    assert (folder / "out" / "checkpoint").resolve().name == "step-000002"
 
 
 def test_a_learner_is_closed_when_the_run_fails(folder: Path, plugin: Plugin) -> None:

@@ -97,6 +97,21 @@ def save(
     return final
 
 
+def mark_newest(run: Path, checkpoint: Path) -> None:
+    """Link ``run/checkpoint`` to the checkpoint that a run resumes from, which may be an earlier one.
+
+    Raises:
+        ConfigError: the link cannot be created.
+    """
+    own = run / FOLDER / checkpoint.name
+    if not (own / STATE_NAME).is_file() or own.resolve() != checkpoint.resolve():  # another backend's, or elsewhere
+        return
+    try:
+        _link(run / NEWEST, own)
+    except OSError as error:
+        raise ConfigError(_unwritten(run, run / NEWEST, error)) from error
+
+
 def mark_best(run: Path, step: int) -> None:
     """Link ``run/checkpoint-best`` to the checkpoint of a step, which stays as long as it is the best.
 

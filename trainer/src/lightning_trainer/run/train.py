@@ -32,7 +32,7 @@ from lightning_trainer.run.data import Task, count_shared, digest, load_tasks
 from lightning_trainer.run.folders import run_folder
 from lightning_trainer.run.interrupts import SavedInterrupt, defer_interrupts
 from lightning_trainer.run.result import Result, result_of
-from lightning_trainer.run.state import identity_of, read_state
+from lightning_trainer.run.state import identity_of, mark_newest, read_state
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.session import STORE_NAME, cancel_left_over, open_database, open_runner
 
@@ -101,6 +101,8 @@ def _open_run(config: TrainConfig, backend: Backend, progress: Progress) -> Iter
         check()
         store = stack.enter_context(_store(config, folder))
         judge = stack.enter_context(open_judge(judging, store, seed=config.seed, cache=folder / CACHE_NAME))
+        if start.checkpoint is not None:  # before the log loses the later steps
+            mark_newest(folder, start.checkpoint)
         yield OpenRun(
             config=config,
             tasks=tasks,
