@@ -141,6 +141,16 @@ def test_gigpo_counts_step_rewards_in_the_return_of_the_whole_attempt():
     assert steps.values[3] == 1.0
 
 
+def test_gigpo_gives_agents_of_the_same_name_their_own_rewards():
+    paths = ["billing/extract", "shipping/extract"]
+    calls = [replace(call(n, "extract"), agent_path=path) for n, path in enumerate(paths)]
+    for own in ([reward(1.0, paths[0]), reward(-1.0, paths[1])], [reward(1.0, paths[0]), reward(-1.0, span_id="s1")]):
+        credit = gigpo(calls, own)
+        assert list(credit) == list(levels_of(credit)[1].values) == [1.0, -1.0]
+    for level in levels_of(gigpo(calls, [reward(1.0, paths[0])])):
+        assert level.values == pytest.approx([1.0, math.nan], nan_ok=True)
+
+
 def say(role, content, **more):
     return {"role": role, "content": content, **more}
 

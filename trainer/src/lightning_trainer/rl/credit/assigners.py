@@ -239,18 +239,18 @@ class _Sources:
 def _own_to_go(transitions: Sequence[Transition], own: Sequence[Mapping[str, float]], gamma: float) -> list[float]:
     """Add up, for each call, its own rewards and the discounted ones of its agent's later turns."""
     values = [sum(mine.values()) for mine in own]
-    ahead: dict[str | None, tuple[int, float]] = {}  # by agent: the next turn, and the reward of it and the later ones
+    ahead: dict[str | None, tuple[int, float]] = {}  # by path: the next turn, and the reward of it and the later ones
     order = sorted(range(len(transitions)), key=lambda m: transitions[m].turn, reverse=True)
     for turn, choices in itertools.groupby(order, key=lambda m: transitions[m].turn):
         here = list(choices)
-        agent = transitions[here[0]].agent
-        next_turn, worth = ahead.get(agent, (turn, 0.0))
+        path = transitions[here[0]].path
+        next_turn, worth = ahead.get(path, (turn, 0.0))
         later = worth * gamma ** (next_turn - turn)
         # A reward of the whole call is attached to each of its choices, but was given once.
         earned = dict(item for m in here for item in own[m].items())
         for m in here:
             values[m] += later
-        ahead[agent] = (turn, later + sum(earned.values()))
+        ahead[path] = (turn, later + sum(earned.values()))
     return values
 
 

@@ -104,8 +104,8 @@ def _returns(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> li
     """(M,) the whole return of each call's agent: its return to go at its first call, without discount."""
     to_go = discounted(transitions, rewards, gamma=1.0)
     order = sorted(range(len(transitions)), key=lambda m: (transitions[m].turn, transitions[m].choice), reverse=True)
-    first = {transitions[m].agent: to_go[m] for m in order}
-    return [first[transition.agent] for transition in transitions]
+    first = {transitions[m].path: to_go[m] for m in order}
+    return [first[transition.path] for transition in transitions]
 
 
 def _numbers(transitions: Sequence[Transition]) -> list[int]:
