@@ -418,8 +418,9 @@ def test_a_pair_is_the_best_and_the_worst_answer_to_one_prompt(made: Made, tmp_p
     assert done.left_out == reasons
     lines, _ = run(made, tmp_path / "all.jsonl", format="dpo", all_pairs=True)
     assert [line["rewards"] for line in lines] == [[1.0, 0.0], [1.0, 0.5], [0.5, 0.0]]
-    lines, _ = run(made, tmp_path / "few.jsonl", format="dpo", all_pairs=True, margin=0.8, ids=False)
+    lines, done = run(made, tmp_path / "few.jsonl", format="dpo", all_pairs=True, margin=0.8, ids=False)
     assert [(line["rewards"], "prompt_ids" in line) for line in lines] == [([1.0, 0.0], False)]
+    assert done.left_out["difference in reward below --margin"] == 1
 
 
 def test_no_pair_is_made_of_equal_rewards_or_equal_answers(made: Made, tmp_path: Path) -> None:
@@ -430,6 +431,16 @@ def test_no_pair_is_made_of_equal_rewards_or_equal_answers(made: Made, tmp_path:
     assert (line["chosen"], line["rejected"]) == ([says("e")], [says("d")])
     tied, same = "no answer to its prompt earned another reward", "the better and the worse answer are the same"
     assert done.left_out == {tied: 2, same: 2}
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_pair_may_differ_by_exactly_the_margin(made: Made, tmp_path: Path, every: bool) -> None:
+    for group, rewards in (("exact", (0.3, 0.1)), ("more", (0.5, 0.3)), ("close", (0.2, 0.1))):
+        for value in rewards:
+            made.attempt({"g": group}, [Said([user(group)], says(str(value)))], value, group=group)
+    lines, done = run(made, tmp_path / "out.jsonl", format="dpo", margin=0.2, all_pairs=every)
+    assert [line["rewards"] for line in lines] == [[0.3, 0.1], [0.5, 0.3]]
+    assert done.left_out == {"difference in reward below --margin": 2}
 
 
 # Spans, and the command.

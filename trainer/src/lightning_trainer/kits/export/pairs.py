@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -45,20 +46,27 @@ def _pairs(own: list[LineCandidate], wanted: ExportSelection) -> tuple[list[Pair
         return [], UnexportedReason.ALONE
     ranked = sorted(own, key=lambda each: -(each.reward or 0.0))
     best, worst = ranked[0].reward or 0.0, ranked[-1].reward or 0.0
-    if best == worst or best - worst < wanted.margin:
-        return [], UnexportedReason.TIED
+    if best == worst or not _far_enough(best, worst, wanted):
+        return [], UnexportedReason.TIED if best == worst else UnexportedReason.CLOSE
     if wanted.min_reward is not None and best < wanted.min_reward:
         return [], UnexportedReason.LOW_REWARD
     possible = [(a, b) for a in ranked for b in reversed(ranked) if _is_pair(a, b, wanted)]
     if not possible:
         return [], UnexportedReason.SAME_ANSWER
-    return (possible, UnexportedReason.TIED) if wanted.all_pairs else (possible[:1], UnexportedReason.NOT_PAIRED)
+    if wanted.all_pairs:
+        return possible, UnexportedReason.CLOSE if wanted.margin else UnexportedReason.TIED
+    return possible[:1], UnexportedReason.NOT_PAIRED
+
+
+def _far_enough(high: float, low: float, wanted: ExportSelection) -> bool:
+    """Whether two rewards differ by the margin, although 0.3 - 0.1 is a little less than 0.2 in binary."""
+    return high - low >= wanted.margin or math.isclose(high - low, wanted.margin, rel_tol=1e-9)
 
 
 def _is_pair(better: LineCandidate, worse: LineCandidate, wanted: ExportSelection) -> bool:
     high, low = better.reward or 0.0, worse.reward or 0.0
     enough = wanted.min_reward is None or high >= wanted.min_reward
-    return enough and high > low and high - low >= wanted.margin and better.content != worse.content
+    return enough and high > low and _far_enough(high, low, wanted) and better.content != worse.content
 
 
 def lines_of(found: Sequence[Pair], spool: LineSpool) -> Iterator[Line]:

@@ -36,6 +36,7 @@ class UnexportedReason(Reason):
     SEEN_IN_TRAINING = "held out, but its prompt is in the training part"
     ALONE = "its prompt has no other answer in its group"
     TIED = "no answer to its prompt earned another reward"
+    CLOSE = "difference in reward below --margin"
     SAME_ANSWER = "the better and the worse answer are the same"
     NOT_PAIRED = "between the best and the worst of its prompt"
     NOT_CHOSEN = "it has none of the named agents"
