@@ -59,6 +59,7 @@ def test_missing_options_say_how_to_give_them() -> None:
         ({"agent_weight": "even"}, "agent_weight = 'even': 'even' is not AGENT=NUMBER"),
         ({"agents": "writer", "agent_weight": "writer=0"}, "agent_weight: writer = 0 must be above 0"),
         ({"agents": "writer", "agent_weight": {"rewriter": 2}}, "agent_weight names rewriter, and agents does not"),
+        ({"agents": "extract", "agent_weight": "billing/extract=2"}, "agent_weight names billing/extract, and agents"),
         ({"agents": "writer", "agent_weight": "equal"}, "writer is the only one"),
         ({"algorithm": "rloo", "normalise_std": True}, "normalise_std has no effect with algorithm = rloo"),
         ({"algorithm": "grpo", "gae_lambda": 0.9}, "options of algorithm = ppo"),
@@ -71,6 +72,11 @@ def test_missing_options_say_how_to_give_them() -> None:
 def test_wrong_values_and_contradictions_are_errors_that_name_the_option(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**options)
+
+
+def test_agent_weight_names_agents_that_agents_selects() -> None:
+    agents, weight = "billing/extract,solver*", "app/billing/extract=4,solver-a=2,solver*=3"
+    assert len(config(agents=agents, agent_weight=weight).agent_weight) == 3
 
 
 def test_configuration_is_frozen() -> None:

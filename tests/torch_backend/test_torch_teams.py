@@ -100,6 +100,23 @@ def test_equal_weights_give_each_agents_tokens_the_same_sum(aggregation: str) ->
     assert sum(sums.values()) == pytest.approx(sum(float(own.sum()) for own in plain), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        ({"billing/extract": 4.0}, (4.0, 1.0)),
+        ({"solver*": 4.0}, (1.0, 4.0)),
+        ({"solver*": 4.0, "solver-a": 2.0}, (1.0, 2.0)),
+        ({"extract": 2.0, "billing/extract": 4.0}, (4.0, 1.0)),
+    ],
+)
+def test_a_weight_is_that_of_the_most_specific_name_of_the_agent(
+    weight: dict[str, float], expected: tuple[float, float]
+) -> None:
+    rows = [make_row([5, 6, 7], slice(1, None), agent=agent) for agent in ("app/billing/extract", "solver-a")]
+    found = weigh_agents(rows, [np.ones(2, np.float32)] * 2, weight)
+    assert [own.tolist() for own in found] == [[factor] * 2 for factor in expected]
+
+
 @pytest.mark.parametrize("weight", [{"writer": 0.0}, {"writer": -1.0}, "even"])
 def test_a_weight_that_weighs_nothing_is_refused(tiny_model: Path, weight: object) -> None:
     with pytest.raises(ConfigError, match="agent_weight"):

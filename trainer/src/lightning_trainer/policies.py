@@ -8,7 +8,7 @@ never trained) or `base` (the model without adapters, also served and never trai
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -40,12 +40,8 @@ class Policies:
 
     def of(self, agent: str | None) -> str | None:
         """Return the policy of the agent with this path; None if it has no policy, or no name."""
-        if agent is not None and agent in self.by_agent:
-            return self.by_agent[agent]
-        meant = [pattern for pattern in self.by_agent if selects((pattern,), agent)]
-        exact = [pattern for pattern in meant if not is_glob(pattern)]
-        first = max(exact, key=len) if exact else next(iter(meant), None)  # the longest path is the most specific
-        return None if first is None else self.by_agent[first]
+        name = most_specific(self.by_agent, agent)
+        return None if name is None else self.by_agent[name]
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -56,6 +52,18 @@ class Policies:
     def trained(self) -> tuple[str, ...]:
         """Names and globs of the agents whose adapter is trained."""
         return tuple(agent for agent, policy in self.by_agent.items() if policy not in {BASE, *self.fixed})
+
+
+def most_specific(names: Collection[str], agent: str | None) -> str | None:
+    """Return which of some names, paths and globs is for the agent with this path; None if none of them is.
+
+    Exact ones take precedence over globs, these in the given order.
+    """
+    if agent in names:
+        return agent
+    meant = [name for name in names if selects((name,), agent)]
+    exact = [name for name in meant if not is_glob(name)]
+    return max(exact, key=len) if exact else next(iter(meant), None)  # the longest path is the most specific
 
 
 def parse(values: Mapping[str, str]) -> Policies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_spans.schema.agents import is_glob
+from lightning_spans.schema.agents import is_glob, label, selects
 from lightning_trainer import registry
 from lightning_trainer.choices import SELF, TRACKERS
 from lightning_trainer.config.chosen import OF_ONE_BACKEND, backend_options, check_credit, chosen_algorithm
@@ -100,7 +100,9 @@ def _of_agent_weight(config: TrainFields) -> dict[str, bool]:
     """Return the problems with agent weights that would have no effect."""
     named = {} if config.agent_weight == "equal" else config.agent_weight
     wrong = [f"{name} = {weight:g}" for name, weight in named.items() if weight <= 0]
-    strangers = [name for name in named if name not in (config.agents or ())]
+    agents = config.agents or ()
+    # An agent that is selected by its name alone has no path in the loss, so a path would not match it.
+    strangers = [n for n in named if n not in agents and not (selects(agents, n) and label(n, agents) == n)]
     return {
         f"agent_weight: {', '.join(wrong)} must be above 0. To train the other agents only, leave it out of agents.": (
             bool(wrong)
@@ -108,10 +110,8 @@ def _of_agent_weight(config: TrainFields) -> dict[str, bool]:
         f"agent_weight names {', '.join(strangers)}, and agents does not. Add each of these agents to agents.": bool(
             strangers
         ),
-        f"agent_weight = equal compares agents, and {(config.agents or ('',))[0]} is the only one. Leave it out.": (
-            config.agent_weight == "equal"
-            and len(config.agents or ()) == 1
-            and not is_glob((config.agents or ("",))[0])
+        f"agent_weight = equal compares agents, and {(agents or ('',))[0]} is the only one. Leave it out.": (
+            config.agent_weight == "equal" and len(agents) == 1 and not is_glob(agents[0])
         ),
     }
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_trainer.choices import AgentWeight
+from lightning_trainer.policies import most_specific
 from lightning_trainer.rl.rows import Row
 
 Floats = NDArray[np.float32]
@@ -20,13 +21,15 @@ def weigh_agents(rows: Sequence[Row], weights: Sequence[Floats], agent_weight: A
     Args:
         rows: of one optimiser step of one policy.
         weights: for each row (K,) weights of its trained tokens: `rows.token_weights`.
-        agent_weight: a factor by agent, 1 for agents that are not named; or ``equal``: the tokens of each agent have
-            the same total weight, and the total of all tokens is unchanged.
+        agent_weight: a factor by name, path or glob of agents, 1 for agents that are not named; or ``equal``: the
+            tokens of each agent have the same total weight, and the total of all tokens is unchanged.
     """
     if not agent_weight:
         return list(weights)
     factors = _equal(rows, weights) if agent_weight == "equal" else agent_weight
-    return [(own * factors.get(row.agent, 1.0)).astype(np.float32) for row, own in zip(rows, weights, strict=True)]
+    names = {agent: most_specific(factors, agent) for agent in {row.agent for row in rows}}
+    own_factors = {agent: 1.0 if name is None else factors[name] for agent, name in names.items()}
+    return [(own * own_factors[row.agent]).astype(np.float32) for row, own in zip(rows, weights, strict=True)]
 
 
 def _equal(rows: Sequence[Row], weights: Sequence[Floats]) -> dict[str, float]:
