@@ -175,7 +175,8 @@ def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tiny_model: Pat
     hub = pytest.importorskip("huggingface_hub")
     from huggingface_hub.utils import filter_repo_objects
 
-    files = ["config.json", "model.safetensors", "consolidated.safetensors", "original/model.safetensors", "README.md"]
+    needed = ["additional_chat_templates/tool_use.jinja", "config.json", "model.safetensors"]
+    files = [*needed, "consolidated.safetensors", "original/model.safetensors", "original/params.json", "README.md"]
     fetched: list[str] = []
 
     def download(_name: str, *, revision: object, **patterns: list[str]) -> str:
@@ -184,7 +185,7 @@ def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tiny_model: Pat
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     models.resolve("owner/model")
-    assert fetched == ["config.json", "model.safetensors"]
+    assert fetched == needed
 
 
 def test_a_hub_id_without_a_hub_is_an_error_that_says_so(monkeypatch, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Final
 from lightning_spans.errors import ConfigError
 
 _FILES: Final = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-_OTHERS: Final = ("consolidated*", "*/*")  # the same weights once more, in another format; folders
+# The same weights once more, in another format; and what is in folders, except `additional_chat_templates/*.jinja`.
+_OTHERS: Final = ("consolidated*", "*/*.json", "*/*.safetensors", "*/*.txt")
 NEEDED: Final = 'Install what models need: pip install "lightning-trainer[torch]"'
 
 
