@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.backend_protocol import Start
+from lightning_trainer.backends.verl import backend
 from lightning_trainer.backends.verl.resuming import find_checkpoint, note_identity
 from lightning_trainer.run.folders import read_config
+from lightning_trainer.run.interrupts import SavedInterrupt
+from lightning_trainer.run.train import _resumable_step
 
 IDENTITY = {"seed": 1}
 
@@ -36,6 +41,22 @@ def test_a_run_goes_on_with_as_many_gpus(run):
 def test_a_run_goes_on_from_the_checkpoint_that_is_named(run):
     earlier = run / "checkpoints" / "global_step_2"
     assert find_checkpoint(earlier, IDENTITY, accelerators=8) == earlier
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_does_not_return_to_the_later_one(run, monkeypatch):
+    """If it ends before it saves, the message says to continue with `--resume RUN`."""
+
+    def stop(*_args, **_options):
+        raise SavedInterrupt
+
+    earlier = run / "checkpoints" / "global_step_2"
+    monkeypatch.setattr(backend, "resolve_model", stop)
+    with pytest.raises(SavedInterrupt):
+        backend.VerlBackend().train(
+            SimpleNamespace(folder=run, config=None, start=Start(step=2, folder=run, checkpoint=earlier))
+        )
+    assert find_checkpoint(run, IDENTITY, accelerators=8) == earlier
+    assert _resumable_step(SimpleNamespace(folder=run)) == 2
 
 
 def test_a_checkpoint_that_verl_removed_is_refused(run):

@@ -17,7 +17,7 @@ from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.options.packing import has_flash_attention
 from lightning_trainer.backends.verl.process import run_verl
 from lightning_trainer.backends.verl.report import Reporter
-from lightning_trainer.backends.verl.resuming import find_checkpoint, note_identity
+from lightning_trainer.backends.verl.resuming import find_checkpoint, make_newest, note_identity
 from lightning_trainer.backends.verl.serving import serving
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape
@@ -48,6 +48,8 @@ class VerlBackend:
 
     def train(self, run: OpenRun) -> int:
         """Let verl take the steps: `Backend.train`. It cannot stop between two steps, so an interrupt ends it."""
+        if run.start.checkpoint is not None:
+            make_newest(run.folder, run.start.checkpoint)
         run = replace(run, config=resolve_model(run.config, fetch=True))
         reporter = Reporter(run.log, run.progress, run.config)
 

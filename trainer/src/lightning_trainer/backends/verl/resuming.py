@@ -1,4 +1,4 @@
-"""Resuming a run: the checkpoint from verl, and whether it is the same run."""
+"""Resuming a run: its newest checkpoint from verl, and whether it is the same run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.models import NEWEST
 from lightning_trainer.models.verl_folders import step_of, verl_checkpoint
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.run.state import State, check_identity
@@ -49,6 +50,20 @@ def find_checkpoint(resume: Path, identity: Mapping[str, Any], *, accelerators: 
 def note_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     """Write the identity into the run's folder."""
     write_atomically(folder / _IDENTITY, json.dumps(dict(identity)).encode())
+
+
+def make_newest(run: Path, checkpoint: Path) -> None:
+    """Make a checkpoint the newest one of its run, so that `--resume RUN` means it and not an abandoned later one."""
+    link_newest(run, checkpoint)
+    write_atomically(checkpoint.parent / _NEWEST, str(step_of(checkpoint)).encode())
+
+
+def link_newest(run: Path, checkpoint: Path) -> None:
+    """Point the run's `checkpoint` to the model folder of one of its checkpoints."""
+    draft = run / f".{NEWEST}.new"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to((checkpoint / "actor" / "huggingface").resolve().relative_to(run.resolve()))
+    draft.replace(run / NEWEST)
 
 
 def _newest_checkpoint(run: Path) -> Path:

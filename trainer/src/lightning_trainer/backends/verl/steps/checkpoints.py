@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
+from lightning_trainer.backends.verl.resuming import link_newest
 from lightning_trainer.backends.verl.run_tokenizer import put_tokenizer
 from lightning_trainer.backends.verl.steps.merged import merge_adapters
 from lightning_trainer.lineage.manifest import mark_checkpoint
@@ -46,11 +47,7 @@ def register(folder: Path, checkpoint: Path, version: int) -> None:
         version: of the weights.
     """
     mark_checkpoint(folder, checkpoint / "actor" / "huggingface", version)
-    link = folder / "checkpoint"
-    draft = folder / ".checkpoint.new"
-    draft.unlink(missing_ok=True)
-    draft.symlink_to((checkpoint / "actor" / "huggingface").resolve().relative_to(folder.resolve()))
-    draft.replace(link)
+    link_newest(folder, checkpoint)
     line = {"version": version, "checkpoint": str(checkpoint), "time": round(time.time(), 3)}
     path = folder / POLICIES
     before = path.read_bytes() if path.exists() else b""
