@@ -23,8 +23,8 @@ from lightning_trainer.backends.verl.report import Reporter
 from lightning_trainer.backends.verl.steps.empty import EmptyGroups, NothingCollectedError
 from lightning_trainer.backends.verl.steps.gathered import GroupCollector, waits_of_step
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.report.metrics import MetricLog
-from lightning_trainer.report.progress import Silent
+from lightning_trainer.report.metrics import Kind, MetricLog
+from lightning_trainer.report.progress import ProgressDisplay, Silent
 from lightning_trainer.rl.account import Account, UntrainedReason
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import CountedCall
@@ -223,6 +223,24 @@ def test_progress_knows_how_many_steps_there_are(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(backend.Reporter, "warn_of_unheard", lambda self, steps: None)
     assert backend.VerlBackend().train(run) == 10  # type: ignore[arg-type]
     assert told.shown == ["4/10"]
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [("val", {"reward": 0.5, "rollouts": 2.0}), ("train", {"reward": 0.5})])
+def test_ctrl_c_once_verl_works_says_that_it_ends_at_once_and_what_is_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: Kind, numbers: dict[str, float]
+) -> None:
+    progress = ProgressDisplay("training")
+    progress.phase("starting verl and vLLM")
+    progress.stopping()
+    assert "starting verl and vLLM will be cancelled. Press Ctrl-C again to quit now.\n" in capfd.readouterr().err
+    with closing(MetricLog(tmp_path)) as log:
+        Reporter(log, progress, options(tmp_path)).told(kind, 0 if kind == "val" else 2, numbers)
+    capfd.readouterr()
+    progress.stopping()
+    assert capfd.readouterr().err == (
+        "\nstopping: rollouts and learning on verl will be cancelled, which loses everything after the last checkpoint"
+        " (or the whole run, if there is none yet). Press Ctrl-C again to quit now.\n"
+    )
 
 
 class Begun(Silent):

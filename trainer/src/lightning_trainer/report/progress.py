@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 IMPORTING: Final = "importing the agent"  # may still reject the program: then the error is the only line printed
+ON_VERL: Final = "rollouts and learning on verl"  # which cannot stop between two steps
 _MEASURING: Final = (
     "samples of", "tasks under a candidate", "a proposal of the reflection model", "attacks and rollouts", "replays",
     "continuations",
 )  # fmt: skip
-_CUT: Final = ("rollouts", "validation", "asking the teacher's server", *_MEASURING)  # cut off on a stop
+_CUT: Final = ("starting verl", "rollouts", "validation", "asking the teacher's server", *_MEASURING)  # cut on a stop
 _UNCHANGED: Final = ("starting", IMPORTING, "loading", "writing", "judging samples", *_MEASURING)  # without new weights
 _LINE_S: Final = 30.0  # seconds between lines of a long wait, without a terminal
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -169,11 +170,14 @@ class ProgressDisplay:
         cut = name.startswith(_CUT)
         place = f" ({done} of {total})" if cut else f" (step {done + 1} of {total})"
         text = f"\nstopping: {name}{place if total else ''} {'will be cancelled' if cut else 'must finish first'}"
-        if not name.startswith((*_UNCHANGED, "saving")):
+        lost = "everything after the last checkpoint (or the whole run, if there is none yet)"
+        if name == ON_VERL:
+            text += f", which loses {lost}"
+        elif not name.startswith((*_UNCHANGED, "saving")):
             text += ", then the weights are saved"
         text += ". Press Ctrl-C again to quit now"
-        if not name.startswith(_UNCHANGED):
-            text += " and lose everything after the last checkpoint (or the whole run, if there is none yet)"
+        if not name.startswith((*_UNCHANGED, ON_VERL)):
+            text += f" and lose {lost}"
         os.write(2, f"{text}.\n".encode())  # not through the console, which may be in the middle of a line
 
     def _panel(self) -> RenderableType:

@@ -10,7 +10,7 @@ from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.agents import unheard_warning
 from lightning_trainer.report.log.lines import WAITED_FOR
 from lightning_trainer.report.metrics import Kind, MetricLog
-from lightning_trainer.report.progress import Progress
+from lightning_trainer.report.progress import ON_VERL, Progress
 from lightning_trainer.report.speed.waits import longest_wait, name_bottleneck
 from lightning_trainer.report.step_notes import UNREWARDED, score_line, unrewarded_note
 from lightning_trainer.rl.scores import BY_AGENT, BY_TASK, Score
@@ -72,12 +72,14 @@ class Reporter:
             self._log.add("val", step, values, {BY_TASK: by_task or {}})
             self._progress.alarms([alarm.text for alarm in self._log.alarms])
             self._progress.note(f"held out after {amount(step, 'step')}: {score_line(Score.from_metrics(values))}")
+            self._progress.phase(ON_VERL)
             return
         numbers = ours(values, cpu=self._config.device == "cpu")
         self._warn_of_unrewarded(numbers)
         longest = longest_wait(numbers)
         self._log.add("train", step - 1, numbers, {WAITED_FOR: longest[0]} if longest is not None else {})
         self._progress.step(step - 1, numbers)
+        self._progress.phase(ON_VERL)
         self._progress.alarms([alarm.text for alarm in self._log.alarms])
         self._steps.append(numbers)
         bottleneck = name_bottleneck(self._steps, self._config, samples_apart=False)  # vLLM sleeps during an update
