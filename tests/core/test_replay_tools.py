@@ -277,6 +277,25 @@ def test_what_is_no_replay_asks_nobody():
         assert look_up("b").title == "b"
 
 
+def test_an_error_while_a_result_is_recorded_does_not_reach_the_program(tmp_path, caplog):
+    def fail(span, answer):
+        raise OwnError(1, "not kept")
+
+    @lightning_spans.tool
+    def count():
+        return replay.run_or_replay(lambda: 1, keep=fail)
+
+    @lightning_spans.tool
+    async def count_later():
+        return await replay.arun_or_replay(lambda: asyncio.sleep(0, 2), keep=fail)
+
+    output, spans = run_attempt(lambda url: (count(), asyncio.run(count_later())), tmp_path, "openai")
+    assert output == (1, 2)
+    assert [span.status for span in tools(spans)] == ["ok", "ok"]
+    for name in ("count", "count_later"):
+        assert f"recording what a tool returned failed at span execute_tool '{name}'" in caplog.text
+
+
 def test_marks_that_contradict_each_other_and_generators_are_refused():
     with pytest.raises(ConfigError, match="choose one of them"):
         lightning_spans.tool(pure=True, side_effects=True)

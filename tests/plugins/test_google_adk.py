@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -368,6 +369,13 @@ def test_a_tool_asks_for_confirmation_again_in_a_replay(tmp_path):
     assert len(NOTES) == noted + 1
     tools = [span for span in spans if span.operation == names.EXECUTE_TOOL]
     assert [tool.attributes[names.REPLAYED] for tool in tools] == [False, True]
+
+
+@pytest.mark.parametrize("context", [None, SimpleNamespace(actions=SimpleNamespace())], ids=["none", "its own"])
+def test_a_program_may_run_a_tool_without_a_context_of_adk(context, found_of):
+    found = found_of(lambda url: run(FunctionTool(add).run_async(args={"a": 2, "b": 3}, tool_context=context)))
+    assert found.output == 5
+    assert [(tool.name, tool.status) for tool in found.tools] == [("add", "ok")]
 
 
 def test_what_a_tool_says_of_an_error_is_its_result(found_of):

@@ -265,6 +265,15 @@ def keep_raised(span: OpenSpan, error: BaseException, *, waits: bool = False) ->
         log_failure("what a tool raised", raised, span)
 
 
+def _keep(keep: Callable[[OpenSpan, T], None], span: OpenSpan, answer: T) -> None:
+    """Let a plugin record what a tool's own code returned. The tool has run, so an error here is only logged."""
+    try:
+        keep(span, answer)
+    except Exception as error:  # noqa: BLE001 - logged
+        span.attributes.pop(names.TOOL_RETURNED, None)
+        log_failure("recording what a tool returned", error, span)
+
+
 def tell_unreturned(name: str, error: Exception) -> None:
     """Log, once per tool and type, that a tool's returned value cannot be replayed."""
     if (name, str(error)) not in _told:
@@ -301,7 +310,7 @@ def run_or_replay(
     except BaseException as error:
         keep_raised(span, error, waits=waits(error))
         raise
-    keep(span, answer)
+    _keep(keep, span, answer)
     return answer
 
 
@@ -324,5 +333,5 @@ async def arun_or_replay(
     except BaseException as error:
         keep_raised(span, error, waits=waits(error))
         raise
-    keep(span, answer)
+    _keep(keep, span, answer)
     return answer

@@ -175,9 +175,10 @@ class UnreadCalls(Tracker):
 
 def _waits(tool_context: Any) -> bool:
     """Whether a tool has asked for a confirmation or for credentials; ADK calls it again with the answer."""
-    actions = getattr(tool_context, "actions", None)  # a program may call a tool without a context
+    call_id = getattr(tool_context, "function_call_id", None)  # a program may call a tool without a context
+    actions = getattr(tool_context, "actions", None)
     asked = (getattr(actions, name, ()) for name in ("requested_tool_confirmations", "requested_auth_configs"))
-    return any(tool_context.function_call_id in calls for calls in asked)
+    return call_id is not None and any(call_id in calls for calls in asked)
 
 
 def _refusal(tool: Any, answer: Any) -> str | None:
