@@ -750,22 +750,29 @@ def test_a_tool_that_the_program_runs_itself_is_not_taken_for_unknown(spans_of):
     assert not spans_of(program).tools
 
 
-def test_an_unknown_tool_of_an_executor_is_one_error(spans_of):
+def executor(url):
     executors = pytest.importorskip("langchain.agents")
     if not hasattr(executors, "AgentExecutor"):
         pytest.skip("langchain 1.x has no AgentExecutor")
+    prompt = ChatPromptTemplate.from_messages(
+        [("system", instructions("caller")), ("user", "{input}"), ("placeholder", "{agent_scratchpad}")]
+    )
+    caller = executors.create_tool_calling_agent(model(url), [add], prompt)
+    return executors.AgentExecutor(agent=caller, tools=[add])
 
-    def program(url):
-        prompt = ChatPromptTemplate.from_messages(
-            [("system", instructions("caller")), ("user", "{input}"), ("placeholder", "{agent_scratchpad}")]
-        )
-        caller = executors.create_tool_calling_agent(model(url), [add], prompt)
-        executors.AgentExecutor(agent=caller, tools=[add]).invoke({"input": 'call sub {"a": 1}'})
 
-    (span,) = spans_of(program).tools
+def test_an_unknown_tool_of_an_executor_is_one_error(spans_of):
+    (span,) = spans_of(lambda url: executor(url).invoke({"input": 'call sub {"a": 1}'})).tools
     assert (span.name, span.status) == ("sub", "error")
     assert "not a valid tool" in span.status_message
     assert span.attributes[names.TOOL_ARGUMENTS] == '{"a":1}'
+
+
+def test_parallel_calls_of_one_unknown_tool_are_an_error_each(spans_of):
+    prompt = 'call sub {"a": 1}\ncall sub {"a": 2}'
+    found = spans_of(lambda url: asyncio.run(executor(url).ainvoke({"input": prompt})))
+    assert [span.attributes[names.TOOL_ARGUMENTS] for span in found.tools] == ['{"a":1}', '{"a":2}']
+    assert len({span.attributes[names.TOOL_CALL_ID] for span in found.tools}) == 2
 
 
 def test_a_call_of_an_unknown_tool_that_nobody_answers_is_an_error(spans_of):

@@ -150,7 +150,7 @@ class Handler(ChainRuns, BaseCallbackHandler):
         tool_call_id = tool_call_id or called_for()
         context = self.place(run.parent)
         around = current_agent(context)
-        run.refused = find_unknown_request(run.unknown, run.name, inputs, around)
+        run.refused = find_unknown_request(run, inputs, around)
         if run.refused is not None:
             return
         run.made = made = take_request(run.requests, run.name, tool_call_id, inputs, around)

@@ -23,7 +23,7 @@ from lightning_spans.record.replay import arun_or_replay, run_or_replay
 if TYPE_CHECKING:
     from langchain_core.outputs import LLMResult
 
-    from lightning_langchain.agents import ChainRuns
+    from lightning_langchain.agents import ChainRun, ChainRuns
 
 Conversation: TypeAlias = tuple[str | None, str]  # the attempt that contains it, and LangGraph's thread
 _CONVERSATIONS: Final = 1024  # number of conversations that may wait for approval at once; the oldest are dropped
@@ -168,14 +168,16 @@ def take_request(
     return take(requests, fits, lambda known: known.agent == agent)
 
 
-def find_unknown_request(
-    unknown: Mapping[str, ToolRequest], name: str, arguments: Mapping[str, Any] | None, agent: str | None
-) -> ToolRequest | None:
-    """Return the request for an unknown tool that LangChain answers by a tool of its own; None for another tool."""
-    asked = (arguments or {}).get("requested_tool_name") if name == _INVALID else None
+def find_unknown_request(run: ChainRun, arguments: Mapping[str, Any] | None, agent: str | None) -> ToolRequest | None:
+    """Return the request for an unknown tool that LangChain answers by a tool of its own; None for another tool.
+
+    Calls at the same time answer one request each, in the order of the requests.
+    """
+    asked = (arguments or {}).get("requested_tool_name") if run.name == _INVALID else None
     if asked is None:
         return None
-    found = (request for request in unknown.values() if request.name == asked)
+    taken = [other.refused for other in run.inner.values()]
+    found = (request for request in run.unknown.values() if request.name == asked and request not in taken)
     return next(found, None) or ToolRequest(None, asked, {}, agent)
 
 
