@@ -98,6 +98,12 @@ def test_the_readme_has_at_most_120_lines() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
+def test_examples_that_read_data_say_where_it_comes_from() -> None:
+    source = re.compile(r"\]\(https://github\.com/[\w.-]+/[\w.-]+\)\s+at (commit )?`[0-9a-f]{7}`")
+    texts = {page: page.read_text(encoding="utf-8") for page in ROOT.glob("examples/*/README.md")}
+    assert [page for page, text in texts.items() if "LIGHTNING_DATA" in text and not source.search(text)] == []
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/how-to/frameworks.md", "docs/how-to/install.md"])
 def test_a_list_of_frameworks_has_every_plugin(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
