@@ -199,8 +199,8 @@ def main() -> None:
         print(table(runs, comparison.tokens))
         return
     rows, toml = keep(comparison.here, runs), comparison.here / "credit.toml"
-    everything, today = [Run(**row) for row in rows], hash_options(toml)
-    lines = [run if run.options == today else replace(run, setup=f"{run.setup}, other options") for run in everything]
+    everything, current = [Run(**row) for row in rows], hash_options(toml)
+    lines = [run if run.options == current else replace(run, setup=f"{run.setup}, other options") for run in everything]
     draw(lines, EXAMPLES.parent / "docs" / "img" / f"{given.name.replace('_', '-')}-credit.png")
     told = tables(rows, toml, lambda own: table([Run(**row) for row in own], comparison.tokens))
     publish(comparison.here / "README.md", "credit", told)

@@ -1,6 +1,7 @@
 """What the measured examples share: train every setup with every seed, keep the curves, draw them, print the table.
 
-Results are lines of JSON, one a run, so that a measurement that was stopped goes on where it stopped.
+Results are lines of JSON, one a run, so that a measurement that was stopped continues where it stopped. All lines of a
+file have the same options; the published ones are of the default options.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Run:
         cpu_seconds: of all its processes.
         held_out: (steps taken, held-out reward) of each validation.
         events: (steps taken, name) of each alarm, and of each return to earlier weights, which is named ``rollback``.
+        options: that all setups have, such as the model. None in lines of earlier versions, which did not record them:
+            such lines can be drawn, but nothing is added to them until their options are written into them by hand.
     """
 
     setup: str
@@ -50,6 +53,12 @@ class Run:
     cpu_seconds: float = field(default=0.0)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     events: list[tuple[int, str]] = field(default_factory=list)
+    options: dict[str, Any] | None = field(default=None)
+
+
+def common_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a run that all measured examples have on their command line."""
+    return {"model": args.model, "steps": args.steps, "learning_rate": args.learning_rate}
 
 
 def arguments(
@@ -58,9 +67,22 @@ def arguments(
     *,
     steps: int,
     description: str | None,
+    picture: Path | None = None,
     more: Callable[[argparse.ArgumentParser], object] = lambda _parser: None,
+    options: Callable[[argparse.Namespace], dict[str, Any]] = common_options,
 ) -> argparse.Namespace:
-    """Read the command line that the measured examples have in common, and what one of them adds."""
+    """Read the command line that the measured examples have in common, and what one of them adds.
+
+    Args:
+        setups: that are compared.
+        results: that are published.
+        steps: of a run, by default.
+        description: of the example.
+        picture: of the published results.
+        more: adds options to the command line.
+        options: gives those options that decide what a setup comes to, as ``args.options``. Where they are not the
+            default ones, or with another file of results, README and picture of the example stay as they are.
+    """
     parser = argparse.ArgumentParser(description=description)
     between = ";" if any("," in setup for setup in setups) else ","
     parser.add_argument("--setups", default=between.join(setups), help=f"with {between} between")
@@ -68,40 +90,87 @@ def arguments(
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--results", type=Path, default=results, help="file of JSON lines")
+    own = f"{results.stem}-OPTIONS.jsonl in experiments/, for other options than the default ones"
+    parser.add_argument("--results", type=Path, help=f"file of JSON lines. Default: {results.name}; {own}")
+    parser.add_argument("--readme", type=Path, help="gets the table. Default: the example's, for the published results")
+    if picture:
+        parser.add_argument("--picture", type=Path, help="of the curves. Default: next to the results")
     parser.add_argument("--draw", action="store_true", help="only draw what was measured")
     more(parser)
     args = parser.parse_args()
-    args.results = args.results.resolve()
+    args.options = options(args)
+    if args.results is None and args.options != options(parser.parse_args([])):
+        args.results = results.parent / "experiments" / f"{results.stem}-{short_hash(args.options)}.jsonl"
+    args.results = (args.results or results).resolve()
+    published = args.results == results
+    if published and not args.readme:
+        args.readme = results.with_name("README.md")
+    if picture and not args.picture:
+        args.picture = picture if published else args.results.with_suffix(".png")
     if args.draw and not args.results.is_file():
         parser.error(f"--draw: {args.results} does not exist.")
     return args
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a file of results.
+
+    Raises:
+        SystemExit: their options differ.
+    """
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for line in lines:
+        _require(path, line.get("options"), lines[0].get("options"))
+    return lines
+
+
+def _require(path: Path, options: dict[str, Any] | None, asked: dict[str, Any] | None) -> None:
+    if options != asked:
+        has, wants = (json.dumps(each) if each else "options that were not recorded" for each in (options, asked))
+        raise SystemExit(f"'{path}' has results of {has}, not of {wants}. Name another file with --results.")
+
+
 def read(path: Path) -> list[Run]:
     """Read the runs that were measured."""
-    return [Run(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    return [Run(**line) for line in read_lines(path)]
 
 
-def measure(
-    path: Path, names: Sequence[str], seeds: Sequence[int], config: Callable[[str, int, Path], dict[str, Any]]
-) -> None:
+def missing(args: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the setups and seeds that the file of results lacks, seed by seed, and print how many it has.
+
+    Raises:
+        SystemExit: the file has results of other options.
+    """
+    lines = read_lines(args.results)
+    for line in lines[:1]:
+        _require(args.results, line.get("options"), args.options)
+    done = {(line["setup"], line["seed"]) for line in lines}
+    asked = [(name, int(seed)) for seed in args.seeds.split(",") for name in names]
+    lacked = [run for run in asked if run not in done]
+    there = f"{len(asked) - len(lacked)} of {len(asked)} runs are in '{args.results}' and are not measured again"
+    print(f"{there}: to measure those, too, name another file with --results.", file=sys.stderr)
+    return lacked
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+    """Add a line to a file of results."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def measure(args: argparse.Namespace, names: Sequence[str], config: Callable[[str, int, Path], dict[str, Any]]) -> None:
     """Train what is not measured yet, seed by seed, so that what is there can be compared at any time.
 
     Args:
-        path: file of the results.
+        args: the command line, which has the results, their options and the seeds.
         names: of the setups.
-        seeds: of the runs.
         config: gives the options of a run, from its setup, its seed and an empty folder.
     """
-    done = {(run.setup, run.seed) for run in read(path)}
-    for seed in seeds:
-        for name in names:
-            if (name, seed) not in done:
-                with tempfile.TemporaryDirectory() as folder:
-                    run = train_once(name, seed, Path(folder), config)
-                with path.open("a") as file:
-                    file.write(json.dumps(asdict(run)) + "\n")
+    for name, seed in missing(args, names):
+        with tempfile.TemporaryDirectory() as folder:
+            run = train_once(name, seed, Path(folder), config)
+        append(args.results, asdict(replace(run, options=args.options)))
 
 
 def train_once(name: str, seed: int, folder: Path, config: Callable[[str, int, Path], dict[str, Any]]) -> Run:
@@ -223,10 +292,14 @@ def table(runs: Sequence[Run], agents: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def short_hash(options: Mapping[str, Any]) -> str:
+    """Return a short hash of options."""
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def hash_options(path: Path) -> str:
     """Return a short hash of the options in a TOML file, without those of the quick form."""
-    options = {name: value for name, value in tomllib.loads(path.read_text()).items() if name != "quick"}
-    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
+    return short_hash({name: value for name, value in tomllib.loads(path.read_text()).items() if name != "quick"})
 
 
 def merge(path: Path, rows: Sequence[dict[str, Any]], *fields: str) -> list[dict[str, Any]]:
@@ -244,19 +317,21 @@ def merge(path: Path, rows: Sequence[dict[str, Any]], *fields: str) -> list[dict
 
 
 def tables(rows: Sequence[dict[str, Any]], toml: Path, table: Callable[[list[dict[str, Any]]], str]) -> str:
-    """Return a table of the rows with the options that a TOML file has today, and one for each of other options."""
-    today = hash_options(toml)
+    """Return a table of the rows with the current options of a TOML file, and one for each of other options."""
+    current = hash_options(toml)
     parts = []
-    for options in sorted({str(row.get("options")) for row in rows}, key=lambda options: (options != today, options)):
-        if options != today:
-            parts.append(f"Measured with other options than those of `{toml.name}` today (`{options}`):")
+    for options in sorted({str(row.get("options")) for row in rows}, key=lambda options: (options != current, options)):
+        if options != current:
+            parts.append(f"Measured with other options than the current ones of `{toml.name}` (`{options}`):")
         parts.append(table([row for row in rows if str(row.get("options")) == options]))
     return "\n\n".join(parts)
 
 
-def publish(readme: Path, name: str, text: str) -> None:
-    """Print a text, and put it into a README between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+def publish(readme: Path | None, name: str, text: str) -> None:
+    """Print a text, and put it into a README, where there is one, between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
     print(text)
+    if readme is None:
+        return
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     before, _, rest = readme.read_text().partition(begin)
     _, found, after = rest.partition(end)

@@ -1,6 +1,7 @@
 """The calculator's two agents: each trained alone, both on a policy that they share, and both on policies of their own.
 
-`python policies.py` trains every setup with three seeds on this machine; `--draw` only draws what was measured.
+`python policies.py --results FILE` trains every setup with three seeds on this machine; without a file of results of
+your own it prints the published ones. `--draw` only draws what was measured.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from curves import arguments, draw, here, measure, publish, read, table
 
 HERE = here(__file__)
+PICTURE = HERE.parent.parent / "docs" / "img" / "calculator-policies.png"
 SETUPS = {
     "caller alone": "caller=lora,answerer=base",
     "answerer alone": "answerer=lora,caller=base",
@@ -25,7 +27,7 @@ SETUPS = {
 def main() -> None:
     from problems import problems, write
 
-    args = arguments(SETUPS, HERE / "policies.jsonl", steps=6, description=__doc__)
+    args = arguments(SETUPS, HERE / "policies.jsonl", steps=6, description=__doc__, picture=PICTURE)
 
     def config(name: str, seed: int, folder: Path) -> dict[str, Any]:
         return {
@@ -41,12 +43,11 @@ def main() -> None:
         }
 
     if not args.draw:
-        seeds = [int(seed) for seed in args.seeds.split(",")]
-        measure(args.results, args.setups.split(","), seeds, config)
+        measure(args, args.setups.split(","), config)
     agents = ("caller", "answerer")
     panels = {f"reward/{agent}": agent for agent in agents}
-    draw(read(args.results), panels, HERE.parent.parent / "docs" / "img" / "calculator-policies.png")
-    publish(HERE / "README.md", "policies", table(read(args.results), agents))
+    draw(read(args.results), panels, args.picture)
+    publish(args.readme, "policies", table(read(args.results), agents))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The calculator's agents with and without automatic rewards for tools that work.
 
-All that the program says is whether the final answer was right. `python tool_rewards.py` trains with three seeds each
-on this machine and counts the rollouts until 0.8 of the answers were right; `--draw` only draws what was measured.
+All that the program says is whether the final answer was right. `python tool_rewards.py --results FILE` trains with
+three seeds each on this machine and counts the rollouts until 0.8 of the answers were right; without a file of results
+of your own it prints the published ones. `--draw` only draws what was measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from curves import Run, arguments, draw, here, measure, publish, read, table
 
 HERE = here(__file__)
+PICTURE = HERE.parent.parent / "docs" / "img" / "tool-rewards.png"
 SETUPS: dict[str, dict[str, float]] = {
     "answer only": {},
     "answer and tool status": {"tool_status": 0.5},
@@ -32,7 +34,7 @@ def rollouts_to_goal(run: Run) -> str:
 def main() -> None:
     from problems import problems, write
 
-    args = arguments(SETUPS, HERE / "tool_rewards.jsonl", steps=8, description=__doc__)
+    args = arguments(SETUPS, HERE / "tool_rewards.jsonl", steps=8, description=__doc__, picture=PICTURE)
 
     def config(name: str, seed: int, folder: Path) -> dict[str, Any]:
         return {
@@ -50,13 +52,13 @@ def main() -> None:
         }
 
     if not args.draw:
-        measure(args.results, args.setups.split(","), [int(seed) for seed in args.seeds.split(",")], config)
+        measure(args, args.setups.split(","), config)
     runs = read(args.results)
-    draw(runs, {"reward": "right answers"}, HERE.parent.parent / "docs" / "img" / "tool-rewards.png")
+    draw(runs, {"reward": "right answers"}, args.picture)
     ordered = sorted(runs, key=lambda run: (run.setup, run.seed))
     needed = [f"| {run.setup} | {run.seed} | {rollouts_to_goal(run)} |" for run in ordered]
     head = [f"| rewards | seed | rollouts to {GOAL} |", "|---|---|---|"]
-    publish(HERE / "README.md", "tool rewards", "\n".join([*head, *needed, "", table(runs, ())]))
+    publish(args.readme, "tool rewards", "\n".join([*head, *needed, "", table(runs, ())]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Three teams, a shared policy and separate ones, with and without safeguards, and how much of its peak each keeps.
 
-`python measure.py` trains every setup with three seeds on this machine, and goes on where it stopped. `--quick` takes
-two steps of each setup with one seed, `--config gpu.toml` is for a GPU and a larger model, `--draw` only draws.
+`python measure.py` trains those setups and seeds that measure.jsonl lacks, and `--results FILE` all of them, with three
+seeds each; it continues where it stopped. `--quick` takes two steps of each setup with one seed, `--config gpu.toml` is
+for a GPU and a larger model, `--draw` only draws.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "text_to_sql"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from curves import Run, arguments, draw_held_out, here, measure, publish, read
+from curves import Run, arguments, common_options, draw_held_out, here, measure, publish, read
 
 HERE = here(__file__)
 TEAMS = {
@@ -39,6 +40,12 @@ STEPS, QUICK_STEPS = 16, 2  # twice those of the example text_to_sql
 QUICK = {"steps": QUICK_STEPS, "batch_size": 2, "group_size": 2, "val_every": 1, "val_samples": 1}
 
 
+def shared_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that the command line gives all setups."""
+    more = tomllib.loads(args.config.read_text()) if args.config else {}
+    return {**common_options(args), **more, **(QUICK if args.quick else {})}
+
+
 def options_of(setup: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of a setup: its team, who shares a policy, and its safeguards."""
     team, policies, guards = SETUPS[setup]
@@ -46,15 +53,11 @@ def options_of(setup: str, args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {
         "target": f"teams:{team}",
         "policies": ",".join(f"{agent}={policy}" for agent in TEAMS[team]),
-        "model": args.model,
-        "learning_rate": args.learning_rate,
-        "steps": args.steps,
         "val_every": 2,
         "val_samples": 2,
         "concurrency": 32,
         **SAFEGUARDS[guards],
-        **args.more,
-        **(QUICK if args.quick else {}),
+        **args.options,
     }
     return options
 
@@ -85,18 +88,15 @@ def main() -> None:
         HERE / "measure.jsonl",
         steps=STEPS,
         description=__doc__,
+        picture=PICTURE,
+        options=shared_options,
         more=lambda parser: (
             parser.add_argument("--quick", action="store_true", help="two steps of each setup, one seed"),
             parser.add_argument("--config", type=Path, help="TOML file with options of train for all setups"),
-            parser.add_argument("--readme", type=Path, default=HERE / "README.md", help="gets the table"),
-            parser.add_argument("--picture", type=Path, default=PICTURE, help="of the curves"),
         ),
     )
-    args.more = tomllib.loads(args.config.read_text()) if args.config else {}
     if args.quick:
         args.seeds = "0"
-    if args.quick and args.results == HERE / "measure.jsonl":
-        args.results = args.results.with_name("quick.jsonl")
 
     def config(name: str, seed: int, folder: Path) -> dict[str, Any]:
         options = options_of(name, args)
@@ -105,7 +105,7 @@ def main() -> None:
         return options | {"data": write(folder / "train.jsonl", seed=seed + 1, count=tasks, without=val), "val": val}
 
     if not args.draw:
-        measure(args.results, args.setups.split(";"), [int(seed) for seed in args.seeds.split(",")], config)
+        measure(args, args.setups.split(";"), config)
     runs = read(args.results)
     if args.quick:
         print(table(runs))

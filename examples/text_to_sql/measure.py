@@ -1,6 +1,7 @@
 """Writer and rewriter trained, each on a policy of its own; the checker answers with the frozen model.
 
-`python measure.py` trains with three seeds on this machine; `--draw` only draws what was measured.
+`python measure.py --results FILE` trains with three seeds on this machine; without a file of results of your own it
+prints the published ones. `--draw` only draws what was measured.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from curves import arguments, draw, here, measure, publish, read, table
 
 HERE = here(__file__)
+PICTURE = HERE.parent.parent / "docs" / "img" / "text-to-sql.png"
 SETUPS = {"writer and rewriter": "writer=lora,rewriter=lora,checker=base"}
 
 
 def main() -> None:
     from database import write
 
-    args = arguments(SETUPS, HERE / "measure.jsonl", steps=8, description=__doc__)
+    args = arguments(SETUPS, HERE / "measure.jsonl", steps=8, description=__doc__, picture=PICTURE)
 
     def config(name: str, seed: int, folder: Path) -> dict[str, Any]:
         val = write(folder / "val.jsonl", seed=12345, count=32)
@@ -37,11 +39,11 @@ def main() -> None:
         }
 
     if not args.draw:
-        measure(args.results, args.setups.split(","), [int(seed) for seed in args.seeds.split(",")], config)
+        measure(args, args.setups.split(","), config)
     runs = read(args.results)
     panels = {"reward/writer": "writer", "reward/rewriter": "rewriter, where it is asked"}
-    draw(runs, panels, HERE.parent.parent / "docs" / "img" / "text-to-sql.png")
-    publish(HERE / "README.md", "measured", table(runs, ("writer", "rewriter")))
+    draw(runs, panels, args.picture)
+    publish(args.readme, "measured", table(runs, ("writer", "rewriter")))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """The writer alone improved by `improve`, and by each of its methods alone, with the same number of tokens.
 
-`python methods.py` searches with three seeds on this machine, and measures what is kept on questions that no search
-has seen; `--draw` only prints what was measured.
+`python methods.py --results FILE` searches with three seeds on this machine, and measures what is kept on questions
+that no search has seen; without a file of results of your own it prints the published ones, as `--draw` does.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from curves import arguments, here, publish
+from curves import append, arguments, here, missing, publish, read_lines
 
 HERE = here(__file__)
 SETUPS = {"improve": ("sft", "rl"), "sft": ("sft",), "rl": ("rl",)}
@@ -85,16 +84,14 @@ def main() -> None:
         steps=0,
         description=__doc__,
         more=lambda parser: parser.add_argument("--tokens", type=int, default=TOKENS, help="budget of each search"),
+        options=lambda args: {"model": args.model, "learning_rate": args.learning_rate, "tokens": args.tokens},
     )
-    found = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
-    done = {(run["setup"], run["seed"]) for run in found}
-    chosen = [(setup, int(seed)) for seed in args.seeds.split(",") for setup in args.setups.split(",")]
-    for setup, seed in [] if args.draw else chosen:
-        if (setup, seed) not in done:
-            with tempfile.TemporaryDirectory() as folder, args.results.open("a") as file:
-                found.append(search(setup, seed, Path(folder), args))
-                file.write(json.dumps(found[-1]) + "\n")
-    publish(HERE / "README.md", "methods", table(found))
+    if not args.draw:
+        for setup, seed in missing(args, args.setups.split(",")):
+            with tempfile.TemporaryDirectory() as folder:
+                found = search(setup, seed, Path(folder), args)
+            append(args.results, {**found, "options": args.options})
+    publish(args.readme, "methods", table(read_lines(args.results)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writer and rewriter trained on 40 questions in three passes: in shuffled order, and with the curriculum.
 
-`python order.py` trains with three seeds each on this machine and counts the groups from which something was learned;
-`--draw` only prints what was measured.
+`python order.py --results FILE` trains with three seeds each on this machine and counts the groups from which something
+was learned; without a file of results of your own it prints the published ones, as `--draw` does.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def main() -> None:
         }
 
     if not args.draw:
-        measure(args.results, args.setups.split(","), [int(seed) for seed in args.seeds.split(",")], config)
-    publish(HERE / "README.md", "order", table(read(args.results)))
+        measure(args, args.setups.split(","), config)
+    publish(args.readme, "order", table(read(args.results)))
 
 
 if __name__ == "__main__":

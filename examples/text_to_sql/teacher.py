@@ -1,7 +1,7 @@
 """Writer and rewriter trained with and without what SQLite said of a refused query as the teacher (SDPO).
 
-`python teacher.py` trains with three seeds each on this machine and counts the steps until half of the writer's queries
-were right; `--draw` only draws what was measured.
+`python teacher.py --results FILE` trains with three seeds each on this machine and counts the steps until half of the
+writer's queries were right; `--draw` only draws what was measured. The published results are of earlier questions.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from curves import Run, arguments, draw, here, measure, publish, read, table
 
 HERE = here(__file__)
+PICTURE = HERE.parent.parent / "docs" / "img" / "text-to-sql-teacher.png"
 SETUPS: dict[str, dict[str, Any]] = {
     "rewards alone": {},
     "rewards and errors": {"teacher": "self", "teacher_options": {"weight": 0.1}},
@@ -39,7 +40,7 @@ def summarise_teaching(run: Run) -> str:
 def main() -> None:
     from database import write
 
-    args = arguments(SETUPS, HERE / "teacher.jsonl", steps=8, description=__doc__)
+    args = arguments(SETUPS, HERE / "teacher.jsonl", steps=8, description=__doc__, picture=PICTURE)
 
     def config(name: str, seed: int, folder: Path) -> dict[str, Any]:
         val = write(folder / "val.jsonl", seed=12345, count=32)
@@ -57,14 +58,14 @@ def main() -> None:
         }
 
     if not args.draw:
-        measure(args.results, args.setups.split(","), [int(seed) for seed in args.seeds.split(",")], config)
+        measure(args, args.setups.split(","), config)
     runs = read(args.results)
-    draw(runs, {"reward/writer": "writer"}, HERE.parent.parent / "docs" / "img" / "text-to-sql-teacher.png")
+    draw(runs, {"reward/writer": "writer"}, args.picture)
     ordered = sorted(runs, key=lambda run: (run.setup, run.seed))
     needed = [f"| {run.setup} | {run.seed} | {steps_to_goal(run)} | {summarise_teaching(run)} |" for run in ordered]
     goal = f"step in which the writer reached {GOAL}"
     head = [f"| setup | seed | {goal} | calls taught | divergence |", "|---|---|---|---|---|"]
-    publish(HERE / "README.md", "teacher", "\n".join([*head, *needed, "", table(runs, ("writer", "rewriter"))]))
+    publish(args.readme, "teacher", "\n".join([*head, *needed, "", table(runs, ("writer", "rewriter"))]))
 
 
 if __name__ == "__main__":

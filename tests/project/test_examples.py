@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -97,3 +99,90 @@ def test_no_training_question_is_held_out(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(Path("train.jsonl").read_text().splitlines()) == 160
     assert held_out
     assert not learned & held_out
+
+
+class TrainingBegan(Exception):
+    """In place of a training."""
+
+
+MEASURED = (
+    *("calculator/policies", "calculator/tool_rewards", "teams/measure"),
+    *(f"text_to_sql/{name}" for name in ("measure", "teacher", "order", "methods")),
+)
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Give a function that runs a measured example, with an end as soon as it writes questions to train on."""
+
+    def begin(*_args: object, **_options: object) -> None:
+        raise TrainingBegan
+
+    def run(example: str, *words: str) -> None:
+        monkeypatch.setattr(sys, "argv", [example, "--seeds", "0", *words])
+        runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
+
+    monkeypatch.chdir(tmp_path)  # the examples change it
+    monkeypatch.setattr(sys, "path", [*sys.path, str(EXAMPLES)])
+    import curves
+
+    for name in ("draw", "draw_held_out", "publish"):
+        monkeypatch.setattr(curves, name, lambda *_args: None)
+    for name in ("database", "problems"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(write=begin, problems=begin))
+    return run
+
+
+@pytest.mark.parametrize("example", MEASURED)
+def test_published_results_are_those_of_the_default_options_alone(
+    example: str, measure: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    published = EXAMPLES / f"{example}.jsonl"
+    before = published.read_text()
+    for other in (["--model", "another"], ["--learning-rate", "1"], ["--results", str(tmp_path / "own.jsonl")]):
+        with pytest.raises(TrainingBegan):
+            measure(example, *other)
+    with pytest.raises(SystemExit, match=r"has results of .*another.*--results"):
+        measure(example, "--model", "another", "--results", str(published))
+    if example == "text_to_sql/teacher":  # measured before its questions changed
+        with pytest.raises(SystemExit, match=r"teacher\.jsonl' has results of .*2d90db5d.*--results"):
+            measure(example)
+    else:
+        capsys.readouterr()
+        measure(example)
+        assert f"runs are in '{published}' and are not measured again" in capsys.readouterr().err
+    assert published.read_text() == before
+
+
+def test_the_options_of_a_file_decide_where_results_go(measure: Callable[..., None]) -> None:
+    with pytest.raises(TrainingBegan):
+        measure("teams/measure", "--config", "gpu.toml")
+
+
+def test_results_of_different_options_are_not_mixed(tmp_path: Path) -> None:
+    curves = load("curves.py")
+    run = {"setup": "alone", "seed": 0, "curves": {}, "before": {}, "after": {}, "seconds": 1.0}
+    results = tmp_path / "own.jsonl"
+    lines = [json.dumps(each) + "\n" for each in (run, {**run, "options": {"steps": 1}})]
+    results.write_text(lines[0])
+    assert len(curves.read(results)) == 1
+    results.write_text("".join(lines))
+    with pytest.raises(SystemExit, match="--results"):
+        curves.read(results)
+
+
+def test_own_results_leave_page_and_picture_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curves = load("curves.py")
+    published, own = tmp_path / "published.jsonl", tmp_path / "own.jsonl"
+
+    def given(*words: str) -> tuple[object, object, object]:
+        monkeypatch.setattr(sys, "argv", ["measure.py", *words])
+        args = curves.arguments({"alone": {}}, published, steps=8, description="", picture=tmp_path / "published.png")
+        return args.results, args.readme, args.picture
+
+    assert given("--steps", "8") == (published, tmp_path / "README.md", tmp_path / "published.png")
+    assert given("--results", str(own)) == (own, None, tmp_path / "own.png")
+    results, readme, picture = given("--steps", "9")
+    assert results.parent == tmp_path / "experiments"
+    assert (readme, picture) == (None, results.with_suffix(".png"))
+    assert given("--steps", "10")[0] != results

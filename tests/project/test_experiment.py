@@ -96,10 +96,10 @@ def test_seeds_measured_before_stay_and_those_of_other_options_have_a_table_of_t
     options.write_text("[train]\nsteps = 2\n")
     everything = experiment.keep(tmp_path, [row("untrained", 0, 0.6)])
     assert [(each["seed"], each["found"]["mean"]) for each in everything] == [(0, 0.6), (0, 0.3), (0, 0.4), (1, 0.5)]
-    of_today, of_others = experiment.tables(everything, options, experiment.table).split("Measured with other options")
-    assert "| untrained | 0 | 0.600 |" in of_today
-    assert found[0]["options"] in of_others
-    assert [line.split(" | ")[2] for line in of_others.splitlines()[-3:]] == ["0.300", "0.400", "0.500"]
+    current, others = experiment.tables(everything, options, experiment.table).split("Measured with other options")
+    assert "| untrained | 0 | 0.600 |" in current
+    assert found[0]["options"] in others
+    assert [line.split(" | ")[2] for line in others.splitlines()[-3:]] == ["0.300", "0.400", "0.500"]
 
 
 def test_runs_that_compared_credit_before_stay_beside_those_of_another_seed(
@@ -126,7 +126,7 @@ PUBLISHED = {"experiment.toml": "measured.jsonl", "credit.toml": "credit.jsonl"}
 @pytest.mark.parametrize(
     "toml", sorted(path for name in PUBLISHED for path in EXAMPLES.glob(f"*/{name}")), ids=lambda path: path.parent.name
 )
-def test_what_is_published_has_the_options_of_today_or_says_that_it_has_others(
+def test_what_is_published_has_the_current_options_or_says_that_it_has_others(
     toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -135,7 +135,7 @@ def test_what_is_published_has_the_options_of_today_or_says_that_it_has_others(
     lines = toml.with_name(PUBLISHED[toml.name]).read_text().splitlines()
     page = toml.with_name("README.md").read_text()
     for options in {json.loads(line)["options"] for line in lines} - {curves.hash_options(toml)}:
-        assert f"Measured with other options than those of `{toml.name}` today (`{options}`):" in page
+        assert f"Measured with other options than the current ones of `{toml.name}` (`{options}`):" in page
 
 
 SLOW = """#!{python}
