@@ -34,6 +34,7 @@ from lightning_trainer.session.answers import AnswerSource
 from lightning_trainer.session.sampling import SamplingOptions, sampling_of
 from lightning_trainer.session.session import Session, open_database, serve
 from support.fakes import FakeEngine
+from support.kills import Killed
 from support.training.backends import Remembering
 from support.training.programs import CLIENT, folder_with
 
@@ -194,6 +195,31 @@ def test_a_run_that_went_back_and_was_stopped_continues_from_there(folder: Path)
     again = train(TrainConfig(**options(backend="remembering", out=None, resume="out", save_every=1)))
     assert (again.steps, again.curve) == (2, whole.curve)
     assert (folder / "out" / "checkpoint").resolve().name == "step-000002"
+
+
+class KilledInValidation(Silent):
+    """The process is killed in the first validation after a step."""
+
+    taken = 0
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.taken = step + 1
+
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        if self.taken and name == "validation":
+            raise Killed
+
+
+def test_a_run_that_is_killed_in_a_validation_loses_no_step_and_validates_again(folder: Path, plugin: Plugin) -> None:
+    asked = {"backend": "remembering", "val": "tasks.jsonl", "val_every": 1, "save_every": 1}
+    with pytest.raises(Killed):
+        train(TrainConfig(**options(**asked)), KilledInValidation())
+    train(TrainConfig(**options(**{**asked, "out": None}, resume="out")))
+    assert plugin.learners[1].given == [6, 6]
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines if line["kind"] != "alarm"] == [
+        ("val", 0), ("train", 0), ("val", 1), ("train", 1), ("val", 2),
+    ]  # fmt: skip
 
 
 def test_a_learner_is_closed_when_the_run_fails(folder: Path, plugin: Plugin) -> None:

@@ -111,16 +111,21 @@ class Loop:
         elif self._goal_reached():
             self._run.progress.note(f"this run has reached its goal of {self._run.config.until}: see --until")
         while self.state.step < steps and not self._goal_reached():
+            if not self._run.config.rollback_on_cliff:  # otherwise the validation may change the weights
+                self._save_if_due()
             self._validate_if_due()
-            unsaved_s = time.monotonic() - self._saved_at
-            if self.state.step % self._run.config.save_every == 0 or unsaved_s >= LONGEST_UNSAVED_S:
-                self._save()
+            self._save_if_due()
             self._step()
         self._collection.cancel()
         self._refuse_flat(final=True)
         self._save()
         self._tell_unheard()
         self._validate()
+
+    def _save_if_due(self) -> None:
+        unsaved_s = time.monotonic() - self._saved_at
+        if self.state.step % self._run.config.save_every == 0 or unsaved_s >= LONGEST_UNSAVED_S:
+            self._save()
 
     def _save(self) -> None:
         """Write a checkpoint, unless this state is saved already, nothing was learned yet, or an update was cut."""
@@ -169,6 +174,8 @@ class Loop:
         numbers["seconds"] = time.monotonic() - began
         self._log("val", step, numbers, {BY_TASK: by_task, MOST_FREQUENT: frequent, PROMPTS: prompts})
         self._run.progress.note(f"held out after {amount(step, 'step')}: {score_line(result)}")
+        if self._saved == step:  # its checkpoint was drawn without this validation
+            self._run.log.draw()
         if step and best_step(self._run.log.validations()) == step:
             self._save()
             mark_best(self._run.folder, step)
