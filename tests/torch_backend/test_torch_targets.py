@@ -198,6 +198,31 @@ def test_a_teacher_with_the_first_weights_stays_what_it_was(tiny_model: Path, lo
     learner.close()
 
 
+@pytest.mark.parametrize("named", [(), ("writer", "checker")])
+def test_a_run_from_trained_adapters_starts_from_those(
+    tiny_model: Path, tmp_path: Path, named: tuple[str, ...]
+) -> None:
+    """The teacher and the reference are these adapters, not the model without them; a new adapter starts as that."""
+    rows = [replace(row, policy=named[n % 2] if named else row.policy) for n, row in enumerate(make_batch())]
+    options = {"lora_rank": 4, "learning_rate": 1e-2, "kl_coef": 0.1, "kl_estimator": "k1"}
+    first = make_backend(tiny_model, adapters=named[:1], **options)
+    for _ in range(2):
+        first.update(rows[::2])
+    first.save(tmp_path / "first", resumable=False)
+    first.close()
+    learner = make_backend(tmp_path / "first", adapters=named, teacher_weights="base", **options)
+    start = learner.logprobs(rows)
+    assert furthest(start, plain_logprobs(tiny_model, rows)) > 1e-3
+    assert learner.update(rows)["kl"] == pytest.approx(0.0, abs=1e-6)
+    newest = learner.logprobs(rows)
+    assert furthest(newest, start) > 1e-3
+    assert furthest(learner.teacher_logprobs(rows), start) < 1e-5
+    for row, own, penalty in zip(rows, start, learner.penalties(rows), strict=True):
+        assert penalty == pytest.approx(0.1 * (row.logprobs[row.mask] - own), abs=1e-5)
+    assert furthest(learner.logprobs(rows), newest) == 0.0  # the policy is what it was
+    learner.close()
+
+
 def test_averages_of_several_adapters_are_their_own(tiny_model: Path) -> None:
     options = {"lora_rank": 4, "adapters": ("writer", "checker"), "learning_rate": 1e-2}
     learner = make_backend(tiny_model, teacher_weights="ema", ema_decay=0.5, **options)

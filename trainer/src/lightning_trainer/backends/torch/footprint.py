@@ -82,7 +82,7 @@ def learner_memory(
         tokens: of a forward pass.
         adapters: weights of all adapters; 0: all weights are trained.
         bits: of the frozen linear layers under adapters; None: `width`.
-        copies: frozen copies of the model, as a reference.
+        copies: frozen copies of the starting policy, as a reference: of the model, or of its adapters.
         averaged: whether a teacher's average of the trained weights is kept.
         cached: tokens in the embedded engine's cache at once.
         checkpointing: whether layers are recomputed in the backward pass: on, off, or auto, if they would not fit.
@@ -91,7 +91,7 @@ def learner_memory(
     trained = adapters or shape.parameters
     weights = (1 + copies) * width * shape.parameters
     if adapters:
-        weights = quantised_bytes(shape, bits, width=width) + width * adapters
+        weights = quantised_bytes(shape, bits, width=width) + (1 + copies) * width * adapters
     own_master = width != 4  # float32 weights are their own masters
     training = (8 + 4 + 4 * own_master + 4 * averaged) * trained
     logits = min(tokens * shape.vocabulary * width, _KEPT_LOGITS)

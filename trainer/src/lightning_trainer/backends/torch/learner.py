@@ -27,7 +27,7 @@ from lightning_trainer.backends.torch.learn.adapters import (
 )
 from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, check_model, engine_gaps, without_older
 from lightning_trainer.backends.torch.learn.candidates import likeliest
-from lightning_trainer.backends.torch.learn.policy import TrainedWeights, reference
+from lightning_trainer.backends.torch.learn.policy import TrainedWeights, copy_start, reference
 from lightning_trainer.backends.torch.learn.reading import penalties, row_logprobs
 from lightning_trainer.backends.torch.learn.several import by_adapter, combine_metrics
 from lightning_trainer.backends.torch.learn.shares import gradient_shares
@@ -84,10 +84,7 @@ class TorchLearner:
             raise ConfigError("base_bits quantises the frozen model under adapters. Set lora_rank, or leave it out.")
         self._policies: dict[str | None, TrainedWeights] = {}
         self._seen: dict[Row, SeenTokens] = {}
-        self._frozen: LoadedModel | None = None
-        frozen = self.options.kl_coef > 0 or self.options.teacher_weights == "base"
-        if frozen and not has_adapters(self._model):
-            self._frozen = load(self.options)
+        self._start = copy_start(self._model, self.options)
         self._engine: PolicyEngines = self._open(*sampler) if sampler else TorchEngine(self._model, self.options)
         self._check_model()
 
@@ -221,10 +218,14 @@ class TorchLearner:
         return self._seen
 
     def penalties(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
-        """Return the divergence penalties on the rewards: `reading.penalties`."""
-        with self._engine.still():
-            use_threads(self.options.threads, self._model.shape.device.type)
-            return penalties(rows, self.options, reference(self._model, self._frozen))
+        """Return the divergence penalties on the rewards: `reading.penalties`.
+
+        Raises:
+            ValueError: a row belongs to no served adapter.
+        """
+        return self._by_adapter(
+            rows, lambda places: penalties([rows[place] for place in places], self.options, self._reference())
+        )
 
     def schedule(self, rise: int, steps: int) -> None:
         """Set the schedule of the learning rate: `Learner.schedule`.
@@ -273,7 +274,7 @@ class TorchLearner:
     def _read_base(
         self, rows: Sequence[Row], places: Sequence[int], candidates: Sequence[NDArray[np.int64]] | None
     ) -> list[NDArray[np.float32]]:
-        with reference(self._model, self._frozen) as base:
+        with reference(self._model, self._start) as base:
             return self._read(base, rows, places, candidates)
 
     def _read(
@@ -355,7 +356,7 @@ class TorchLearner:
     def close(self) -> None:
         """Stop the engine and free memory."""
         self._engine.close()
-        self._policies, self._frozen = {}, None
+        self._policies, self._start = {}, None
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -389,7 +390,7 @@ class TorchLearner:
         return self._policies[adapter]
 
     def _reference(self) -> Any:
-        return reference(self._model, self._frozen) if self.options.kl_coef > 0 else None
+        return reference(self._model, self._start) if self.options.kl_coef > 0 else None
 
 
 def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class TorchOptions(
     """How the embedded backend loads, generates with and updates one policy. Options that a run has too are inherited.
 
     With ``dtype`` = auto, float16 becomes bfloat16. Master weights and moments are always float32. A ``kl_coef`` above
-    0 loads a frozen copy of the starting policy, except with LoRA, whose adapters are disabled instead.
+    0 loads a frozen copy of the starting policy; with LoRA only its adapters are copied.
 
     Attributes:
         model: folder of the model to start from.

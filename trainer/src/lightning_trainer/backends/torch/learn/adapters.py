@@ -82,10 +82,6 @@ def add_adapters(model: LoadedModel, options: TorchOptions, saved: Path | None =
         )
     if has_adapters(model):
         _check_asked(shape_of(model), options, model.source)
-        if options.kl_coef > 0:
-            raise ConfigError(
-                f"{model.source} has LoRA adapters, so kl_coef would compare with its base model. Leave it out."
-            )
         return
     names = options.served or ((ADAPTER,) if options.lora_rank else ())
     there = [name for name in options.adapters if saved is not None and (saved / name).is_dir()]
@@ -107,13 +103,8 @@ def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
     """Add an adapter from its folder.
 
     Raises:
-        ConfigError: it cannot be read, does not match the options, or `kl_coef` would compare it with the model without
-            it.
+        ConfigError: it cannot be read, or does not match the options.
     """
-    if options.kl_coef > 0 and folder.name not in options.fixed:
-        raise ConfigError(
-            f"{folder} is trained, and kl_coef would compare it with the model without the adapter. Leave kl_coef out."
-        )
     check_adapter(folder)
     try:
         with _several():

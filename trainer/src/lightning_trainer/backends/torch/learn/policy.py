@@ -7,8 +7,8 @@ working copy, so steps smaller than bfloat16's resolution are not lost.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_trainer.backends.torch.learn.adapters import has_adapters
 from lightning_trainer.backends.torch.learn.schedule import schedule
 from lightning_trainer.backends.torch.learn.value import ValueHead
-from lightning_trainer.backends.torch.model.load import LoadedModel
+from lightning_trainer.backends.torch.model.load import LoadedModel, load
 from lightning_trainer.backends.torch.options import TorchOptions
 
 
@@ -75,20 +75,9 @@ class TrainedWeights:
         for name, average in self.average.items():
             average.lerp_(self.masters[name].detach(), 1.0 - self._options.ema_decay)
 
-    @contextmanager
-    def use_average(self) -> Iterator[None]:
-        """Let the model compute with the average until the block ends. Its weights are restored bit for bit."""
-        kept = {name: parameter.detach().clone() for name, parameter in self.working.items()}
-        try:
-            self._write_working(self.average)
-            yield
-        finally:
-            self._write_working(kept)
-
-    @torch.no_grad()
-    def _write_working(self, tensors: dict[str, Tensor]) -> None:
-        for name, parameter in self.working.items():
-            parameter.copy_(tensors[name])
+    def use_average(self) -> AbstractContextManager[None]:
+        """Let the model compute with the average until the block ends: `_use`."""
+        return _use(self.average, self.working)
 
     @property
     def steps(self) -> int:
@@ -182,10 +171,54 @@ def _into(master: Tensor) -> Any:
 
 
 @contextmanager
-def reference(model: LoadedModel, frozen: LoadedModel | None) -> Iterator[LoadedModel]:
-    """Yield the model that the policy started from: the frozen copy, or the model with its adapters disabled."""
-    if frozen is not None:
-        yield frozen
+def _use(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let parameters have the values of these tensors until the block ends. Their own are restored bit for bit."""
+    kept = _copies(parameters)
+    try:
+        _write(tensors, parameters)
+        yield
+    finally:
+        _write(kept, parameters)
+
+
+@torch.no_grad()
+def _write(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])
+
+
+def _copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def copy_start(model: LoadedModel, options: TorchOptions) -> LoadedModel | dict[str, Tensor] | None:
+    """Return a frozen copy of the policy that a run starts from, for `reference`; None if the options need none.
+
+    With adapters these are the weights of the adapters alone.
+    """
+    if options.kl_coef == 0 and options.teacher_weights != "base":
+        return None
+    return _copies(_adapters_of(model)) if has_adapters(model) else load(options)
+
+
+def _adapters_of(model: LoadedModel) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.causal.named_parameters() if ".lora_" in name}
+
+
+@contextmanager
+def reference(model: LoadedModel, start: LoadedModel | Mapping[str, Tensor] | None) -> Iterator[LoadedModel]:
+    """Yield the model that the policy started from.
+
+    Args:
+        model: the policy's.
+        start: see `copy_start`; None: the model with its adapters disabled.
+    """
+    if isinstance(start, LoadedModel):
+        yield start
+        return
+    if start is not None:
+        with _use(start, _adapters_of(model)):
+            yield model
         return
     model.causal.disable_adapters()
     try:
