@@ -25,6 +25,7 @@ from lightning_trainer.kits.teaching.endpoint import EndpointTeacher, TeacherErr
 from lightning_trainer.rl.algorithms.distil import FARTHEST, distil_rows
 from lightning_trainer.rl.rows import Row
 from support.models.tiny import make_tiny_model
+from support.models.updates import make_backend
 from support.training.programs import folder_with
 from support.training.tiny_runs import PROGRAMS, config, lines
 
@@ -106,6 +107,20 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_the_first_rollout(
     with serving(teacher, shift=1) as url, pytest.raises(ConfigError, match="another vocabulary"):
         train(distil(tiny_model, f"big={url}"))
     assert not (folder / "out").exists()
+
+
+def test_a_team_without_an_adapter_for_the_student_is_refused_before_the_first_rollout(
+    folder: Path, tiny_model: Path
+) -> None:
+    team = make_backend(tiny_model, adapters=("writer", "checker"), lora_rank=2)
+    team.save(folder / "team", resumable=False)
+    team.close()
+    with pytest.raises(ConfigError, match=r"has the adapters writer, checker, .* folder of one .*team/writer"):
+        train(distil(tiny_model, folder / "team"))
+    assert not (folder / "out").exists()
+    train(distil(tiny_model, folder / "team/writer", steps=1))
+    policies = {"policies": "writer=lora", "agents": None, "lora_rank": 2}
+    train(distil(tiny_model, folder / "team", steps=1, out="named", **policies))
 
 
 def test_a_teacher_needs_its_algorithm_and_the_algorithm_a_teacher(tiny_model: Path) -> None:

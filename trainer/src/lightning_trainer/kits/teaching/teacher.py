@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import SELF
 from lightning_trainer.kits.teaching.options import read_self
 from lightning_trainer.models import look
+from lightning_trainer.policies import parse
 from lightning_trainer.rl.algorithms.distil import DISTIL, at_endpoint, distil_rows
 
 if TYPE_CHECKING:
@@ -90,7 +92,8 @@ def open_tutor(
         check: called during a wait for a server; raises to give up.
 
     Raises:
-        ConfigError: the model does not exist, cannot be reached, or has another vocabulary.
+        ConfigError: the model does not exist, cannot be reached, has another vocabulary, or has adapters of other
+            policies.
     """
     student = learner.engine
     if name == SELF:
@@ -107,6 +110,7 @@ def open_tutor(
     else:
         look(name)  # raises if the model is not found
         with closing(load(name, {"device": config.device, "dtype": config.dtype})) as its:
+            _check_adapters(name, [each.model for each in its.engines[1:]], _trained(config) or {student.model})
             check_vocabulary(name, student.tokenizer.get_vocab(), its.engine.tokenizer.get_vocab())
             most, longest = its.engine.max_model_len, student.max_model_len
             if most < longest:
@@ -115,6 +119,27 @@ def open_tutor(
                     f" --max-model-len {most}."
                 )
             yield Distilling(its)
+
+
+def _trained(config: TrainConfig) -> set[str]:
+    """Return the names of the adapters that a run trains; empty if it trains one policy."""
+    own = parse(config.policies)
+    return {own.by_agent[agent] for agent in own.trained}
+
+
+def _check_adapters(teacher: str, adapters: Sequence[str], trained: set[str]) -> None:
+    """Check that a teacher of several adapters, each of which reads the rows of its name, has all that are needed.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    lacking = sorted(trained - {*adapters})
+    if adapters and lacking:
+        one = (look(teacher).folder or Path(teacher)) / adapters[0]
+        raise ConfigError(
+            f"the teacher {teacher} has the adapters {', '.join(adapters)}, and this run trains {', '.join(lacking)}."
+            f" Name the folder of one adapter, such as {one}, or train policies of the same names."
+        )
 
 
 def check_vocabulary(teacher: str, student: Mapping[str, int], its: Mapping[str, int]) -> None:
