@@ -368,7 +368,8 @@ def test_a_tool_asks_for_confirmation_again_in_a_replay(tmp_path):
     assert first[1] == 1
     assert len(NOTES) == noted + 1
     tools = [span for span in spans if span.operation == names.EXECUTE_TOOL]
-    assert [tool.attributes[names.REPLAYED] for tool in tools] == [False, True]
+    replayed = [tool.attributes[names.REPLAYED] for tool in tools]
+    assert replayed in ([False, True], [True])  # newer versions ask before they call the tool
 
 
 @pytest.mark.parametrize("context", [None, SimpleNamespace(actions=SimpleNamespace())], ids=["none", "its own"])
