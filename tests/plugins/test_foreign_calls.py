@@ -11,6 +11,7 @@ pytest.importorskip("openai")
 
 from lightning_conformance.plugins.script import Reply, ScriptedToolCall
 from lightning_conformance.plugins.server import ScriptedServer
+from lightning_openai.foreign.answers import Answers
 from lightning_openai.foreign.known import dialect_of
 from lightning_openai.other_clients import OtherCall
 from lightning_openai.reading.abandoned import abandoned
@@ -334,6 +335,32 @@ def test_arguments_that_are_no_json_stand_under_a_name_of_their_own(recorder, si
     (call,) = ollama.json()["message"]["tool_calls"]
     (part,) = gemini.json()["candidates"][0]["content"]["parts"]
     assert call["function"]["arguments"] == part["functionCall"]["args"] == {"arguments": "{a: 1"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("thinking", "shown"), [({}, False), ({"includeThoughts": True}, True)])
+def test_gemini_gets_the_reasoning_only_if_it_is_requested(library, stream, thinking, shown):
+    path = GEMINI.streamed[0] if stream else GEMINI.path
+    body = {**GEMINI.body, "generationConfig": {"thinkingConfig": thinking}}
+    dialect = dialect_of(path, body)
+    message = {"role": "assistant", "reasoning_content": "Hm.", "content": "19"}
+    ends = {"finish_reason": "stop", "index": 0}
+    if stream:
+        chunks = [{"choices": [{"index": 0, "delta": {name: text}}]} for name, text in message.items()]
+        text = "".join(f"data: {json.dumps(one)}\n\n" for one in (*chunks, {"choices": [{"delta": {}, **ends}]}))
+        sent = {"content": text, "headers": {"content-type": "text/event-stream"}}
+    else:
+        sent = {"json": {"choices": [{"message": message, **ends}]}}
+    request = library.Request("POST", FAR)
+    answers = Answers(dialect, library, request, shows_reasoning=dialect.read(path, body).shows_reasoning)
+    response = answers.of(library.Response(200, request=request, **sent))
+    parts = [
+        part
+        for event in (events_of(response.text.splitlines()) if stream else [response.json()])
+        for part in event["candidates"][0]["content"]["parts"]
+        if part["text"]
+    ]
+    assert parts == [{"text": "Hm.", "thought": True}] * shown + [{"text": "19"}]
 
 
 def test_thinking_and_formats_are_asked_in_the_words_of_chat_completions():

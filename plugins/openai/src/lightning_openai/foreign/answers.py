@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import orjson
 
 from lightning_openai.events import read_events
-from lightning_openai.foreign.dialect import ForeignDialect
+from lightning_openai.foreign.dialect import ForeignDialect, without_thoughts
 from lightning_spans.chat.stream import EventReader
 from lightning_spans.schema.json import dumps, read_json
 from lightning_spans.schema.spans import Json
@@ -45,10 +45,12 @@ class Answers:
         dialect: the vendor's format.
         library: httpx or httpx2.
         request: the program's request; it has just been sent.
+        shows_reasoning: see `ForeignRequest`.
     """
 
-    def __init__(self, dialect: ForeignDialect, library: ModuleType, request: Any) -> None:
+    def __init__(self, dialect: ForeignDialect, library: ModuleType, request: Any, *, shows_reasoning: bool) -> None:
         self._dialect, self._library, self._request = dialect, library, request
+        self._shown: Callable[[Mapping[str, Json]], Mapping[str, Json]] = dict if shows_reasoning else without_thoughts
         self._since_ns = time.perf_counter_ns()
 
     def refusal(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> Any:
@@ -66,12 +68,16 @@ class Answers:
             kept = {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
             return self.refusal(status, _message(response), kept)
         if not response.is_stream_consumed:
-            stream = _class_for(self._library)(response, _Reader(self._dialect, self._since_ns))
+            stream = _class_for(self._library)(response, self._reader())
             return self._library.Response(status, headers=self._type(), stream=stream, request=self._request)
         if streamed:
-            reader = _Reader(self._dialect, self._since_ns)
+            reader = self._reader()
             return self._of(status, reader.feed(response.content) + reader.end(), self._dialect.content_type)
-        return self._of(status, dumps(self._dialect.answer(response.json(), self._since_ns)), "application/json")
+        answer = self._dialect.answer(self._shown(response.json()), self._since_ns)
+        return self._of(status, dumps(answer), "application/json")
+
+    def _reader(self) -> _Reader:
+        return _Reader(self._dialect, self._since_ns, self._shown)
 
     def _of(self, status: int, content: bytes, kind: str, headers: Mapping[str, str] | None = None) -> Any:
         told = {"content-type": kind, **(headers or {})}
@@ -91,8 +97,10 @@ def _message(response: Any) -> str:
 class _Reader:
     """Converts the bytes of a streamed chat completion to those of the vendor's stream."""
 
-    def __init__(self, dialect: ForeignDialect, since_ns: int) -> None:
-        self._dialect = dialect
+    def __init__(
+        self, dialect: ForeignDialect, since_ns: int, shown: Callable[[Mapping[str, Json]], Mapping[str, Json]]
+    ) -> None:
+        self._dialect, self._shown = dialect, shown
         self._cut = EventReader()
         self._said = dialect.stream(since_ns)
 
@@ -104,7 +112,7 @@ class _Reader:
             if chunk.get("error"):
                 made.append(self._dialect.framed(self._dialect.error(500, str(chunk["error"].get("message")))))
             else:
-                made += [self._dialect.framed(event) for event in self._said.feed(chunk)]
+                made += [self._dialect.framed(event) for event in self._said.feed(self._shown(chunk))]
         return b"".join(made)
 
     def end(self) -> bytes:

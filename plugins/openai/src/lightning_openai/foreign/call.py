@@ -37,7 +37,8 @@ class ForeignCall(HttpxCall):
         self._translated = dialect.read(request.url.path.rstrip("/"), body)
         self._content_type = ""
         super().__init__(recorder, client, request, CHAT, self._translated.body)
-        self._answers = Answers(dialect, self._library, request)
+        shown = self._translated.shows_reasoning
+        self._answers = Answers(dialect, self._library, request, shows_reasoning=shown)
         if self._translated.untranslated:
             self.span.set(**{names.UNASKABLE: list(self._translated.untranslated)})
 

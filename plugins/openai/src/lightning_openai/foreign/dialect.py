@@ -13,6 +13,7 @@ from lightning_spans.schema.spans import Json
 
 CHAT: Final = "/chat/completions"  # the endpoint of translated requests
 EFFORT: Final = "medium"  # of reasoning that is only switched on, or has a budget, which no chat template supports
+_THOUGHTS: Final = ("reasoning_content", "reasoning")  # in a message or a delta
 Changed: TypeAlias = Callable[[Mapping[str, Json]], Mapping[str, Json] | None]
 
 
@@ -24,11 +25,14 @@ class ForeignRequest:
         body: of the chat completion.
         untranslated: fields that a chat completion cannot express, by name.
         left_out: fields for the vendor's own server or bookkeeping, which do not change an answer elsewhere, by name.
+        shows_reasoning: whether the answer may have the model's reasoning. A program that did not request it may read
+            the first part as the answer.
     """
 
     body: dict[str, Json]
     untranslated: Mapping[str, Json] = field(default_factory=dict)
     left_out: Mapping[str, Json] = field(default_factory=dict)
+    shows_reasoning: bool = True
 
     @property
     def recorded(self) -> dict[str, Json]:
@@ -193,7 +197,20 @@ def assistant_message(text: str, thought: str, calls: Sequence[Mapping[str, Json
 
 def thought_of(message: Mapping[str, Json]) -> str:
     """Return the reasoning in a message or a delta, under either of its names."""
-    return message.get("reasoning_content") or message.get("reasoning") or ""
+    return next((message[name] for name in _THOUGHTS if message.get(name)), "")
+
+
+def without_thoughts(completion: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a chat completion, or a chunk of one, without the reasoning of its choices."""
+    choices = []
+    for choice in completion.get("choices") or ():
+        said = {key: choice[key] for key in ("message", "delta") if isinstance(choice.get(key), Mapping)}
+        kept = {
+            key: {name: value for name, value in message.items() if name not in _THOUGHTS}
+            for key, message in said.items()
+        }
+        choices.append({**choice, **kept})
+    return {**completion, "choices": choices}
 
 
 def schema_format(schema: Json) -> dict[str, Json]:

@@ -66,11 +66,14 @@ class Gemini:
         ]
         chat |= read_tools(fields.take("tools"), untranslated)
         chat |= read_tool_config(fields.take("toolConfig"), untranslated, chat.get("tools") or [])
-        chat |= _config(Fields(fields.take("generationConfig"), "generationConfig", camel), untranslated)
+        config = Fields(fields.take("generationConfig"), "generationConfig", camel)
+        thinking = Fields(config.take("thinkingConfig"), "generationConfig.thinkingConfig", camel)
+        shown = bool(thinking.take("includeThoughts"))
+        chat |= _config(config, thinking, untranslated)
         untranslated |= _filters(fields.take("safetySettings"))
         if found and found[2].startswith("stream"):
             chat["stream"] = True
-        return ForeignRequest(chat, untranslated | fields.rest(), left_out)
+        return ForeignRequest(chat, untranslated | fields.rest(), left_out, shows_reasoning=shown)
 
     def prompted(self, body: Mapping[str, Json], changed: Changed) -> Mapping[str, Json] | None:
         """See `ForeignDialect`."""
@@ -295,7 +298,7 @@ def _system(given: Any, untranslated: dict[str, Json]) -> Iterator[dict[str, Jso
         yield {"role": "system", "content": text}
 
 
-def _config(config: Fields, untranslated: dict[str, Json]) -> dict[str, Json]:
+def _config(config: Fields, thinking: Fields, untranslated: dict[str, Json]) -> dict[str, Json]:
     chat = config.renamed(_SAMPLING)
     if isinstance(chat.get("top_k"), float):
         chat["top_k"] = int(chat["top_k"])
@@ -307,8 +310,6 @@ def _config(config: Fields, untranslated: dict[str, Json]) -> dict[str, Json]:
         chat["response_format"] = schema_format(schema)
     elif kind not in {None, "text/plain"}:
         untranslated["generationConfig.responseMimeType"] = kind
-    thinking = Fields(config.take("thinkingConfig"), "generationConfig.thinkingConfig", camel)
-    thinking.take("includeThoughts")  # they are, if the model has any
     level, budget = thinking.take("thinkingLevel"), thinking.take("thinkingBudget")
     if level is not None or budget is not None:
         chat["reasoning_effort"] = level.lower() if isinstance(level, str) else "none" if budget == 0 else EFFORT

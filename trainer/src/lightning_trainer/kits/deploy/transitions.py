@@ -54,7 +54,7 @@ def is_tried(deployment: Deployment | None) -> bool:
     return deployment is not None and deployment.stage in _TRIED
 
 
-def was_dropped(history: Sequence[Deployment]) -> bool:
+def is_dropped(history: Sequence[Deployment]) -> bool:
     """Whether the newest transition rolled back a candidate that was not promoted."""
     return len(history) > 1 and history[-1].stage == "rolled_back" and is_tried(history[-2])
 
@@ -172,7 +172,7 @@ def roll_back(history: Sequence[Deployment], agent: str, note: Note, *, last_pro
         return _next(current, note, stage="rolled_back", share=0.0)
     if current is None or current.previous is None:
         raise ConfigError(f"{agent} has no candidate and no earlier policy, so there is nothing to roll back.")
-    if not last_promotion and was_dropped(history):
+    if not last_promotion and is_dropped(history):
         raise ConfigError(
             f"{current.candidate} was rolled back already, by {current.actor or 'somebody'}: {current.stable} answers"
             f" {agent}. To replace it by {current.previous}, the policy before it: lightning-rl deploy rollback --agent"

@@ -110,7 +110,7 @@ def open_tutor(
     else:
         look(name)  # raises if the model is not found
         with closing(load(name, {"device": config.device, "dtype": config.dtype})) as its:
-            _check_adapters(name, [each.model for each in its.engines[1:]], _trained(config) or {student.model})
+            _check_adapters(name, [each.model for each in its.engines[1:]], _adapters_of(config) or {student.model})
             check_vocabulary(name, student.tokenizer.get_vocab(), its.engine.tokenizer.get_vocab())
             most, longest = its.engine.max_model_len, student.max_model_len
             if most < longest:
@@ -121,7 +121,7 @@ def open_tutor(
             yield Distilling(its)
 
 
-def _trained(config: TrainConfig) -> set[str]:
+def _adapters_of(config: TrainConfig) -> set[str]:
     """Return the names of the adapters that a run trains; empty if it trains one policy."""
     own = parse(config.policies)
     return {own.by_agent[agent] for agent in own.trained}

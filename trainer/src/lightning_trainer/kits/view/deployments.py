@@ -16,7 +16,7 @@ from lightning_trainer.config.passwords import without_password
 from lightning_trainer.kits.deploy.approvals import needs_approval
 from lightning_trainer.kits.deploy.outcomes import rules_of
 from lightning_trainer.kits.deploy.table import read_histories
-from lightning_trainer.kits.deploy.transitions import is_tried, was_dropped
+from lightning_trainer.kits.deploy.transitions import is_tried, is_dropped
 from lightning_trainer.kits.view.answers.deployments import DeploymentPage, DeploymentRow
 from lightning_trainer.kits.view.findings import KnownFindings, transition_row
 from lightning_trainer.kits.view.reader import StoreReader
@@ -86,7 +86,7 @@ def agent_row(history: Sequence[Deployment]) -> DeploymentRow:
         newest=transition_row(newest),
         previous=newest.previous,
         tried=is_tried(newest),
-        dropped=was_dropped(history),
+        dropped=is_dropped(history),
         needs_approval=is_tried(newest) and needs_approval(history),
     )
 
