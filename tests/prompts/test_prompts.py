@@ -27,13 +27,15 @@ from lightning_spans.errors import ConfigError, LightningError, UnknownAgentErro
 from lightning_spans.record.prompts import read_prompts as read_file
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.schema.attempts import Attempt, AttemptRecord, Rollout
+from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE, Span
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.cli import cli
+from lightning_trainer.kits.improve.costs import costs_of
 from lightning_trainer.kits.prompts import journal, reflection
-from lightning_trainer.kits.prompts.adapter import SpansAdapter
+from lightning_trainer.kits.prompts.adapter import ROLLOUTS, SpansAdapter
 from lightning_trainer.kits.prompts.journal import SearchJournal
 from lightning_trainer.kits.prompts.optimise import _STATE
 from lightning_trainer.kits.prompts.options import PromptsConfig
@@ -286,8 +288,13 @@ def test_rollouts_that_were_cut_are_run_once_more_and_counted(folder, monkeypatc
         def die(runner: CandidateRunner, *args, **kwargs) -> None:
             plan, store = runner._plan(args[0]), runner.session.store
             store.enqueue(plan)
-            first = store.claim("gone", limit=1, lease_s=600)
-            assert len(first) == 1
+            (first,) = store.claim("gone", limit=1, lease_s=600)
+            call = Call(
+                call_id="c", response_id="c", start_ns=1, end_ns=2, policy="m", policy_version=0, agent="writer",
+                rollout_id=first.rollout.rollout_id, attempt_id=first.attempt_id, prompt_token_ids=(7,) * 1000,
+                choices=(Choice(0, None, None, "stop"),),
+            )  # fmt: skip
+            store.add_calls([call])
             raise Killed
 
         with monkeypatch.context() as patch:
@@ -300,6 +307,9 @@ def test_rollouts_that_were_cut_are_run_once_more_and_counted(folder, monkeypatc
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout.splitlines()[-1])
         assert len(server.requests) == 2 * (found["rollouts"] - 1)
+        paid = journal.read_lines(Path("best.json.search") / journal.FILE)
+        proposals = sum(line["came_to"]["tokens"] for line in paid if line["kind"] != ROLLOUTS)
+        assert found["tokens"] == costs_of(Path("best.json.search")).sampled + proposals
 
 
 def test_a_search_at_which_another_process_works_is_refused(folder):
@@ -472,11 +482,11 @@ def test_a_program_that_fails_everywhere_is_the_agents_failure(folder, monkeypat
 class Scripted:
     """A session in which a batch comes to these rewards: of the attempt or by agent; None failed."""
 
-    rollouts = again = 0
+    rollouts = again = tokens = 0
     rewards: tuple[float | dict[str, float] | None, ...] = ()
 
     def check(self) -> None: ...
-    def skip(self, rollouts: int, again: int) -> None: ...
+    def skip(self, rollouts: int, again: int, tokens: int) -> None: ...
 
     def run(self, tasks: Any, prompts: Any) -> list[CandidateRun]:
         return [CandidateRun(outcome(reward), None) for reward in self.rewards]
@@ -565,7 +575,7 @@ def traces(*systems: str | None) -> list[Trace]:
 class ByTask:
     """A session without a program: each task's reward with the agent's own prompt, and another with any other."""
 
-    rollouts = again = 0
+    rollouts = again = tokens = 0
 
     def __init__(self, others: float) -> None:
         self._others = others
@@ -678,7 +688,7 @@ def test_an_attempts_prompts_go_through_its_environment():
 class OneRun:
     """A session in which every batch comes to one rollout."""
 
-    again = 0
+    again = tokens = 0
 
     def __init__(self, ran: CandidateRun) -> None:
         self._ran = ran

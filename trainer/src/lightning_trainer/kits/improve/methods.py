@@ -305,10 +305,14 @@ class PromptsMethod(Method):
         if not resume:
             shutil.rmtree(search, ignore_errors=True)
             self._file.unlink(missing_ok=True)
+        removed: list[Costs] = []
         try:
-            found = optimise(self._options(limit, resume=resume), self.progress, resume=resume)
+            found = optimise(
+                self._options(limit, resume=resume), self.progress, resume=resume,
+                before_removal=lambda its: removed.append(costs_of(its)),
+            )  # fmt: skip
         except UnknownAgentError as error:  # the agent was seen in held-out tasks, so its name is valid
-            return Spending(tokens=costs_of(search).tokens, changed=False, ended=str(error))
+            return Spending(tokens=sum(removed, Costs()).tokens, changed=False, ended=str(error))
         ended = "no prompt can earn more on its tasks" if found.ended == "ceiling" else None
         return Spending(tokens=found.tokens, changed=bool(found.diff), ended=ended)
 

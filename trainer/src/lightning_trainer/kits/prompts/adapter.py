@@ -17,7 +17,6 @@ from lightning_trainer.rl.rewards.callers import request_of
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import agents_totals, reward_of_failures, total, trained_names, trained_reward
 from lightning_trainer.rl.told import chat_messages, text_of
-from lightning_trainer.rl.usage import tokens_of
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node
@@ -49,7 +48,6 @@ class SpansAdapter:
         self._lowest = 0.0  # lowest reward so far: the score of a failure, so that no prompt gains by failing
         self._named: set[str] = set()  # agents with rewards of their own so far
         self._highest = -math.inf
-        self.tokens = 0
         self.reached_ceiling = False
 
     def at_ceiling(self, state: Any) -> bool:
@@ -80,8 +78,7 @@ class SpansAdapter:
             came_to = self._run(batch, prompts, capture_traces)
             self._journal.add(ROLLOUTS, asked, came_to)
         else:
-            self._runner.skip(came_to["rollouts"], came_to["again"])
-        self.tokens += came_to["tokens"]
+            self._runner.skip(came_to["rollouts"], came_to["again"], came_to["tokens"])
         scores = came_to["scores"]
         self._lowest = min([self._lowest, came_to.get("lowest", 0.0), *scores])
         self._named.update(came_to.get("named", ()))
@@ -94,7 +91,7 @@ class SpansAdapter:
         self, batch: Sequence[dict[str, Any]], prompts: Mapping[str, Mapping[str, str]], capture_traces: bool
     ) -> dict[str, Any]:
         """Return the journal's entry for a batch: scores, and the records of each rollout for the reflecting model."""
-        again = self._runner.again
+        again, tokens = self._runner.again, self._runner.tokens
         ran = self._runner.run(batch, prompts)
         for one in ran:
             _check_reached(one, prompts)
@@ -105,7 +102,7 @@ class SpansAdapter:
         return {
             "rollouts": len(ran),
             "again": self._runner.again - again,
-            "tokens": sum(sum(tokens_of(node)) for one in ran if one.trace for node in one.trace.chats),
+            "tokens": self._runner.tokens - tokens,
             "scores": scores_of(outcomes, lowest, trained_names(self._named | named, list(self._before))),
             "lowest": lowest,
             "named": sorted(named),

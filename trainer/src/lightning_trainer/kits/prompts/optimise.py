@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -43,13 +43,20 @@ _STATE: Final = "prompts.json"
 _LINEAGE: Final = "lineage"  # folder of the manifest, in that of the search
 
 
-def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume: bool = False) -> PromptResult:
+def optimise(
+    config: PromptsConfig,
+    progress: Progress | None = None,
+    *,
+    resume: bool = False,
+    before_removal: Callable[[Path], None] | None = None,
+) -> PromptResult:
     """Search for better prompts.
 
     Args:
         config: the options.
         progress: callback for progress events. Default: none.
         resume: resume the search next to `config.out`.
+        before_removal: called with the folder, which has the rollouts, if an agent makes too few calls.
 
     Raises:
         LightningError: an option, a file or the agent is wrong, GEPA is not installed, or no candidate can be tried.
@@ -77,10 +84,15 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
                 _record_lineage(folder, config, (*train, *val))
             opened = CandidateRunner(session, progress, check, config.timeout_s, config.max_attempts, state["name"])
             if "prompts" in state:
-                opened.skip(state["looked"], state["again"])
+                opened.skip(state["looked"], state["again"], state.get("looked_tokens", 0))  # older versions have none
             else:
-                state["prompts"] = _look(opened, (*train, *val), config, progress)
-                state |= {"looked": opened.rollouts, "again": opened.again}
+                try:
+                    state["prompts"] = _look(opened, (*train, *val), config, progress)
+                except UnknownAgentError:
+                    if before_removal is not None:
+                        before_removal(folder)
+                    raise
+                state |= {"looked": opened.rollouts, "again": opened.again, "looked_tokens": opened.tokens}
                 _keep(folder, state)
             return Search(config, opened, state["prompts"], folder, progress).run(train, val)
     except SavedInterrupt:

@@ -124,7 +124,7 @@ class Search:
 
     @property
     def _tokens(self) -> int:
-        return self._adapter.tokens + self._reflection.tokens
+        return self._opened.tokens + self._reflection.tokens
 
     def _out_of_tokens(self) -> bool:
         return self._config.tokens is not None and self._tokens >= self._config.tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.report.failures import advice
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
+from lightning_trainer.rl.usage import tokens_of
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
@@ -46,6 +47,7 @@ class CandidateRunner:
             interrupted batch.
         rollouts: number of rollouts so far.
         again: number of rollouts that were interrupted and run again.
+        tokens: tokens of all their model calls, prompts and answers.
     """
 
     session: Session
@@ -56,11 +58,13 @@ class CandidateRunner:
     name: str
     rollouts: int = 0
     again: int = 0
+    tokens: int = 0
 
-    def skip(self, rollouts: int, again: int) -> None:
+    def skip(self, rollouts: int, again: int, tokens: int) -> None:
         """Count a batch that was already run."""
         self.rollouts += rollouts
         self.again += again
+        self.tokens += tokens
 
     def run(self, tasks: Sequence[Mapping[str, Any]], prompts: Mapping[str, Mapping[str, str]]) -> list[CandidateRun]:
         """Run each task once, with these prompts instead of the agents' own.
@@ -80,8 +84,7 @@ class CandidateRunner:
                 f"{advice([outcome.error or '' for outcome in found])}"
             )
         counted = [outcome.crash or outcome.attempt for outcome in found]
-        ids = [attempt.attempt_id for attempt in counted if attempt is not None]
-        traces = {trace.attempt_id: trace for trace in traces_of(self.session.store, attempt_ids=ids)}
+        traces = {trace.attempt_id: trace for trace in self._count_tokens(rollout.rollout_id for rollout in rollouts)}
         return [
             CandidateRun(o, None if a is None else traces.get(a.attempt_id))
             for o, a in zip(found, counted, strict=True)
@@ -105,6 +108,14 @@ class CandidateRunner:
             counted = [o.rollout for o in outcomes(store, ended) if o.attempt is not None or o.crash is not None]
             kept |= {places[rollout.rollout_id]: rollout for rollout in counted}
             tried = {attempt.rollout.rollout_id for attempt in store.attempts(rollout_ids=list(places))}
-            begun += len(tried - {rollout.rollout_id for rollout in counted})
+            interrupted = tried - {rollout.rollout_id for rollout in counted}
+            begun += len(interrupted)
+            self._count_tokens(interrupted)
         self.again += begun
         return [kept.get(place, rollout) for place, rollout in enumerate(planned)]
+
+    def _count_tokens(self, rollout_ids: Iterable[str]) -> list[Trace]:
+        """Add the tokens of all attempts of these rollouts, and return their traces."""
+        traces = traces_of(self.session.store, rollout_ids=list(rollout_ids))
+        self.tokens += sum(sum(tokens_of(node)) for trace in traces for node in trace.chats)
+        return traces
