@@ -27,7 +27,7 @@ from lightning_trainer.kits.improve.halving import (
     rung_count,
     share_of,
 )
-from lightning_trainer.kits.improve.improve import improve
+from lightning_trainer.kits.improve.improve import improve, plan_search
 from lightning_trainer.kits.improve.plan import SearchPlan
 from lightning_trainer.kits.improve.selection import StatesOfAgent, equivalent_comparisons
 from lightning_trainer.kits.improve.tasks import TaskFiles
@@ -305,6 +305,52 @@ def test_how_an_earlier_state_counts_may_change_with_a_later_one() -> None:
     assert [stage.rewards[1] for name in ("sft", "rl") for stage in found[name].stages] == [-1.0, 0.0, 0.0]
 
 
+def evaluation_of(sample: Callable[[int, bool], Sample]) -> Callable[[EvalConfig, Progress], None]:
+    """Return an evaluation without a model: the sample of each task, with the program's own prompts or others."""
+
+    def evaluate(config: EvalConfig, _: Progress) -> None:
+        assert config.out is not None
+        config.out.mkdir()
+        tasks = range(len(load_tasks(config.data)))
+        write_samples(config.out, [sample(task, config.prompts is not None) for task in tasks])
+
+    return evaluate
+
+
+def improve_config(folder: Path) -> ImproveConfig:
+    """Return the options of a search for a model without weights."""
+    (folder / "model").mkdir()
+    empty = "\2" + "\0" * 7 + "{}"
+    for name, content in (("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", empty)):
+        (folder / "model" / name).write_text(content)
+    for name, count in (("data", 2), ("val", 40)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({name: place}) + "\n" for place in range(count)))
+    train = TrainConfig(
+        target="program:run", data=folder / "data.jsonl", val=folder / "val.jsonl", model=str(folder / "model"),
+        lora_rank=4,
+    )  # fmt: skip
+    return ImproveConfig(train=train, budget=10_000_000, methods=("rl",))
+
+
+def test_an_agent_with_rewards_and_without_calls_gets_no_share_of_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sample(task: int, _: bool) -> Sample:
+        return Sample(
+            task=task, sample=0, rollout_id=f"{task}", attempt_id=f"{task}", status="succeeded", reward=1.0,
+            rewards={"writer": 1.0, "fixer": 1.0}, usage={"writer": Usage(calls=1, prompt_tokens=30)},
+        )  # fmt: skip
+
+    class Notes(Silent):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    notes = list[str]()
+    monkeypatch.setattr(measuring, "evaluate", evaluation_of(sample))
+    assert plan_search(improve_config(tmp_path), Notes()).agents == ["writer"]
+    assert notes[-1] == "fixer has rewards, but no call in 2 rollouts, so it is not improved"
+
+
 def test_a_crash_counts_as_the_same_reward_for_the_base_and_for_a_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,26 +363,8 @@ def test_a_crash_counts_as_the_same_reward_for_the_base_and_for_a_candidate(
             status="crashed" if crashes else "succeeded", usage={"writer": Usage(calls=1, prompt_tokens=30)},
         )  # fmt: skip
 
-    def evaluate(config: EvalConfig, _: Progress) -> None:
-        assert config.out is not None
-        config.out.mkdir()
-        tasks = range(len(load_tasks(config.data)))
-        write_samples(config.out, [sample(task, config.prompts is not None) for task in tasks])
-
-    monkeypatch.setattr(measuring, "evaluate", evaluate)
-    (tmp_path / "model").mkdir()
-    empty = "\2" + "\0" * 7 + "{}"
-    for name, content in (("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", empty)):
-        (tmp_path / "model" / name).write_text(content)
-    for name, count in (("data", 2), ("val", 40)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({name: place}) + "\n" for place in range(count)))
-    config = ImproveConfig(
-        train=TrainConfig(
-            target="program:run", data=tmp_path / "data.jsonl", val=tmp_path / "val.jsonl",
-            model=str(tmp_path / "model"), lora_rank=4,
-        ),
-        budget=10_000_000, methods=("rl",),
-    )  # fmt: skip
+    monkeypatch.setattr(measuring, "evaluate", evaluation_of(sample))
+    config = improve_config(tmp_path)
     config.write(tmp_path)
     TaskFiles(tmp_path / "tasks").write(config, Silent())
     made = tmp_path / "agents" / "writer" / "rl" / "rung-1"

@@ -66,6 +66,12 @@ def two(task):
 def careful(task):  # whatever the model answers, only another prompt pays: one that is ten bytes longer
     return float(ask("writer", "Write.", task["q"]).usage.prompt_tokens >= 42)
 
+def late(task):  # the checker is not needed for tasks to learn from
+    say("writer", "Write.", task["q"])
+    if int(task["q"]) >= 20:
+        say("checker", "Check.", task["q"])
+    return 0.5
+
 def flat(task):
     say("writer", "Write.", task["q"])
     return 0.5
@@ -184,6 +190,17 @@ def test_where_nothing_helps_the_base_is_returned(folder: Path, model: Path) -> 
     assert min(its["tokens"] for its in methods_of.values()) > 0  # of samples from which nothing was learned
     options = ["--data", "val.jsonl", "--model", "found", "--device", "cpu", "--out", "again", "--json"]
     assert told(CliRunner().invoke(cli, ["eval", "program:flat", *options]))["mean"] == 0.5
+
+
+def test_an_agent_without_a_call_in_the_training_tasks_ends_no_search(folder: Path, model: Path) -> None:
+    pytest.importorskip("gepa")
+    options = ("--budget", "24000", "--agents", "checker", "--policy", "writer=base", "--out", "found", "--json")
+    found = told(improve("program:late", model, *options, "--reflect", "big=http://127.0.0.1:9/v1"))
+    methods_of = found["agents"]["checker"]["methods"]
+    assert list(methods_of) == ["prompts", "sft", "rl"]
+    for its in methods_of.values():
+        assert "agent 'checker' was never seen" in its["ended"]
+        assert its["tokens"] > 0
 
 
 def test_two_agents_are_improved_apart_and_put_together_and_a_cut_search_is_resumed(

@@ -24,6 +24,7 @@ from lightning_trainer.kits.improve.search import AgentSearch
 from lightning_trainer.kits.improve.selection import StatesOfAgent, equivalent_comparisons
 from lightning_trainer.kits.improve.snapshots import Snapshot, adapter_names
 from lightning_trainer.kits.improve.tasks import TaskFiles
+from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import load_tasks
@@ -188,12 +189,18 @@ def _best(methods: Mapping[str, MethodResult]) -> str | None:
 
 
 def _plan_from(config: ImproveConfig, held_out: HeldOutMeasurement, tasks: TaskFiles) -> SearchPlan:
-    """Name the agents that were seen, and divide the budget between them."""
+    """Name the agents that made calls, and divide the budget between them."""
     chosen = config.train.agents or ("*",)
-    seen = held_out.summarise([])[0].by_agent
-    agents = [name for name in seen if name and selects(chosen, name)]
+    found = held_out.summarise([])[0].by_agent
+    selected = [name for name in found if name and selects(chosen, name)]
+    seen = [name for name, its in found.items() if name and its.usage.calls]
+    for name in selected:
+        if name not in seen:
+            rollouts = amount(len(held_out.base), "rollout")
+            held_out.progress.note(f"{name} has rewards, but no call in {rollouts}, so it is not improved")
+    agents = [name for name in selected if name in seen]
     if not agents:
-        listed = ", ".join(filter(None, seen)) or "none that has a name"
+        listed = ", ".join(seen) or "none that has a name"
         raise UnknownAgentError(f"no agent is called {', '.join(chosen)}. Agents seen: {listed}.")
     return _plan(config, agents, rollout_tokens(held_out.base), tasks)
 

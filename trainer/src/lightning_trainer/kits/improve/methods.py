@@ -118,6 +118,8 @@ class _Training(Method):
                 self._train(taken + steps)
             except NothingToLearnError as error:
                 ended = str(error)
+            except UnknownAgentError as error:  # the agent was seen in held-out tasks, so its name is valid
+                ended = f"in its rollouts, {error}"
             if self._taken < taken + steps and ended is None:
                 ended = "the run ended early"
         return Spending(tokens=self._costs.tokens, changed=(self.folder / NEWEST).exists(), ended=ended)
@@ -214,7 +216,7 @@ class SftMethod(Method):
         from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME
 
         folder, ended = self._folder(rung), None
-        removed: list[Costs] = []  # of samples without anything to learn
+        removed: list[Costs] = []  # of samples without anything to learn, or without a call of the agent
         if not (folder / RESULT_NAME).exists():
             before = self._costs(rung - 1).tokens
             try:
@@ -230,6 +232,8 @@ class SftMethod(Method):
                     )  # fmt: skip
             except NothingToLearnError as error:
                 ended = str(error)
+            except UnknownAgentError as error:
+                ended = f"in its rollouts, {error}"
         costs = sum(removed, self._costs(rung if (folder / RESULT_NAME).exists() else rung - 1))
         return Spending(tokens=costs.tokens, changed=self._newest is not None, ended=ended)
 

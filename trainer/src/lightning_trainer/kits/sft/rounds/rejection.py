@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from lightning_spans.errors import NothingToLearnError
+from lightning_spans.errors import NothingToLearnError, UnknownAgentError
 from lightning_trainer import registry
 from lightning_trainer.backend_protocol import Backend
 from lightning_trainer.config.workers import worker_count
@@ -51,7 +51,8 @@ def rejection_sampling(
         config: the options; to resume, those that `config_to_resume` returned.
         progress: callback for progress events. Default: none.
         resume: folder of rounds to resume, after the last completed one.
-        before_removal: called with the folder, which has the samples, if there is nothing to learn.
+        before_removal: called with the folder, which has the samples, if there is nothing to learn, or no agent made a
+            call.
 
     Raises:
         LightningError: an option, a file or the agent is wrong, or the first round has nothing to learn. Then no folder
@@ -99,7 +100,7 @@ def _run(loop: RoundLoop, before_removal: Callable[[Path], None] | None) -> Roun
         return loop.run()
     except SavedInterrupt:
         raise SavedInterrupt(_stop_message(loop.folder)) from None
-    except NothingToLearnError:
+    except (NothingToLearnError, UnknownAgentError):
         if before_removal is not None:
             before_removal(loop.folder)
         raise
