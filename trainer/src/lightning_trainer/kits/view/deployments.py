@@ -16,7 +16,7 @@ from lightning_trainer.config.passwords import without_password
 from lightning_trainer.kits.deploy.approvals import needs_approval
 from lightning_trainer.kits.deploy.outcomes import rules_of
 from lightning_trainer.kits.deploy.table import read_histories
-from lightning_trainer.kits.deploy.transitions import is_tried, is_dropped
+from lightning_trainer.kits.deploy.transitions import is_dropped, is_tried
 from lightning_trainer.kits.view.answers.deployments import DeploymentPage, DeploymentRow
 from lightning_trainer.kits.view.findings import KnownFindings, transition_row
 from lightning_trainer.kits.view.reader import StoreReader
