@@ -25,6 +25,7 @@ from lightning_trainer.cli import cli
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.rollouts import plan
 from lightning_trainer.rl.scores import score
+from lightning_trainer.run import loop
 from lightning_trainer.run.embedded import EmbeddedBackend
 from lightning_trainer.run.interrupts import SavedInterrupt
 from lightning_trainer.run.train import describe
@@ -186,12 +187,15 @@ class StopBefore(Silent):
 
 
 @pytest.mark.usefixtures("plugin")
-def test_a_run_that_went_back_and_was_stopped_continues_from_there(folder: Path) -> None:
+def test_a_run_that_went_back_and_was_stopped_continues_from_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "best_step", lambda _: 1)
     whole = train(TrainConfig(**options(backend="remembering", save_every=1, checkpoint="full")))
     earlier = folder / "out" / "checkpoints" / "step-000001"
     with pytest.raises(SavedInterrupt, match=r"stopped after 1 step\. Continue with: \S+ train --resume \S+out"):
         train(TrainConfig(**options(backend="remembering", out=None, resume=earlier)), StopBefore())
-    assert (folder / "out" / "checkpoint").resolve() == earlier
+    assert (folder / "out" / "checkpoint").resolve() == (folder / "out" / "checkpoint-best").resolve() == earlier
     again = train(TrainConfig(**options(backend="remembering", out=None, resume="out", save_every=1)))
     assert (again.steps, again.curve) == (2, whole.curve)
     assert (folder / "out" / "checkpoint").resolve().name == "step-000002"

@@ -13,8 +13,8 @@ from lightning_trainer.policies import parse
 from lightning_trainer.reasons.amounts import amount
 from lightning_trainer.report.teams.cliffs import Fall, best_step_of, fall_of, rewarded_names
 from lightning_trainer.rl.scores import BY_TASK
-from lightning_trainer.run.drafts import clear_drafts, remove_folder, replace_folder
 from lightning_trainer.run.turns import last_turn, policies_to_train
+from lightning_trainer.session.drafts import clear_drafts, remove_folder, replace_folder
 
 if TYPE_CHECKING:
     from lightning_trainer.backend_protocol import Learner, OpenRun

@@ -14,8 +14,8 @@ from lightning_trainer.models.verl_folders import verl_checkpoint
 from lightning_trainer.report.log.lines import read
 from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.report.runs import is_run
-from lightning_trainer.run.drafts import clear_drafts
 from lightning_trainer.run.state import FOLDER, find
+from lightning_trainer.session.drafts import clear_drafts
 from lightning_trainer.session.folder import in_use, is_held, open_folder
 
 RUNS: Final = Path("runs")  # where runs without a named folder go

@@ -103,7 +103,10 @@ class Loop:
 
     def _run_all(self) -> None:
         steps = self._run.steps
-        unmark_best(self._run.folder, best_step(self._run.log.validations()))
+        best = best_step(self._run.log.validations())
+        unmark_best(self._run.folder, best)
+        if best is not None:
+            mark_best(self._run.folder, best)  # again, if the run went back from a later one
         self._guard.resume(self.state.step)
         self._run.progress.begin(self.state.step, steps)
         if self.state.step >= steps:

@@ -20,7 +20,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import BEST, NEWEST
 from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.run.data import Task, digest
-from lightning_trainer.run.drafts import remove_folder, replace_folder
+from lightning_trainer.session.drafts import remove_folder, replace_folder
 from lightning_trainer.session.folder import check_unchanged
 
 STATE_NAME: Final = "state.json"

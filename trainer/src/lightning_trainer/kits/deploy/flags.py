@@ -18,8 +18,10 @@ _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)(%?)")
 
 def parse_share(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
     """Parse a share such as ``5%`` or ``0.05``."""
-    if value is None:
-        return None
+    return None if value is None else _share_of(context, option, value)
+
+
+def _share_of(context: click.Context, option: click.Parameter, value: str) -> float:
     found = _SHARE.fullmatch(value)
     if found is None:
         raise click.BadParameter(f"{value!r}: give a share such as 5% or 0.05", context, option)
@@ -51,4 +53,4 @@ def gate_options(function: F) -> F:
 def parse_bounds(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
     """Parse bounds such as ``failed=2%``."""
     pairs = [value.rpartition("=") if "=" in value else (value, "", "") for value in values]  # a source may contain "="
-    return {name: parse_share(context, option, share) for name, _, share in pairs}
+    return {name: _share_of(context, option, share) for name, _, share in pairs}

@@ -21,9 +21,9 @@ from lightning_trainer.kits.schedules.population import FrozenVersion, Opponent,
 from lightning_trainer.policies import Policies, parse
 from lightning_trainer.rl.scores import rollout_rewards
 from lightning_trainer.run.cliffs import PolicyKeeper, replace_weights
-from lightning_trainer.run.drafts import clear_drafts, remove_folder
 from lightning_trainer.run.state import checkpoints_by_age, read_state
 from lightning_trainer.run.turns import policies_to_train, turn_of, turn_steps
+from lightning_trainer.session.drafts import clear_drafts, remove_folder
 
 if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
