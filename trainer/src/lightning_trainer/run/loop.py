@@ -177,7 +177,7 @@ class Loop:
         numbers["seconds"] = time.monotonic() - began
         self._log("val", step, numbers, {BY_TASK: by_task, MOST_FREQUENT: frequent, PROMPTS: prompts})
         self._run.progress.note(f"held out after {amount(step, 'step')}: {score_line(result)}")
-        if self._saved == step:  # its checkpoint was drawn without this validation
+        if self._saved == step:  # then the curve lacks this validation
             self._run.log.draw()
         if step and best_step(self._run.log.validations()) == step:
             self._save()

@@ -87,7 +87,7 @@ def save(
         with replace_folder(final) as draft:
             write(draft)
             (draft / STATE_NAME).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-        _link(run / NEWEST, final)
+        set_link(run / NEWEST, final)
         _prune(run, keep)
         if strip is not None:
             for older in checkpoints_by_age(run)[:-1]:
@@ -95,6 +95,18 @@ def save(
     except OSError as error:
         raise ConfigError(_unwritten(run, final, error)) from error
     return final
+
+
+def set_link(link: Path, target: Path) -> None:
+    """Create a relative link, or replace the one that is there.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    draft = link.with_name(f".{link.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(os.path.relpath(target, link.parent))
+    draft.replace(link)
 
 
 def mark_newest(run: Path, checkpoint: Path) -> None:
@@ -107,7 +119,7 @@ def mark_newest(run: Path, checkpoint: Path) -> None:
     if not (own / STATE_NAME).is_file() or own.resolve() != checkpoint.resolve():  # another backend's, or elsewhere
         return
     try:
-        _link(run / NEWEST, own)
+        set_link(run / NEWEST, own)
     except OSError as error:
         raise ConfigError(_unwritten(run, run / NEWEST, error)) from error
 
@@ -122,7 +134,7 @@ def mark_best(run: Path, step: int) -> None:
     if not checkpoint.is_dir():  # nothing was learned yet
         return
     try:
-        _link(run / BEST, checkpoint)
+        set_link(run / BEST, checkpoint)
     except OSError as error:
         raise ConfigError(_unwritten(run, run / BEST, error)) from error
 
@@ -239,13 +251,6 @@ def check_identity(state: State, identity: Mapping[str, Any], checkpoint: Path) 
         f"Only {', '.join(identity)}, the model and its adapters must stay; every other option may change, such as"
         " steps, until, learning_rate or val.",
     )
-
-
-def _link(link: Path, target: Path) -> None:
-    draft = link.with_name(f".{link.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    draft.symlink_to(os.path.relpath(target, link.parent))
-    draft.replace(link)
 
 
 def _prune(run: Path, keep: int) -> None:

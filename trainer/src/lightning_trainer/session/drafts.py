@@ -30,11 +30,13 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     try:
         draft.mkdir(parents=True)
         yield draft
-        for path in draft.rglob("*"):
-            _sync(path)
+        for path in (draft, *draft.rglob("*")):
+            if path.exists():  # a link may only be right under the final name
+                _sync(path)
         if folder.exists():
             folder.rename(old)
         draft.rename(folder)
+        _sync(folder.parent)
         if old.exists():
             old.rename(draft)
     finally:
@@ -76,9 +78,9 @@ def _hidden(parent: Path) -> list[tuple[Path, str, bool]]:
 
 
 def _sync(path: Path) -> None:
-    if path.is_file():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Write a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.engines.contract import PolicyEngines
 from lightning_trainer.models.bases import NEEDED, AdapterBase, NumberFormat, read_base, read_format, write_format
 from lightning_trainer.policies import ADAPTERS_NAME
+from lightning_trainer.session.drafts import replace_folder
 
 STATE = "trainer.json"
 TENSORS = "trainer.safetensors"
@@ -77,35 +76,25 @@ def save(
     Raises:
         OSError: it cannot be written.
     """
-    folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
     try:
-        model.tokenizer.save_pretrained(unfinished)
-        for adapter, policy in policies.items():
-            own = unfinished if adapter is None else unfinished / adapter
-            write_adapter(model, adapter, own)
-            model.tokenizer.save_pretrained(own)
+        with replace_folder(folder.absolute()) as draft:
+            model.tokenizer.save_pretrained(draft)
+            for adapter, policy in policies.items():
+                own = draft if adapter is None else draft / adapter
+                write_adapter(model, adapter, own)
+                model.tokenizer.save_pretrained(own)
+                if resumable:
+                    save_file(policy.state(), own / TENSORS)
             if resumable:
-                save_file(policy.state(), own / TENSORS)
-        if resumable:
-            state = _state_to_keep(model, policies, engine, base)
-            (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
-        if adapters := [adapter.model for adapter in engine.engines[1:] if adapter.model in policies]:
-            index = {"base": str(model.source.absolute()), "adapters": adapters}
-            (unfinished / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _write_needed(model, unfinished)
-        for path in unfinished.rglob("*"):
-            _sync(path)
-        _sync(unfinished)
-        _replace(unfinished, folder)
+                state = _state_to_keep(model, policies, engine, base)
+                (draft / STATE).write_text(json.dumps(state), encoding="utf-8")
+            if adapters := [adapter.model for adapter in engine.engines[1:] if adapter.model in policies]:
+                index = {"base": str(model.source.absolute()), "adapters": adapters}
+                (draft / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            _write_needed(model, draft)
     except SafetensorError as error:  # contains the operating system's error number only in its text
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @quiet_libraries()
@@ -289,22 +278,3 @@ def _kind(names: Iterable[str]) -> str:
     if not found:
         return "all weights"
     return "LoRA adapters" if found == [ADAPTER] else f"the adapters {', '.join(found)}"
-
-
-def _sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def _replace(new: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name. The old folder has that name until then."""
-    old = new.with_name(new.name + ".old")
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)

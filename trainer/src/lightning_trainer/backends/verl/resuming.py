@@ -11,7 +11,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.models import NEWEST
 from lightning_trainer.models.verl_folders import step_of, verl_checkpoint
 from lightning_trainer.report.metrics import write_atomically
-from lightning_trainer.run.state import State, check_identity
+from lightning_trainer.run.state import State, check_identity, set_link
 
 _IDENTITY: Final = "identity.json"
 _NEWEST: Final = "latest_checkpointed_iteration.txt"  # verl's
@@ -59,11 +59,8 @@ def make_newest(run: Path, checkpoint: Path) -> None:
 
 
 def link_newest(run: Path, checkpoint: Path) -> None:
-    """Point the run's `checkpoint` to the model folder of one of its checkpoints."""
-    draft = run / f".{NEWEST}.new"
-    draft.unlink(missing_ok=True)
-    draft.symlink_to((checkpoint / "actor" / "huggingface").resolve().relative_to(run.resolve()))
-    draft.replace(run / NEWEST)
+    """Link the run's `checkpoint` to the model folder of one of its checkpoints."""
+    set_link(run.resolve() / NEWEST, (checkpoint / "actor" / "huggingface").resolve())
 
 
 def _newest_checkpoint(run: Path) -> Path:
