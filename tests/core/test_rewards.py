@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -75,9 +75,28 @@ def test_emitted_rewards_are_collected_for_their_own_attempt():
     ]
 
 
-def test_a_reward_outside_any_attempt_is_an_error_and_not_lost_in_silence():
-    with pytest.raises(RewardError, match="outside an attempt"):
-        emit_reward(1.0)
+def test_a_reward_in_none_of_a_runners_attempts_is_an_error_and_not_lost_in_silence():
+    with (
+        use_attempt(Attempt("r1", "a1")),
+        collecting(),
+        ThreadPoolExecutor(1) as pool,
+    ):  # threads of a pool inherit nothing
+        refused = pool.submit(emit_reward, 1.0).exception()
+    assert isinstance(refused, RewardError)
+    assert "outside an attempt" in str(refused)
+
+
+def test_a_program_that_nobody_measures_goes_on_after_a_reward_and_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("lightning_spans.record.program.emit._Process.has_warned", False)
+    emit_reward(1.0)
+    emit_reward(0.5, agent="writer")
+    assert [record.message for record in caplog.records if "no reward is kept" in record.message] == [
+        "emit_reward(): no reward is kept, because nothing runs attempts of this program"
+    ]
+    with pytest.raises(RewardError, match="finite"):
+        emit_reward(float("nan"))
 
 
 def test_an_agent_with_only_its_own_key_can_not_reward_itself():

@@ -8,6 +8,7 @@ import json
 import re
 import time
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -343,6 +344,7 @@ def test_lists_come_by_pages(admin):
 
 def test_every_body_and_answer_is_described_by_the_fields_of_the_records(server):
     about = httpx.get(f"{server.url}/openapi.json").json()
+    assert about["info"]["version"] == version("lightning-trainer")
     for method, place in API.items():
         described = about["paths"][f"/api{place.path}"]["post"]
         assert described["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("Request")

@@ -979,6 +979,11 @@ def test_doctor_says_what_works_and_what_to_do(folder: Path, tiny_model: Path) -
     assert "lightning_attach" in findings["plugin openai"]["found"]
     assert findings["model"]["state"] == findings["server"]["state"] == "broken"
     assert findings["server"]["do"]
+    unheard = call("doctor", "--model", tiny_model, "--server", "http://127.0.0.1:9", "--json")
+    assert unheard.exit_code == 1
+    assert "tool_format" in json.loads(
+        unheard.stdout.splitlines()[-1]
+    )  # what is broken has nothing to do with the model
     text = call("doctor", "--model", tiny_model, "--store", "new.db").stdout
     assert "has its parts" in text
     assert "does not exist yet" in text

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import cast
 
 import orjson
@@ -260,6 +261,7 @@ def _bare_app(at_end: Callable[[], Awaitable[None]]) -> App:
     # No documentation pages: FastAPI's load scripts from other hosts. /openapi.json is served.
     app = App(
         title="Lightning-RL",
+        version=version("lightning-trainer"),
         description="Rollouts, attempts, records.",
         lifespan=lifespan,
         docs_url=None,

@@ -54,10 +54,11 @@ def command(
     from lightning_trainer.cli.setup.checks import FRAMEWORKS, examine
 
     styles = {"ok": "green", "broken": "red", "absent": "dim"}
-    broken, absent = False, []
+    broken, readable, absent = False, True, []
     local = model if tinker is None else None
     for finding in examine(model=local, store=store, server=server, key=read_key(key_file)):
         broken |= finding.state == "broken"
+        readable &= finding.what != "model" or finding.state == "ok"
         if as_json:
             print_json(finding.to_json())
             continue
@@ -73,7 +74,7 @@ def command(
     if absent:
         names = f"frameworks: {', '.join(absent)}. Install one only if your program imports it"
         screen().print(Text("absent ", style="dim").append(names, style=""), soft_wrap=True)
-    if local is not None and not broken:
+    if local is not None and readable:
         _print_template(local, chat_template, system_messages, tool_format, as_json=as_json)
     if tinker is not None:
         broken |= not _print_tinker(tinker, model, as_json=as_json)
