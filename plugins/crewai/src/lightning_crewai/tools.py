@@ -19,15 +19,6 @@ from lightning_spans.record.replay import RecordedOutcome, arun_or_replay, keep_
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import dumps
 
-try:
-    from crewai.utilities.string_utils import sanitize_tool_name
-except ImportError:  # before 1.9, names went to models unchanged
-
-    def sanitize_tool_name(name: str) -> str:
-        """Return the name as events report it."""
-        return name
-
-
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan
     from lightning_spans.record.instrument.tracker import Tracker

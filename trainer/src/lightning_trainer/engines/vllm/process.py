@@ -124,7 +124,6 @@ class VllmProcess:
         self.pulse = Pulse()
         self.failure: EngineError | None = None
         self.crashes = 0  # in a row
-        self.restarts = 0
         self._command, self._again = list(command), again
         self._env = {**env, "VLLM_API_KEY": self.key}
         self._closing = threading.Event()
@@ -280,7 +279,6 @@ class VllmProcess:
             try:
                 self._launch()
                 said = ""
-                self.restarts += 1
             except Exception as error:  # noqa: BLE001 - it is started again, and ends the run in the end
                 said = "" if isinstance(error, EngineError) else f"{error}"  # the log says why it did not start
 
