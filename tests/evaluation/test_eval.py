@@ -223,6 +223,16 @@ def test_a_command_with_a_password_is_given_again_to_resume(folder, monkeypatch)
     assert "leave out --workdir" in rl("--resume", "e", "--command", command, "--workdir", "w").output
 
 
+def test_a_work_folder_holds_neither_the_evaluation_nor_its_store(folder: Path, tmp_path_factory) -> None:
+    listing = tmp_path_factory.mktemp("listing") / "listing"
+    agent = f"""sh -c 'find . -mindepth 1 > {listing}; echo "{{\\"reward\\": 1}}"'"""
+    options = ["--data", "tasks.jsonl", "--workdir", ".", "--out", "e", "--store", "records.db", "--workers", "1"]
+    with ScriptedServer(reply_to) as server:
+        rl("--command", agent, *options, "--endpoint", server.url, "--model", "served")
+    assert (folder / "records.db").exists()
+    assert sorted(listing.read_text().split()) == ["./app.py", "./tasks.jsonl"]
+
+
 def reply_to(body: dict[str, Any], seen: int) -> Reply:
     """Task 0 is always good, task 1 crashes, task 2 is good every other time; the checker repeats what it reads."""
     text = body["messages"][-1]["content"]

@@ -882,6 +882,25 @@ def test_server_and_runner_work_together(folder: Path) -> None:
     assert (folder / "s.db").is_file()
 
 
+def test_a_runners_work_folders_hold_no_keys_and_no_output_of_other_attempts(folder: Path) -> None:
+    listing, project = folder / "listing", folder / "project"
+    project.mkdir()
+    (project / "calc.py").touch()
+    with started(project, "server") as (_, server):
+        (project / "mine.txt").write_text(Path(server["runner_key_file"]).read_text())
+        store = open_store(server["url"], key=Path(server["key_file"]).read_text().strip())
+        store.enqueue([Rollout(rollout_id="r", group_id="g", task={})])
+        agent = f"""sh -c 'find . -mindepth 1 > {listing}; echo "{{\\"reward\\": 1}}"'"""
+        words = ["--server", server["url"], "--key-file", "mine.txt", "--logs", "printed", "--workers", "1"]
+        with started(project, "runner", "--command", agent, "--workdir", ".", *words):
+            while any(rollout.status in {"queued", "running"} for rollout in store.rollouts()):
+                time.sleep(0.05)
+        assert [reward.value for reward in store.rewards()] == [1.0]
+        store.close()
+    assert {"lightning.key.secret", "lightning.db", "mine.txt", "printed"} <= {path.name for path in project.iterdir()}
+    assert listing.read_text() == "./calc.py\n"
+
+
 def test_runner_that_dies_takes_its_workers_with_it(folder: Path) -> None:
     with started(folder, "server", "--store", "s.db") as (_, server):
         command = [*LIGHTNING, "runner", "cli_plain:good", "--server", server["url"], "--workers", "1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -10,6 +11,10 @@ import tempfile
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.store.urls import files_of
+from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.worker.command_agent import command_agent
 from lightning_trainer.runner.worker.trees import WorkFolderError
 from lightning_trainer.runner.worker.workfolder import (
     Source,
@@ -18,6 +23,7 @@ from lightning_trainer.runner.worker.workfolder import (
     remove_left_over,
     source_of,
 )
+from lightning_trainer.work import Work
 
 pytestmark = pytest.mark.skipif(os.system("git --version > /dev/null 2>&1") != 0, reason="no git")
 MOST = 1 << 20
@@ -225,6 +231,50 @@ def test_runs_and_stores_of_ours_in_it_are_no_changes_and_no_part_of_it(request,
             check(".")
     else:
         assert (made(source_of(".")).path / "evals" / "first" / "new.py").exists()
+
+
+@pytest.mark.parametrize("kind", ["repository", "plain"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lightning.key",
+        "lightning.key.runner",
+        "lightning.key.secret",
+        "lightning.key.secret.keys",
+        ".lightning.key.secret.keys.lock",
+        "service/lightning.key.secret",
+        "service/lightning.db",
+        "lightning-logs/worker-0.log",
+        "lightning-spool/1.spans",
+        "attacks/today/lightning.db",
+        "loops/planner/1/options.json",
+    ],
+)
+def test_keys_and_records_of_ours_in_it_are_no_changes_and_no_part_of_it(request, made, monkeypatch, kind, name):
+    source = request.getfixturevalue(kind)
+    monkeypatch.chdir(source)
+    (source / name).parent.mkdir(parents=True, exist_ok=True)
+    (source / name).write_text("secret")
+    check(".")
+    assert not (made(source_of(".")).path / name).exists()
+
+
+@pytest.mark.parametrize("kind", ["repository", "plain"])
+@pytest.mark.parametrize("name", ["keys/mine.txt", "records.db", "results/7/config.json", "undelivered/1.spans"])
+def test_paths_that_options_name_are_no_changes_and_no_part_of_it(request, tmp_path, monkeypatch, kind, name):
+    source = request.getfixturevalue(kind)
+    monkeypatch.chdir(source)
+    monkeypatch.setenv("LIGHTNING_SPOOL", "undelivered")
+    (source / name).parent.mkdir(parents=True, exist_ok=True)
+    (source / name).write_text("secret")
+    withheld = ("keys/mine.txt", "results", *map(str, files_of("sqlite:///records.db")))
+    listing = tmp_path / "listing"
+    command = f"sh -c 'find . > {listing}'"
+    job = Job(command=command, needs_reward=False, work=Work(workdir="."), withheld=withheld)
+    asyncio.run(command_agent(job)({}, Attempt("rollout", "attempt")))
+    seen = listing.read_text().splitlines()
+    assert "./calc.py" in seen
+    assert f"./{name}" not in seen
 
 
 @pytest.mark.parametrize("kind", ["repository", "plain"])

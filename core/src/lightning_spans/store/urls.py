@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Final
 
+_ENDS: Final = ("", "-wal", "-shm", "-journal", "-turn")  # of the names of a SQLite store's files
 HIDDEN: Final = "***"
 _SECRETS: Final = (
     # A user's password may contain a slash, but digits followed by a slash are a port and a path.
@@ -24,6 +26,13 @@ def absolute(store: str) -> str:
     if not (is_file and path) or path.startswith((":memory:", "file:")):
         return store
     return f"{scheme}{slashes}{os.path.abspath(path)}"  # noqa: PTH100 - no link is followed
+
+
+def files_of(store: str) -> list[Path]:
+    """Return the files of a SQLite store; none for those of other databases."""
+    url = absolute(store)
+    path = url.rpartition(":///")[2].partition("?")[0]
+    return [Path(f"{path}{end}") for end in _ENDS] if os.path.isabs(path) else []  # noqa: PTH117
 
 
 def without_secrets(text: str) -> str:

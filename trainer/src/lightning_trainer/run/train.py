@@ -11,6 +11,7 @@ from typing import Final
 
 from lightning_spans.errors import ConfigError, LightningError, NothingToLearnError
 from lightning_spans.store import Store
+from lightning_spans.store.urls import files_of
 from lightning_trainer import registry
 from lightning_trainer.backend_protocol import Backend, OpenRun, RunDescription, Start
 from lightning_trainer.config.origin import with_format
@@ -91,7 +92,7 @@ def _open_run(config: TrainConfig, backend: Backend, progress: Progress) -> Iter
         folder = stack.enter_context(_folder(config, start))
         runner = stack.enter_context(
             open_runner(
-                Job.of(config),
+                Job.of(config, withheld=(folder, *files_of(config.store or ""))),
                 workers=config.worker_count(),
                 concurrency=config.concurrency,
                 progress=progress,

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -47,6 +47,7 @@ class Job:
         needs_reward: whether an attempt without a reward is an error.
         work: for a command: its working folder, and the command that gives its reward.
         isolate: whether each attempt gets a separate process, and its functions the main thread.
+        withheld: files and folders that no work folder contains, such as keys and the run's own folder.
     """
 
     target: str | None = None
@@ -55,6 +56,7 @@ class Job:
     needs_reward: bool = True
     work: Work = field(default_factory=Work)
     isolate: bool = False
+    withheld: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.work, dict):  # the form in which it reaches a worker
@@ -62,11 +64,11 @@ class Job:
         self.work.check(command=self.command, reward=self.reward)
 
     @classmethod
-    def of(cls, options: ProgramOptions, *, needs_reward: bool = True) -> Job:
-        """Return the job of a configuration."""
+    def of(cls, options: ProgramOptions, *, needs_reward: bool = True, withheld: Iterable[Path] = ()) -> Job:
+        """Return the job of a configuration; the others are attributes of the job."""
         return cls(
             target=options.target, command=options.command, reward=options.reward, needs_reward=needs_reward,
-            work=options.work, isolate=options.isolate,
+            work=options.work, isolate=options.isolate, withheld=tuple(str(each.absolute()) for each in withheld),
         )  # fmt: skip
 
     @property

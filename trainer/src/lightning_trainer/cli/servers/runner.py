@@ -100,7 +100,15 @@ def command(*, url: str, key_file: Path | None, drain_s: float, **flags: Any) ->
     key = _checked_key(url, key_file, handed.get("key"))
     isolated = bool(flags["isolate"]) or flags["users"] is not None
     work = take_work(flags)
-    job = Job(target=flags["target"], command=flags["program"], reward=flags["reward"], work=work, isolate=isolated)
+    withheld = tuple(str(path.absolute()) for path in (key_file, flags["logs"]) if path is not None)
+    job = Job(
+        target=flags["target"],
+        command=flags["program"],
+        reward=flags["reward"],
+        work=work,
+        isolate=isolated,
+        withheld=withheld,
+    )
     if flags["users"] is not None and key_file is not None:
         check_key_file(key_file)
     runner, workers = _make_runner(job, flags)

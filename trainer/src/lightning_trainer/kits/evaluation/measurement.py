@@ -13,6 +13,7 @@ from lightning_spans.errors import AgentFailedError, LightningError
 from lightning_spans.schema.agents import check_known, selects
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
+from lightning_spans.store.urls import files_of
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.judges import RolloutJudge, silent
 from lightning_trainer.kits.evaluation import folder as files
@@ -101,7 +102,7 @@ class Measurement:
         if config.counting.timeouts == "exclude":
             self.progress.note(LATE_LEFT_OUT_OF_FIGURES)
         with open_session(
-            Job.of(config),
+            Job.of(config, withheld=(self.folder, *files_of(config.store or ""))),
             self.store,
             open_answers(self.subject, **config.load),
             replace(sampling_of(config), prompts=carried),

@@ -105,7 +105,7 @@ def _session(config: PromptsConfig, folder: Path, progress: Progress) -> Abstrac
     seed = config.seed if isinstance(config.subject, LocalModel) else None  # servers get the program's own seeds
     sampling = replace(sampling_of(config), answered=config.answered, seed=seed)
     return open_session(
-        Job.of(config),
+        Job.of(config, withheld=(folder,)),
         str(folder / STORE_NAME),
         open_answers(config.subject, **config.load),
         sampling,

@@ -181,7 +181,7 @@ class _AttackRun:
         with (
             defer_interrupts(progress.stopping) as check,
             open_session(
-                Job.of(config),
+                Job.of(config, withheld=(self.folder,)),
                 self.store,
                 open_answers(self.subject, **config.load),
                 replace(sampling_of(config), prompts=carried),

@@ -59,17 +59,18 @@ def command_agent(job: Job) -> Agent:
     words = split_command(job.command or "", **place)
     reward = None if work.reward_command is None else split_command(work.reward_command, **place)
     most_bytes = parse_bytes(work.workdir_size)
+    withheld = {Path(each).resolve() for each in (*job.withheld, os.environ.get("LIGHTNING_SPOOL")) if each}
     if work.sandbox is not None:
         check_sandbox(work, [each[0] for each in (words, reward) if each])
     if work.workdir is not None:
-        check(work.workdir)
+        check(work.workdir, withheld)
         remove_left_over()
 
     async def agent(task: dict[str, Any], attempt: Attempt) -> Any:
         if work.workdir is None:
             result = await _run_agent(job, words, Place(), task, attempt)
             return result if reward is None else await _reward(work, reward, Place(), task, attempt)
-        folder = await asyncio.to_thread(WorkFolder, source_of(work.workdir, task), most_bytes)
+        folder = await asyncio.to_thread(WorkFolder, source_of(work.workdir, task), most_bytes, withheld)
         try:
             place = Place(folder.path, None if work.sandbox is None else Sandbox(work, folder.path, most_bytes))
             result = await _watch_folder(folder, _run_agent(job, words, place, task, attempt), attempt)

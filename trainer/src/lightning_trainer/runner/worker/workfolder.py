@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 import psutil
@@ -29,8 +30,14 @@ from lightning_trainer.runner.worker.trees import WorkFolderError, copy_tree, re
 logger = logging.getLogger("lightning_trainer")
 
 LEFT_OVER: Final = "lightning-work-"  # name prefix of folders that are deleted once their process no longer exists
-_OURS: Final = ("runs", "evals", "comparisons")  # folders that `lightning-rl` creates in its working folder
-_STORE: Final = "lightning.db"  # prefix of the names of its store's files, there and in those folders
+# What `lightning-rl` writes is no part of a work folder: keys, stores, the output of agents and undelivered spans.
+_OURS: Final = re.compile(r"\.?lightning\.key(\..+)?|lightning\.db.*|lightning-(logs|spool)")
+# So are these folders in the folder where it was started, if they contain one of these files: a user may have others.
+_WITH_STORES: Final = ("*/lightning.db", "*/*/lightning.db")
+_FOLDERS: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("runs", "evals", "comparisons", "attacks"), _WITH_STORES),
+    "loops": ("*/*/options.json",),
+}
 # A submodule is a repository of others, and git would run what its settings name.
 _STATUS: Final = ("status", "--porcelain", "-z", "--untracked-files=all", "--ignore-submodules=dirty")
 _LONGEST_DIFF: Final = 200_000  # characters kept from the beginning of a diff
@@ -95,8 +102,12 @@ def _path_of(template: str, task: Mapping[str, Any]) -> Path:
     return Path(placed)
 
 
-def check(text: str) -> None:
+def check(text: str, withheld: Collection[Path] = ()) -> None:
     """Make sure, before anything runs, that a workdir exists and that its attempts see what the user sees.
+
+    Args:
+        text: the option.
+        withheld: files and folders that are ours, so that they do not count as changes.
 
     Raises:
         ConfigError: it does not exist, or contains changes that no attempt would have.
@@ -104,32 +115,35 @@ def check(text: str) -> None:
     if "{" in text and not Path(text).is_dir():
         return  # each task has its own
     source = source_of(text)
-    if source.repository and source.revision is None and _has_changes(source.path):
+    if source.repository and source.revision is None and _has_changes(source.path, withheld):
         raise ConfigError(
             f"workdir {text!r} has changes that are not committed, and an attempt would not see them. Commit or stash"
             f" them, or name the commit that attempts start from: {text}@HEAD."
         )
 
 
-def _has_changes(folder: Path) -> bool:
+def _has_changes(folder: Path, withheld: Collection[Path]) -> bool:
     """Whether a repository contains uncommitted changes, apart from what we write there ourselves."""
-    entries = filter(None, _git(folder, *_STATUS).split("\0"))
-    return any(not (entry.startswith("?? ") and _lies_in_ours(folder / entry[3:])) for entry in entries)
+    ours = partial(_is_ours, folder.resolve(), withheld)
+    for entry in filter(None, _git(folder, *_STATUS).split("\0")):
+        path = PurePath(entry[3:])
+        if not (entry.startswith("?? ") and any(ours(str(each)) for each in (path, *path.parents[:-1]))):
+            return True
+    return False
 
 
-def _lies_in_ours(path: Path) -> bool:
-    return any(_ours(each.parent, each.name) for each in (path, *path.parents))
+def _is_ours(folder: Path, withheld: Collection[Path], path: str) -> bool:
+    """Whether `lightning-rl` wrote an entry of a folder: a key, a run, a store and the like.
 
-
-def _ours(folder: str | Path, name: str) -> bool:
-    """Whether an entry of a folder was created by `lightning-rl` in its working folder: runs, stores and the like."""
-    here = (name in _OURS or name.startswith(_STORE)) and Path(folder).resolve() == Path.cwd()
-    return here and (name not in _OURS or any(any(Path(name).glob(f"{depth}/{_STORE}")) for depth in ("*", "*/*")))
-
-
-def _ours_in(folder: Path, path: str) -> bool:
+    Args:
+        folder: without links.
+        withheld: files and folders that are ours, whatever their names.
+        path: of the entry, relative to the folder.
+    """
     whole = folder / path
-    return _ours(whole.parent, whole.name)
+    if whole in withheld or _OURS.fullmatch(whole.name):
+        return True
+    return whole.parent == Path.cwd() and any(any(whole.glob(each)) for each in _FOLDERS.get(whole.name, ()))
 
 
 class WorkFolder:
@@ -138,13 +152,15 @@ class WorkFolder:
     Args:
         source: the folder that is cloned or copied.
         most_bytes: its maximum size.
+        withheld: files and folders that are not copied.
 
     Raises:
         WorkFolderError: it cannot be created.
     """
 
-    def __init__(self, source: Source, most_bytes: int) -> None:
+    def __init__(self, source: Source, most_bytes: int, withheld: Collection[Path] = ()) -> None:
         self._most_bytes = most_bytes
+        self._withheld = withheld
         mark = f"{LEFT_OVER}{os.getpid()}-"
         self._root, self._beside = Path(tempfile.mkdtemp(prefix=mark)), Path(tempfile.mkdtemp(prefix=mark))
         self.path = self._root / source.path.name
@@ -181,7 +197,7 @@ class WorkFolder:
 
     def _copy(self, source: Source) -> Baseline:
         folder = source.path.resolve()
-        leave_out = partial(_ours_in, folder)
+        leave_out = partial(_is_ours, folder, self._withheld)
         if total_size(folder, self._most_bytes, leave_out) > self._most_bytes:
             raise WorkFolderError(f"{source.path} takes more than {self._most_bytes} bytes. Raise workdir_size.")
         copy_tree(folder, self.path, leave_out)

@@ -70,7 +70,7 @@ def rejection_sampling(
         check = stack.enter_context(defer_interrupts(progress.stopping))
         folder = stack.enter_context(learning_folder(config.out, resume))
         state = RoundsState(data=data) if resume is None else _resumable(folder, data)
-        runner = stack.enter_context(_runner_of(config, len(tasks), progress, folder / "logs"))
+        runner = stack.enter_context(_runner_of(config, len(tasks), progress, folder))
         check()
         store = stack.enter_context(open_database(str(folder / STORE_NAME)))
         cancel_left_over(store)
@@ -106,10 +106,11 @@ def _run(loop: RoundLoop, before_removal: Callable[[Path], None] | None) -> Roun
         raise
 
 
-def _runner_of(config: RoundsConfig, tasks: int, progress: Progress, logs: Path) -> AbstractContextManager[Runner]:
+def _runner_of(config: RoundsConfig, tasks: int, progress: Progress, folder: Path) -> AbstractContextManager[Runner]:
     at_once = 1 if config.isolate else config.concurrency
     workers = worker_count(config.workers, tasks * config.samples, at_once)
-    return open_runner(Job.of(config), workers=workers, concurrency=config.concurrency, progress=progress, logs=logs)
+    job = Job.of(config, withheld=(folder,))
+    return open_runner(job, workers=workers, concurrency=config.concurrency, progress=progress, logs=folder / "logs")
 
 
 def _stop_message(folder: Path) -> str:
