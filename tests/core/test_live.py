@@ -37,7 +37,7 @@ from lightning_spans.schema.spans import (
     Span,
 )
 from lightning_spans.store import open_store
-from lightning_spans.store.traces import traces_of
+from lightning_spans.store.traces import newest_traces, traces_of
 from support.cli import call, told
 from support.fakes import Served, served
 
@@ -380,6 +380,22 @@ def test_live_span_that_names_the_trace_of_an_attempt_stays_out_of_it(tmp_path: 
     store.add_spans([own, replace(a_span(origin="live"), trace_id=own.trace_id, parent_id=own.span_id)])
     [trace] = traces_of(store, rollout_ids=["r"])
     assert len(trace) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("origin", [None, "live"])
+def test_live_call_that_names_the_trace_of_an_attempt_is_a_trace_of_its_own(tmp_path: Path, origin: str | None) -> None:
+    """An attempt's tool calls a service in production, which passes the trace on and calls the gateway."""
+    store = open_store(str(tmp_path / "s.db"))
+    own = a_span(rollout_id="r", attempt_id="r.1")
+    ids = {"call_id": "c", "response_id": "c", "policy": "policy", "policy_version": 0, "start_ns": 1, "end_ns": 2}
+    store.add_spans([own])
+    store.add_calls([Call(origin="live", trace_id=own.trace_id, span_id=own.span_id, **ids)])
+    [attempt] = traces_of(store, rollout_ids=["r"])
+    assert [node.call for node in attempt] == [None]
+    for traces in (list(traces_of(store, origin=origin)), list(newest_traces(store, origin=origin))):
+        [live] = [trace for trace in traces if trace.attempt_id is None]
+        assert [node.call and node.call.call_id for node in live] == ["c"]
     store.close()
 
 

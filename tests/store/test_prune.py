@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lightning_conformance.stores.samples import a_span
+from lightning_conformance.stores.samples import a_call, a_span
+from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.sql import sqlite
+from lightning_spans.terms import TERMS, make_terms
 from lightning_trainer.cli import LazyGroup
 
 DAY_NS = 86_400 * 10**9
@@ -82,6 +84,19 @@ def test_what_makes_no_sense_deletes_nothing(path: Path, store: Store, given: tu
     assert done.exit_code != 0
     assert says in done.output
     assert len(store.spans()) == 4
+
+
+def test_a_tenants_call_in_the_trace_of_an_attempt_is_deleted_and_the_attempt_stays(path: Path, store: Store) -> None:
+    store.enqueue([Rollout(rollout_id="r", group_id="g", task={})])
+    [attempt] = store.claim("w")
+    own = a_span(rollout_id="r", attempt_id=attempt.attempt_id)
+    store.add_spans([own])
+    terms = {TERMS: make_terms(tenant="acme")}
+    store.add_calls([a_call(origin="live", trace_id=own.trace_id, span_id=own.span_id, sampling=terms)])
+    done = prune(path, "--tenant", "acme", "--yes")
+    assert (done.exit_code, "deleted: 1 " in done.output) == (0, True), done.output
+    assert store.calls() == []
+    assert store.spans(attempt_ids=[attempt.attempt_id]) == [own]
 
 
 def _holds(path: Path, text: str) -> list[str]:

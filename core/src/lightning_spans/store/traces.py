@@ -182,11 +182,10 @@ def _of_attempts(store: Store, where: Where) -> dict[str, _Heap]:
         rewards = [reward for reward in rewards if reward.attempt_id in heaps]
     heaps.update(_new_heaps(heaps, [*spans, *calls, *rewards]))
     # Spans and calls in the same traces that do not name their attempt: another instrumentation's, another
-    # gateway's.
+    # gateway's. Records of production belong to no attempt, whatever trace they name.
     traces = sorted({span.trace_id for span in spans} | {call.trace_id for call in calls if call.trace_id is not None})
-    # Records of production belong to no attempt, whatever trace they name.
     spans = [span for span in store.spans(trace_ids=traces) if span.attempt_id or span.origin == TRAINING]
-    calls += [call for call in store.calls(trace_ids=traces) if call.attempt_id is None]
+    calls += [call for call in store.calls(trace_ids=traces) if not call.attempt_id and call.origin == TRAINING]
     owners = _Owners(spans)
     for span in spans:
         if (key := owners.of_span(span)) in heaps:
@@ -210,7 +209,8 @@ def _outside(store: Store, where: Where) -> dict[str, _Heap]:
         if key not in attempts:
             heaps[key].spans.append(span)
     for call in calls:
-        if (key := owners.of_call(call)) not in attempts:
+        outside = call.attempt_id or call.trace_id or call.call_id
+        if (key := owners.of_call(call) if call.origin == TRAINING else outside) not in attempts:
             heaps[key].calls.append(call)
     return heaps
 
