@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_spans import data_terms
 from lightning_spans.adapter.trace import Trace
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.record.production import read_live
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import Span
@@ -27,6 +27,8 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.ingest.otlp import sort
 from lightning_trainer.gateway.request.pending import begin
 from lightning_trainer.gateway.settings import Limits
+from lightning_trainer.kits.sft.config import SftConfig
+from lightning_trainer.kits.sft.sft import read
 from lightning_trainer.lineage.permits import Permits, UnpermittedReason, tenants_of
 
 DAY_NS = 86_400 * 10**9
@@ -95,6 +97,42 @@ def test_export_and_tasks_hold_only_what_is_permitted_and_count_the_rest(
     assert [json.loads(line).get("tenant") for line in tasks.read_text().splitlines()] == ["acme", "globex", None]
     assert "deleted: 1" in run("prune", "--expired", "--yes", "--store", url)
     assert "deleted: 0" in run("prune", "--expired", "--yes", "--store", url)
+
+
+@pytest.mark.parametrize("loss", ["likelihood", "dpo"])
+def test_sft_on_exported_files_learns_only_from_the_chosen_tenant(tmp_path: Path, loss: str) -> None:
+    url, both, other = str(tmp_path / "s.db"), tmp_path / "both.jsonl", tmp_path / "globex.jsonl"
+    store = open_store(url)
+    store.add_spans([a_span(n, tenant=name, consent=True) for n, name in enumerate(("acme", "globex"), 1)])
+    store.close()
+    run("export", str(both), "--format", "sft", "--store", url, "--mix-tenants")
+    run("export", str(other), "--format", "sft", "--store", url, "--tenant", "globex")
+    own = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    both.write_text(f"{both.read_text()}{json.dumps(own)}\n")
+    if loss == "dpo":
+        for path in (both, other):
+            path.write_text("".join(json.dumps(as_pair(json.loads(line))) + "\n" for line in path.open()))
+
+    def tenants(data: Path, **options: Any) -> tuple[list[set[str]], dict[str, int]]:
+        read_data = read(SftConfig(data=(str(data),), model="m", loss=loss, held_out=0, **options))
+        return [example.tenants for example in read_data.training], dict(read_data.left_out)
+
+    left_out = {UnpermittedReason.OTHER_TENANT: 1}
+    assert tenants(both, tenant="acme") == ([{"acme"}, set()], left_out)
+    assert tenants(both, mix_tenants=True) == ([{"acme"}, {"globex"}, set()], {})
+    with pytest.raises(DataError, match=f"globex.jsonl: no line may be learned from(?s:.*){left_out.popitem()[0]}"):
+        tenants(other, tenant="acme")
+    with pytest.raises(DataError, match=r"--val .*globex.jsonl: no line"):
+        tenants(both, tenant="acme", val=other)
+
+
+def as_pair(line: dict[str, Any]) -> dict[str, Any]:
+    """A pair of two answers, made from the same trace as a conversation."""
+    *prompt, answer = line["messages"]
+    kept = {name: line[name] for name in ("origin", "tenant") if name in line}
+    kept["chosen_from"] = kept["rejected_from"] = {name: line.get(name) for name in ("attempt_id", "trace_id")}
+    worse = {"role": "assistant", "content": "no"}
+    return {"prompt": prompt, "chosen": [answer], "rejected": [worse], **kept}
 
 
 def test_a_tenant_without_traces_is_an_error_that_names_the_others(tmp_path: Path) -> None:

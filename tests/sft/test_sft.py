@@ -239,6 +239,7 @@ def test_a_share_that_is_held_out_and_lacks_an_agent_is_looked_at(tmp_path: Path
         ({"max_length": 3, "held_out": 0.0}, DataError, "longer than max_length"),
         ({"max_tokens": 3}, ConfigError, "Write max_length, or answer_tokens"),
         ({"min_reward": 1.0}, DataError, "no reward"),
+        ({"best": 1, "origin": "live"}, ConfigError, "best, origin: these select from stores"),
         ({"backend": "verl"}, ConfigError, "sft_trainer"),
         ({"steps": 1, "epochs": 1}, ConfigError, "both set the length"),
         ({"backend_options": {"learning_rate": 1}}, ConfigError, "a separate option"),

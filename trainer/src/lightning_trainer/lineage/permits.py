@@ -54,10 +54,13 @@ class Permits:
             return UnpermittedReason.UNSTATED
         if is_expired(trace, now_ns):
             return UnpermittedReason.EXPIRED
-        tenants = tenants_of(trace)
+        return self.reason_against_tenants(tenants_of(trace))
+
+    def reason_against_tenants(self, tenants: Collection[str]) -> UnpermittedReason | None:
+        """Return why a live trace with data of these tenants must not be used; None: it may be."""
         if len(tenants) > 1 and not self.mix_tenants:
             return UnpermittedReason.SEVERAL_TENANTS
-        return UnpermittedReason.OTHER_TENANT if self.tenant is not None and tenants != {self.tenant} else None
+        return UnpermittedReason.OTHER_TENANT if self.tenant is not None and set(tenants) != {self.tenant} else None
 
     def check_tenants(self, tenants: Collection[str]) -> None:
         """Reject a selection of several tenants.

@@ -16,6 +16,7 @@ from lightning_spans.schema.json import read_json
 from lightning_trainer.kits.export.asked import UnreadableError
 from lightning_trainer.kits.export.chat import Message, plain
 from lightning_trainer.kits.sft.reasons import UnlearnedReason
+from lightning_trainer.lineage.permits import split_tenants
 from lightning_trainer.run.datafiles.arrow import arrow_rows
 from lightning_trainer.run.datafiles.rows import DataRow, FaultyRows, json_lines, json_list
 
@@ -80,6 +81,18 @@ class Example:
     def path(self) -> str | None:
         """The path of its agent, which names and globs are matched against; None if the data names no agent."""
         return None if self.agent is None else path_of(self.agent, self.agent_path)
+
+    @property
+    def tenants(self) -> set[str]:
+        """The tenants of the live trace that it was made of, if `export` wrote the line."""
+        texts = self.provenance.get("tenant", ()) if "origin" in self.provenance else ()
+        return {name for text in texts for name in split_tenants(text)}
+
+    @property
+    def needs_permit(self) -> bool:
+        """Whether `export` wrote the line from a live trace. Outside of attempts, it writes the trace's id for both."""
+        known = self.provenance
+        return "origin" in known and known.get("attempt_id") == known.get("trace_id")
 
 
 def is_store(name: str) -> bool:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.schema.agents import unheard
@@ -32,7 +32,6 @@ from lightning_trainer.kits.sft.render import Renderer
 from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, forget, learning_folder
 from lightning_trainer.kits.sft.resume import read as read_state
 from lightning_trainer.kits.sft.standing import STATE_NAME, SavedState
-from lightning_trainer.lineage.permits import split_tenants
 from lightning_trainer.models import look
 from lightning_trainer.options.learning import steps_of_epochs
 from lightning_trainer.policies import parse
@@ -42,6 +41,7 @@ from lightning_trainer.rl.algorithms.likelihood import LIKELIHOOD
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.run.interrupts import SavedInterrupt, defer_interrupts
 
+_Line = TypeVar("_Line", Example, PreferencePair)
 _EPOCHS = 2.0
 
 
@@ -83,6 +83,8 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
     progress = progress or Silent()
     backend: Backend = registry.by_name("backend", config.backend)
     look(config.model)  # raises if the model is not found
+    if resume is None:
+        _check_of_stores(config)
     data = read(config)
     config.permits.check_tenants(data.tenants)
     with ExitStack() as stack:
@@ -157,8 +159,7 @@ class Data:
     def tenants(self) -> set[str]:
         """Tenants of live traces in the data, as `export` writes them into lines."""
         parts = (self.training, self.held_out, *(self.worse or ()))
-        said = (each.provenance for part in parts for each in part if "origin" in each.provenance)
-        return {name for one in said for text in one.get("tenant", ()) for name in split_tenants(text)}
+        return {name for part in parts for each in part for name in each.tenants}
 
     @property
     def digest(self) -> str:
@@ -185,8 +186,9 @@ def read(config: SftConfig) -> Data:
         if is_store(name):
             found += read_lines_of_store(_from_store(name, config, left_out), name)
         else:
-            found += read_file(Path(name), left_out)
+            found += _permitted_lines(read_file(Path(name), left_out), name, config, left_out)
     looked_at = read_file(config.val, left_out) if config.val is not None else []
+    looked_at = _permitted_lines(looked_at, f"--val {config.val}", config, left_out)
     check_agents([*found, *looked_at], config.agents)
     if config.val is not None:
         return Data(training=found, held_out=looked_at, left_out=left_out)
@@ -201,8 +203,9 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
             lines = _from_store(name, config, left_out)
             found += [read_pair(line, f"{name}, pair {number}") for number, line in enumerate(lines, 1)]
         else:
-            found += read_pairs(Path(name))
+            found += _permitted_lines(read_pairs(Path(name)), name, config, left_out)
     of_file = read_pairs(config.val) if config.val is not None else []
+    of_file = _permitted_lines(of_file, f"--val {config.val}", config, left_out)
     check_agents([pair.chosen for pair in (*found, *of_file)], config.agents)
     found = _different(found, left_out, ", ".join(config.data))
     if config.val is not None:
@@ -218,6 +221,45 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
         left_out=left_out,
         worse=([pair.rejected for pair in training], [pair.rejected for pair in looked_at]),
     )
+
+
+def _permitted_lines(lines: Sequence[_Line], place: str, config: SftConfig, left_out: Counter[str]) -> list[_Line]:
+    """Leave out the lines of a file that `export` wrote from live traces of other tenants, and count them.
+
+    Raises:
+        DataError: no line is left.
+    """
+    permitted: list[_Line] = []
+    reasons: Counter[str] = Counter()
+    for line in lines:
+        sides = (line.chosen, line.rejected) if isinstance(line, PreferencePair) else (line,)
+        against = (config.permits.reason_against_tenants(side.tenants) for side in sides if side.needs_permit)
+        if reason := next(filter(None, against), None):
+            reasons[reason] += 1
+        else:
+            permitted.append(line)
+    if lines and not permitted:
+        raise DataError(f"{place}: no line may be learned from.\n{_list_reasons(reasons)}")
+    left_out += reasons
+    return permitted
+
+
+def _check_of_stores(config: SftConfig) -> None:
+    """Refuse options that select traces of stores, if there is no store.
+
+    Raises:
+        ConfigError: names them.
+    """
+    given = [name for name in ("best", "origin") if getattr(config, name) is not None]
+    if given and config.data and not any(map(is_store, config.data)):
+        raise ConfigError(
+            f"{', '.join(given)}: these select from stores, and {', '.join(config.data)} is not a store. Leave it out,"
+            " or give it to `lightning-rl export`, which writes such files."
+        )
+
+
+def _list_reasons(reasons: Counter[str]) -> str:
+    return "\n".join(f"  {count}: {reason}" for reason, count in reasons.most_common())
 
 
 def _different(pairs: Sequence[PreferencePair], left_out: Counter[str], place: str) -> list[PreferencePair]:
@@ -254,9 +296,8 @@ def _from_store(name: str, config: SftConfig, left_out: Counter[str]) -> list[Li
         left_out += chosen.left_out
         found = list(chosen.training())
     if not found:
-        why = "\n".join(f"  {count}: {reason}" for reason, count in left_out.most_common())
         what = "pair" if config.loss == "dpo" else "conversation"
-        raise DataError(f"the store {name} has no {what} to learn from.\n{why}".rstrip())
+        raise DataError(f"the store {name} has no {what} to learn from.\n{_list_reasons(left_out)}".rstrip())
     return found
 
 
