@@ -13,6 +13,7 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_trainer import TrainConfig
 from lightning_trainer.backends.torch.fit import plan_run
+from lightning_trainer.backends.torch.sampler import engine_name
 from lightning_trainer.engines.devices import plan_for
 from lightning_trainer.models.bases import NEEDED, NumberFormat, write_format
 from lightning_trainer.models.shape import read_shape
@@ -256,3 +257,13 @@ def test_what_a_checkpoint_fixes_is_not_proposed(tmp_path, bits):
     assert f"start from its model: --model {base}" in found.lines[-1]
     assert not any(word in line for line in resumed.lines for word in ("  --lora-rank", "  --base-bits"))
     assert any("other ones need a new run" in line for line in resumed.lines)
+
+
+def test_adapters_of_a_checkpoint_are_sampled_as_new_ones_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_trainer.backends.torch.sampler.is_installed", lambda: True)
+    checkpoint, base = tmp_path / "run", make_model(tmp_path / "0.5B", "0.5B")
+    checkpoint.mkdir()
+    (checkpoint / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 8}))
+    with plan_for(80, 1):
+        assert engine_name(plan_options(tmp_path, checkpoint, engine=None)) == "vllm"
+        assert engine_name(plan_options(tmp_path, base, engine=None)) == "embedded"

@@ -10,6 +10,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import backend as torch_backend
 from lightning_trainer.config.files import merge, to_json
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.kits.sft.config import SftConfig
 from lightning_trainer.work import Work
 
 NEEDED: dict[str, Any] = {"target": "my_app:run", "data": "train.jsonl", "model": "./model"}
@@ -88,6 +89,20 @@ def test_learning_rate_depends_on_lora_unless_given() -> None:
     assert config().learning_rate == 1e-5
     assert config(lora_rank=16).learning_rate == 1e-4
     assert config(lora_rank=16, learning_rate=3e-5).learning_rate == 3e-5
+
+
+def test_adapters_of_a_checkpoint_get_the_learning_rate_of_adapters(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "base_model_name_or_path": "elsewhere"}))
+    header = b"{}"
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    begun = config(model=str(tmp_path))
+    assert (begun.learning_rate, begun.lora_rank) == (1e-4, 0), "the identity of a run has the rank that was given"
+    assert config(model=str(tmp_path), learning_rate=3e-5).learning_rate == 3e-5
+    assert SftConfig(data=("d.jsonl",), model=str(tmp_path)).learning_rate == 2e-4
+    assert SftConfig(data=("d.jsonl",), model=str(tmp_path), loss="dpo").learning_rate == 2e-5
+    (tmp_path / "adapter_config.json").rename(tmp_path / "config.json")
+    assert config(model=str(tmp_path)).learning_rate == 1e-5
 
 
 @pytest.mark.parametrize("rank", [0, "0", "00"])

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from lightning_trainer import policies
 from lightning_trainer.config.chosen import backend_defaults, chosen_algorithm, looks_at_forks
+from lightning_trainer.models.bases import adapter_rank
 from lightning_trainer.options.record import split_names
 
 # Defaults for rows sampled by older weights: ratios compare with the weights before the update, and a token's weight
@@ -74,6 +75,12 @@ def _is_set(value: Any) -> bool:
         return True
 
 
+def _trains_adapters(values: Mapping[str, Any]) -> bool:
+    """Whether a run trains adapters: those that its options add, or those that its model has."""
+    model = values.get("model")
+    return _is_set(values.get("lora_rank")) or (isinstance(model, str) and adapter_rank(model) > 0)
+
+
 def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[str, Any]:
     """Return the options with names and policies parsed, also from comma-separated text, plus the adapters' defaults.
 
@@ -86,7 +93,7 @@ def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[st
         if isinstance(filled["policies"], (str, tuple)):
             filled["policies"] = policies.read_text(filled["policies"])
         filled["lora_rank"] = filled["lora_rank"] if _is_set(filled.get("lora_rank")) else policies.DEFAULT_RANK
-    if _is_set(filled.get("lora_rank")) and filled.get("learning_rate") is None:
+    if filled.get("learning_rate") is None and _trains_adapters(filled):
         filled["learning_rate"] = learning_rate
     for name in ("agents", "trackers"):
         if isinstance(filled.get(name), str):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.models import look
 from lightning_trainer.policies import ADAPTERS_NAME
 
 NEEDED: Final = "base.json"
@@ -67,6 +68,21 @@ def read_base(folder: Path) -> AdapterBase:
     named = peft.get("target_modules")
     targets = tuple(map(str, named)) if isinstance(named, list) else ()
     return AdapterBase(whole, int(peft.get("r") or 0), number.bits, number.dtype, targets)
+
+
+def adapter_rank(model: str) -> int:
+    """Return the rank of the adapters that a model already has, without fetching it; 0 without adapters.
+
+    A model that is not found has none here: the backend reports what is wrong with it, or knows models of another kind.
+
+    Raises:
+        ConfigError: a file that describes the adapters cannot be read.
+    """
+    try:
+        folder = look(model).folder
+    except ConfigError:
+        return 0
+    return 0 if folder is None else read_base(folder).rank
 
 
 def read_format(path: Path) -> NumberFormat | None:

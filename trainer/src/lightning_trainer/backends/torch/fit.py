@@ -16,7 +16,7 @@ from lightning_trainer.engines.vllm.kind import is_installed
 from lightning_trainer.engines.vllm.memory import SPARE, gib
 from lightning_trainer.engines.vllm.rounding import BITS
 from lightning_trainer.models import look
-from lightning_trainer.models.bases import read_base
+from lightning_trainer.models.bases import adapter_rank, read_base
 
 if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
@@ -169,7 +169,8 @@ def _plan_limits(config: TrainConfig) -> Iterator[str]:
     """Yield what a plan for a GPU that is not here leaves out."""
     if learner_memory_of(config) is None:
         yield f"memory: not known, because the sizes of {config.model} are not. Give the folder of its config.json."
-    if config.engine is None and engine_name(config) == EMBEDDED and config.lora_rank and not is_installed():
+    adapters = config.lora_rank or adapter_rank(config.model)
+    if config.engine is None and engine_name(config) == EMBEDDED and adapters and not is_installed():
         yield "Where vLLM is installed, it samples for runs with adapters: to plan that, add --engine vllm."
     yield "Nothing was loaded, so no time was measured: --dry-run without --gpu-memory measures it on this machine."
 

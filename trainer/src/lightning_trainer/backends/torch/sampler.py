@@ -15,7 +15,7 @@ from lightning_trainer.engines.devices import are_planned, gpu_total
 from lightning_trainer.engines.vllm.kind import is_installed
 from lightning_trainer.engines.vllm.memory import least_memory
 from lightning_trainer.engines.vllm.rounding import read_vllm_bits
-from lightning_trainer.models.bases import read_base
+from lightning_trainer.models.bases import adapter_rank, read_base
 from lightning_trainer.policies import parse
 
 if TYPE_CHECKING:
@@ -56,8 +56,10 @@ def engine_name(config: TrainConfig) -> str:
     """Return the engine that a run uses: the chosen one, otherwise vLLM if possible, otherwise the embedded one."""
     if config.engine is not None:
         return config.engine
-    elsewhere = config.engine_python or config.engine_url
-    if elsewhere or (config.lora_rank and config.device != "cpu" and is_installed() and has_cuda(config.device)):
+    if config.engine_python or config.engine_url:
+        return "vllm"
+    able = config.device != "cpu" and is_installed() and has_cuda(config.device)
+    if able and (config.lora_rank or adapter_rank(config.model)):
         return "vllm"
     return EMBEDDED
 
