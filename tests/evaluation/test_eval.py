@@ -143,6 +143,30 @@ def test_a_run_from_a_runs_model_writes_tool_calls_as_that_did(run: Path, tiny_m
     assert [written(tiny_model), written(Path("owner/model"))] == [None, None]
 
 
+@pytest.mark.torch
+def test_what_learns_from_a_runs_model_keeps_its_format(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.kits.sft.config import SftConfig
+    from lightning_trainer.kits.sft.sft import sft
+    from lightning_trainer.run import embedded
+
+    line = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    Path("said.jsonl").write_text(json.dumps(line) + "\n")
+    warm = sft(SftConfig(data=("said.jsonl",), model=str(run), out=Path("warmer"), steps=1, device="cpu"))
+    assert json.loads((warm.folder / "config.json").read_text())["tool_format"] == "pythonic"
+    tried: list[TrainConfig] = []
+
+    def probe(config: TrainConfig, *_: Any, **__: Any) -> None:
+        tried.append(config)
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr(embedded, "probe", probe)
+    given = ["--data", "tasks.jsonl", "--device", "cpu", "--model"]
+    for model in (run, warm.folder):
+        CliRunner().invoke(cli, ["tasks", "app:run", *given, str(model)])
+    assert [config.tool_format for config in tried] == ["pythonic", "pythonic"]
+
+
 def test_a_run_on_verl_and_each_of_its_checkpoints_are_known_as_the_origin_of_their_weights(
     run: Path, tiny_model: Path
 ) -> None:

@@ -109,6 +109,17 @@ def test_each_round_learns_the_best_of_its_own_samples(folder: Path, model: Path
         assert told["rounds"][int(number) - 1]["reward"] == pytest.approx(sum(map(sum, groups)) / 12)
 
 
+def test_rounds_write_tool_calls_as_the_run_did_that_their_model_comes_from(folder: Path, model: Path) -> None:
+    shutil.copytree(model, folder / "warm" / "checkpoint")
+    (folder / "warm" / "config.json").write_text('{"tool_format": "pythonic"}')
+    config = RoundsConfig(
+        target="rounds_app:run", tasks="tasks.jsonl", rounds=1, model="warm", samples=4, agents=("writer",), steps=1,
+        out=folder / "out", device="cpu", workers=1,
+    )  # fmt: skip
+    rejection_sampling(config)
+    assert json.loads((folder / "out" / "config.json").read_text())["tool_format"] == "pythonic"
+
+
 def test_a_round_of_equal_rewards_is_refused_and_leaves_no_folder(folder: Path, model: Path) -> None:
     options: dict[str, Any] = {
         "target": "rounds_app:flat", "tasks": "tasks.jsonl", "rounds": 2, "model": str(model), "samples": 2,

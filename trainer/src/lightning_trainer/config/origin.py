@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
-from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import BEST, NEWEST, Model, look
 from lightning_trainer.models.verl_folders import verl_checkpoint
+from lightning_trainer.options.record import OptionRecord
+
+_OptionsT = TypeVar("_OptionsT", bound=OptionRecord)
 
 
 def run_of(model: Model) -> Path | None:
@@ -44,16 +46,20 @@ def chosen_format(options: Mapping[str, Any]) -> dict[str, Any]:
     return {} if name is None else {"tool_format": name}
 
 
-def with_format(config: TrainConfig) -> TrainConfig:
+def with_format(config: _OptionsT) -> _OptionsT:
     """Return a new run's options with the tool-call format of the run that its model comes from.
+
+    Args:
+        config: options of training or fine-tuning, with a `model` and a `tool_format`.
 
     Raises:
         ConfigError: the options of that run cannot be read.
     """
-    if config.resume is not None or chosen_format(dict(config)):
+    options = dict(config)
+    if options.get("resume") is not None or chosen_format(options):
         return config
     try:
-        found = look(config.model)
+        found = look(options["model"])
     except ConfigError:  # the backend reports what is wrong with it, or knows models of another kind
         return config
     return config.model_copy(update=chosen_format(options_of(run_of(found))))

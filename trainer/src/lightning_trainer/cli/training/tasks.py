@@ -76,13 +76,15 @@ def command(
     """
     from lightning_spans.errors import ConfigError
     from lightning_trainer import registry
+    from lightning_trainer.config.origin import with_format
     from lightning_trainer.report.forecast import verdict
     from lightning_trainer.report.progress import ProgressDisplay
     from lightning_trainer.report.terminal import decimal, printable
     from lightning_trainer.run.data import load_tasks
     from lightning_trainer.run.embedded import EmbeddedBackend
 
-    config = merge(file, {**given_flags(flags), **({"target": target} if target else {}), "group_size": samples})
+    options = {**given_flags(flags), **({"target": target} if target else {}), "group_size": samples}
+    config = with_format(merge(file, options))
     backend = registry.by_name("backend", config.backend)
     if not isinstance(backend, EmbeddedBackend):
         raise ConfigError(f"tasks needs a model in this process, which backend = {config.backend} does not have.")

@@ -16,6 +16,7 @@ from lightning_spans.store import open_store
 from lightning_trainer import registry
 from lightning_trainer.backend_protocol import Backend, Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
+from lightning_trainer.config.origin import with_format
 from lightning_trainer.kits.export.episodes import digest
 from lightning_trainer.kits.export.export import open_selection
 from lightning_trainer.kits.export.files import Line
@@ -85,6 +86,7 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
     look(config.model)  # raises if the model is not found
     if resume is None:
         _check_of_stores(config)
+        config = with_format(config)
     data = read(config)
     config.permits.check_tenants(data.tenants)
     with ExitStack() as stack:

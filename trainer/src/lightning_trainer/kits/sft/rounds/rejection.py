@@ -11,6 +11,7 @@ from typing import Any
 from lightning_spans.errors import NothingToLearnError, UnknownAgentError
 from lightning_trainer import registry
 from lightning_trainer.backend_protocol import Backend
+from lightning_trainer.config.origin import with_format
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import check_calls
@@ -62,6 +63,7 @@ def rejection_sampling(
     began, progress = time.monotonic(), progress or Silent()
     backend: Backend = registry.by_name("backend", config.backend)
     look(config.model)  # raises if the model is not found
+    config = config if resume is not None else with_format(config)
     tasks = load_tasks(config.tasks, config.columns)
     val = load_tasks(config.val, config.columns) if config.val else []
     judging = read_judge(config.reward, config.judge)
