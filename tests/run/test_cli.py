@@ -570,10 +570,12 @@ def test_run_goes_on_with_resume_alone(trained: tuple[Path, Result], monkeypatch
     result = call("train", "--resume", "out", "--steps", "3")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1])["steps"] == 3
-    again = call("train", "--resume", "out", "--steps", "3")
-    assert "this run has completed its 3 steps" in again.stderr
-    last = json.loads(again.stdout.splitlines()[-1])
-    assert (last["steps"], last["folder"]) == (3, "out")
+    Path("resume.toml").write_text('resume = "out"\nsteps = 3\n')
+    for arguments in (["--resume", "out", "--steps", "3"], ["--config", "resume.toml"]):
+        again = call("train", *arguments)
+        assert "this run has completed its 3 steps" in again.stderr
+        last = json.loads(again.stdout.splitlines()[-1])
+        assert (last["steps"], last["folder"]) == (3, "out")
 
 
 def test_checkpoint_of_another_model(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config.files import merge
+from lightning_trainer.config.files import merge, read_toml
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.flags.common import GroupedCommand, config_options, given_flags, print_json
 from lightning_trainer.flags.files import config_file_option, dry_run_flag, json_flag
@@ -167,11 +167,12 @@ def _facts(result: Result) -> dict[str, Any]:
 
 def _config(file: Path | None, flags: dict[str, Any]) -> TrainConfig:
     """Merge the options: flags override the file, which overrides the options of a resumed run."""
-    if flags.get("resume"):
-        from lightning_trainer.run.folders import read_config
+    resume = flags.get("resume") or (read_toml(file).get("resume") if file is not None else None)
+    if not resume or not isinstance(resume, (str, Path)):
+        return merge(file, flags)
+    from lightning_trainer.run.folders import read_config
 
-        return merge(file, flags, base=read_config(Path(flags["resume"])))
-    return merge(file, flags)
+    return merge(file, flags, base=read_config(Path(resume)))
 
 
 def _title(config: TrainConfig, what: str = "training") -> str:
