@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.log.lines import read
 from lightning_trainer.report.metrics import MetricLog, write_atomically
 from lightning_trainer.report.runs import row_of
@@ -124,3 +125,17 @@ def test_validations_on_other_tasks_are_not_compared(tmp_path: Path) -> None:
     (tmp_path / CONFIG_NAME).write_text("{}")
     row = row_of(tmp_path)
     assert (row.before, row.after) == (None, 0.2)
+
+
+def test_a_long_history_stays_whole_when_the_run_resumes_and_the_viewer_reads_its_newest_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    texts = [json.dumps({"kind": "train", "step": step, "reward": 0.5}) + "\n" for step in range(100)]
+    path.write_text("".join(texts))
+    monkeypatch.setattr("lightning_trainer.report.log.lines._MOST_BYTES", len("".join(texts[-10:])) + 5)
+    MetricLog(tmp_path, from_step=100).close()
+    assert path.read_text() == "".join(texts)
+    assert caplog.text == ""
+    assert [line["step"] for line in Run("run", str(tmp_path / "lightning.db"), tmp_path).lines()] == [*range(90, 100)]
+    assert "Only the newest lines are read" in caplog.text

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lightning_trainer.config.files import CONFIG_NAME, read_shown
 from lightning_trainer.intervals import Declared, Estimate
-from lightning_trainer.report.log.lines import read
+from lightning_trainer.report.log.lines import read_newest
 from lightning_trainer.report.metrics import LOG_NAME, newest_validations
 from lightning_trainer.rl.scores import BY_TASK, Score, difference
 from lightning_trainer.work import Work
@@ -69,7 +69,7 @@ def _runs_in(place: Path) -> list[Path]:
 
 def row_of(folder: Path) -> RunSummary:
     """Return the summary of a run, read from its own files."""
-    lines = read(folder / LOG_NAME)
+    lines = read_newest(folder / LOG_NAME)
     steps = [line for line in lines if line["kind"] == "train"]
     validations = newest_validations(lines)
     held = [(line["step"], line["reward"]) for line in validations if "reward" in line]

@@ -14,7 +14,7 @@ from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.intervals import Declared
 from lightning_trainer.kits.view.reader import StoreReader
-from lightning_trainer.report.log.lines import Line, read
+from lightning_trainer.report.log.lines import Line, read_newest
 from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.run.group_ids import prefix_of
 from lightning_trainer.session.folder import HOLDER, is_held
@@ -96,7 +96,7 @@ class Run:
 
     def lines(self) -> list[Line]:
         """Return the metrics of its steps and validations, and its alarms."""
-        return read(self.folder / LOG_NAME) if self.folder is not None else []
+        return read_newest(self.folder / LOG_NAME) if self.folder is not None else []
 
     @property
     def changed(self) -> tuple[int, ...]:

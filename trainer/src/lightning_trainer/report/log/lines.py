@@ -7,8 +7,9 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from os import SEEK_END
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, BinaryIO, Final, TypeAlias
 
 from lightning_trainer.rl.scores import BY_TASK
 
@@ -23,7 +24,7 @@ MOST_FREQUENT: Final = "most_frequent"  # by agent: its most frequent short answ
 POLICY_OF: Final = "policy_of"  # in the line of a step: the policy of each trained agent
 WAITED_FOR: Final = "waited_for"  # in the line of a step: the part that took longest
 
-_MOST_BYTES: Final = 1 << 28  # most bytes read from a file: a run of 10,000 steps writes less than 100 MB
+_MOST_BYTES: Final = 1 << 28  # most bytes that `read_newest` reads
 _MOST_NUMBER: Final = 1e100  # squares of larger ones are infinite
 _MOST_DEPTH: Final = 8  # deepest nesting of values in lines of other kinds, such as `rollback`
 _MOST_COUNT: Final = 1e15
@@ -31,21 +32,35 @@ _COUNTS: Final = frozenset({"time", "seconds", "rollouts", "failed", "tasks", "t
 
 
 def read(path: Path) -> list[Line]:
-    """Read the lines of a metrics file.
+    """Read the lines of a run's own metrics file.
 
     Lines that are not an object with a kind and a step, and values of another type than a run writes, are left out,
     with one warning that names the file and the first such line. A last line that was cut off during writing is left
     out without a warning.
     """
+    return _valid_lines(path, None)
+
+
+def read_newest(path: Path) -> list[Line]:
+    """Read the last 256 MiB of a metrics file, which may be someone else's, as `read` does.
+
+    One warning says so if earlier lines are left out: the file must not be replaced by what was read.
+    """
+    return _valid_lines(path, _MOST_BYTES)
+
+
+def _valid_lines(path: Path, most: int | None) -> list[Line]:
     if not path.is_file():  # reading a pipe in somebody else's folder would wait
         return []
     lines, wrong = [], list[str]()
-    for number, text in enumerate(_texts(path), 1):
-        line, why = _parse(text)
-        if line is not None:
-            lines.append(line)
-        if why and text.endswith(b"\n"):
-            wrong.append(f"line {number}: {why}")
+    with path.open("rb") as file:
+        part = "" if most is None else _skip_earlier(file, path, most)
+        for number, text in enumerate(_texts(file, most), 1):
+            line, why = _parse(text)
+            if line is not None:
+                lines.append(line)
+            if why and text.endswith(b"\n"):
+                wrong.append(f"line {number}{part}: {why}")
     if wrong:
         more = f" ({len(wrong)} lines have such errors)" if len(wrong) > 1 else ""
         _warn(f"{path}, {wrong[0]}{more}. Invalid lines are left out.")
@@ -58,14 +73,25 @@ def _warn(text: str) -> None:
     logger.warning("%s", text)
 
 
-def _texts(path: Path) -> Iterator[bytes]:
-    left = _MOST_BYTES
-    with path.open("rb") as file:
-        while left > 0 and (text := file.readline(left)):
-            left -= len(text)
-            yield text
-        if file.read(1):
-            _warn(f"{path} is larger than {_MOST_BYTES >> 20} MiB. The rest is left out.")
+def _skip_earlier(file: BinaryIO, path: Path, most: int) -> str:
+    """Go to the first whole line of the last `most` bytes, and return what a line's number then counts from."""
+    begin = file.seek(0, SEEK_END) - most
+    file.seek(max(0, begin - 1))
+    if begin <= 0:
+        return ""
+    file.readline(most)
+    _warn(f"{path} is larger than {most >> 20} MiB. Only the newest lines are read.")
+    return f" of its last {most >> 20} MiB"
+
+
+def _texts(file: BinaryIO, most: int | None) -> Iterator[bytes]:
+    if most is None:
+        yield from file
+        return
+    left = most
+    while left > 0 and (text := file.readline(left)):
+        left -= len(text)
+        yield text
 
 
 def _parse(text: bytes) -> tuple[Line | None, str]:
