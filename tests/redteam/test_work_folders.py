@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.attempts import Attempt
+from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.worker import baseline, trees, workfolder
+from lightning_trainer.runner.worker.command_rewards import RewardRefusedError
 from lightning_trainer.runner.worker.trees import WorkFolderError
 from lightning_trainer.runner.worker.workfolder import Source, WorkFolder, remove_left_over
+from lightning_trainer.work import Work
+from support.runners import run_agent
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 MOST = 1 << 30
@@ -322,6 +328,52 @@ def test_what_another_user_left_is_not_touched_and_no_error_there_stops_anybody(
     remove_left_over(tmp_path)
     assert "busy" in caplog.text
     assert tmp_path.exists()
+
+
+@pytest.fixture
+def attack(source):
+    """Run an agent's command in a work folder, and then perhaps a reward command; return the reward."""
+
+    async def run(command: str, path: str = "reward.json", **work: object) -> object:
+        options = Work(workdir=str(source.path), reward_from=path, **work)
+        return await run_agent(Job(command=command, work=options), {"name": "../../mine"}, Attempt("r", "r.1"))
+
+    return run
+
+
+async def test_a_reward_behind_a_link_is_not_read(attack, tmp_path):
+    (tmp_path / "secret").write_text("0.75")
+    with pytest.raises(RewardRefusedError, match="wrote no reward"):
+        await attack(f"ln -s {tmp_path / 'secret'} reward.json")
+    with pytest.raises(RewardRefusedError, match="wrote no reward"):
+        await attack(f"ln -s {tmp_path} out", "out/secret")
+
+
+async def test_a_reward_behind_a_link_is_not_deleted(attack, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "reward.json").write_text("1")
+    with pytest.raises(RewardRefusedError, match="wrote no reward"):
+        await attack(f"ln -s {tmp_path / 'mine'} out", "out/reward.json", reward_command="true")
+    assert (tmp_path / "mine" / "reward.json").exists()
+
+
+@pytest.mark.parametrize("words", [{}, {"reward_command": "mkfifo reward.json"}])
+async def test_a_pipe_in_place_of_a_reward_does_not_stop_the_runner(attack, words):
+    with pytest.raises(RewardRefusedError, match="wrote no reward"):
+        await attack("mkfifo reward.json" if not words else "true", **words)
+
+
+async def test_a_folder_in_place_of_a_reward_is_the_agents_failure(attack):
+    with pytest.raises(RewardRefusedError, match="Leave no folder there"):
+        await attack("mkdir reward.json", reward_command="true")
+
+
+async def test_a_path_of_a_reward_stays_in_the_work_folder(attack, tmp_path):
+    for path in (str(tmp_path / "reward.json"), "../reward.json", "out/../../reward.json", "."):
+        with pytest.raises(ConfigError, match="not in the workdir"):
+            await attack("true", path)
+    with pytest.raises(ConfigError, match="a task's field makes"):
+        await attack("true", "rewards/{name}.json")
 
 
 def test_a_folder_that_is_copied_may_not_be_nested_without_end(tmp_path):

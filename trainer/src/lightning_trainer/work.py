@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import PurePath
 from typing import Any, Final, Literal
 
 from lightning_spans.errors import ConfigError
@@ -13,6 +15,12 @@ FROM_DESCRIPTOR: Final = "fd"  # `reward_from`: a file descriptor whose number i
 
 BUBBLEWRAP: Final = "bwrap"
 SandboxProgram = Literal["bwrap", "docker", "podman"]  # programs that open a sandbox
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path that is relative to a folder leads to something in it. Links are not looked at."""
+    normal = PurePath(os.path.normpath(path))
+    return "\0" not in path and not normal.is_absolute() and normal.parts[:1] not in ((), ("..",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +114,11 @@ class Work:
         problems = {
             "reward_from needs a command's rewards. Give --command, or leave reward_from out.": (
                 self.reward_from is not None and not by_command
+            ),
+            "reward_from names a path that is not in the workdir. Give a path in it, such as reward.json.": (
+                None not in (self.workdir, self.reward_from)
+                and "{" not in str(self.reward_from)
+                and not is_inside(str(self.reward_from))
             ),
             "workdir needs an agent that is a command. Give --command, or leave workdir out.": (
                 self.workdir is not None and command is None

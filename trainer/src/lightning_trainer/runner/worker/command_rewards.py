@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_spans.errors import RewardError
+from lightning_spans.errors import ConfigError, RewardError
 from lightning_spans.schema.json import dumps
 from lightning_trainer.runner.worker.command import ProcessEnd, fill_fields, result_of
-from lightning_trainer.work import FROM_DESCRIPTOR, Work
+from lightning_trainer.runner.worker.trees import read_file, remove_file
+from lightning_trainer.work import FROM_DESCRIPTOR, Work, is_inside
 
 VARIABLE: Final = "LIGHTNING_REWARD_FD"  # the descriptor's number, with `reward_from = fd`
 _KEY: Final = "reward"
@@ -41,12 +42,23 @@ class RewardChannel:
     _ends: tuple[int, int] | None = field(default=None, init=False)
 
     def __enter__(self) -> RewardChannel:
-        """Open the descriptor, or delete the file of an earlier program."""
+        """Open the descriptor, or delete the file of an earlier program.
+
+        Raises:
+            ConfigError: the file is not in the working folder.
+            RewardRefusedError: it cannot be deleted.
+        """
         if self.work.reward_from == FROM_DESCRIPTOR:
             self._ends = os.pipe()
             os.set_blocking(self._ends[0], False)
-        elif (path := self._path()) is not None:
-            path.unlink(missing_ok=True)
+        elif (where := self._place()) is not None:
+            try:
+                remove_file(*where)
+            except OSError as error:
+                raise RewardRefusedError(
+                    f"{self.work.reward_from!r} (--reward-from) can't be deleted before the command starts:"
+                    f" {error.strerror}. Leave no folder there."
+                ) from None
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -76,23 +88,40 @@ class RewardChannel:
             found = result_of(self._text())
             found = found[_KEY] if isinstance(found, Mapping) and set(found) == {_KEY} else found
             if found is None:
-                raise RewardRefusedError(f"the command wrote no reward to {self.work.reward_from!r} (--reward-from).")
+                raise RewardRefusedError(
+                    f"the command wrote no reward to {self.work.reward_from!r} (--reward-from). Links and pipes are not"
+                    " read: let it write a file."
+                )
         return None if found is None else self._check_bounds(found)
 
     def _text(self) -> str:
-        with contextlib.suppress(OSError):  # nothing was written
-            if self._ends is not None:
-                return os.read(self._ends[0], _MOST_BYTES).decode(errors="replace")
-            if (path := self._path()) is not None:
-                with path.open("rb") as file:
-                    return file.read(_MOST_BYTES).decode(errors="replace")
-        return ""
+        content: bytes | None = None
+        if self._ends is not None:
+            with contextlib.suppress(OSError):  # nothing was written
+                content = os.read(self._ends[0], _MOST_BYTES)
+        elif (where := self._place()) is not None:
+            content = read_file(*where, _MOST_BYTES)
+        return (content or b"").decode(errors="replace")
 
-    def _path(self) -> Path | None:
+    def _place(self) -> tuple[Path, str] | None:
+        """Return a folder, and the path in it of the file with the reward; None if it is not in a file.
+
+        Raises:
+            ConfigError: the file is not in the work folder.
+        """
         where = self.work.reward_from
         if where is None or where == FROM_DESCRIPTOR:
             return None
-        return (self.folder or Path.cwd()) / fill_fields(where, self.task)
+        path = fill_fields(where, self.task)
+        if self.folder is None:
+            whole = Path.cwd() / path
+            return whole.parent.resolve(), whole.name
+        if not is_inside(path):
+            raise ConfigError(
+                f"a task's field makes --reward-from {where!r} {path!r}, which is not in the work folder. Use a field"
+                " that is the name of a file."
+            )
+        return self.folder, os.path.normpath(path)
 
     def _check_bounds(self, reward: Any) -> Any:
         low, high = self.work.bounds

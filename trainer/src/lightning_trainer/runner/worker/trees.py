@@ -139,10 +139,32 @@ def read_entry(root: Path, entry: FolderEntry) -> bytes | None:
             return os.fsencode(os.readlink(name, dir_fd=within))
         if not stat.S_ISREG(entry.status.st_mode):
             return None
-        with os.fdopen(os.open(name, _FILE, dir_fd=within), "rb") as file:
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return file.read(entry.status.st_size)
+        return _read_regular(name, within, entry.status.st_size)
     return None
+
+
+def read_file(root: Path, path: str, most: int) -> bytes | None:
+    """Return up to `most` bytes of a regular file; None if there is none that can be read without following a link."""
+    folder, _, name = path.rpartition("/")
+    with suppress(OSError), _open_folder(root, folder) as within:
+        return _read_regular(name, within, most)
+    return None
+
+
+def remove_file(root: Path, path: str) -> None:
+    """Delete a file or a link, if there is one that can be reached without following a link.
+
+    Raises:
+        OSError: it cannot be deleted, or is a folder.
+    """
+    folder, _, name = path.rpartition("/")
+    with suppress(FileNotFoundError, NotADirectoryError), _open_folder(root, folder) as within:
+        os.unlink(name, dir_fd=within)
+
+
+def _read_regular(name: str, within: int, most: int) -> bytes | None:
+    with os.fdopen(os.open(name, _FILE, dir_fd=within), "rb") as file:
+        return file.read(most) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
 
 
 def write_entry(root: Path, path: str, mode: int, content: bytes) -> None:
