@@ -15,8 +15,10 @@ from lightning_spans.errors import ConfigError, RefusedError
 from lightning_spans.record.delivery.otlp import PROTOBUF, encode
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store.http import HttpStore
+from lightning_spans.store.urls import without_secrets
 from lightning_trainer.cli import main, processes
 from lightning_trainer.cli.servers.upstream_keys import with_keys
+from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.gateway.upstream.upstream import parse_upstream
 from lightning_trainer.runner import undumpable
 from lightning_trainer.runner.environment import allowed_environment, without_keys
@@ -95,6 +97,30 @@ OTHERS = {
     "HF_TOKEN": "k", "OTEL_EXPORTER_OTLP_HEADERS": "k", "https_proxy": "http://u:pw@proxy:3128", "MYAPP_TOKEN": "k",
 }  # fmt: skip
 USUAL = {"PATH": "/bin", "HOME": "/root", "LC_ALL": "C", "PYTHONPATH": ".", "HTTP_PROXY": "http://proxy:3128"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:pa/hush@db/traces",
+        "postgresql+psycopg://me:5/hush@db:5432/traces",
+        "postgresql://me@db/traces?sslmode=require&password=hush",
+        "postgresql://db/traces?user=me&password=hush",
+    ],
+)
+def test_a_password_of_a_store_reaches_no_agent_and_no_record_however_it_is_written(url):
+    assert without_keys({"LIGHTNING_STORE": url}) == {}
+    assert allowed_environment({"LIGHTNING_STORE": url}, ["*"]) == {}
+    for shown in (without_secrets(url), *without_passwords({"store": url, "data": url}).values()):
+        assert "hush" not in shown
+        assert shown.partition("?")[0].endswith(url.partition("?")[0].rpartition("@")[2])
+
+
+@pytest.mark.parametrize(
+    "url", ["http://server:8800/a@1", "docker://registry:5000/image@sha256:0", "postgresql://me@db:5432/traces", "a@b"]
+)
+def test_an_address_without_a_password_is_recorded_as_it_is(url):
+    assert without_passwords({"data": url, "store": url}) == {"data": url, "store": url}
 
 
 def test_an_agent_under_a_runner_gets_what_programs_need_and_what_is_named():

@@ -9,9 +9,27 @@ from typing import Final
 
 _ENDS: Final = ("", "-wal", "-shm", "-journal", "-turn")  # of the names of a SQLite store's files
 HIDDEN: Final = "***"
+
+
+def _password(ends: str) -> re.Pattern[str]:
+    """Return an expression for a URL up to the end of its password: groups for ``scheme://`` and for the user.
+
+    A password may contain slashes. But digits followed by a slash are a port and a path, except in PostgreSQL's URLs:
+    there, SQLAlchemy takes everything before the ``@`` as user and password.
+
+    Args:
+        ends: characters that end the URL, as in brackets of an expression.
+    """
+    user = rf"[^/@:\[{ends}]*"
+    before = rf"(postgres\w{{0,20}}(?:\+\w{{1,50}})?://|://(?!{user}:\d*/))({user})"
+    return re.compile(rf"(?i){before}:(?:[^/{ends}]*|[^@{ends}]{{0,200}})@")
+
+
+PASSWORD: Final = _password(r"\s")
+_ENDS_IN_TEXT: Final = r"""\s"'<>"""
 _SECRETS: Final = (
-    # A user's password may contain a slash, but digits followed by a slash are a port and a path.
-    (re.compile(r"""(?<=://)(?:[^/\s"'<>]*|[^/@:\[\s"'<>]*:(?!\d*/)[^@\s"'<>]{0,200})@"""), f"{HIDDEN}@"),
+    (re.compile(rf"(?<=://)[^/{_ENDS_IN_TEXT}]*@"), f"{HIDDEN}@"),
+    (_password(_ENDS_IN_TEXT), rf"\g<1>{HIDDEN}@"),
     (
         re.compile(r"(?i)([?&](?:api[-_]?key|key|token|access[-_]token|secret|signature|sig|password)=)[^&\s\"'<>]+"),
         rf"\g<1>{HIDDEN}",

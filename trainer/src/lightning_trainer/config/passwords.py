@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.store.urls import PASSWORD
 
 _HIDDEN: Final = "***"
-_OF_USER: Final = re.compile(r"(://[^/@:\s]*):[^/@\s]*@")
 _OF_OPTION: Final = re.compile(r"(?i)[?&]password=[^&\s]*&?")
 _MARKS: Final = re.compile(r"(?i)://[^/@:\s]*:\*\*\*@|[?&]password=\*\*\*")
 _STORE: Final = "store"  # its password may also come from the environment, so its URL is stored without a mark
@@ -23,7 +23,7 @@ def without_passwords(value: Any) -> Any:
     """
     if isinstance(value, str):
         whole = _OF_OPTION.sub(_hide_option, value)
-        return _OF_USER.sub(rf"\1:{_HIDDEN}@", whole)
+        return PASSWORD.sub(rf"\1\2:{_HIDDEN}@", whole)
     if isinstance(value, Mapping):
         return {
             name: without_password(each) if name == _STORE and isinstance(each, str) else without_passwords(each)
@@ -35,7 +35,7 @@ def without_passwords(value: Any) -> Any:
 def without_password(url: str) -> str:
     """Return the URL of a store without its password: ``a://me:secret@host`` becomes ``a://me@host``."""
     whole = _OF_OPTION.sub(lambda found: found[0][0] if found[0].endswith("&") else "", url)
-    return _OF_USER.sub(r"\1@", whole)
+    return PASSWORD.sub(r"\1\2@", whole)
 
 
 def hidden_options(values: Mapping[str, Any]) -> list[str]:

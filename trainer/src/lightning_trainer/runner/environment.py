@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
+from lightning_spans.store.urls import PASSWORD, without_secrets
+
 # What programs need to start, to find their files and to communicate: names and globs.
 _NEEDED: Final = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "LANG", "LANGUAGE", "LC_*", "TZ", "TERM", "COLORTERM",
@@ -22,7 +24,6 @@ _NEEDED: Final = (
 )  # fmt: skip
 _PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})  # in upper or lower case
 _OWN: Final = re.compile(r"LIGHTNING_(.*_)?KEY(_.*)?")  # keys of the runner, of upstreams, of the provider
-_WITH_PASSWORD: Final = re.compile(r"[^/]*://[^/@]*@")
 
 
 def allowed_environment(environment: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
@@ -37,8 +38,7 @@ def allowed_environment(environment: Mapping[str, str], named: Iterable[str] = (
     return {
         name: value
         for name, value in without_keys(environment).items()
-        if any(fnmatchcase(name, each) for each in wanted)
-        or (name.lower() in _PROXIES and not _WITH_PASSWORD.match(value))
+        if any(fnmatchcase(name, each) for each in wanted) or (name.lower() in _PROXIES and not _has_password(value))
     }
 
 
@@ -47,8 +47,12 @@ def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if not _OWN.fullmatch(name) and not (name == "LIGHTNING_STORE" and _WITH_PASSWORD.match(value))
+        if not _OWN.fullmatch(name) and not (name == "LIGHTNING_STORE" and _has_password(value))
     }
+
+
+def _has_password(url: str) -> bool:
+    return PASSWORD.search(url) is not None or without_secrets(url) != url
 
 
 def explain_missing_variables(error: str, environment: Mapping[str, str], passed: Mapping[str, str]) -> str:
