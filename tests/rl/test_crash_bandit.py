@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lightning_conformance.stores.memory import MemoryStore
-from lightning_spans.schema.attempts import AttemptStatus, Rollout
+from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, Rollout
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, Span
@@ -187,6 +187,64 @@ def test_gateway_that_failed_a_call_is_known_by_its_record_alone() -> None:
     assert one("failed", error="the store can't keep this now: disk full. Try again").crash is None
     assert one("failed", error="the engine failed: RuntimeError: out of memory").crash is None
     assert one("failed", error="this model's context is 512 tokens; the messages have 600").crash is not None
+
+
+@pytest.mark.parametrize(
+    ("record", "claimed", "policys"),
+    [(400, 503, True), (429, 503, False), (503, 400, False), (502, None, False), (None, 503, False)],
+)
+def test_no_span_contradicts_the_gateways_record(record: int | None, claimed: int | None, policys: bool) -> None:
+    """None as the record's status: an engine that ended."""
+    noted: dict[str, Any] = {"engine_ended": True} if record is None else {"error": {"status": record}}
+    ids = {"trace_id": "1" * 32, "span_id": "2" * 16}
+    assert (crash_after(claimed, record=replace(empty_call(**ids), error="no", sampling=noted)) is not None) == policys
+
+
+@pytest.mark.parametrize(
+    ("status", "claim", "policys"),
+    [
+        (503, {"agent": "actor"}, True),
+        (429, {"agent": "actor"}, True),
+        (503, {"agent": "judge"}, False),  # its endpoint is another one
+        (None, {"agent": "actor"}, False),  # no connection
+        (503, {"agent": "actor", "error": "openai.InternalServerError: Error code: 503 - no server"}, False),
+    ],
+    ids=["503", "429", "elsewhere", "unreachable", "raised"],
+)
+def test_server_error_that_the_gateway_knows_nothing_of_excuses_no_other_crash(
+    status: int | None, claim: dict[str, str], policys: bool
+) -> None:
+    """The agent's process writes its spans: a policy could crash at no cost."""
+    assert (crash_after(status, **claim) is not None) == policys
+
+
+@pytest.mark.parametrize("policys_end", ["failed", "timeout"])
+def test_attempt_whose_agents_have_no_name_is_excused_by_no_claim(policys_end: AttemptStatus) -> None:
+    assert crash_after(503, agent=None, caller=None, status=policys_end) is not None
+
+
+def crash_after(
+    status_code: int | None,
+    *,
+    agent: str | None = "actor",
+    caller: str | None = "actor",
+    record: Call | None = None,
+    status: AttemptStatus = "failed",
+    error: str = "ValueError: I give up",
+) -> AttemptRecord | None:
+    """The crash of an attempt after an answer to `caller` and a span of `agent` that says that a call failed."""
+    store = MemoryStore()
+    [rollout] = plan([{}], name="r:0", size=1, mode="train", max_attempts=1, timeout_s=10.0)
+    store.enqueue([rollout])
+    [attempt] = store.claim("worker")
+    ids = {"rollout_id": rollout.rollout_id, "attempt_id": attempt.attempt_id}
+    store.add_calls([replace(spoke("answer", 5, -1.0, **ids), agent=caller)])
+    store.add_calls([replace(record, agent=caller, **ids)] if record is not None else [])
+    span = replace(failed_call(status_code or 0, **ids), agent=agent, status_message="Error code: 503 - no server")
+    store.add_spans([span if status_code is not None else replace(span, status_message="no connection", attributes={})])
+    store.finish(attempt.attempt_id, attempt.fence, status=status, error=error)
+    [found] = outcomes(store, [rollout])
+    return found.crash
 
 
 def test_lowest_reward_is_zero_or_the_batchs_own() -> None:

@@ -8,7 +8,7 @@ cause is left out and retried. The exception that ended the attempt decides, not
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from enum import Enum
 from typing import Final, Literal, TypeAlias
 
@@ -249,7 +249,22 @@ def _wait_of(chat: Node) -> float:
 def _last_failures(chats: Sequence[Node]) -> set[Ending]:
     """Classify the failed model calls after which none was answered, so that the program could not continue."""
     answered_ns = max((chat.span.start_ns for chat in chats if _policy_spoke(chat)), default=0)
-    return {kind for chat in chats if (kind := _failure_of(chat)) is not None and chat.span.end_ns >= answered_ns}
+    recorded = {chat.path for chat in chats if chat.call is not None}
+    last = [chat for chat in chats if chat.span.end_ns >= answered_ns and not _is_mere_claim(chat, recorded)]
+    return {kind for chat in last if (kind := _failure_of(chat)) is not None}
+
+
+def _is_mere_claim(chat: Node, recorded: Container[str | None]) -> bool:
+    """Whether only the agent's span says that a server failed a call, and the gateway would have a record of it.
+
+    The agent's process writes the span. Without a check, a policy could crash at no cost.
+
+    Args:
+        chat: a model call.
+        recorded: paths of the agents whose calls the gateway records.
+    """
+    answered = chat.call is None and _claimed_status(chat) is not None  # otherwise there was no connection
+    return answered and chat.path in recorded and _failure_of(chat) is Ending.SERVER_FAILED
 
 
 def _policy_spoke(chat: Node) -> bool:
@@ -266,38 +281,48 @@ def _policy_spoke(chat: Node) -> bool:
 
 
 def _failure_of(chat: Node) -> Ending | None:
-    """Classify the failure of a model call; None if it was answered, or rejected because of its content."""
-    call, status = chat.call, _status_of(chat)
-    if chat.error is None or (call is not None and call.error is None):
+    """Classify the failure of a model call; None if it was answered, or rejected because of its content.
+
+    If the gateway has recorded the call, only its record counts: the agent's process writes the span.
+    """
+    if chat.error is None or (chat.call is not None and chat.call.error is None):
         return None
-    if call is not None and call.error in CUT_CALLS:
-        return Ending.ENGINE_DOWN if _is_engine_wait(chat) else Ending.CALL_CUT
-    if call is not None and call.sampling.get(ENGINE_ENDED):
-        return Ending.ENGINE_DOWN
-    if status is not None:
-        return _of_status(status, chat)
-    if call is not None:
-        return Ending.SERVER_FAILED if (call.error or "").startswith(_OURS) else None
+    if chat.call is not None:
+        return _ending_in_call(chat, chat.call)
+    if (status := _claimed_status(chat)) is not None:
+        return _of_status(status, chat.error)
     late = _LATE_TYPE.search(str(chat.span.attributes.get(ERROR_TYPE, "")))
     return Ending.CALL_CUT if late else Ending.SERVER_FAILED
 
 
-def _of_status(status: int, chat: Node) -> Ending | None:
+def _ending_in_call(chat: Node, call: Call) -> Ending | None:
+    """Classify the failure of a call that the gateway has recorded."""
+    if call.error in CUT_CALLS:
+        return Ending.ENGINE_DOWN if _is_engine_wait(chat) else Ending.CALL_CUT
+    if call.sampling.get(ENGINE_ENDED):
+        return Ending.ENGINE_DOWN
+    refusal = call.sampling.get("error")
+    status = _number(refusal.get("status")) if isinstance(refusal, Mapping) else None
+    if status is not None:
+        return _of_status(status, f"{call.error} {refusal}")
+    return Ending.SERVER_FAILED if (call.error or "").startswith(_OURS) else None
+
+
+def _of_status(status: int, told: str) -> Ending | None:
     if status == _TOO_SLOW:
         return Ending.CALL_CUT
-    told = f"{chat.error} {'' if chat.call is None else chat.call.sampling.get('error')}"
     if status == _TOO_MANY and (QUOTA_EXCEEDED in told or TOO_MUCH_AT_ONCE in told):
         return Ending.OVER_QUOTA
     return Ending.SERVER_FAILED if status >= _SERVER_ERRORS or status == _TOO_MANY else None
 
 
-def _status_of(chat: Node) -> int | None:
-    """Return the HTTP status with which a failed call was answered; None if it is unknown."""
-    told = chat.span.attributes.get(_STATUS)
-    if told is None and chat.call is not None:
-        refusal = chat.call.sampling.get("error")
-        told = refusal.get("status") if isinstance(refusal, Mapping) else None
-    return int(told) if isinstance(told, (int, float, str)) and str(told).isdigit() else None
+def _claimed_status(chat: Node) -> int | None:
+    """Return the HTTP status with which a failed call was answered, by its span; None if it is unknown."""
+    return _number(chat.span.attributes.get(_STATUS))
+
+
+def _number(value: object) -> int | None:
+    return int(value) if isinstance(value, (int, float, str)) and str(value).isdigit() else None
 
 
 def _names(text: str, chat: Node) -> bool:
