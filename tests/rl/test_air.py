@@ -21,10 +21,13 @@ from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.spans import (
     AGENT_PATH,
     CHAT,
+    FRAMEWORK,
     OUTPUT_TOKENS,
     REQUEST,
     RESPONSE,
+    RESPONSE_ID,
     TOOL_RESULT,
+    Span,
 )
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.rl.credit.assigners import identical
@@ -339,6 +342,78 @@ def test_one_failure_among_many_successes_counts_whole_where_nothing_is_averaged
     assert found(attempt, "tool_status", {"weight": 0.1, "average": False})["w", 1] == -0.1
     with pytest.raises(ConfigError, match="Leave average out"):
         read_rules({"tool_status": {"weight": 1, "average": False, "potential": True}}, credit="turn")
+
+
+SHARED = {
+    "tool_arguments": 1,
+    "repeated_calls": 1,
+    "cost": {"weight": 1, "budget": 10},
+    "overlong": {"weight": 1, "max_tokens": 2, "buffer": 1},
+    "answer_format": {"weight": 1, "pattern": "7"},
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("layout", ["one span", "nested", "two traces"])
+def test_calls_that_share_a_span_are_judged_like_calls_that_do_not(name, layout):
+    """A program could show its best answer only; the gateway has recorded all of them."""
+    (chosen,) = read_rules({name: SHARED[name]})
+    apart = Trace.build([_span_of(n) for n in range(3)], [_answered(n) for n in range(3)])
+    own, other = _span_of(1), _span_of(2, response_id="r1", end_ns=15)
+    spans, calls = [own], [_answered(n, span_id=own.span_id) for n in range(3)]
+    if layout != "one span":
+        other = replace(other, attributes={**other.attributes, FRAMEWORK: "proxy"}, start_ns=11)
+        other = replace(other, parent_id=own.span_id) if layout == "nested" else replace(other, trace_id="b" * 32)
+        calls[2] = replace(calls[2], span_id=other.span_id, trace_id=other.trace_id)
+        spans.append(other)
+    together = Trace.build(spans, calls)
+    assert (len(apart.chats), len(together.chats)) == (3, 1)
+    honest, hidden = (judge(chosen, trace, "r", "at") for trace in (apart, together))
+    assert {reward.agent for reward in hidden} == {reward.agent for reward in honest}
+    assert sum(reward.value for reward in hidden) == pytest.approx(sum(reward.value for reward in honest))
+    assert sum(reward.value for reward in hidden) < 0
+
+
+def test_tries_of_one_call_do_not_repeat_each_other_and_cost_what_they_took():
+    span = _span_of(1)
+    tries = [replace(_answered(0, span_id=span.span_id), call_id=f"c{n}", response_id=f"r{n}") for n in range(2)]
+    trace = Trace.build([span], [*tries, replace(tries[0], call_id="failed", error="500", choices=())])
+    assert [node.call for node in trace.chats] == [tries[1]]
+    values = {name: _values(name, trace) for name in SHARED}
+    assert values["repeated_calls"] == [0.0]
+    assert values["tool_arguments"] == [-1.0]
+    assert values["cost"] == _values("cost", Trace.build([_span_of(n) for n in range(2)], tries))
+
+
+def _values(name, trace):
+    (chosen,) = read_rules({name: SHARED[name]})
+    return [pytest.approx(reward.value) for reward in judge(chosen, trace, "r", "at")]
+
+
+def _span_of(number, response_id=None, **changes):
+    values = {
+        "operation": CHAT, "name": "chat", "trace_id": "a" * 32, "span_id": f"{number:016x}", "agent": "w",
+        "start_ns": number * 10, "end_ns": number * 10 + 5, "status": "ok",
+    }  # fmt: skip
+    return Span(**{**values, **changes}, attributes={RESPONSE_ID: response_id or f"r{number}"})
+
+
+def _answered(number, span_id=None):
+    """A call as the gateway records it. Its answer is bad, except for number 1."""
+    is_good = number == 1
+    tool = {
+        "id": f"t{number}",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"x": 1}' if is_good else "{}"},
+    }
+    message = {"role": "assistant", "content": "7" if is_good else "", "tool_calls": [tool]}
+    ids, logprobs = ((3,), (-0.5,)) if is_good else ((3, 4), (-0.5, -0.5))
+    return Call(
+        call_id=f"c{number}", response_id=f"r{number}", trace_id="a" * 32, span_id=span_id or f"{number:016x}",
+        start_ns=number * 10, end_ns=number * 10 + 5, policy="policy", policy_version=0, prompt_token_ids=(1, 2),
+        request={"messages": [{"role": "user", "content": str(number)}], "tools": CHAT_TOOLS},
+        choices=(Choice(0, ids, logprobs, "stop", message),),
+    )  # fmt: skip
 
 
 def _two_answers(*, tools):

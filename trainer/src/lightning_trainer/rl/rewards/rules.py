@@ -16,6 +16,7 @@ from lightning_spans.adapter.trace import Node, Trace
 from lightning_spans.chat.body import ToolCall, tool_calls, tool_schemas
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import TOOL_RESULT, Json
+from lightning_trainer.rl.rewards.answered import JudgedCall, judged_calls
 from lightning_trainer.rl.rewards.callers import called_tools, request_of
 from lightning_trainer.rl.rewards.checking import Checks
 from lightning_trainer.rl.usage import tokens_of
@@ -51,25 +52,31 @@ def tool_arguments(trace: Trace) -> list[Finding]:
     Arguments that are not JSON, tools that were not offered, and invalid schemas do not match.
     """
     checks = Checks()
-    return [Finding(1.0 if _fits(node, call, checks) else -1.0, node, choice) for node, choice, call in _calls(trace)]
+    return [
+        _finding(1.0 if _fits(judged.node, call, checks) else -1.0, judged, choice)
+        for judged in judged_calls(trace)
+        for choice, call in called_tools(judged.node)
+    ]
 
 
 def repeated_calls(trace: Trace) -> Iterator[Finding]:
     """-1 for a tool call that its agent has already made in this attempt with the same arguments, otherwise 0.
 
-    Several answers of one call are independent: they do not repeat each other.
+    Several answers of one call, or to tries of one call, are independent: they do not repeat each other.
     """
-    seen: set[tuple[str | None, str]] = set()
-    for node in trace.chats:
+    makers: dict[tuple[str | None, str], JudgedCall] = {}  # the first call that made each
+    for judged in judged_calls(trace):
         of_node: set[tuple[str | None, str]] = set()
-        for choice in node.answer.choices:
+        for choice in judged.node.answer.choices:
             of_choice: set[tuple[str | None, str]] = set()
             for call in tool_calls(choice.message):
-                key = (node.path, call.signature)
-                yield Finding(-1.0 if key in seen | of_choice else 0.0, node, choice.index)
+                key = (judged.place.path, call.signature)
+                is_made = key in makers and not judged.repeats(makers[key])
+                yield _finding(-1.0 if is_made or key in of_choice else 0.0, judged, choice.index)
                 of_choice.add(key)
             of_node |= of_choice
-        seen |= of_node
+        for key in of_node:
+            makers.setdefault(key, judged)
 
 
 def empty_results(trace: Trace) -> list[Finding]:
@@ -96,11 +103,11 @@ def answer_format(
     def has_format(text: str) -> bool:
         return _reads_as(text, schema, checks) if pattern is None else checks.found(pattern, text)
 
-    last = {node.path: node for node in trace.chats}
+    last = {judged.place.path: judged for judged in judged_calls(trace) if not judged.is_try}
     return [
-        Finding(1.0 if has_format(text) else -1.0, node, choice)
-        for node in last.values()
-        for choice, text in _texts(node)
+        _finding(1.0 if has_format(text) else -1.0, judged, choice)
+        for judged in last.values()
+        for choice, text in _texts(judged.node)
     ]
 
 
@@ -131,7 +138,7 @@ def cost(trace: Trace, *, budget: float, prompt: float = 1.0, response: float = 
     _check_budget(budget, "budget")
     if not trace.chats:
         return []
-    counted = [tokens_of(node) for node in trace.chats]
+    counted = [tokens_of(judged.node) for judged in judged_calls(trace)]
     spent = prompt * sum(given for given, _ in counted) + response * sum(drawn for _, drawn in counted)
     return [Finding(_over(spent, budget))]
 
@@ -149,9 +156,9 @@ def overlong(trace: Trace, *, max_tokens: int, buffer: int) -> list[Finding]:
     if not 0 < buffer <= max_tokens:
         raise ConfigError(f"overlong: buffer = {buffer} must be above 0 and at most max_tokens = {max_tokens}.")
     return [
-        Finding(-min(max((tokens - (max_tokens - buffer)) / buffer, 0.0), 1.0), node, choice)
-        for node in trace.chats
-        for choice, tokens in _lengths(node)
+        _finding(-min(max((tokens - (max_tokens - buffer)) / buffer, 0.0), 1.0), judged, choice)
+        for judged in judged_calls(trace)
+        for choice, tokens in _lengths(judged.node)
     ]
 
 
@@ -200,8 +207,9 @@ def _check_pattern(pattern: str) -> None:
         raise ConfigError(f"answer_format: pattern {pattern!r} is not a regular expression: {error}.") from None
 
 
-def _calls(trace: Trace) -> list[tuple[Node, int, ToolCall]]:
-    return [(node, choice, call) for node in trace.chats for choice, call in called_tools(node)]
+def _finding(value: float, judged: JudgedCall, choice: int | None) -> Finding:
+    """Return a finding about an answer; one of another call of the same span is about the call that is reported."""
+    return Finding(value, judged.place, choice if judged.node is judged.place else None)
 
 
 def _fits(node: Node, call: ToolCall, checks: Checks) -> bool:
