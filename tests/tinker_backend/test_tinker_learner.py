@@ -30,6 +30,7 @@ from lightning_trainer.cli import cli
 from lightning_trainer.engines.gate import Gate
 from lightning_trainer.gateway.engine import SampledPiece, Sampling, measure_wait
 from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.kits.sft.config import RoundsConfig, SftConfig, with_current_names
 from support.tinker import Server, StatusError
 
 PRICES = Prices(prefill=1.0, cached=0.2, sample=3.0, train=2.0, as_of="2026-01-01")
@@ -314,10 +315,6 @@ def test_backend_chooses_temperature_and_adapters(model: Path, server: Server) -
         ({"algorithm": "distil", "teacher": "./teacher"}, "MODEL=URL"),
         ({"temperature": 0.7}, "temperature"),
         ({"sampling": "asked"}, "sampling"),
-        ({"lora_rank": 8, "lora_alpha": 8.0}, "lora_alpha"),
-        ({"policies": {"a": "lora", "b": "fixed"}}, "fixed"),
-        ({"dtype": "float32"}, "dtype"),
-        ({"backend_options": {"slots": 3}}, "slots"),
         ({"engine": "vllm"}, "engine"),
         ({"tinker_url": None}, "--tinker-url"),
         ({"max_cost": 5.0}, "--prices"),
@@ -327,6 +324,36 @@ def test_backend_chooses_temperature_and_adapters(model: Path, server: Server) -
 def test_what_a_server_cannot_do_is_refused_by_name(more, told: str, model: Path, server: Server) -> None:
     with pytest.raises(ConfigError, match=told):
         options.check(config(model, **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"lora_rank": 8, "lora_alpha": 8.0}, "lora_alpha"),
+        ({"policies": {"a": "lora", "b": "fixed"}}, "fixed"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"device": "cuda"}, "device"),
+        ({"backend_options": {"slots": 3}}, "slots"),
+    ],
+)
+def test_what_its_learner_cannot_do_is_refused_in_runs_and_in_sft(more, told: str, model: Path, server: Server) -> None:
+    with pytest.raises(ConfigError, match=told):
+        options.check(config(model, **more))
+    own = {"tinker_url": "http://x", **more.get("backend_options", {})}
+    tuned = SftConfig(data=("d.jsonl",), model=str(model), backend="tinker", **{**more, "backend_options": own})
+    with pytest.raises(ConfigError, match=told):
+        registry.by_name("backend", "tinker").learner(tuned.model, tuned.learner_options())
+
+
+def test_sft_has_the_defaults_of_the_server(model: Path, server: Server) -> None:
+    given: dict[str, Any] = {"model": str(model), "backend": "tinker"}
+    tuned = SftConfig(data=("d.jsonl",), **given)
+    assert (tuned.lora_rank, tuned.learning_rate) == (16, 2e-4)
+    assert with_current_names({**given, "lora_rank": 0})["lora_rank"] == 16, "which an earlier version did not write"
+    rounds: dict[str, Any] = {**given, "target": "a:run", "tasks": "d.jsonl", "rounds": 1}
+    assert RoundsConfig(**rounds).temperature == 1.0
+    with pytest.raises(ConfigError, match="at temperature 1 only"):
+        RoundsConfig(**rounds, temperature=0.7)
 
 
 def test_options_of_a_server_are_refused_by_other_backends(model: Path) -> None:

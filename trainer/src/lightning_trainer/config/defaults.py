@@ -19,13 +19,13 @@ _OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with dependent defaults filled in. Lists of names may also be one comma-separated text."""
-    filled = with_adapters({**values, **_of_backend(values)}, learning_rate=1e-4)
+    filled = with_adapters({**values, **of_backend(values)}, learning_rate=1e-4)
     for name, value in _of_choices(filled).items():
         filled[name] = value if filled.get(name) is None else filled[name]
     return filled
 
 
-def _of_backend(values: Mapping[str, Any]) -> dict[str, Any]:
+def of_backend(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of the chosen backend for options that are not given."""
     backend = values.get("backend")
     defaults = backend_defaults(backend) if isinstance(backend, str) else {}

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_trainer.backends.tinker import options
 from lightning_trainer.backends.tinker.bill import bill_lines
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.policies import DEFAULT_RANK
 from lightning_trainer.run.embedded import EmbeddedBackend
 
 if TYPE_CHECKING:
     from lightning_trainer.backends.tinker.learner import TinkerLearner
 
-DEFAULTS: Final = {"temperature": 1.0, "lora_rank": 16}
+DEFAULTS: Final = {"temperature": 1.0, "lora_rank": DEFAULT_RANK}
 
 
 class TinkerBackend(EmbeddedBackend):
@@ -37,14 +38,10 @@ def _open(config: TrainConfig) -> TinkerLearner:
 
 
 def _load_learner(model: str, values: Mapping[str, Any]) -> TinkerLearner:
-    """Create adapters to learn from data.
-
-    ``device`` and ``dtype``, options of a local learner, are dropped if ``auto``.
-    """
+    """Create adapters to learn from data."""
     from lightning_trainer.backends.tinker.learner import TinkerLearner
 
-    chosen = {name: value for name, value in values.items() if name not in ("device", "dtype") or value != "auto"}
-    return TinkerLearner(options.make(model, chosen))
+    return TinkerLearner(options.make(model, dict(values)))
 
 
 def _forecast_cost(config: TrainConfig, facts: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:

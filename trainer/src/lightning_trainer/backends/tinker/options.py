@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +17,13 @@ from lightning_trainer.choices import SELF
 from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import SMOLLM2, look
+from lightning_trainer.policies import DEFAULT_RANK
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.distil import at_endpoint
 
 _OWN: Final = ("base_model", "down_s", "slow_s")  # backend_options of this backend, not of the learner
 _HERE: Final = (  # options of a learner with the weights in its own memory
-    "dtype", "device", "slots", "threads", "generate_threads", "lora_targets", "micro_batch_tokens", "lora_alpha",
+    "slots", "threads", "generate_threads", "lora_targets", "micro_batch_tokens",
 )  # fmt: skip
 
 
@@ -77,25 +79,24 @@ def options_of(config: TrainConfig) -> TinkerOptions:
     """
     if config.tinker_url is None:
         raise ConfigError("backend = tinker needs the server's URL. Set it with --tinker-url http://HOST:PORT.")
-    given = learner_options(config)
-    given.pop("lora_alpha", None)  # rejected by `check` if it was given
-    return make(
-        config.model, {**given, "tinker_url": config.tinker_url, "prices": config.prices, "max_cost": config.max_cost}
-    )
+    server = {"tinker_url": config.tinker_url, "prices": config.prices, "max_cost": config.max_cost}
+    return make(config.model, {**learner_options(config), **server})
 
 
 def make(model: str, values: dict[str, Any]) -> TinkerOptions:
     """Create options from keyword arguments: the learner's, and this backend's.
 
     Raises:
-        ConfigError: a name is unknown, a value is out of range, or there is no URL.
+        ConfigError: a name is unknown, a value is out of range, a server does not support an option, or there is no
+            URL.
     """
     rest = dict(values)
     url = rest.pop("tinker_url", None)
     if not url:
         raise ConfigError("backend = tinker needs the server's URL: --backend-options tinker_url=http://HOST:PORT.")
     own = {name: rest.pop(name, None) for name in (*_OWN, "prices", "max_cost")}
-    rest["lora_rank"] = rest.get("lora_rank") or 16  # a server cannot train all weights
+    rest["lora_rank"] = rest.get("lora_rank") or DEFAULT_RANK  # a server cannot train all weights
+    _check_learner(rest)
     patience = {name: float(own[name]) for name in ("down_s", "slow_s") if own[name] is not None}
     if any(seconds <= 0 for seconds in patience.values()):
         raise ConfigError("down_s and slow_s must be above 0.")
@@ -109,6 +110,27 @@ def make(model: str, values: dict[str, Any]) -> TinkerOptions:
     )
 
 
+def _check_learner(values: Mapping[str, Any]) -> None:
+    """Reject options of the learner that a server does not support.
+
+    Raises:
+        ConfigError: the message says which option, and what to do.
+    """
+    given = [name for name in ("dtype", "device") if values.get(name, "auto") != "auto"]
+    given += [name for name in _HERE if name in values]
+    refuse(
+        {
+            "with backend = tinker the server sets lora_alpha. Leave it out.": values.get("lora_alpha") is not None,
+            "fixed adapters can't be loaded into a Tinker server. Use AGENT=lora or AGENT=base.": bool(
+                values.get("fixed")
+            ),
+            f"{', '.join(given)}: only for a learner on this machine. With backend = tinker, leave it out.": bool(
+                given
+            ),
+        }
+    )
+
+
 def check(config: TrainConfig) -> None:
     """Reject options that a server does not support, without contacting it.
 
@@ -116,8 +138,6 @@ def check(config: TrainConfig) -> None:
         ConfigError: the message says which option, and what to do.
     """
     algorithm = algorithm_by_name(config.algorithm)
-    given = [name for name in _HERE if name in config.backend_options]
-    given += [name for name in ("dtype", "device") if getattr(config, name) != "auto"]
     elsewhere = (config.engine, config.engine_python, config.engine_url, config.engine_gpus)
     refuse(
         {
@@ -138,13 +158,6 @@ def check(config: TrainConfig) -> None:
             " to 1.": config.temperature != 1.0,
             "sampling = asked needs to know which tokens top_p and similar parameters changed, which a Tinker server"
             " does not report. Use sampling = plain.": config.sampling != "plain",
-            "with backend = tinker the server sets lora_alpha. Leave it out.": config.lora_alpha is not None,
-            "fixed adapters can't be loaded into a Tinker server. Use AGENT=lora or AGENT=base.": any(
-                value.partition(":")[0] == "fixed" for value in config.policies.values()
-            ),
-            f"{', '.join(given)}: only for a learner on this machine. With backend = tinker, leave it out.": bool(
-                given
-            ),
             "engine and its options need backend = torch, because a Tinker server samples itself. Leave them out.": (
                 any(each is not None for each in elsewhere) or bool(config.engine_options)
             ),

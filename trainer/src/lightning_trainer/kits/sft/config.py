@@ -11,7 +11,8 @@ from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from lightning_trainer import registry
 from lightning_trainer.config.checked import CheckedRecord
 from lightning_trainer.config.checks import of_adapters
-from lightning_trainer.config.defaults import with_adapters
+from lightning_trainer.config.chosen import backend_defaults
+from lightning_trainer.config.defaults import of_backend, with_adapters
 from lightning_trainer.config.mistakes import refuse, refuse_unknown
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.options.files import RunFolderOptions
@@ -43,6 +44,8 @@ def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {"max_length" if name == "max_tokens" else name: value for name, value in values.items()}
     own = renamed.get("backend_options") or {}
     moved = {name: own[name] for name in _MOVED if name in own}
+    if not renamed.get("lora_rank"):  # not the rank of a backend that trains adapters only
+        renamed |= {n: rank for n, rank in backend_defaults(str(values.get("backend"))).items() if n == "lora_rank"}
     return {**renamed, **moved, "backend_options": {n: value for n, value in own.items() if n not in moved}}
 
 
@@ -107,7 +110,8 @@ class SftConfig(
             refuse({_RENAMED: "max_tokens" in values})
             refuse_unknown(values, cls.model_fields)
             pairs = values.get("loss") == "dpo"
-            values = with_adapters(values, learning_rate=2e-5 if pairs else 2e-4)
+            more = {name: value for name, value in of_backend(values).items() if name in cls.model_fields}
+            values = with_adapters({**values, **more}, learning_rate=2e-5 if pairs else 2e-4)
             if pairs and values.get("learning_rate") is None:
                 values["learning_rate"] = 5e-6
         config = handler(values)
@@ -179,6 +183,8 @@ class RoundsConfig(WorkOptions, LimitOptions, FailureOptions, AgentOptions, Roun
                 " Leave it out.": bool(given),
                 "Name the agent: a target module:function, or a command.": self.target is None and self.command is None,
                 "target and command both name an agent. Give one of them.": None not in (self.target, self.command),
+                f"temperature = {self.temperature}: a Tinker server gives log-probabilities at temperature 1 only. Set"
+                " it to 1.": self.backend == "tinker" and self.temperature != 1.0,
                 "workers = 0: rounds sample on this machine. Give 1 or more, or leave workers out.": self.workers == 0,
             }
         )
