@@ -109,7 +109,7 @@ def test_adapters_of_a_checkpoint_get_the_learning_rate_of_adapters(tmp_path: Pa
 def test_rank_0_trains_all_weights_in_a_file_and_as_a_flag(rank: int | str) -> None:
     assert (config(lora_rank=rank).lora_rank, config(lora_rank=rank).learning_rate) == (0, 1e-5)
     assert config(lora_rank=rank, policies="writer=lora").lora_rank == 16
-    assert config(lora_rank=rank, backend="tinker", tinker_url="http://127.0.0.1:9").lora_rank == 16
+    assert config(lora_rank=rank, backend="tinker", tinker_url="http://127.0.0.1:9").lora_rank == 0, "it refuses that"
     assert config(staleness=rank).old_logprobs == config().old_logprobs
 
 

@@ -329,11 +329,13 @@ def test_what_a_server_cannot_do_is_refused_by_name(more, told: str, model: Path
 @pytest.mark.parametrize(
     ("more", "told"),
     [
+        ({"lora_rank": 0}, "lora_rank = 0 trains all weights"),
         ({"lora_rank": 8, "lora_alpha": 8.0}, "lora_alpha"),
         ({"policies": {"a": "lora", "b": "fixed"}}, "fixed"),
         ({"dtype": "float32"}, "dtype"),
         ({"device": "cuda"}, "device"),
         ({"backend_options": {"slots": 3}}, "slots"),
+        ({"backend_options": {"activation_checkpointing": "on"}}, "activation_checkpointing"),
     ],
 )
 def test_what_its_learner_cannot_do_is_refused_in_runs_and_in_sft(more, told: str, model: Path, server: Server) -> None:
@@ -354,6 +356,15 @@ def test_sft_has_the_defaults_of_the_server(model: Path, server: Server) -> None
     assert RoundsConfig(**rounds).temperature == 1.0
     with pytest.raises(ConfigError, match="at temperature 1 only"):
         RoundsConfig(**rounds, temperature=0.7)
+
+
+def test_a_context_longer_than_the_model_or_the_server_allows_is_refused(server: Server, opened) -> None:
+    whole = opened().engine.max_model_len
+    assert opened(max_model_len=whole).engine.max_model_len == whole
+    with pytest.raises(ConfigError, match=f"max_model_len {whole + 1} is more than the {whole} tokens"):
+        opened(max_model_len=whole + 1)
+    with pytest.raises(ConfigError, match="temperature = 0"):
+        config(Path("m"), temperature=0)
 
 
 def test_options_of_a_server_are_refused_by_other_backends(model: Path) -> None:

@@ -29,7 +29,7 @@ def of_backend(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of the chosen backend for options that are not given."""
     backend = values.get("backend")
     defaults = backend_defaults(backend) if isinstance(backend, str) else {}
-    return {name: value for name, value in defaults.items() if not _is_set(values.get(name))}
+    return {name: value for name, value in defaults.items() if values.get(name) is None}
 
 
 def without_defaults(values: Mapping[str, Any], nearer: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lightning_trainer.rl.algorithms.distil import at_endpoint
 
 _OWN: Final = ("base_model", "down_s", "slow_s")  # backend_options of this backend, not of the learner
 _HERE: Final = (  # options of a learner with the weights in its own memory
-    "slots", "threads", "generate_threads", "lora_targets", "micro_batch_tokens",
+    "slots", "threads", "generate_threads", "lora_targets", "micro_batch_tokens", "activation_checkpointing",
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def make(model: str, values: dict[str, Any]) -> TinkerOptions:
     if not url:
         raise ConfigError("backend = tinker needs the server's URL: --backend-options tinker_url=http://HOST:PORT.")
     own = {name: rest.pop(name, None) for name in (*_OWN, "prices", "max_cost")}
-    rest["lora_rank"] = rest.get("lora_rank") or DEFAULT_RANK  # a server cannot train all weights
+    rest.setdefault("lora_rank", DEFAULT_RANK)
     _check_learner(rest)
     patience = {name: float(own[name]) for name in ("down_s", "slow_s") if own[name] is not None}
     if any(seconds <= 0 for seconds in patience.values()):
@@ -120,6 +120,8 @@ def _check_learner(values: Mapping[str, Any]) -> None:
     given += [name for name in _HERE if name in values]
     refuse(
         {
+            "lora_rank = 0 trains all weights, and a Tinker server trains adapters only. Give a rank of 1 or more, or"
+            " leave it out.": not values["lora_rank"],
             "with backend = tinker the server sets lora_alpha. Leave it out.": values.get("lora_alpha") is not None,
             "fixed adapters can't be loaded into a Tinker server. Use AGENT=lora or AGENT=base.": bool(
                 values.get("fixed")

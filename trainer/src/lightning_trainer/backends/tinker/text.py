@@ -20,16 +20,23 @@ def load_text(options: TorchOptions, longest: int | None) -> dict[str, Any]:
         longest: context length that the server allows, in tokens; None if it does not report it.
 
     Raises:
-        ConfigError: the folder has no readable configuration, or names no token that ends an answer.
+        ConfigError: the folder has no readable configuration, or names no token that ends an answer; or
+            `max_model_len` is more than the model or the server allows.
     """
     place: Path | str = look(str(options.model)).folder or str(options.model)
     tokenizer = load_tokenizer(place, options.chat_template, options.system_messages)
     config = _model_config(place)
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    known = [limit for limit in (longest, own, options.max_model_len) if limit]
+    limit = min((limit for limit in (longest, own) if limit), default=None)
+    chosen = options.max_model_len
+    if chosen is not None and limit is not None and chosen > limit:
+        raise ConfigError(
+            f"max_model_len {chosen} is more than the {limit} tokens that the model and the server allow. Give less, or"
+            " leave it out."
+        )
     return {
         "tokenizer": tokenizer,
-        "max_model_len": min(known, default=32768),
+        "max_model_len": chosen or limit or 32768,
         "tool_format": options.tool_format,
         "end_tokens": _end_tokens(place, tokenizer),
     }
