@@ -311,7 +311,7 @@ def test_a_program_is_measured_at_its_own_endpoint_and_then_against_another(fold
         args = ["app:run", "--data", "tasks.jsonl", "--workers", "1", "--endpoint", better.url, "--model", "gpt-10"]
         shown = rl(*args, "--against", "a", "--out", "b")
         assert {r.body["model"] for r in better.requests} == {"gpt-10"}
-    assert "difference, paired over 3 tasks: 0.500 (-0.742 to 1.000)" in shown.stdout
+    assert "difference, paired over 3 tasks: 0.500 (-0.531 to 0.909)" in shown.stdout
     assert "writer: 3 of 3 answers are 'good'" in shown.stdout
     found = json.loads((folder / "b/summary.json").read_text())
     assert (found["mean"], found["difference"], found["against"]["evaluated"]) == (1.0, pytest.approx(0.5), "a")

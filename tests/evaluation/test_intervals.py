@@ -121,11 +121,69 @@ def test_a_declared_range_bounds_the_interval_and_a_failure_below_it_widens_it()
     assert estimate_difference([0.5] * 4, [0.5] * 4, (0.0, 10.0)).high > 1.0
 
 
-def test_a_paired_difference_has_the_t_interval():
-    values = [0.1, 0.3, -0.1, 0.2, 0.0, 0.4, 0.1, 0.2, 0.1, 0.1]
-    found, error = estimate_difference(values, [0.0] * 10), 2.262157 * statistics.stdev(values) / math.sqrt(10)
-    mean = statistics.fmean(values)
-    assert (found.low, found.high) == (pytest.approx(mean - error, abs=1e-4), pytest.approx(mean + error, abs=1e-4))
+Pairs = Callable[[random.Random], tuple[float, float]]  # one task's mean reward of both sides
+
+
+def crashing(crashes: float, gain: float) -> Pairs:
+    """Return graded rewards: this side is better by `gain` on every task, and sometimes crashes."""
+
+    def draw(numbers: random.Random) -> tuple[float, float]:
+        other = numbers.betavariate(20, 8)
+        return 0.0 if numbers.random() < crashes else min(1.0, other + gain), other
+
+    return draw
+
+
+def losing(share: float, samples: int, rates: tuple[float, float], usual: tuple[float, float]) -> Pairs:
+    """Return 0/1 rewards with different success rates of the two sides on a rare kind of task."""
+
+    def draw(numbers: random.Random) -> tuple[float, float]:
+        this, other = (
+            statistics.fmean(numbers.random() < rate for _ in range(samples))
+            for rate in (rates if numbers.random() < share else usual)
+        )
+        return this, other
+
+    return draw
+
+
+def partial(numbers: random.Random) -> tuple[float, float]:
+    """Return rewards of a side that earns a little where the other earns nothing, and loses some solved tasks."""
+    return (float(numbers.random() >= 0.1), 1.0) if numbers.random() < 0.5 else (0.08, 0.0)
+
+
+@pytest.mark.parametrize("tasks", [10, 20, 40])
+@pytest.mark.parametrize(
+    ("draw", "truth"),
+    [
+        pytest.param(crashing(0.05, 0.03), 0.95 * 0.03 - 0.05 * 20 / 28, id="graded, 5 % crashes"),
+        pytest.param(crashing(0.02, 0.012), 0.98 * 0.012 - 0.02 * 20 / 28, id="graded, 2 % crashes"),
+        pytest.param(partial, 0.04 - 0.05, id="graded, loses solved tasks"),
+        pytest.param(losing(0.08, 4, (0.02, 0.9), (0.97, 0.9)), -0.006, id="4 samples, one kind lost"),
+        pytest.param(losing(0.08, 8, (0.02, 0.9), (0.97, 0.9)), -0.006, id="8 samples, one kind lost"),
+        pytest.param(losing(0.05, 4, (0.0, 0.5), (0.045, 0.02)), -0.00125, id="4 samples, nearly all fail"),
+        pytest.param(losing(0.05, 8, (0.98, 0.02), (0.9, 0.9)), 0.048, id="8 samples, one kind won"),
+    ],
+)
+def test_a_paired_difference_allows_for_a_rare_loss_that_has_not_happened_yet(draw: Pairs, truth: float, tasks: int):
+    numbers = random.Random(tasks)
+    found = [estimate_difference(*zip(*(draw(numbers) for _ in range(tasks)), strict=True)) for _ in range(300)]
+    assert statistics.fmean(each.low <= truth <= each.high for each in found) >= 0.94
+    if truth < 0:
+        assert statistics.fmean(each.low > 0 for each in found) <= 0.025
+
+
+def test_a_clear_difference_of_several_samples_is_significant_with_40_tasks() -> None:
+    numbers = random.Random(0)
+    draw = losing(0.0, 4, (0.0, 0.0), (0.7, 0.5))
+    found = [estimate_difference(*zip(*(draw(numbers) for _ in range(40)), strict=True)) for _ in range(100)]
+    assert statistics.fmean(each.low > 0 for each in found) >= 0.8
+
+
+def test_the_two_sides_of_a_paired_difference_have_the_same_interval() -> None:
+    this, other = [0.25, 1.0, 0.5, 0.75, 0.0], [0.0, 0.5, 0.5, 1.0, 0.25]
+    found, reverse = estimate_difference(this, other), estimate_difference(other, this)
+    assert (found.low, found.high) == (pytest.approx(-reverse.high), pytest.approx(-reverse.low))
 
 
 @pytest.mark.parametrize("tasks", [5, 10, 29])
@@ -152,8 +210,8 @@ def test_a_paired_difference_of_0_and_1_holds_the_truth(tasks: int):
 def test_tasks_that_all_differ_alike_leave_a_doubt():
     none = estimate_difference([0.5] * 10, [0.5] * 10)
     assert (none.mean, none.low < 0 < none.high) == (0.0, True)
-    same = estimate_difference([0.6] * 10, [0.5] * 10)
-    assert 0 < same.low < 0.1 < same.high < 0.2
+    few, many = (estimate_difference([0.6] * tasks, [0.5] * tasks) for tasks in (10, 40))
+    assert few.low < 0 < many.low < 0.1 < many.high < few.high
     assert estimate_difference([1.0], [0.5]).low < 0.5
 
 

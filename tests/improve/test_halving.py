@@ -233,6 +233,17 @@ def test_the_correction_for_a_choice_holds_its_level(alike: bool) -> None:
     assert (sum(found) / 400 < 4) or not alike  # states that are alike are less of a choice
 
 
+def test_a_candidate_that_sometimes_crashes_is_not_kept_before_it_has_crashed() -> None:
+    """It is better by 0.03 on every task and crashes on 5 %, so that it is a little worse than the base."""
+    numbers, kept = np.random.default_rng(2), 0
+    for _ in range(200):
+        base = numbers.beta(20, 8, 40)
+        rewards = np.where(numbers.random(40) < 0.05, 0.0, np.minimum(base + 0.03, 1.0))
+        pair = dict(enumerate(base.tolist())), dict(enumerate(rewards.tolist()))
+        kept += bool(decide(["agent"], lambda _agents, pair=pair: pair, choices=lambda _: 3.0).kept)
+    assert kept / 200 <= 0.025
+
+
 def test_nothing_to_choose_needs_no_correction_and_more_agents_need_a_larger_one() -> None:
     numbers = random.Random(0)
     base, *states = ({task: numbers.random() for task in range(20)} for _ in range(8))
@@ -254,7 +265,7 @@ def test_deciding_by_the_tasks_of_the_choice_would_replace_the_base_more_often()
         simulation = Simulation(seed, lambda *_: 0.0)
         best = max((each.best for each in simulation.search().values() if each.best), key=lambda stage: stage.gain)
         wrong += best.difference.low is not None and best.difference.low > 0
-    assert wrong / 200 > 0.08
+    assert wrong / 200 > 0.04
 
 
 @pytest.mark.usefixtures("few_draws")

@@ -15,7 +15,6 @@ import numpy as np
 METHOD: Final = "95 %, one value per task, exact for 0/1 rewards (Clopper-Pearson; Gaffke for graded ones)"
 TAIL: Final = 0.025  # probability beyond each end
 _GRID: Final = 4001
-_EQUAL: Final = 1e-12  # share of the reward range below which a spread is rounding error
 
 
 Declared: TypeAlias = tuple[float, float] | None  # range of rewards that the user declared; None: not declared
@@ -79,14 +78,7 @@ def estimate_mean(values_N: Sequence[float], bounds: RewardBounds = UNIT) -> Est
         values_N: (N,) one number per task: the mean of its samples.
         bounds: least and greatest reward that a task may earn, see `reward_bounds`.
     """
-    if len(values_N) == 0:
-        return Estimate(None)
-    values = np.asarray(values_N, dtype=np.float64)
-    mean, (low, high) = float(values.mean()), _ends(values, bounds)
-    if not bounds.known:
-        error = _t_error(values)
-        low, high = min(low, mean - error), max(high, mean + error)
-    return Estimate(mean, low, high)
+    return _estimate(np.asarray(values_N, dtype=np.float64), bounds, TAIL)
 
 
 def estimate_difference(
@@ -96,15 +88,14 @@ def estimate_difference(
     *,
     comparisons: float = 1,
 ) -> Estimate:
-    """Return by how much one mean over tasks exceeds another, paired by task, with its 95 % interval, by Student's t.
+    """Return by how much one mean over tasks exceeds another, paired by task, with its 95 % interval.
 
-    With 0/1 rewards a difference is -1, 0 or 1, and Student's interval contains the truth in as few as 88 % of cases at
-    10 tasks. The interval then reaches at least as far as that of `estimate_mean` between the observed differences and
-    0.
+    This is the interval of `estimate_mean` for the differences. The unseen task is one in which one side earns the
+    worst or the best possible reward, and the other what it earns elsewhere: whichever changes the mean most. Without
+    it, a side that is slightly better on most tasks and fails on a few would be called better with confidence, as long
+    as it has not failed yet.
 
-    If all tasks differ by the same amount, their spread is uninformative. The interval is then that of `estimate_mean`,
-    within what one more task could be: no difference or twice this one; if there is no difference, or the largest that
-    is possible, any. Six or more tasks with the largest difference are significant, as in a sign test.
+    If all tasks differ by as much as possible, six or more are significant, as in a sign test.
 
     Args:
         this_N: (N,) one number per task: the mean of its samples.
@@ -115,24 +106,36 @@ def estimate_difference(
     """
     if len(this_N) == 0:
         return Estimate(None)
-    values = np.subtract(this_N, other_N, dtype=np.float64)
-    lowest, highest, _ = reward_bounds([*this_N, *other_N], declared)
-    width = highest - lowest
-    tail = TAIL / comparisons
-    mean, error = float(values.mean()), _t_error(values, tail)
-    if error <= _EQUAL * width:
-        certain = _EQUAL * width < abs(mean) < (1 - _EQUAL) * width
-        low, high = sorted((0.0, 2 * mean)) if certain else (-width, width)
-        return Estimate(mean, *_ends(values, (max(-width, low), min(width, high)), tail))
-    low, high = max(-width, mean - error), min(width, mean + error)
-    if np.isin(values, (-width, 0.0, width)).all():
-        ends = _ends(values, (min(0.0, values.min()), max(0.0, values.max())), tail)
-        low, high = min(low, ends[0]), max(high, ends[1])
+    this, other = np.asarray(this_N, dtype=np.float64), np.asarray(other_N, dtype=np.float64)
+    lowest, highest, known = reward_bounds([*this_N, *other_N], declared)
+    width, values = highest - lowest, this - other
+    loss = max(_level_where_earned(other - lowest, width), _level_where_earned(highest - this, width))
+    gain = max(_level_where_earned(this - lowest, width), _level_where_earned(highest - other, width))
+    reach = RewardBounds(min(-loss, float(values.min())), max(gain, float(values.max())), known)
+    return _estimate(values, reach, TAIL / comparisons)
+
+
+def _level_where_earned(levels: np.ndarray, width: float) -> float:
+    """Return the mean level, weighted by the level itself, over all tasks and one more at the full width.
+
+    A side that loses reward loses it where there is some: on the tasks that the other side solves, not on the average
+    task. The one more task matters if there are few tasks, or if they earn nothing.
+    """
+    return float((np.square(levels).sum() + width**2) / (levels.sum() + width))
+
+
+def _estimate(values: np.ndarray, bounds: RewardBounds, tail: float) -> Estimate:
+    if len(values) == 0:
+        return Estimate(None)
+    mean, (low, high) = float(values.mean()), _ends(values, bounds, tail)
+    if not bounds.known:
+        error = _t_error(values, tail)
+        low, high = min(low, mean - error), max(high, mean + error)
     return Estimate(mean, low, high)
 
 
-def _ends(values: np.ndarray, bounds: Sequence[float], tail: float = TAIL) -> tuple[float, float]:
-    low, width = bounds[0], bounds[1] - bounds[0]
+def _ends(values: np.ndarray, bounds: RewardBounds, tail: float) -> tuple[float, float]:
+    low, width = bounds.low, bounds.high - bounds.low
     shares = np.clip((values - low) / width, 0.0, 1.0)
     return low + width * _lower_share(shares, tail), low + width * (1.0 - _lower_share(1.0 - shares, tail))
 
@@ -152,7 +155,7 @@ def _lower_share(shares: np.ndarray, tail: float) -> float:
     return 1 / (1 + math.exp(-_beta_log_odds(mean * both, (1 - mean) * both, tail)))
 
 
-def _t_error(values: np.ndarray, tail: float = TAIL) -> float:
+def _t_error(values: np.ndarray, tail: float) -> float:
     """Return half the width of Student's interval; 0 for a single value."""
     count = len(values)
     if count == 1:
