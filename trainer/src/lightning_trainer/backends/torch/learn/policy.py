@@ -44,6 +44,7 @@ class TrainedWeights:
             weight_decay=options.weight_decay,
             fused=True,
         )
+        self._steps_before = torch.tensor(0)  # taken before the last return to the best weights
         self._schedule = schedule(options)
         self.factor = 1.0  # of the learning rate, in addition to the schedule's
         self.value = ValueHead(model, options) if options.critic else None
@@ -81,8 +82,9 @@ class TrainedWeights:
 
     @property
     def steps(self) -> int:
-        """Number of optimiser steps so far, including those before a checkpoint."""
-        return max((int(state["step"]) for state in self.optimiser.state.values()), default=0)
+        """Number of optimiser steps so far, including those before a checkpoint or a return to the best weights."""
+        counted = max((int(state["step"]) for state in self.optimiser.state.values()), default=0)
+        return int(self._steps_before) + counted
 
     def _set_learning_rate(self) -> None:
         """Set the learning rate of the next step from the number of steps, which a checkpoint contains."""
@@ -95,6 +97,7 @@ class TrainedWeights:
         for name, master in self.masters.items():
             tensors |= {f"{key}.{name}": value for key, value in self.optimiser.state.get(master, {}).items()}
         tensors |= {f"average.{name}": average for name, average in self.average.items()}
+        tensors["steps_before"] = self._steps_before
         return tensors if self.value is None else {**tensors, **self.value.state()}
 
     @torch.no_grad()
@@ -116,6 +119,8 @@ class TrainedWeights:
                 self.optimiser.state[master] = {
                     key: value.to(master.device, copy=True) for key, value in moments.items() if value is not None
                 }
+        if "steps_before" in tensors:  # checkpoints of earlier versions lack it, and count all steps in AdamW's
+            self._steps_before.copy_(tensors["steps_before"])
         for name, average in self.average.items():  # a run that had no such teacher starts its average here
             average.copy_(tensors.get(f"average.{name}", self.masters[name]))
         if self.value is not None:
@@ -128,7 +133,9 @@ class TrainedWeights:
 
     @torch.no_grad()
     def return_to(self, weights: dict[str, Tensor]) -> None:
-        """Load masters, reset the moments, and publish the weights. The schedule continues unchanged.
+        """Load masters, start a new optimiser, and publish the weights. The schedule continues unchanged.
+
+        AdamW corrects the bias of new moments by the number of its steps, so these are counted from 0 again.
 
         Raises:
             KeyError: a master is missing.
@@ -137,9 +144,8 @@ class TrainedWeights:
             master.copy_(weights[f"master.{name}"])
         for name, average in self.average.items():
             average.copy_(self.masters[name])
-        for state in self.optimiser.state.values():
-            state["exp_avg"].zero_()
-            state["exp_avg_sq"].zero_()
+        self._steps_before.fill_(self.steps)
+        self.optimiser.state.clear()
         self.publish()
 
     @torch.no_grad()
