@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_trainer.report.step_metrics import count_compared
 from lightning_trainer.rl.algorithms.grpo import GRPO
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.resampling import other_tasks, with_contrast
@@ -45,9 +46,10 @@ def test_groups_without_contrast_are_replaced_until_there_are_none() -> None:
     batch, rolled = with_contrast(first, 5, world.judge, roll)
     assert world.rounds == [1, 2]
     assert len(batch.rows) == 6
-    assert not batch.flat_groups
+    assert not batch.flat_groups & {row.group_id for row in batch.rows}
     assert all(row.has_gradient for row in batch.rows)
     assert len(rolled) == 12
+    assert count_compared(batch) == (6, 3)
     assert batch.account.dropped == {"group replaced: all its rewards were equal": 6}
     assert batch.account.seen == 12
 
@@ -58,13 +60,16 @@ def test_rounds_are_bounded_and_what_still_teaches_nothing_is_left_out() -> None
     batch, rolled = with_contrast(first, 2, world.judge, lambda count, number: world.groups(*[(0.0, 0.0)] * count))
     assert (len(batch.rows), len(rolled)) == (2, 8)
     assert batch.account.dropped == {"group replaced: all its rewards were equal": 6}
+    assert count_compared(batch) == (4, 3)
 
 
 def test_where_no_group_teaches_anything_the_first_ones_stay() -> None:
     world = Rolling()
     first = world.groups((1.0, 1.0), (0.0, 0.0))
     batch, rolled = with_contrast(first, 1, world.judge, lambda count, number: world.groups(*[(0.0, 0.0)] * count))
-    assert (len(batch.rows), len(batch.flat_groups), len(rolled)) == (4, 2, 8)
+    assert (len(batch.rows), len(rolled)) == (4, 8)
+    assert (batch.account.seen, batch.account.dropped) == (8, {"group replaced: all its rewards were equal": 4})
+    assert count_compared(batch) == (4, 4)
 
 
 def test_without_rounds_nothing_is_rolled_again() -> None:

@@ -89,8 +89,8 @@ def tool_name(node: Node) -> str:
 
 
 def count_compared(batch: Batch) -> tuple[int, int]:
-    """Return the number of groups that were compared, and of those in which there was nothing to compare."""
-    groups = {call.group_id for call in batch.calls if call.left_out is None}
+    """Return the number of groups that were compared, also of replaced ones, and how many had nothing to compare."""
+    groups = batch.compared_groups
     return len(groups), len(groups & batch.flat_groups)
 
 

@@ -45,28 +45,34 @@ def with_contrast(
         roll: runs so many groups of other tasks, in the round of that number.
 
     Returns:
-        The batch, whose account includes the calls of replaced groups and their automatic rewards, and all outcomes,
-        including replaced ones.
+        The batch, which includes the calls of replaced groups in its account, their automatic rewards and their
+        numbers, and all outcomes, including replaced ones.
     """
-    batch = judge(outcomes)
-    rolled, kept = list(outcomes), _without(outcomes, batch.tied_groups)
-    seen, missing = batch.account.seen, len(batch.tied_groups)
-    automatic = {reward.reward_id: reward for reward in batch.automatic}
+    judged = first = judge(outcomes)
+    rolled, kept = list(outcomes), _without(outcomes, first.tied_groups)
+    seen, compared, flat = first.account.seen, first.compared_groups, first.flat_groups
+    automatic = {reward.reward_id: reward for reward in first.automatic}
     for number in range(1, rounds + 1):
-        if not missing:
+        if not judged.tied_groups:
             break
-        new = list(roll(missing, number))
+        new = list(roll(len(judged.tied_groups), number))
         judged = judge(new)
         rolled += new
         kept += _without(new, judged.tied_groups)
-        seen, missing = seen + judged.account.seen, len(judged.tied_groups)
+        seen += judged.account.seen
+        compared, flat = compared | judged.compared_groups, flat | judged.flat_groups
         automatic |= {reward.reward_id: reward for reward in judged.automatic}
-    batch = replace(batch, automatic=tuple(automatic.values()))
-    if len(rolled) == len(outcomes) or not kept:
-        return batch, rolled
-    final = judge(kept)
-    left_out = final.account.plus_dropped(UntrainedReason.RESAMPLED, seen - final.account.seen)
-    return replace(final, account=left_out, automatic=batch.automatic), rolled
+    if len(rolled) == len(outcomes):
+        return first, rolled
+    final = judge(kept) if kept else first
+    whole = replace(
+        final,
+        account=final.account.plus_dropped(UntrainedReason.RESAMPLED, seen - final.account.seen),
+        automatic=tuple(automatic.values()),
+        flat_groups=flat,
+        replaced_groups=compared - final.compared_groups,
+    )
+    return whole, rolled
 
 
 def _without(outcomes: Sequence[Outcome], groups: frozenset[str]) -> list[Outcome]:

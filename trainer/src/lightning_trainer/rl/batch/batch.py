@@ -24,10 +24,11 @@ class Batch:
         agents: number of calls by agent; None stands for calls that nothing names.
         automatic: the automatic rules' rewards for the attempts that count.
         calls: every call of the attempts that count.
-        flat_groups: groups in which there was nothing to compare.
+        flat_groups: groups in which there was nothing to compare, including replaced ones.
         tied_groups: these, and groups in which only penalties, or automatic rules next to other rewards, made a
             difference.
         given: all rewards of the attempts that count, including those of failures, which nobody gave.
+        replaced_groups: groups that were compared, then replaced by others: `with_contrast`.
     """
 
     rows: list[Row]
@@ -38,6 +39,12 @@ class Batch:
     flat_groups: frozenset[str] = frozenset()
     tied_groups: frozenset[str] = frozenset()
     given: tuple[Reward, ...] = ()
+    replaced_groups: frozenset[str] = frozenset()
+
+    @property
+    def compared_groups(self) -> frozenset[str]:
+        """Groups that were compared, including replaced ones."""
+        return self.replaced_groups | {call.group_id for call in self.calls if call.left_out is None}
 
 
 def batch_of(calls: Calls, advantages_M: FloatArray, still: NoContrast | None, *, merge: bool = True) -> Batch:
