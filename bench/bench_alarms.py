@@ -19,6 +19,7 @@ import numpy as np
 from figures import Figure, choose_size
 
 from lightning_trainer import registry
+from lightning_trainer.report.log.history import History
 from lightning_trainer.report.teams.cliffs import from_best
 from lightning_trainer.rl.scores import BY_TASK
 
@@ -221,12 +222,13 @@ FAULTS: Final[Mapping[str, Change]] = {
 
 def first_alarms(run: SimulatedRun, names: Sequence[str]) -> dict[str, int]:
     """Return in which step each of these alarms was raised first, where a run shows them after each line."""
-    lines, found = run.play(), dict[str, int]()
+    history, found = History(), dict[str, int]()
     checks = {name: check for name, check in registry.registrations("alarm").items() if name in names}
-    for end in range(1, len(lines) + 1):
+    for line in run.play():
+        history.append(line)
         for name, check in checks.items():
-            if name not in found and any(True for _ in check(lines[:end])):
-                found[name] = int(lines[end - 1]["step"])
+            if name not in found and any(True for _ in check(history)):
+                found[name] = int(line["step"])
     return found
 
 

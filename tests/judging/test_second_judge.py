@@ -18,6 +18,7 @@ from lightning_trainer.kits.judging.judge import GroupJudge
 from lightning_trainer.kits.judging.options import JudgeOptions, read_options
 from lightning_trainer.kits.judging.second import SecondJudge, SecondJudgeKind, agreement
 from lightning_trainer.report.alarms import active_alarms
+from lightning_trainer.report.log.history import History
 from lightning_trainer.report.progress import Silent
 from support.training.judged import options, rolled
 
@@ -104,7 +105,7 @@ def steps(**numbers: Any) -> list[dict[str, Any]]:
 
 
 def names(lines: list[dict[str, Any]]) -> set[str]:
-    return {alarm.name for alarm in active_alarms(lines)} & {
+    return {alarm.name for alarm in active_alarms(History(lines))} & {
         "judges_part",
         "rule_departs/tool_status",
         "rule_departs/run",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_trainer.report.alarms import active_alarms
+from lightning_trainer.report.log.history import History
 
 STEPS = 20
 
@@ -48,7 +49,54 @@ def uncertain(lines: list[dict[str, Any]], by: float) -> list[dict[str, Any]]:
 
 
 def names(lines: list[dict[str, Any]]) -> set[str]:
-    return {alarm.name for alarm in active_alarms(lines)}
+    return {alarm.name for alarm in active_alarms(History(lines))}
+
+
+class CountedLine(dict[str, Any]):
+    """A line that counts how often something is looked up in any line."""
+
+    lookups = 0
+
+    def __getitem__(self, name: str) -> Any:
+        CountedLine.lookups += 1
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        CountedLine.lookups += 1
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        CountedLine.lookups += 1
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            CountedLine.lookups += 1
+            yield name
+
+
+def lines_of_a_team(steps: int, noise: float = 0.0) -> list[CountedLine]:
+    """Lines of a run of two agents, which share a policy, with a validation every five steps."""
+    draw = random.Random(0)
+
+    def value() -> float:
+        return 0.5 + noise * draw.random()
+
+    numbers = [
+        "reward", "reward_all", "entropy", "response_tokens", "truncated", "groups_without_signal", "tool_error_rate",
+        "answers_alike/a", "answers_alike/b", "engine_gap/p", "kl_base/p", "failed", "rollouts", "calls_seen",
+        "calls_unread/other", "calls_malformed", "rule_failures/r", "reward_source/r", "reward_source/run",
+        "judge_agreement", "gradient_share/a", "gradient_share/b", "token_share/a", "token_share/b",
+    ]  # fmt: skip
+    lines = []
+    for step in range(steps):
+        if step % 5 == 0:
+            by_task = {name: {str(task): value() for task in range(8)} for name in ("", "a", "b")}
+            held_out = {"reward": value(), "reward_all": value(), "by_task": by_task, "from_best": -0.1}
+            lines.append(CountedLine(kind="val", step=step, **held_out))
+        values = {name: value() for name in numbers}
+        lines.append(CountedLine(kind="train", step=step, policy_of={"a": "p", "b": "p"}, **values))
+    return lines
 
 
 def stuck(x: float) -> float:
@@ -68,7 +116,7 @@ def test_an_alarm_quotes_no_answer_but_the_one_that_most_prompts_get():
     lines = history(answers_alike__router=rising, reward=rising)
     for share, quoted in ((0.06, "one answer"), (0.9, 'the answer "\'"')):
         lines[-1]["most_frequent"] = {"router": ("'", share)}
-        [alarm] = active_alarms(lines)
+        [alarm] = active_alarms(History(lines))
         assert f"router gives {quoted} to" in alarm.text
 
 
@@ -105,7 +153,7 @@ def test_an_alarm_quotes_no_answer_but_the_one_that_most_prompts_get():
     ],
 )
 def test_what_goes_wrong_is_said_in_a_sentence(lines: list[dict[str, Any]], name: str, words: str) -> None:
-    [alarm] = active_alarms(lines)
+    [alarm] = active_alarms(History(lines))
     assert alarm.name == name
     assert re.search(words, alarm.text)
     assert alarm.text.endswith((".", "?"))
@@ -144,14 +192,14 @@ def test_what_goes_wrong_is_said_in_a_sentence(lines: list[dict[str, Any]], name
     ],
 )
 def test_healthy_runs_are_left_in_peace(lines: list[dict[str, Any]]) -> None:
-    assert active_alarms(lines) == []
+    assert active_alarms(History(lines)) == []
 
 
 def test_first_steps_raise_nothing_but_what_is_certain() -> None:
     short = history(
         entropy=falling_to(0.001), response_tokens=falling_to(1, 90), tool_error_rate=lambda x: x, reward=stuck
     )
-    assert active_alarms(short[:5]) == []
+    assert active_alarms(History(short[:5])) == []
     assert names(history(logprob_gap=[3.0])[:1]) == {"engine_gap_widens"}
 
 
@@ -159,6 +207,26 @@ def test_steps_without_a_gradient_do_not_hide_a_captured_policy() -> None:
     lines = team(writer=0.0, talker=1.0)
     flat = [{key: value for key, value in lines[-1].items() if not key.startswith("gradient_share")}]
     assert "agent_captures/team" in names([*lines, *flat])
+
+
+def test_a_later_line_takes_no_more_lookups_than_an_early_one() -> None:
+    def lookups(steps: int) -> int:
+        *earlier, newest = lines_of_a_team(steps)
+        lines = History(earlier)
+        active_alarms(lines)
+        CountedLine.lookups = 0
+        lines.append(newest)
+        active_alarms(lines)
+        return CountedLine.lookups
+
+    assert lookups(42) == lookups(162)
+
+
+def test_alarms_of_a_history_that_grows_are_those_of_its_lines() -> None:
+    lines, grown = lines_of_a_team(60, noise=0.5), History()
+    for end, line in enumerate(lines, 1):
+        grown.append(line)
+        assert active_alarms(grown) == active_alarms(History(lines[:end]))
 
 
 def test_alarm_stands_only_as_long_as_its_reason() -> None:
@@ -211,7 +279,7 @@ def test_noise_around_a_level_is_never_called_a_collapse(seed: int) -> None:
         entropy=around(0.8), response_tokens=around(50), logprob_gap=around(0.03), truncated=around(0.2),
         groups_without_signal=around(0.4), tool_error_rate=around(0.2), reward=around(0.4),
     )  # fmt: skip
-    assert active_alarms(lines) == []
+    assert active_alarms(History(lines)) == []
 
 
 def test_groups_from_which_prompts_taught_are_not_dead() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_trainer.report.alarms import active_alarms
+from lightning_trainer.report.log.history import History
 from lightning_trainer.report.log.lines import PROMPTS
 from lightning_trainer.report.teams.cliffs import (
     best_step_of,
@@ -193,7 +194,8 @@ def train(team: Team, folder: Path, *, rollback: bool, late_from: int = 30) -> l
 def first_raised(lines: list[dict[str, Any]], name: str) -> int:
     """Return after how many steps an alarm was raised first."""
     ends = [n + 1 for n, line in enumerate(lines) if line["kind"] == "val"]
-    return next(lines[end - 1]["step"] for end in ends if name in {alarm.name for alarm in active_alarms(lines[:end])})
+    raised = ({alarm.name for alarm in active_alarms(History(lines[:end]))} for end in ends)
+    return next(lines[end - 1]["step"] for end, names in zip(ends, raised, strict=True) if name in names)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -221,7 +223,8 @@ def test_a_fall_raises_an_alarm_also_if_no_step_trains_two_agents(turns: list[st
     rows = [SimpleNamespace(agent=name, policy=name) for name in turns or [""]]
     trained = [{"kind": "train", "step": n, **policies_of([row])} for n, row in enumerate(rows)]  # type: ignore[list-item]
     held_out = [validation(0, team=[1.0] * TASKS), validation(5, team=[0.0] * TASKS)]
-    found = [alarm for alarm in active_alarms([held_out[0], *trained, held_out[1]]) if alarm.name.startswith("cliff")]
+    raised = active_alarms(History([held_out[0], *trained, held_out[1]]))
+    found = [alarm for alarm in raised if alarm.name.startswith("cliff")]
     assert {alarm.name for alarm in found} == alarms
     whose = " of the team" if turns else ""
     assert all(f"reward{whose} has fallen from 1.00 after 0 steps to 0.00" in alarm.text for alarm in found)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_trainer.report.alarms import Alarm, active_alarms
+from lightning_trainer.report.log.history import History
 from lightning_trainer.report.log.lines import HELD_OUT, Line, read
 from lightning_trainer.rl.scores import BY_TASK
 
@@ -54,6 +55,7 @@ class MetricLog:
         self._folder = folder
         self._path = folder / LOG_NAME
         self._lines = [line for line in read(self._path) if _stays(line, from_step)]
+        self._history = History(line for line in self._lines if self._is_compared(line))
         write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in self._lines).encode())
         self._file = self._path.open("a", encoding="utf-8")
         self._drawn = -1
@@ -106,12 +108,10 @@ class MetricLog:
             Alarm(line["name"], line["steps_taken"], line["text"]) for line in self._lines if line["kind"] == "alarm"
         ]
 
-    @property
-    def _history(self) -> list[Line]:
-        return [line for line in self._lines if line["kind"] == "train" or self._is_of_now(line)]
-
     def _write(self, line: Line) -> None:
         self._lines.append(line)
+        if self._is_compared(line):
+            self._history.append(line)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
@@ -137,6 +137,9 @@ class MetricLog:
         """Return the lines of the validations on the current held-out tasks."""
         return [line for line in self._lines if self._is_of_now(line)]
 
+    def _is_compared(self, line: Line) -> bool:
+        return line["kind"] == "train" or self._is_of_now(line)
+
     def _is_of_now(self, line: Line) -> bool:
         return line["kind"] == "val" and line.get(HELD_OUT) == self._held_out
 
@@ -151,12 +154,11 @@ class MetricLog:
         if self._drawn == len(self._lines) and path.exists():
             return path
         self._drawn = len(self._lines)
-        names = {name for line in self._lines for name in line if name.startswith("reward/")}
         curves: dict[str, Sequence[tuple[int, float]]] = {
             "training": self._shown("train", "reward"),
             "held out": self._shown("val", "reward"),
         }
-        for name in sorted(names):
+        for name in self._history.names("reward/"):
             curves[f"training, {name.removeprefix('reward/')}"] = self._shown("train", name)
         write_atomically(path, _picture({label: points for label, points in curves.items() if points}))
         return path

@@ -1,6 +1,7 @@
 """Alarms: plain sentences about what a run's numbers show if something goes wrong. Pure functions of its history.
 
-Each check reads all lines of the run so far and yields sentences, or nothing. They compare the last steps with the
+Each check gets the lines of the run so far and yields sentences, or nothing. It is called after every line, so it takes
+numbers from `History.series`, which reads each line once. They compare the last steps with the
 first ones, so they are silent in a run's first steps. What a learning policy also does (it becomes more certain, its
 answers become shorter) raises no alarm while the reward rises.
 """
@@ -10,20 +11,16 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 from lightning_trainer import registry
 from lightning_trainer.reasons.continuation import OTHER
-from lightning_trainer.report.teams.cliffs import fall_of
-from lightning_trainer.rl.scores import BY_TASK
+from lightning_trainer.report.log.history import History, Points
 
 logger = logging.getLogger(__name__)
-
-History: TypeAlias = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, in order
-Points: TypeAlias = list[tuple[int, float]]  # (step, value)
 
 MOST_GAP: Final = 0.1  # between `reward` and `reward_all`
 _ALIKE: Final = 0.8  # share of different prompts that get the same answer
@@ -50,11 +47,10 @@ class Alarm:
 
 def active_alarms(history: History) -> list[Alarm]:
     """Return the alarms that are active after the newest line. A check that fails is logged, and raises none."""
-    step = max((int(line["step"]) + (line["kind"] == "train") for line in history), default=0)
     found = []
     for name, check in registry.registrations("alarm").items():
         try:
-            found += [Alarm(f"{name}{of}", step, text) for of, text in check(history)]
+            found += [Alarm(f"{name}{of}", history.steps, text) for of, text in check(history)]
         except Exception:
             logger.exception("the alarm %s failed, so it is not raised", name)
     return found
@@ -106,9 +102,9 @@ def answers_cut(history: History) -> Found:
 def rollouts_left_out(history: History) -> Found:
     """Yield an alarm if the mean reward would be different if the rollouts that do not count had earned 0."""
     for kind in ("train", "val"):
-        gaps = [(line["reward"], line["reward_all"]) for line in history if line["kind"] == kind and _has_both(line)]
-        if gaps and abs(gaps[-1][0] - gaps[-1][1]) > MOST_GAP:
-            reward, reward_all = gaps[-1]
+        newest = next((line for line in reversed(history.of_kind(kind)) if _has_both(line)), None)
+        if newest is not None and abs(newest["reward"] - newest["reward_all"]) > MOST_GAP:
+            reward, reward_all = newest["reward"], newest["reward_all"]
             what = "The reward" if kind == "train" else "The held-out reward"
             text = (
                 f"{what} is {reward:.2f} over the rollouts that count, and {reward_all:.2f} if those that were left out"
@@ -123,11 +119,11 @@ def _has_both(line: Mapping[str, Any]) -> bool:
 
 def groups_dead(history: History) -> Found:
     """Yield an alarm if hardly any group has two different rewards, so that hardly anything is learned."""
-    points = series(history, "train", "groups_without_signal")
+    points = history.series("train", "groups_without_signal")
     newest = [value for _, value in points[-WINDOW:]]
-    distilled = sum(value for _, value in series(history, "train", "distilled_calls")[-WINDOW:])  # with_prompts
+    distilled = sum(value for _, value in history.series("train", "distilled_calls")[-WINDOW:])  # with_prompts
     if len(newest) == WINDOW and min(newest) >= 0.8 and not distilled:
-        rewards = [value for _, value in series(history, "train", "reward")[-WINDOW:]]
+        rewards = [value for _, value in history.series("train", "reward")[-WINDOW:]]
         mean = f", at a mean of {statistics.fmean(rewards):.2f}" if rewards else ""
         text = (
             f"In the last {WINDOW} steps {statistics.fmean(newest):.0%} of the groups had equal rewards"
@@ -140,19 +136,18 @@ def groups_dead(history: History) -> Found:
 
 def held_out_falls(history: History) -> Found:
     """Yield an alarm if the held-out reward is significantly below its best, and the training reward still rises."""
-    held_out = series(history, "val", "reward")
+    held_out = history.series("val", "reward")
     if len(held_out) < 3:
         return
     best_step, best = max(held_out[:-2], key=lambda point: point[1])
     if any(value > best - 0.1 * abs(best) for _, value in held_out[-2:]):
         return
-    validations = [line for line in history if line["kind"] == "val"]
-    if all(BY_TASK in line for line in validations):
-        if fall_of(validations, "", [""]) is None:
+    if history.has_tasks:
+        if history.fall() is None:
             return
-    elif any(high >= best for step, high in series(history, "val", "reward_high") if step >= held_out[-2][0]):
+    elif any(high >= best for step, high in history.series("val", "reward_high") if step >= held_out[-2][0]):
         return
-    train = series(history, "train", "reward")
+    train = history.series("train", "reward")
     then = [value for step, value in train if abs(step - best_step) < WINDOW]
     now = [value for _, value in train[-WINDOW:]]
     if then and len(now) == WINDOW and statistics.fmean(now) > statistics.fmean(then):
@@ -166,9 +161,9 @@ def held_out_falls(history: History) -> Found:
 
 def answers_alike(history: History) -> Found:
     """Yield an alarm if an agent gives the same answer to nearly all prompts, and did not at first."""
-    names = {key.removeprefix("answers_alike") for line in history for key in line if key.startswith("answers_alike")}
-    for of in sorted(names):
-        held_out, training = (series(history, kind, f"answers_alike{of}") for kind in ("val", "train"))
+    for name in history.names("answers_alike"):
+        of = name.removeprefix("answers_alike")
+        held_out, training = (history.series(kind, f"answers_alike{of}") for kind in ("val", "train"))
         sides = [(held_out[0][1], held_out[-1][1])] if len(held_out) > 1 else []
         if len(training) > WINDOW:
             sides.append((training[0][1], statistics.fmean(value for _, value in training[-WINDOW:])))
@@ -180,8 +175,8 @@ def answers_alike(history: History) -> Found:
             continue
         first, now = collapsed[0]
         agent = of.removeprefix("/")
-        frequent = [line["most_frequent"] for line in history if line.get("most_frequent")]
-        answer, share = (frequent[-1] if frequent else {}).get(agent, ("", 0.0))
+        frequent = next((line for line in reversed(history) if line.get("most_frequent")), {"most_frequent": {}})
+        answer, share = frequent["most_frequent"].get(agent, ("", 0.0))
         quoted = f"the answer {answer!r}" if answer and share > 0.5 else "one answer"  # also an empty or a long one
         text = (
             f"{agent or 'The agent'} gives {quoted} to {now:.0%} of the"
@@ -193,8 +188,7 @@ def answers_alike(history: History) -> Found:
 
 def engine_gap_widens(history: History) -> Found:
     """Yield an alarm if the engine's log-probabilities diverge from the trainer's: other weights or another sampler."""
-    by_policy = any(name.startswith("engine_gap/") for line in history for name in line)
-    for of, points in _each(history, "engine_gap" if by_policy else "logprob_gap", least=1):
+    for of, points in _each(history, "engine_gap" if history.names("engine_gap/") else "logprob_gap", least=1):
         if of.count("/") > 1:  # for some tokens only
             continue
         newest = points[-1][1]
@@ -231,7 +225,7 @@ def calls_unread(history: History) -> Found:
     """Yield an alarm if answers look like tool calls in another format: no tool is called, and no error reports it."""
     for of, points in _each(history, "calls_unread", least=1):
         step, share = points[-1]
-        seen = dict(series(history, "train", "calls_seen"))
+        seen = dict(history.series("train", "calls_seen"))
         if step < _newest(history) or sum(seen.get(at, math.inf) * its for at, its in points[-WINDOW:]) < _UNREAD:
             continue
         share = statistics.fmean(its for _, its in points[-WINDOW:])
@@ -266,13 +260,14 @@ def calls_malformed(history: History) -> Found:
 
 
 def _newest(history: History) -> int:
-    return max((int(line["step"]) for line in history if line["kind"] == "train"), default=0)
+    steps = history.of_kind("train")
+    return int(steps[-1]["step"]) if steps else 0
 
 
 def rollouts_fail(history: History) -> Found:
     """Yield an alarm if far more rollouts fail than at first, even if the reward rises: that of the others may."""
-    failed = dict(series(history, "train", "failed"))
-    points = [(step, failed[step] / of) for step, of in series(history, "train", "rollouts") if of and step in failed]
+    failed = dict(history.series("train", "failed"))
+    points = [(step, failed[step] / of) for step, of in history.series("train", "rollouts") if of and step in failed]
     if len(points) < 2 * WINDOW:
         return
     first, now = ends(points)
@@ -316,24 +311,15 @@ CHECKS: Final[tuple[Callable[[History], Found], ...]] = (
 )
 
 
-def series(history: History, kind: str, name: str) -> Points:
-    """Return (step, value) for every line of a kind in which this number is finite."""
-    return [
-        (int(line["step"]), float(line[name]))
-        for line in history
-        if line["kind"] == kind and isinstance(line.get(name), (int, float)) and math.isfinite(line[name])
-    ]
-
-
 def ends(points: Points) -> tuple[float, float]:
     """Return the means of the first and the last `WINDOW` values."""
-    values = [value for _, value in points]
-    return statistics.fmean(values[:WINDOW]), statistics.fmean(values[-WINDOW:])
+    first, last = points[:WINDOW], points[-WINDOW:]
+    return statistics.fmean(value for _, value in first), statistics.fmean(value for _, value in last)
 
 
 def has_learned(history: History) -> bool:
     """Whether the training reward has risen by more than its usual change from step to step."""
-    points = series(history, "train", "reward")
+    points = history.series("train", "reward")
     if len(points) < 2 * WINDOW:
         return True
     first, now = ends(points)
@@ -343,17 +329,16 @@ def has_learned(history: History) -> bool:
 
 def _better(history: History) -> bool:
     """Whether the newest reward is higher than the first: held out if there is one, otherwise in training."""
-    held_out = series(history, "val", "reward")
+    held_out = history.series("val", "reward")
     return held_out[-1][1] > held_out[0][1] if len(held_out) > 1 else has_learned(history)
 
 
 def _each(history: History, name: str, *, least: int = 2 * WINDOW) -> Iterator[tuple[str, Points]]:
     """Yield a number's points, for each policy or tool if they are separate; series that are too short are left out."""
-    named = {key.removeprefix(name) for line in history for key in line if key.startswith(f"{name}/")}
-    for of in sorted(named) or [""]:
-        points = series(history, "train", f"{name}{of}")
+    for each in history.names(f"{name}/") or [name]:
+        points = history.series("train", each)
         if len(points) >= least:
-            yield of, points
+            yield each.removeprefix(name), points
 
 
 def _of(of: str) -> str:
@@ -361,5 +346,5 @@ def _of(of: str) -> str:
 
 
 def _rewards(history: History) -> str:
-    points = series(history, "train", "reward")
+    points = history.series("train", "reward")
     return f" ({ends(points)[0]:.2f}, now {ends(points)[1]:.2f})" if points else ""

@@ -10,9 +10,8 @@ import statistics
 from itertools import pairwise
 from typing import Final
 
-from lightning_trainer.report.alarms import WINDOW, Found, History, ends, series
-from lightning_trainer.report.teams.cliffs import fall_of
-from lightning_trainer.rl.scores import BY_TASK
+from lightning_trainer.report.alarms import WINDOW, Found, ends
+from lightning_trainer.report.log.history import History, Points
 
 SOURCE: Final = "reward_source/"
 OF_OUTCOME: Final = frozenset({"run", "score", "emit_reward", "judge", "failed"})  # sources other than automatic rules
@@ -23,8 +22,8 @@ CHANCE: Final = 0.65  # agreement below this says little
 
 def rule_departs(history: History) -> Found:
     """Yield an alarm if a rule gives more than at first, and the outcome is significantly worse than it was."""
-    for name in sorted({key for line in history for key in line if key.startswith(SOURCE)}):
-        points, rule = series(history, "train", name), name.removeprefix(SOURCE)
+    for name in history.names(SOURCE):
+        points, rule = history.series("train", name), name.removeprefix(SOURCE)
         if rule.partition(":")[0] in OF_OUTCOME | {"evaluator"} or len(points) < 2 * WINDOW or not rises(points):
             continue
         first, now = ends(points)
@@ -40,7 +39,7 @@ def rule_departs(history: History) -> Found:
 
 def judges_part(history: History) -> Found:
     """Yield an alarm if a judge and a second judge agree less often on the better rollout of a group than at first."""
-    points = series(history, "train", AGREEMENT)
+    points = history.series("train", AGREEMENT)
     if len(points) < 2 * WINDOW:
         return
     first, now = ends(points)
@@ -53,7 +52,7 @@ def judges_part(history: History) -> Found:
         yield "", text
 
 
-def rises(points: list[tuple[int, float]]) -> bool:
+def rises(points: Points) -> bool:
     """Whether a number has risen by more than three times its usual change from step to step.
 
     The usual change is the median of the absolute differences of neighbours. With normal noise that is 0.95 standard
@@ -65,18 +64,17 @@ def rises(points: list[tuple[int, float]]) -> bool:
 
 def _fall_of_outcome(history: History) -> str | None:
     """Return how far the outcome has fallen: held out, or in training without held-out tasks; None if it has not."""
-    highs = series(history, "val", "from_best_high")
-    rewards = series(history, "val", "reward")
+    highs = history.series("val", "from_best_high")
+    rewards = history.series("val", "reward")
     if rewards:
-        changes = series(history, "val", "from_best")
-        validations = [line for line in history if line["kind"] == "val"]
-        if all(BY_TASK in line for line in validations) and fall_of(validations, "", [""]) is None:
+        changes = history.series("val", "from_best")
+        if history.has_tasks and history.fall() is None:
             return None
         if not highs or highs[-1][1] >= 0 or highs[-1][0] != rewards[-1][0]:
             return None
         return f"the held-out reward is {-changes[-1][1]:.2f} below its best (95 % interval below 0)"
     for name in (f"{SOURCE}{source}" for source in sorted(OF_OUTCOME - {"failed"})):
-        points = series(history, "train", name)
+        points = history.series("train", name)
         if len(points) >= 2 * WINDOW and rises([(step, -value) for step, value in points]):
             first, now = ends(points)
             return f"the reward from {name.removeprefix(SOURCE)} has fallen from {first:.3f} to {now:.3f}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from itertools import islice
+from typing import Final
 
-from lightning_trainer.report.alarms import WINDOW, Found, History, has_learned, series
+from lightning_trainer.report.alarms import WINDOW, Found, has_learned
+from lightning_trainer.report.log.history import History
 from lightning_trainer.report.log.lines import POLICY_OF
-from lightning_trainer.report.teams.cliffs import fall_of, rewarded_names
+from lightning_trainer.report.teams.cliffs import rewarded_names
 
 CAPTURED: Final = 0.8  # of the squared gradient norm of a policy that several agents share
 
@@ -26,11 +28,11 @@ def agent_captures(history: History) -> Found:
         first = max(agents, key=lambda agent: shares[-1].get(agent, 0.0))
         if min(own.get(first, 0.0) for own in shares) < CAPTURED:
             continue
-        tokens = [line[f"token_share/{first}"] for line in _steps(history) if f"token_share/{first}" in line]
+        tokens = [share for _, share in history.series("train", f"token_share/{first}")[-WINDOW:]]
         others = ", ".join(sorted(agent for agent in agents if agent != first))
         text = (
             f"{first} makes {statistics.fmean(own[first] for own in shares):.0%} of the gradient of the policy that it"
-            f" shares with {others}, with {statistics.fmean(tokens[-WINDOW:]):.0%} of the trained tokens: the others"
+            f" shares with {others}, with {statistics.fmean(tokens):.0%} of the trained tokens: the others"
             " hardly move the weights. Give the others more weight (--agent-weight AGENT=2, or equal), or use a policy"
             " for each agent (--policy AGENT=lora)."
         )
@@ -39,10 +41,9 @@ def agent_captures(history: History) -> Found:
 
 def cliff(history: History) -> Found:
     """Yield an alarm if the held-out reward of a policy is significantly below its best."""
-    validations = [line for line in history if line["kind"] == "val"]
     # agents without names have one policy, and the reward of the team
-    for policy, names in (rewarded_names(validations, _policies(history)) or {"": [""]}).items():
-        fall = fall_of(validations, policy, names)
+    for policy, names in (rewarded_names(history.of_kind("val"), history.policy_of) or {"": [""]}).items():
+        fall = history.fall(policy, names)
         if fall is not None:
             whose = " of the team" if names == [""] and policy else policy and f" of {policy}"
             text = (
@@ -56,15 +57,15 @@ def cliff(history: History) -> Found:
 
 def inputs_drift(history: History) -> Found:
     """Yield an alarm if an agent gets other prompts than before, and its held-out reward falls twice in a row."""
-    agents = _policies(history)
+    agents = history.policy_of
     for agent in sorted(agents) if len(agents) > 1 else ():
-        new = [share for _, share in series(history, "val", f"new_prompts/{agent}")]
-        changes = series(history, "val", f"from_best/{agent}") or series(history, "val", "from_best")
-        rewards = series(history, "val", f"reward/{agent}") or series(history, "val", "reward")
+        new = [share for _, share in history.series("val", f"new_prompts/{agent}")]
+        changes = history.series("val", f"from_best/{agent}") or history.series("val", "from_best")
+        rewards = history.series("val", f"reward/{agent}") or history.series("val", "reward")
         if len(changes) < 2 or len(new) < 2 or new[-1] < max(MANY_NEW, DRIFT * statistics.median(new[:-1])):
             continue
         (_, before), (_, now) = changes[-2:]
-        highs = series(history, "val", f"from_best_high/{agent}") or series(history, "val", "from_best_high")
+        highs = history.series("val", f"from_best_high/{agent}") or history.series("val", "from_best_high")
         best = rewards[-1][1] - now
         if now < before < 0 and now <= -SMALL_FALL * abs(best) and highs and highs[-1][1] < 0:
             usual = statistics.median(new[:-1])
@@ -80,12 +81,14 @@ def inputs_drift(history: History) -> Found:
 
 def policy_departs(history: History) -> Found:
     """Yield an alarm if a policy moves away from its base ever faster, and has not improved."""
-    for of in sorted({key.removeprefix("kl_base") for line in history for key in line if key.startswith("kl_base/")}):
-        values = [value for _, value in series(history, "train", f"kl_base{of}")]
-        if len(values) < 4 * WINDOW or has_learned(history):
+    for name in history.names("kl_base/"):
+        of, points = name.removeprefix("kl_base"), history.series("train", name)
+        if len(points) < 4 * WINDOW:
             continue
+        values = [value for _, value in points[-3 * WINDOW :]]
         before, half, now = (statistics.fmean(values[-n * WINDOW :][:WINDOW]) for n in (3, 2, 1))
-        if now > FASTER**2 * before and min(half / before, now / half) > 0.75 * FASTER and now > FAR:
+        fast = half > 0.75 * FASTER * before and now > 0.75 * FASTER * half and now > FASTER**2 * before
+        if fast and now > FAR and not has_learned(history):
             text = (
                 f"The divergence of {of.removeprefix('/')} from its base has grown from {before:.2f} to {now:.2f} nats"
                 " a token within nine steps, ever faster, and the reward has not risen. Lower --learning-rate, or set"
@@ -94,20 +97,14 @@ def policy_departs(history: History) -> Found:
             yield of, text
 
 
-def _policies(history: History) -> Mapping[str, str]:
-    """Return the policy of each agent that was seen in training."""
-    found: dict[str, str] = {}
-    for line in _steps(history):
-        found |= line.get(POLICY_OF, {})
-    return found
-
-
 def _gradient_shares(history: History) -> Iterator[tuple[str, list[str], list[dict[str, float]]]]:
     """Yield each policy that several agents share, those agents, and their shares of its gradient in the last steps.
 
     Steps in which nothing was learned are left out.
     """
-    steps = [line for line in _steps(history) if any(key.startswith("gradient_share/") for key in line)][-STEPS:]
+    names = history.names("gradient_share/")
+    newest_first = reversed(history.of_kind("train") if names else ())
+    steps = [*islice((line for line in newest_first if any(name in line for name in names)), STEPS)][::-1]
     policy_of: Mapping[str, str] = steps[-1].get(POLICY_OF, {}) if steps else {}
     for policy in dict.fromkeys(policy_of.values()):
         agents = [agent for agent, its in policy_of.items() if its == policy]
@@ -119,10 +116,6 @@ def _gradient_shares(history: History) -> Iterator[tuple[str, list[str], list[di
                 agents,
                 [{a: share / total for a, share in own.items()} for own, total in zip(shares, sums, strict=True)],
             )
-
-
-def _steps(history: History) -> list[Mapping[str, Any]]:
-    return [line for line in history if line["kind"] == "train"]
 
 
 CHECKS: Final = (agent_captures, cliff, inputs_drift, policy_departs)
