@@ -325,13 +325,14 @@ async def test_a_reward_command_that_the_container_engine_does_not_start_is_the_
     assert re.match(rf"(?s){SCORER_FAILED}: docker did not start the reward command: .*{why}", ended.error)
 
 
+@pytest.mark.parametrize("name", ["KILL", "TERM"])
 async def test_a_command_that_is_killed_in_a_sandbox_may_be_the_victim_of_another_program(
-    attempt, project, tmp_path, monkeypatch
+    attempt, project, tmp_path, monkeypatch, name
 ):
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     put_program(monkeypatch, tmp_path / "bin", "docker", CONTAINER)
     work = Work(workdir=str(project), sandbox="docker", sandbox_image="python:3.12")
-    agent = command_agent(Job(command="sh -c 'kill -KILL $$'", work=work))
+    agent = command_agent(Job(command=f"sh -c 'kill -{name} $$'", work=work))
     assert (await execute(agent, None, {}, attempt, needs_reward=True)).status == "killed"
 
 

@@ -32,7 +32,7 @@ from lightning_trainer.runner.workers import Blocking, Death
 from support.runners import enqueue, results, running, until
 
 AGENTS = '''
-import asyncio, ctypes, json, os, subprocess, sys, threading, time
+import asyncio, ctypes, json, multiprocessing, os, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from lightning_spans.record.context import current_attempt
@@ -102,6 +102,11 @@ async def run(task):
             await asyncio.sleep(0.01)
         child.stdin.close()
         return float(child.wait() == 0)
+    if how == "ends a fork":
+        fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        fork.start()
+        fork.terminate()
+        fork.join()
     await asyncio.sleep(task.get("sleep", 0))
     return 1.0
 
@@ -290,11 +295,12 @@ async def test_spans_that_are_never_delivered_cost_the_worker_and_no_attempt(mon
     await own.stop()
 
 
-def test_command_that_is_killed_fails_if_it_happens_again(store: Store, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["KILL", "TERM"])
+def test_command_that_is_killed_fails_if_it_happens_again(store: Store, folder: Path, name: str) -> None:
     ids = enqueue(store, [{}], max_attempts=1)
-    with running(store, Job(command="sh -c 'kill -KILL $$'"), folder):
+    with running(store, Job(command=f"sh -c 'kill -{name} $$'"), folder):
         assert ends(store, ids) == [["disturbed", "failed"]]
-    assert "the command ended with signal SIGKILL" in (store.attempts(rollout_ids=ids)[1].error or "")
+    assert f"the command ended with signal SIG{name}" in (store.attempts(rollout_ids=ids)[1].error or "")
 
 
 def test_worker_killed_from_outside_costs_no_try_of_the_one_that_ran_alone(store: Store, folder: Path) -> None:
@@ -477,6 +483,28 @@ def test_runner_told_to_end_finishes_what_runs_and_a_second_time_releases_it(
         if signals == 2:
             assert {a.status for a in server.store.attempts(rollout_ids=ids)} == {"released"}
             assert server.store.rollouts(rollout_ids=["later"])[0].status == "queued"
+
+
+@pytest.mark.parametrize("isolate", [False, True], ids=["shared", "isolated"])
+def test_attempt_continues_if_its_worker_is_told_to_end_with_the_runner(
+    store: Store, folder: Path, *, isolate: bool
+) -> None:
+    """A service manager sends SIGTERM to all processes of a service."""
+    ids = enqueue(store, [{"how": "wait"}], max_attempts=1)
+    with running(store, Job(target="faulty:run", isolate=isolate), folder, workers=1, concurrency=1) as runner:
+        until_they_wait(folder, len(ids))
+        worker = psutil.Process(int(runner.describe().split()[1]))
+        for process in (worker, *worker.children(recursive=True)):
+            process.send_signal(signal.SIGTERM)
+        (folder / "go").touch()
+        assert ends(store, ids) == [["succeeded"]]
+
+
+@pytest.mark.parametrize("isolate", [False, True], ids=["shared", "isolated"])
+def test_what_an_attempt_forks_ends_with_sigterm(store: Store, folder: Path, *, isolate: bool) -> None:
+    ids = enqueue(store, [{"how": "ends a fork"}], max_attempts=1, timeout_s=60.0)
+    with running(store, Job(target="faulty:run", isolate=isolate), folder, workers=1, concurrency=1):
+        assert ends(store, ids) == [["succeeded"]]
 
 
 def _alive(name: str) -> bool:

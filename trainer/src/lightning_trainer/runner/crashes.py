@@ -4,7 +4,7 @@
 |---|---|---|---|
 | any | its time was up, and it was told so | timeout | yes |
 | died | ran alone | failed | yes |
-| was killed from outside, for example when memory ran out | ran alone, the first time | disturbed | no |
+| was killed (SIGKILL, SIGTERM), for example when memory ran out | ran alone, the first time | disturbed | no |
 | died | others ran there too | disturbed: runs alone the next time | no |
 | was killed because its event loop was blocked | it blocked the loop, past its time | timeout | yes |
 | likewise | it blocked the loop within its time, while others waited | disturbed | no |
@@ -78,30 +78,31 @@ def _verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Block
             "disturbed", error=f"its worker process ended with {death.how} while {victim.company} attempts ran"
         )
     if death.killed:
-        return killed_attempt_end(victim.record, "its worker process")
+        return killed_attempt_end(victim.record, "its worker process", f"it ended with {death.how}")
     return AttemptEnd("failed", error=f"the agent ended its worker process with {death.how}")
 
 
-def killed_attempt_end(record: AttemptRecord, what: str, told: str | None = None) -> AttemptEnd:
+def killed_attempt_end(record: AttemptRecord, what: str, told: str) -> AttemptEnd:
     """Return the end of an attempt that ran alone when the system or a user killed it.
 
-    Linux does so when memory runs out, whichever process used it. Only if it happens again to the same attempt is the
-    attempt considered the cause.
+    Linux does so when memory runs out, whichever process used it, and a service manager when it stops a runner. Only if
+    it happens again to the same attempt is the attempt considered the cause.
 
     Args:
         record: the attempt.
         what: what was killed.
-        told: what else is known of its end; None: nothing.
+        told: what is known of its end, such as the signal.
     """
-    more = "" if told is None else f"\n{told}"
     if not record.disturbed:
         return AttemptEnd(
-            "disturbed", error=f"{what} was killed (SIGKILL), perhaps because memory ran out; it runs once more{more}"
+            "disturbed",
+            error=f"{what} was killed, perhaps because memory ran out or its service was stopped; the attempt runs"
+            f" once more:\n{told}",
         )
     return AttemptEnd(
         "failed",
-        error=f"{what} was killed (SIGKILL) again while the attempt ran alone. If it needs too much memory, the"
-        f" kernel's log says so (dmesg).{more}",
+        error=f"{what} was killed again while the attempt ran alone. If it needs too much memory, the kernel's log says"
+        f" so (dmesg):\n{told}",
     )
 
 

@@ -22,7 +22,7 @@ from lightning_trainer.runner.environment import without_keys
 from lightning_trainer.runner.own_users import OwnUsers
 from lightning_trainer.runner.protocol import Message, encode, receive
 from lightning_trainer.runner.target import Job
-from lightning_trainer.runner.worker.command import status_text
+from lightning_trainer.runner.worker.command import KILL_SIGNALS, status_text
 from lightning_trainer.runner.worker.limits import NO_LIMITS, WorkerLimits
 from lightning_trainer.runner.worker.subprocesses import WORKER, end_of_worker
 from lightning_trainer.runner.worker.watchdog import LOOK_S
@@ -182,7 +182,7 @@ class WorkerProcess:
         killed = False
         try:
             status = await asyncio.wait_for(self._process.wait(), STOP_S)
-            killed = status == -signal.SIGKILL
+            killed = -status in KILL_SIGNALS
         except TimeoutError:
             self.kill()
             status = await self._process.wait()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import FrameType
 
 from lightning_spans.errors import LightningError
 from lightning_spans.record import stalls as watch
@@ -52,6 +54,8 @@ def main(fd: int, pipe: int, how: str) -> None:
         how: ``shared`` by attempts, ``isolated`` from others of the same user, or run as a separate ``user``.
     """
     keep_to_ourselves()  # before the keys of attempts arrive
+    # A service manager that stops a runner sends SIGTERM to its workers, too. The runner ends them, after its drain.
+    signal.signal(signal.SIGTERM, _leave_to_runner)
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)  # what the agent starts must not keep the runner's connection open
     os.set_inheritable(pipe, False)  # noqa: FBT003 - the system call's only form
@@ -62,6 +66,8 @@ def main(fd: int, pipe: int, how: str) -> None:
             in_fresh_memory()
         elif how == "user":
             gain_nothing()
+        # What the agent forks ends with SIGTERM as usual. What it starts does so in any case, unlike with SIG_IGN.
+        os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_end_with_sigterm)
         watch.configure(os.environ.get("LIGHTNING_BOUNDS"))
         WorkerLimits(**settings["limits"]).apply(settings["n"])
         # Before there is an event loop, for modules that run their own while they are imported.
@@ -77,6 +83,30 @@ def main(fd: int, pipe: int, how: str) -> None:
         main_thread.serve(worker)
     elif asyncio.run(worker()):
         os._exit(1)  # a thread of the agent never ended, and Python would wait for it
+
+
+def _leave_to_runner(_number: int, _frame: FrameType | None) -> None:
+    """Handle SIGTERM in a worker: do nothing."""
+
+
+def _is_left_to_runner() -> bool:
+    return signal.getsignal(signal.SIGTERM) is _leave_to_runner  # unless the agent has set its own handler
+
+
+def _hold_sigterm() -> None:
+    if _is_left_to_runner():  # a child that gets it at once would lose it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _release_sigterm() -> None:
+    if _is_left_to_runner():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _end_with_sigterm() -> None:
+    if _is_left_to_runner():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _in_threads(concurrency: int) -> Awaited:

@@ -21,9 +21,9 @@ from lightning_trainer.runner.sandbox.sandbox import Sandbox
 OUTPUT_LIMIT = 1 << 20  # bytes kept from the end of each output stream
 ENVIRONMENT_LIMIT = 100_000  # Linux refuses to start a program with a variable above 128 KiB
 KILL_AFTER_S = 2.0
-_KILLED_INSIDE: Final = 128 + signal.SIGKILL  # exit status of a sandbox whose command was killed
 _LOOK_S: Final = 0.05  # between checks whether a program has ended
 _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
+KILL_SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM)  # by which the system or a user ends a program
 _FIELD: Final = re.compile(r"(?<!\$)\{(\w+)\}")
 
 
@@ -32,7 +32,7 @@ class CommandError(Exception):
 
 
 class CommandKilledError(CommandError):
-    """The command was killed, for example when memory ran out."""
+    """The command was killed, for example because memory ran out or its machine is shut down."""
 
 
 async def run_command(
@@ -76,8 +76,9 @@ async def run_command(
     words, body = [fill_fields(word, values) for word in words], b"" if told else body
     ended = await run_to_end(words, body, given, folder, descriptors, sandbox=sandbox, endpoint=attempt.endpoint)
     if ended.status != 0:
-        killed = ended.status == -signal.SIGKILL or (sandbox is not None and ended.status == _KILLED_INSIDE)
-        kind = CommandKilledError if killed else CommandError
+        # A sandbox ends with 128 + N if signal N ended its command.
+        number = ended.status - 128 if sandbox is not None and ended.status > 128 else -ended.status
+        kind = CommandKilledError if number in KILL_SIGNALS else CommandError
         raise kind(f"the command ended with {status_text(ended.status)}:\n{ended.told()}")
     return ended
 
