@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from crewai.tools import BaseTool
 from crewai.tools.structured_tool import CrewStructuredTool
+from crewai.utilities.string_utils import sanitize_tool_name
 
 from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
