@@ -49,6 +49,21 @@ def test_each_agent_is_answered_by_its_own_policy_whatever_model_it_asks_for(
     assert call.policy_version == {"base": 0, "writer": 3, "team": 5}[policy]
 
 
+@pytest.mark.parametrize(("agent", "sampled"), [("writer", (1.2, 1.0)), ("judge", (0.0, 0.1)), ("critic", (0.0, 0.1))])
+def test_only_agents_that_may_learn_get_the_temperature_of_training(
+    tmp_path: Path, agent: str, sampled: tuple[float, float]
+) -> None:
+    engines = [scripted("base", 0), scripted("writer", 3), scripted("old", 1)]
+    policies = parse({"writer": "lora", "judge": "base", "critic": "fixed:old"})
+    routing = Routing(model="policy", policies=policies, temperature=1.2, plain=True)
+    with served(tmp_path, engines, routing=routing) as running:  # type: ignore[arg-type]
+        headers = {"x-lightning-agent": agent}
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key=running.key("a"), max_retries=0) as client:
+            client.chat.completions.create(model="x", messages=USER, temperature=0, top_p=0.1, extra_headers=headers)
+        (call,) = running.calls("a")
+    assert (call.sampling["temperature"], call.sampling["top_p"]) == sampled
+
+
 def test_program_that_is_not_attached_may_ask_for_a_policy_by_name(server: Served) -> None:
     assert ask(server, None, model="team") == "team speaking"
 

@@ -20,6 +20,7 @@ from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from lightning_trainer.policies import Policies
 from lightning_trainer.rl.account import UntrainedReason
 from lightning_trainer.rl.rows import why_untrainable
 from support.fakes import Attempts, FakeEngine, run_attempt, served
@@ -130,6 +131,19 @@ def test_a_forced_temperature_is_forwarded_and_on_record(front, behind, attempt,
         front.app.state.routing = routing
     assert front.calls(attempt)[0].sampling == {**OPEN, "temperature": 1.0, "temperature_asked": 0.1}
     assert behind.engine.samplings[-1].temperature == 1.0
+
+
+def test_a_frozen_agents_calls_are_sampled_as_requested(front, attempt, client):
+    routing = front.app.state.routing
+    policies = Policies({"writer": "locked", "judge": "tuned"}, frozenset({"tuned"}))
+    front.app.state.routing = Routing(temperature=1.0, plain=True, policies=policies)
+    try:
+        client.chat.completions.create(
+            model="x", messages=USER, temperature=0.1, top_p=0.2, extra_headers={"x-lightning-agent": "judge"}
+        )
+    finally:
+        front.app.state.routing = routing
+    assert front.calls(attempt)[0].sampling == {**OPEN, "temperature": 0.1, "top_p": 0.2}
 
 
 def test_the_upstreams_refusals_come_back_as_they_are(front, attempt, client):

@@ -51,7 +51,11 @@ class Policies:
     @property
     def trained(self) -> tuple[str, ...]:
         """Names and globs of the agents whose adapter is trained."""
-        return tuple(agent for agent, policy in self.by_agent.items() if policy not in {BASE, *self.fixed})
+        return tuple(agent for agent, policy in self.by_agent.items() if not self.is_frozen(policy))
+
+    def is_frozen(self, policy: str) -> bool:
+        """Whether training leaves a policy unchanged: the starting model next to adapters, and adapters of `fixed`."""
+        return policy in self.fixed or (policy == BASE and BASE in self.by_agent.values())
 
 
 def most_specific(names: Collection[str], agent: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_spans.errors import ConfigError
@@ -21,8 +21,9 @@ class Routing:
         endpoint: base URL given to agents, without ``/v1``; None: the one under which the runner reached the server.
         seed: of the run; with it, calls of attempts are sampled repeatably, and a seed that a call requests is combined
             with its rollout's. None: as requested, otherwise freely.
-        temperature: used for every call, whatever it requests, and recorded in its sampling; None: as requested.
-        plain: whether calls of attempts are sampled from the policy itself: without the top_p, top_k, min_p and
+        temperature: used for every call of a policy that may be trained, whatever it requests, and recorded in its
+            sampling; None: as requested.
+        plain: whether such calls of attempts are sampled from the policy itself: without the top_p, top_k, min_p and
             penalties that they request, which are recorded with ``_asked`` after their names.
         max_tokens: most tokens of an answer whose request names no limit; None: as many as the context allows.
         policies: policy by agent name or glob, for agents with their own policy: it answers whatever model their calls
@@ -51,6 +52,15 @@ class Routing:
     def policies_of(self, rollout_id: str | None) -> Policies:
         """Return the policies of a rollout's agents."""
         return self.opponents.get(rollout_id or "", self.policies)
+
+    def as_requested(self, policy: str) -> Routing:
+        """Return how a policy's calls are sampled: those of a frozen one as requested, because they teach nothing.
+
+        A grader that requests temperature 0 stays as it is. Opponents are sampled as the policy that they come from.
+        """
+        if not self.policies.is_frozen(policy):
+            return self
+        return replace(self, temperature=None, plain=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ class RequestOptions(AnswerOptions, NameRuleOptions):
     """How answers are sampled if nothing is learned from them: as the agents' requests specify."""
 
     temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature, set on all calls. Default: the temperature in the request."""
+    """Sampling temperature, set on all calls but those of agents whose policy is `base` or `fixed`. Default: the
+    temperature in the request."""
     sampling: Literal["plain", "asked"] = "asked"
     """`plain` ignores top_p, top_k, min_p and penalties in requests, as in training; `asked` applies them."""
     load: dict[str, Any] = Field(default_factory=dict)

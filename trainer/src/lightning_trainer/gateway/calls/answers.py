@@ -205,6 +205,7 @@ class Responder:
         self, request: ChatRequest, pending: PendingCall, ids: Sequence[int], routing: Routing, engine: Engine
     ) -> list[Sampling]:
         """Return the sampling parameters of each choice, and record them."""
+        routing = routing.as_requested(pending.routed.policy)
         asked = 1.0 if request.temperature is None else request.temperature
         left_out: dict[str, Any] = {}
         if routing.plain and pending.requested.grant.attempt_id is not None:

@@ -47,6 +47,7 @@ class SamplingParameters:
         }
         if self._any_model:  # these are not used for training: they are sent unchanged
             return sampling
+        routing = routing.as_requested(pending.routed.policy)
         if routing.temperature is not None:
             sampling |= {
                 "temperature_asked": pending.requested.request.get("temperature"),
