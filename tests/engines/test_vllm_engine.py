@@ -421,6 +421,31 @@ def test_a_missing_flashinfer_is_told_to_vllm():
     assert environment_of(given, without, gpus=None, cpu_cache=2)["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("device", "gpus", "visible", "given"),
+    [
+        ("cuda:1", None, None, "1"),  # the learner's GPU
+        ("cuda:1", None, "2,3", "3"),
+        ("cuda", None, "2,3", "2,3"),
+        ("cuda", "1", "2,3", "3"),
+        ("cuda", "1,2", None, "1,2"),
+        ("cuda", "GPU-8f1a", "2,3", "GPU-8f1a"),
+    ],
+)
+def test_gpus_are_numbered_among_those_that_this_process_sees(tiny_model, device, gpus, visible, given):
+    request = EngineRequest(model=tiny_model, device=device, gpus=gpus)
+    found = process.Environment(vllm=True, flashinfer=True, version="0.24.0")
+    around = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    env = environment_of(around, found, gpus=request.chosen_gpus, cpu_cache=2)
+    assert env["CUDA_VISIBLE_DEVICES"] == given
+
+
+def test_a_gpu_that_this_process_does_not_see_is_refused():
+    found = process.Environment(vllm=True, flashinfer=True, version="0.24.0")
+    with pytest.raises(ConfigError, match=r"shows 2 GPUs to this process. Number them from 0 to 1"):
+        environment_of({"CUDA_VISIBLE_DEVICES": "2,3"}, found, gpus="2", cpu_cache=2)
+
+
 def test_options_of_vllm_are_written_as_it_reads_them(tiny_model):
     request = EngineRequest(model=tiny_model, device="cpu", options={"enable-prefix-caching": False, "folder": "/f"})
     found = _given_options(request) | {"speculative_config": {"method": "ngram"}, "enforce_eager": False}

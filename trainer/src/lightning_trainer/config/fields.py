@@ -63,7 +63,8 @@ class ModelFields(OptionRecord):
     """Base URL of a running vLLM server, such as http://127.0.0.1:8000/v1, or several separated by commas. Start it as
     docs/how-to/gpu.md describes (torch)."""
     engine_gpus: str | None = None
-    """GPUs for vLLM, such as 1 or 1,2. Default: the learner's GPUs (torch)."""
+    """GPUs for vLLM, such as 1 or 1,2, numbered from 0 among those that CUDA_VISIBLE_DEVICES shows, as in `device`.
+    Default: the learner's GPU (torch)."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of `vllm serve`, such as gpu_memory_utilization, or of a plugin's engine (torch)."""
 

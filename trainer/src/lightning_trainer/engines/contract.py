@@ -47,7 +47,7 @@ class EngineRequest:
         tool_format: how the model writes tool calls; None: as its chat template does.
         python: interpreter of the environment in which the engine is installed; None: this one's.
         urls: base URLs of servers that are already running; empty: the engine starts its own.
-        gpus: GPUs of the engine, in the format of CUDA_VISIBLE_DEVICES; None: the learner's.
+        gpus: GPUs of the engine, numbered from 0 among those that this process sees, with commas; None: the learner's.
         learner_bytes: memory that the learner needs on its device during an update.
         learner_idle_bytes: the same between updates.
         options: further options of the engine, by name.
@@ -72,6 +72,12 @@ class EngineRequest:
     learner_bytes: int = 0
     learner_idle_bytes: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def chosen_gpus(self) -> str | None:
+        """The engine's GPUs, as in `gpus`; None: all that this process sees, of which the learner has the first."""
+        number = self.device.partition(":")[2]
+        return number if self.gpus is None and number not in {"", "0"} else self.gpus
 
     @property
     def apart(self) -> bool:

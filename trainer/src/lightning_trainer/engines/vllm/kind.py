@@ -131,7 +131,7 @@ class OwnServer:
         log = Path(tempfile.mkdtemp(prefix="lightning-vllm-")) / "vllm.log"
         rounds = read_vllm_bits(request.options) is not None
         self._copy = None if held.write is None or rounds else _write_model(request, held.write)
-        env = environment_of(os.environ, found, gpus=request.gpus, cpu_cache=_cpu_cache(request))
+        env = environment_of(os.environ, found, gpus=request.chosen_gpus, cpu_cache=_cpu_cache(request))
         memory = _gpu_plan(request)
         self.sleeps = memory is not None and memory.sleeps
         more: Mapping[str, Any] = _adapter_options(request) if request.lora_rank else {}
@@ -346,7 +346,7 @@ def _gpu_plan(request: EngineRequest) -> MemoryPlan | None:
     if not totals or request.device == "cpu" or shape is None:
         return None
     bits = read_vllm_bits(request.options)  # then it does not sleep: bitsandbytes keeps parts of the weights elsewhere
-    first = (request.gpus or "0").partition(",")[0]
+    first = (request.chosen_gpus or "0").partition(",")[0]
     total = totals[int(first)] if first.isdigit() and int(first) < len(totals) else totals[0]
     adapters = _places(request) * (lora_parameters(request.model, request.lora_rank) or 0)
     return plan_memory(

@@ -92,8 +92,11 @@ def environment_of(given: Mapping[str, str], found: Environment, *, gpus: str | 
     Args:
         given: this process's.
         found: what the server's environment contains.
-        gpus: GPUs of the server, in the format of CUDA_VISIBLE_DEVICES; None: those of this process.
+        gpus: GPUs of the server, numbered among those of this process, with commas; None: all of them.
         cpu_cache: GiB of the key-value cache if vLLM runs on a processor.
+
+    Raises:
+        ConfigError: this process does not see a GPU with such a number.
     """
     chosen = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -102,8 +105,25 @@ def environment_of(given: Mapping[str, str], found: Environment, *, gpus: str | 
     }
     if not found.flashinfer:  # without it a worker fails with ModuleNotFoundError
         chosen["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    told = {"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {}
+    told = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": _visible_names(gpus, given.get("CUDA_VISIBLE_DEVICES"))}
     return {**chosen, **given, **told, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+
+
+def _visible_names(numbers: str, visible: str | None) -> str:
+    """Return GPUs of this process under the names that CUDA has for them; names that are no numbers stay."""
+    seen = [name.strip() for name in visible.split(",")] if visible else None
+    names = []
+    for number in (part.strip() for part in numbers.split(",")):
+        if seen is None or not number.isdigit():
+            names.append(number)
+        elif int(number) < len(seen):
+            names.append(seen[int(number)])
+        else:
+            raise ConfigError(
+                f"engine_gpus = {numbers}: CUDA_VISIBLE_DEVICES = {visible} shows {len(seen)} GPUs to this process."
+                f" Number them from 0 to {len(seen) - 1}."
+            )
+    return ",".join(names)
 
 
 class VllmProcess:
