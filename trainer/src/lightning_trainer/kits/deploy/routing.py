@@ -48,12 +48,10 @@ class DeploymentRouter:
     Args:
         store: contains the assignments.
         copier: gets copies of the calls of agents whose candidate is in a shadow; None: no copies are made.
-        alarm: called with the agent for each change of its program since the evaluation.
+        alarm: called for each change of an agent's program since the evaluation.
     """
 
-    def __init__(
-        self, store: Store, copier: Copier | None = None, *, alarm: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, store: Store, copier: Copier | None = None, *, alarm: Callable[[], None] = lambda: None) -> None:
         self._store = store
         self._copier = copier
         self._alarm = alarm
@@ -106,7 +104,7 @@ class DeploymentRouter:
             path = str(requested.agent)
             for change in self._watches.add(agent, evaluated, path, conversation, requested.request):
                 logger.error("the program has changed since the candidate of %s was evaluated: %s", agent, change)
-                self._alarm(agent)
+                self._alarm()
         except Exception:
             logger.exception("a call of %s was not compared with the evaluation", agent)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,7 +17,6 @@ from lightning_spans.store import Store
 from lightning_spans.store.deployments import Deployment
 from lightning_trainer.gateway.calls.models import ServedModel, ServedModels
 from lightning_trainer.gateway.http.masking import masking_logger
-from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.kits.deploy.acting import route
 from lightning_trainer.kits.deploy.approvals import guard_promotions
 from lightning_trainer.kits.deploy.policies.kinds import kind_of
@@ -133,18 +132,21 @@ def deploying(app: Any) -> Iterator[None]:
     Args:
         app: result of `gateway.app.create_app`.
     """
-    copied = _counter(
-        app.metrics, "lightning_shadow_copies", "copies of live calls for candidates in a shadow, by result", "outcome"
+    registry = app.metrics.registry
+    copied = Counter(
+        "lightning_shadow_copies",
+        "copies of live calls for candidates in a shadow, by result",
+        ["outcome"],
+        registry=registry,
     )
-    changes = _counter(
-        app.metrics,
+    changes = Counter(  # not by agent: these numbers are shown to everybody
         "lightning_program_changes",
         "differences between a deployed agent's program and the one that was evaluated",
-        "agent",
+        registry=registry,
     )
-    copies = ShadowCopies(app.state.store, count=copied)
+    copies = ShadowCopies(app.state.store, count=lambda outcome: copied.labels(outcome).inc())
     app.state.gateway.end_with(copies.close)
-    router = DeploymentRouter(app.state.store, copies, alarm=changes)
+    router = DeploymentRouter(app.state.store, copies, alarm=changes.inc)
     table, loader = DeploymentTableReader(app.state.store, router), AdapterLoader(app.state.models)
     app.state.gateway.register(router)
     guard_promotions(app)
@@ -159,12 +161,6 @@ def deploying(app: Any) -> Iterator[None]:
     finally:
         signals.stopping.set()
         signals.changed.set()
-
-
-def _counter(metrics: Metrics, name: str, description: str, label: str) -> Callable[[str], None]:
-    """Return the function that counts events by a label for ``/metrics``."""
-    counter = Counter(name, description, [label], registry=metrics.registry)
-    return lambda value: counter.labels(value).inc()
 
 
 @dataclass(frozen=True, slots=True)
