@@ -7,6 +7,7 @@ import gzip
 import json
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import httpx
@@ -20,10 +21,11 @@ from lightning_spans.record.delivery.otlp import encode
 from lightning_spans.record.delivery.outbox import Spool
 from lightning_spans.record.delivery.sink import BatchSink
 from lightning_spans.schema import spans as names
-from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.attempts import Attempt, Rollout
 from lightning_spans.schema.json import dumps, to_json
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
+from lightning_spans.store.http import HttpStore
 from lightning_trainer.gateway.ingest.openinference import adopt_span
 from lightning_trainer.gateway.settings import Limits
 from support.fakes import served
@@ -77,10 +79,14 @@ def test_spans_that_name_no_attempt_belong_to_the_keys(server):
     assert span.rollout_id == "rollout of finder"
 
 
-def test_a_runners_key_sends_spans_of_any_attempt(server):
-    spans = [_span("one of two", 1), _span("two of two", 2)]
-    _send(server, spans, key=server.keys.issue("runner"))
-    assert len(server.store.spans(attempt_ids=["one of two", "two of two"])) == 2
+def test_a_runners_key_sends_spans_of_all_attempts_that_it_claimed(server):
+    server.store.enqueue([Rollout(rollout_id=f"{name} of two", group_id="g", task={}) for name in ("one", "two")])
+    key = server.keys.issue("runner")
+    with closing(HttpStore(server.url, key=key)) as runner:
+        claimed = [attempt.attempt_id for attempt in runner.claim("w", limit=2)]
+    spans = [_span(name, number, rollout_id=name.rpartition(".")[0]) for number, name in enumerate(claimed, 1)]
+    assert _send(server, [*spans, _span("of nobody", 3)], key=key).status_code == 200
+    assert server.store.spans(attempt_ids=[*claimed, "of nobody"]) == spans
 
 
 def test_late_spans_of_an_ended_attempt_are_taken_for_a_while(tmp_path):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 
 import pytest
@@ -15,14 +16,16 @@ from lightning_spans.errors import ConfigError, RefusedError
 from lightning_spans.record.delivery.otlp import PROTOBUF, encode
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store.http import HttpStore
+from lightning_spans.store.traces import traces_of
 from lightning_spans.store.urls import without_secrets
+from lightning_spans.terms import make_terms
 from lightning_trainer.cli import main, processes
 from lightning_trainer.cli.servers.upstream_keys import with_keys
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.gateway.upstream.upstream import parse_upstream
 from lightning_trainer.runner import undumpable
 from lightning_trainer.runner.environment import allowed_environment, without_keys
-from support.gateway.theft import reward_of
+from support.gateway.theft import reward_of, span_of
 
 
 @pytest.fixture
@@ -78,13 +81,63 @@ def test_a_runners_key_rewards_nothing_but_at_the_end_of_its_own_attempts(ask, s
 
 
 def test_a_runners_key_sends_no_spans_of_attempts_that_another_claimed(ask, server, claimed):
-    from support.gateway.theft import span_of
-
     span = span_of(claimed.attempt_id, span_id="2" * 16, rollout_id=claimed.rollout.rollout_id)
     for holder, kept in (("b", 0), ("a", 1)):
         key = server.keys.issue("runner", holder=holder)
         ask("POST", "/v1/traces", key, content=encode([span]), headers={"content-type": PROTOBUF})
         assert len(server.store.spans(attempt_ids=[claimed.attempt_id])) == kept
+
+
+def _send(ask, key, *spans):
+    return ask("POST", "/v1/traces", key, content=encode(spans), headers={"content-type": PROTOBUF})
+
+
+def test_a_runners_key_sends_no_spans_of_attempts_before_they_are_claimed(ask, server):
+    """Ids of attempts can be guessed, and another runner may claim the attempt later."""
+    server.store.enqueue([Rollout(rollout_id="unclaimed", group_id="g", task={})])
+    span = span_of("unclaimed.1", span_id="3" * 16, rollout_id="unclaimed")
+    reply = _send(ask, server.keys.issue("runner", holder="b"), span)
+    assert (reply.status_code, b"attempt unclaimed.1 of rollout unclaimed" in reply.content) == (200, True)
+    with closing(HttpStore(server.url, key=server.keys.issue("runner", holder="a"))) as runner:
+        (attempt,) = runner.claim("w", within=["unclaimed"])
+    assert attempt.attempt_id == "unclaimed.1"
+    assert server.store.spans(attempt_ids=["unclaimed.1"]) == []
+
+
+def test_a_runners_key_sends_no_spans_of_production_or_under_another_rollout(ask, server, claimed):
+    key = server.keys.issue("runner", holder="a")
+    terms = make_terms(tenant="acme", consent="granted")
+    trace = {"trace_id": "c" * 32, "origin": "live", "attributes": terms}
+    loose = span_of(None, span_id="4" * 16, **trace)
+    elsewhere = span_of(claimed.attempt_id, span_id="5" * 16, rollout_id="of another", **trace)
+    own = span_of(claimed.attempt_id, span_id="6" * 16, rollout_id=claimed.rollout.rollout_id, **trace)
+    assert _send(ask, key, loose, elsewhere, own).status_code == 200
+    [kept] = server.store.spans(trace_ids=["c" * 32])
+    assert (kept.span_id, kept.origin) == (own.span_id, "training")
+    assert traces_of(server.store, origin="live") == []
+
+
+@pytest.mark.parametrize("end", ["finished", "lost"])
+def test_a_runners_key_sends_spans_of_its_attempt_after_its_end_and_after_the_claim_was_lost(ask, server, end):
+    """An honest runner delivers late what its spool holds."""
+    rollout = Rollout(rollout_id=f"late {end}", group_id="g", task={}, max_attempts=2)
+    server.store.enqueue([rollout])
+    key = server.keys.issue("runner", holder="a")
+    with closing(HttpStore(server.url, key=key)) as runner:
+        (attempt,) = runner.claim("w", lease_s=60.0 if end == "finished" else 0.01, within=[rollout.rollout_id])
+        if end == "finished":
+            runner.finish(attempt.attempt_id, attempt.fence, status="failed")
+    with closing(HttpStore(server.url, key=server.keys.issue("runner", holder="b"))) as other:
+        deadline = time.monotonic() + 60
+        while not (again := other.claim("w", within=[rollout.rollout_id])) and time.monotonic() < deadline:
+            pass
+    for number, sender in enumerate((key, attempt.context.key), 1):
+        span = span_of(attempt.attempt_id, span_id=f"{number:016x}", rollout_id=rollout.rollout_id)
+        assert (_send(ask, sender, span).status_code, _send(ask, sender, span).content) == (200, b"")
+        assert len(server.store.spans(attempt_ids=[attempt.attempt_id])) == number
+    [others] = again
+    _send(ask, key, span_of(others.attempt_id, span_id="7" * 16, rollout_id=rollout.rollout_id))
+    assert server.store.spans(attempt_ids=[others.attempt_id]) == []
 
 
 SECRETS = {

@@ -264,6 +264,16 @@ def test_a_live_key_sends_live_spans_and_no_training_data(ask, server):
         assert ask("POST", path, key, json=body("hi")).status_code == 403
 
 
+def test_an_agent_can_not_pass_its_spans_off_as_those_of_production(ask, server, running_attempt):
+    """Production's traces become tasks, and nobody asks an attempt for consent."""
+    key, headers = running_attempt.context.key, {"content-type": PROTOBUF}
+    for number, named in enumerate((None, running_attempt.attempt_id), 1):
+        span = span_of(named, trace_id="d" * 32, span_id=f"{number:016x}", origin="live")
+        assert ask("POST", "/v1/traces", key, content=encode([span]), headers=headers).is_success
+    assert [span.origin for span in server.store.spans(trace_ids=["d" * 32])] == ["training", "training"]
+    assert [trace for trace in traces_of(server.store, origin="live") if trace.attempt_id is not None] == []
+
+
 @pytest.mark.parametrize("name", ["' OR '1'='1", "%", "a\x00b", "*", "'; DROP TABLE spans; --", "_" * 8, '{"$ne": ""}'])
 def test_a_filter_is_a_value_and_never_a_query(ask, server, name):
     server.store.add_spans([span_of("somebody", span_id="9" * 16)])

@@ -14,7 +14,7 @@ from lightning_spans.errors import QueueFullError, RefusedError, StoreError
 from lightning_spans.record.delivery.otlp import JSON, PROTOBUF
 from lightning_spans.record.delivery.otlp_reader import read
 from lightning_spans.record.production import EVERYTHING, Live, is_sampled
-from lightning_spans.schema.spans import LIVE, Span
+from lightning_spans.schema.spans import LIVE, TRAINING, Span
 from lightning_spans.terms import join_terms
 from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.auth.keys import Grant
@@ -126,14 +126,21 @@ class OtlpReceiver:
         return [adopt_span(span) for span in spans], wrong
 
     def _of_runner(self, result: SortedSpans, grant: Grant) -> SortedSpans:
-        """Reject the spans of attempts that another runner claimed."""
+        """Reject all spans but those of attempts that were claimed with this key.
+
+        Ids of attempts can be guessed: one that nobody has claimed yet may become another runner's.
+        """
         named = {span.attempt_id for span in result.taken if span.attempt_id is not None}
-        others = self._leases.of_others(grant, named)
-        taken = tuple(span for span in result.taken if span.attempt_id not in others)
-        complaints = [
-            f"attempt {span.attempt_id} is another runner's" for span in result.taken if span.attempt_id in others
-        ]
-        return replace(result, taken=taken).also(complaints) if others else result
+        rollouts = self._leases.own_rollouts(grant, named)
+        taken, complaints = [], []
+        for span in result.taken:
+            rollout_id = rollouts.get(span.attempt_id or "")
+            if rollout_id is not None and span.rollout_id in {None, rollout_id}:
+                taken.append(replace(span, rollout_id=rollout_id, origin=TRAINING))
+            else:
+                owner = f"attempt {span.attempt_id} of rollout {span.rollout_id}"
+                complaints.append(f"it names {owner}; a runner's key sends spans of attempts that were claimed with it")
+        return replace(result, taken=tuple(taken)).also(complaints)
 
     def _of_production(self, spans: Sequence[Span]) -> tuple[Span, ...]:
         """Leave out spans that are not sampled, and mask the others before they are stored."""
@@ -168,7 +175,8 @@ def sort(spans: Sequence[Span], grant: Grant) -> SortedSpans:
     """Sort spans by whether a key may send them.
 
     An attempt's key may send only its own; spans that name no attempt become the key's. A live key may send those of no
-    attempt, and they are marked as live, whatever they say.
+    attempt. Spans of attempts are labelled as training and the others as live, whatever they say: what is read as
+    production needs consent, which nobody asks of an attempt.
     """
     if grant.is_live:
         terms = dict(grant.terms)
@@ -188,7 +196,7 @@ def sort(spans: Sequence[Span], grant: Grant) -> SortedSpans:
         return SortedSpans(tuple(spans), 0, "")
     own = (grant.rollout_id, grant.attempt_id)
     taken = tuple(
-        replace(span, rollout_id=grant.rollout_id, attempt_id=grant.attempt_id)
+        replace(span, rollout_id=grant.rollout_id, attempt_id=grant.attempt_id, origin=TRAINING)
         for span in spans
         if span.attempt_id in {None, grant.attempt_id} and span.rollout_id in {None, grant.rollout_id}
     )
