@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import closing
 
@@ -211,6 +212,37 @@ def test_a_file_that_can_not_be_renewed_is_told_and_tried_again(tmp_path, clock)
     clock[0] += 120
     files.renew()
     assert files.status()["status"] == "ok"
+
+
+def test_a_register_that_can_not_be_read_ends_no_key(tmp_path):
+    keys, path = Keys.from_file(tmp_path / "secret"), register_of(tmp_path / "secret")
+    files = KeyFiles(keys, {"runner": tmp_path / "key.runner"})
+    files.write()
+    key = (tmp_path / "key.runner").read_text()
+    path.rename(tmp_path / "aside")
+    path.mkdir()
+    keys._register._looked_s = float("-inf")  # a second later
+    files.renew()
+    assert keys.check(key.strip()).scope == "runner"
+    assert str(path) in files.status()["error"]
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    keys._register._looked_s = float("-inf")
+    keys.check(key.strip())
+    assert files.status()["status"] == "ok"
+    assert (tmp_path / "key.runner").read_text() == key
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give files to others")
+def test_a_register_that_root_changes_keeps_its_owner(tmp_path):
+    keys, path = Keys.from_file(tmp_path / "secret"), register_of(tmp_path / "secret")
+    keys.issue("admin")
+    os.chown(path, 65_534, 65_534)
+    path.chmod(0o640)
+    keys.issue("live")
+    kept = path.stat()
+    assert (kept.st_uid, kept.st_gid, kept.st_mode & 0o777) == (65_534, 65_534, 0o640)
+    assert len(Register(path).listed()) == 2
 
 
 def test_a_runner_reads_its_key_again_when_it_is_refused(tmp_path):

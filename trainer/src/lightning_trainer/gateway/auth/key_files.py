@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer.gateway.auth.keys import LIFE_S, Grant, KeyRefusedError, Keys, Scope
 from lightning_trainer.gateway.auth.register import write_private
 from lightning_trainer.gateway.http.masking import masking_logger
@@ -62,16 +62,16 @@ class KeyFiles:
                 self._write(scope)
                 logger.warning("the key in %s was renewed", self._files[scope])
                 self._failure = None
-            except ConfigError as error:
+            except LightningError as error:
                 logger.error("a key can't be renewed: %s", error)
                 self._failure, self._next_s = str(error), now + _AGAIN_S
 
     def status(self) -> dict[str, Any]:
-        """Return for ``/healthz`` how long the keys are valid, and whether renewing them fails."""
+        """Return for ``/healthz`` how long the keys are valid, and whether renewing or reading them fails."""
         left_s = min((grant.expires_s for grant in self._grants.values()), default=0.0) - time.time()
         good = {"good_for_s": round(left_s), "renewed_every_s": round(self._life_s / 2)}
-        if self._failure is not None:
-            return {"status": "error", "error": self._failure, **good}
+        if failure := self._failure or self.keys.register_failure:
+            return {"status": "error", "error": failure, **good}
         return {"status": "ok" if left_s > 0 else "error", **good}
 
     def _is_old(self, grant: Grant, now: float) -> bool:

@@ -103,6 +103,11 @@ class Keys:
         self._secrets = [*reversed(older), secret]  # the last one signs
         self._signer = self.signer("key")
 
+    @property
+    def register_failure(self) -> str | None:
+        """Why the register can't be read now; see `Register.failure`."""
+        return None if self._register is None else self._register.failure
+
     def signer(self, purpose: str) -> URLSafeSerializer:
         """Return what signs and checks texts for one purpose. A text signed for another purpose is rejected."""
         import hashlib

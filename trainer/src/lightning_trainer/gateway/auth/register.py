@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 import sys
 import threading
 import time
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Final
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.gateway.http.masking import masking_logger
 
 if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
+
+logger = masking_logger(__name__)
 
 _LOOK_S: Final = 1.0  # a key that another process revoked becomes invalid within about this time
 _KEPT_S: Final = 86_400.0  # seconds for which expired keys stay in the list
@@ -51,11 +55,15 @@ class Register:
 
     Args:
         path: of the file, which is created readable only by its owner.
+
+    Attributes:
+        failure: why the file can't be read now; None: it can. Meanwhile, the keys that were valid before stay valid.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._good: frozenset[str] = frozenset()
+        self.failure: str | None = None
+        self._good: frozenset[str] | None = None
         self._looked_s = float("-inf")
         self._stamp: tuple[int, int] | None = None
         self._lock = threading.Lock()
@@ -94,30 +102,56 @@ class Register:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"{self._path}: can't be read as the register of keys: {error}") from None
+            raise self._unreadable(error) from None
 
     def stands(self, key_id: str) -> bool:
         """Whether a key is in the register and not revoked. The file is checked once a second.
 
         Raises:
-            ConfigError: the file cannot be read.
+            ConfigError: the file cannot be read, and never could be.
         """
-        if key_id not in self._good or time.monotonic() - self._looked_s >= _LOOK_S:
-            self._look()
-        return key_id in self._good
+        good = self._good
+        if good is None or key_id not in good or time.monotonic() - self._looked_s >= _LOOK_S:
+            good = self._look()
+        return key_id in good
 
-    def _look(self) -> None:
+    def _look(self) -> frozenset[str]:
         with self._lock:
             self._looked_s = time.monotonic()
             try:
-                found = self._path.stat()
-            except FileNotFoundError:
-                self._good, self._stamp = frozenset(), None
-                return
-            stamp = (found.st_mtime_ns, found.st_ino)
-            if stamp != self._stamp:
-                self._good = frozenset(key.key_id for key in self.listed() if key.revoked_s is None)
-                self._stamp = stamp
+                self._good = good = self._read_again(self._good)
+                self.failure = None
+            except ConfigError as error:
+                if self._good is None:
+                    raise
+                good, failure = self._good, str(error)
+                if failure != self.failure:
+                    logger.error("%s. The keys that were valid before stay valid.", failure)
+                self.failure = failure
+            return good
+
+    def _read_again(self, known: frozenset[str] | None) -> frozenset[str]:
+        """Return the ids of the valid keys: `known` if the file has not changed.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            self._stamp = None
+            return frozenset()
+        except OSError as error:
+            raise self._unreadable(error) from None
+        stamp = (found.st_mtime_ns, found.st_ino)
+        if stamp == self._stamp and known is not None:
+            return known
+        good = frozenset(key.key_id for key in self.listed() if key.revoked_s is None)
+        self._stamp = stamp
+        return good
+
+    def _unreadable(self, error: Exception) -> ConfigError:
+        return ConfigError(f"{self._path}: can't be read as the register of keys: {error}")
 
     @contextmanager
     def _open_for_changes(self) -> Iterator[list[IssuedKey]]:
@@ -129,7 +163,7 @@ class Register:
                 _wait_for(lock)
                 keys = self.listed()
                 yield keys
-                write_private(self._path, json.dumps([asdict(key) for key in keys], indent=1))
+                write_private(self._path, json.dumps([asdict(key) for key in keys], indent=1), keep_owner=True)
             finally:
                 os.close(lock)
         except OSError as error:
@@ -142,18 +176,44 @@ def register_of(secret: Path) -> Path:
     return secret.with_name(f"{secret.name}.keys")
 
 
-def write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str, *, keep_owner: bool = False) -> None:
     """Write a new file that only its owner can read. An existing file of that name is never reused.
+
+    Args:
+        path: of the file.
+        text: its only line.
+        keep_owner: whether it gets the owner and mode of an existing file of that name.
 
     Raises:
         OSError: it cannot be written.
+        ConfigError: the existing file's owner is another user, and this one may not give files to others.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(text + "\n")
-    temporary.replace(path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text + "\n")
+            if keep_owner and path.exists():
+                _give_to_owner_of(path, file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _give_to_owner_of(path: Path, file: int) -> None:
+    """Give an open file the owner and mode of another: the server must be able to read what root writes."""
+    if sys.platform == "win32":
+        return
+    old, new = path.stat(), os.fstat(file)
+    try:
+        if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+            os.fchown(file, old.st_uid, old.st_gid)
+    except PermissionError:
+        raise ConfigError(
+            f"{path} belongs to the user {old.st_uid}, and so must its next version. Run the command as that user."
+        ) from None
+    os.fchmod(file, stat.S_IMODE(old.st_mode))
 
 
 def _wait_for(file: int) -> None:
