@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import ConfigError, StoreError
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import SHADOW
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.deployments import Assignment, Deployment
+from lightning_spans.store.http import HttpStore
 from lightning_spans.terms import TERMS, make_terms
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
@@ -30,11 +31,14 @@ from lightning_trainer.kits.deploy.routing import MARK
 from lightning_trainer.kits.deploy.table import keep, read_histories
 from lightning_trainer.kits.deploy.transitions import Note, roll_back
 from lightning_trainer.kits.loop import deployment, learning, record, selection
+from lightning_trainer.kits.loop.loop import LoopPace, loop
 from lightning_trainer.kits.loop.methods import adapter, prompt, search
 from lightning_trainer.kits.loop.methods.names import METHODS
+from lightning_trainer.kits.loop.reading import read_loop
 from lightning_trainer.kits.prompts import journal
 from lightning_trainer.kits.prompts.result import write as write_prompts
 from lightning_trainer.report.metrics import write_atomically
+from lightning_trainer.run.interrupts import SavedInterrupt
 from lightning_trainer.session.answers import Endpoint
 from support.cli import call, told
 from support.fakes import FakeEngine
@@ -359,6 +363,38 @@ def test_the_loop_works_through_a_server_which_verifies_the_approval(site: Site)
         finally:
             thread.stop()
     assert [row.stage for row in site.history()] == KINDS
+
+
+def test_a_loop_waits_for_a_server_that_is_away(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HttpStore.__init__.__kwdefaults__, "patience_s", 0.1)
+    keys, reasons = Keys.from_file(site.folder / "lightning.key.secret"), []
+    (site.folder / "loop.toml").write_text(CONFIG.replace("least = 10", "least = 100"))
+    with closing(open_store(str(site.path))) as store:
+        server = ServerThread(create_app(store, keys=keys))
+        url = server.start()
+        config = read_loop(site.folder / "loop.toml", "program:run", url, site.folder / "lightning.key")
+
+        def sleep(_: float) -> None:
+            nonlocal server
+            reasons.append((site.out / record.STATUS_NAME).read_text())
+            if len(reasons) == 1:
+                server.stop()
+            if len(reasons) == 2:
+                server = ServerThread(create_app(store, keys=keys), port=int(url.rpartition(":")[2]))
+                server.start()
+            if len(reasons) == 3:
+                raise KeyboardInterrupt
+
+        try:
+            with pytest.raises(SavedInterrupt):
+                loop(config, site.out, LoopPace(sleep=sleep))
+        finally:
+            server.stop()
+    assert "100 are needed" in reasons[0]
+    assert "no answer from the server" in reasons[1]
+    assert "100 are needed" in reasons[2]
+    with pytest.raises(StoreError, match="no answer from the server"):
+        loop(config, site.out, LoopPace(sleep=sleep))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from lightning_spans.errors import RefusedError, StoreError
 from lightning_trainer.flags.common import reading
 from lightning_trainer.kits.deploy.table import read_histories
 from lightning_trainer.kits.loop.config import LoopConfig
@@ -60,9 +61,13 @@ def loop(config: LoopConfig, out: Path, pace: LoopPace, progress: Progress | Non
         The rounds that this call worked on, oldest first.
 
     Raises:
-        LightningError: an option, a file or the program is wrong. The same call continues once it is fixed.
+        LightningError: an option, a file or the program is wrong, or the store can't be read at the start. The same
+            call continues once it is fixed.
         SavedInterrupt: a stop was requested.
     """
+    if pace.every_s is not None:  # from here on, a store that does not answer is waited for
+        with reading(config.store, config.key_file) as store:
+            read_histories(store)
     folder = make_folder(out, LOOPS).resolve()
     worked = []
     with hold_folder(folder):
@@ -115,10 +120,19 @@ class _Stages:
         return True
 
     def _work(self, stage: str) -> StageResult | Waiting:
-        if stage == "train":
-            return learn(self.config, self._input(), self.progress)
         if stage == "evaluate":
             return compare(self.config, self.current, self.progress)
+        try:
+            if stage != "train":
+                return self._work_in_store(stage)
+            given = self._input()
+        except StoreError as error:
+            if self.pace.every_s is None or isinstance(error, RefusedError):
+                raise
+            return Waiting(f"the store: {error}")
+        return learn(self.config, given, self.progress)
+
+    def _work_in_store(self, stage: str) -> StageResult | Waiting:
         with reading(self.config.store, self.config.key_file) as store:
             if stage == "select":
                 return select(self.config, store, self.current, since(self._earlier))
