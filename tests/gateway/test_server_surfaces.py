@@ -490,12 +490,12 @@ def test_odd_bodies_are_refused_on_every_surface_and_never_a_500(server, attempt
 
 
 def test_what_is_kept_of_responses_is_bounded_and_ends_with_the_attempt():
-    kept = Conversations(most_bytes=1000)
+    kept = Conversations(most_bytes=5000)
     for number in range(100):
         items = [{"id": f"msg_{number}_0", "content": "y" * 50}]
-        kept.keep(f"resp_{number}", f"attempt {number % 3}", [{"role": "user", "content": "x" * 50}], items)
-        assert kept._size <= 1000
-    assert kept.before("resp_99", "attempt 0")[0]["content"] == "x" * 50
+        kept.keep(f"resp_{number}", f"attempt {number % 3}", [{"role": "user", "content": f"{number} x"}], items)
+        assert kept._size <= 5000
+    assert kept.before("resp_99", "attempt 0")[0]["content"] == "99 x"
     assert kept.resolve([{"type": "item_reference", "id": "msg_99_0"}], "attempt 0") == items
     with pytest.raises(Refusal):
         kept.before("resp_0", "attempt 0")
@@ -504,4 +504,42 @@ def test_what_is_kept_of_responses_is_bounded_and_ends_with_the_attempt():
     for number in range(3):
         kept.forget(f"attempt {number}")
     assert kept._size == 0
-    assert not kept._kept
+    assert not kept._owned
+
+
+def test_messages_that_responses_have_in_common_are_kept_once():
+    kept = Conversations(most_bytes=10_000_000)
+    said = {f"attempt {number}": [{"role": "user", "content": "x" * 500}] for number in range(64)}
+    for turn in range(20):
+        for owner, messages in said.items():
+            references = [{"type": "item_reference", "id": f"msg_{turn_before}_0"} for turn_before in range(turn)]
+            kept.resolve(references, owner)
+            messages += [{"role": "assistant", "content": f"{turn}"}, {"role": "tool", "content": f"{turn}" * 4000}]
+            kept.keep(f"resp_{turn}", owner, messages, [{"id": f"msg_{turn}_0", "content": f"{turn}"}])
+    for owner, messages in said.items():
+        assert kept.before("resp_19", owner) == messages
+        assert kept.before("resp_3", owner) == messages[:9]
+
+
+def test_a_response_that_was_dropped_for_other_attempts_is_the_servers_failure():
+    kept = Conversations(most_bytes=2000)
+    for number in range(3):
+        kept.keep(f"resp_{number}", f"attempt {number}", [{"role": "user", "content": "x" * 500}], [])
+    references = [{"type": "item_reference", "id": "msg_0_0"}]
+    for ask in (lambda: kept.before("resp_0", "attempt 0"), lambda: kept.resolve(references, "attempt 0")):
+        with pytest.raises(Refusal, match="Run fewer attempts at once") as refused:
+            ask()
+        assert (refused.value.status, refused.value.headers) == (503, {"x-should-retry": "false"})
+    with pytest.raises(Refusal, match="is not known here") as unknown:
+        kept.before("resp_9", "attempt 0")
+    assert unknown.value.status == 400
+
+
+def test_an_attempt_that_needs_the_memory_itself_loses_its_oldest_responses():
+    kept = Conversations(most_bytes=2000)
+    for number in range(3):
+        kept.keep(f"resp_{number}", "attempt", [{"role": "user", "content": f"{number}" * 500}], [])
+    assert kept.before("resp_2", "attempt")[0]["content"] == "2" * 500
+    with pytest.raises(Refusal, match="is not known here") as refused:
+        kept.before("resp_0", "attempt")
+    assert refused.value.status == 400

@@ -1,20 +1,75 @@
 """The messages up to a response and its items, for requests that name them by their ids alone.
 
-Kept in memory, within a bound.
+Kept in memory, within a bound. A message that several responses of a conversation have in common is kept once.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lightning_spans.schema.json import dumps, loads
-from lightning_trainer.gateway.http.errors import bad_request
+from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.request.fields import format_value, wrong
 from lightning_trainer.gateway.surfaces.responses_request import is_reference
 
 _MOST_BYTES: Final = 64_000_000
+_OVERHEAD: Final = 400  # bytes of a message besides its text, approximately
+_DROPPED_KEPT: Final = 100_000  # ids of responses that were dropped for others, to be able to say so
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """A message, after others."""
+
+    text: bytes = b""
+    before: _Message | None = None  # None: this is no message, but where the conversations of an owner begin
+    after: dict[bytes, _Message] = field(default_factory=dict)
+    responses: int = 0  # those whose conversation ends here
+
+    @property
+    def size(self) -> int:
+        return len(self.text) + _OVERHEAD
+
+    def conversation(self) -> Iterator[bytes]:
+        """Yield the messages up to this one, from the last to the first."""
+        message = self
+        while message.before is not None:
+            yield message.text
+            message = message.before
+
+
+@dataclass(slots=True)
+class _OwnerMemory:
+    """The responses of an attempt or tenant: the last message of each, and its items. The oldest are first."""
+
+    start: _Message = field(default_factory=_Message)
+    responses: dict[str, tuple[_Message, bytes]] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, response_id: str, messages: Iterable[bytes], items: bytes) -> None:
+        """Keep a response."""
+        last = self.start
+        for text in messages:
+            if text not in last.after:
+                last.after[text] = _Message(text, last)
+                self.size += last.after[text].size
+            last = last.after[text]
+        last.responses += 1
+        self.responses[response_id] = last, items
+        self.size += len(items)
+
+    def drop(self, response_id: str) -> None:
+        """Drop a response, with the messages that no other one needs."""
+        message, items = self.responses.pop(response_id)
+        message.responses -= 1
+        self.size -= len(items)
+        while message.before is not None and not message.responses and not message.after:
+            del message.before.after[message.text]
+            self.size -= message.size
+            message = message.before
 
 
 class Conversations:
@@ -22,8 +77,8 @@ class Conversations:
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[str | None, str], tuple[bytes, bytes]] = OrderedDict()
-        self._owned: defaultdict[str | None, set[str]] = defaultdict(set)
+        self._owned: OrderedDict[str | None, _OwnerMemory] = OrderedDict()  # the least recently kept first
+        self._dropped: OrderedDict[tuple[str | None, str], None] = OrderedDict()
         self._size = 0
 
     def before(self, response_id: Any, owner: str | None) -> list[dict[str, Any]]:
@@ -34,20 +89,17 @@ class Conversations:
             owner: the requesting attempt or tenant; see `Grant.conversations`.
 
         Raises:
-            Refusal: it is unknown: another owner's, too old, from before a restart, or made with ``store: false``.
+            Refusal: it is unknown: another owner's, dropped, from before a restart, or made with ``store: false``.
         """
         if response_id is None:
             return []
         if not isinstance(response_id, str):
             raise wrong("previous_response_id", response_id, "the id of a response")
-        kept = self._kept.get((owner, response_id))
+        kept = self._find(response_id, owner)
         if kept is None:
-            raise bad_request(
-                f"previous response {response_id!r} is not known here, or no longer. Send the whole conversation.",
-                "previous_response_not_found",
-            )
-        messages: list[dict[str, Any]] = loads(kept[0])
-        return messages
+            what, advice = f"previous response {response_id!r}", "Send the whole conversation."
+            raise self._unknown(response_id, owner, what, advice, "previous_response_not_found")
+        return [loads(text) for text in kept[0].conversation()][::-1]
 
     def resolve(self, given: Any, owner: str | None) -> Any:
         """Return an input with the items of earlier responses in place of references to them.
@@ -64,15 +116,27 @@ class Conversations:
 
     def _item(self, item_id: Any, owner: str | None, where: str) -> Any:
         response_id = f"resp_{str(item_id).partition('_')[2].rpartition('_')[0]}"  # see `_item_id` of the responses
-        _, items = self._kept.get((owner, response_id), (b"", b"[]"))
-        for item in loads(items):
+        kept = self._find(response_id, owner)
+        for item in [] if kept is None else loads(kept[1]):
             if item["id"] == item_id:
                 return item
-        raise bad_request(
-            f"{where}: item_reference {format_value(item_id)}: no such item is known here, or no longer. Send the"
-            " items themselves. In Vercel's AI SDK, set providerOptions.openai.store to false.",
-            "item_not_found",
+        what = f"{where}: item_reference {format_value(item_id)}: the item"
+        advice = "Send the items themselves. In Vercel's AI SDK, set providerOptions.openai.store to false."
+        raise self._unknown(response_id, owner, what, advice, "item_not_found")
+
+    def _find(self, response_id: str, owner: str | None) -> tuple[_Message, bytes] | None:
+        owned = self._owned.get(owner)
+        return None if owned is None else owned.responses.get(response_id)
+
+    def _unknown(self, response_id: str, owner: str | None, what: str, advice: str, code: str) -> Refusal:
+        """Return the refusal of what is not kept: a 503 if it was dropped for others, by no fault of the sender."""
+        if (owner, response_id) not in self._dropped:
+            return bad_request(f"{what} is not known here, or no longer. {advice}", code)
+        message = (
+            f"{what} was dropped: other attempts needed the memory, {self._most_bytes / 1e6:g} MB in total."
+            f" Run fewer attempts at once. {advice}"
         )
+        return Refusal(503, message, "server_error", code, {"x-should-retry": "false"})
 
     def keep(
         self,
@@ -81,21 +145,32 @@ class Conversations:
         messages: list[dict[str, Any]],
         items: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Keep the messages up to a response, and its items; the oldest are dropped if there is no room."""
-        kept = dumps(messages), dumps(list(items))
-        self._kept[owner, response_id] = kept
-        self._owned[owner].add(response_id)
-        self._size += _size(kept)
-        while self._size > self._most_bytes and len(self._kept) > 1:
-            (oldest, forgotten), dropped = self._kept.popitem(last=False)
-            self._owned[oldest].discard(forgotten)
-            self._size -= _size(dropped)
+        """Keep the messages up to a response, and its items.
+
+        If there is no room, the oldest responses of those who kept nothing for longest are dropped.
+        """
+        owned = self._owned.setdefault(owner, _OwnerMemory())
+        self._owned.move_to_end(owner)
+        self._size -= owned.size
+        owned.add(response_id, map(dumps, messages), dumps(list(items)))
+        self._size += owned.size
+        while self._size > self._most_bytes and (len(self._owned) > 1 or len(owned.responses) > 1):
+            self._drop_oldest(owner)
+
+    def _drop_oldest(self, keeping: str | None) -> None:
+        owner, owned = next(iter(self._owned.items()))
+        response_id = next(iter(owned.responses))
+        self._size -= owned.size
+        owned.drop(response_id)
+        self._size += owned.size
+        if not owned.responses:
+            del self._owned[owner]
+        if owner != keeping:
+            self._dropped[owner, response_id] = None
+        while len(self._dropped) > _DROPPED_KEPT:
+            self._dropped.popitem(last=False)
 
     def forget(self, owner: str) -> None:
         """Drop an attempt's messages; it has ended."""
-        for response_id in self._owned.pop(owner, ()):
-            self._size -= _size(self._kept.pop((owner, response_id)))
-
-
-def _size(kept: tuple[bytes, bytes]) -> int:
-    return len(kept[0]) + len(kept[1])
+        if (owned := self._owned.pop(owner, None)) is not None:
+            self._size -= owned.size
