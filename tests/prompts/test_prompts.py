@@ -174,6 +174,9 @@ def test_a_command_works_where_it_is_told_to_while_prompts_are_looked_for(folder
     asked = sessions_asked(monkeypatch)
     args = ["--agents", "writer", "--reflect", "big=http://127.0.0.1:9/v1", "--budget", "30", "--out", "best.json"]
     args += ["--workdir", "project", "--reward-command", "make test", "--name-by", "writer=model:m"]
+    unheard = CliRunner().invoke(cli, ["prompts", "--command", "true", "--data", "tasks.jsonl", *args])
+    assert "name_by: of calls that come to a model named here" in unheard.output
+    args += ["--model", "m", "--endpoint", "http://127.0.0.1:9/v1"]
     told = CliRunner().invoke(cli, ["prompts", "--command", "true", "--data", "tasks.jsonl", *args])
     assert "that is enough" in told.output
     ((job, _, sampling),) = asked

@@ -172,6 +172,18 @@ def test_a_device_that_there_is_not_is_told_before_the_agent_is_imported(folder:
     untouched(folder)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("name-by", "writer=system:Write"), ("temperature", "0.5"), ("sampling", "plain")]
+)
+def test_options_of_calls_that_come_to_no_model_here_are_refused(folder: Path, option: str, value: str) -> None:
+    name = option.replace("-", "_")
+    told(
+        call("agents", "cli_plain:run", "--data", "tasks.jsonl", f"--{option}", value),
+        f"{name}: of calls that come to a model named here",
+    )
+    untouched(folder)
+
+
 def test_no_time_at_all_for_a_task_is_told_at_once(folder: Path) -> None:
     told(call("agents", "cli_plain:run", "--data", "tasks.jsonl", "--timeout-s", "0"), "'--timeout-s'", "x>0")
     untouched(folder)

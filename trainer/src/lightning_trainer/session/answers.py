@@ -142,6 +142,9 @@ def own_loading(subject: Subject) -> dict[str, Any]:
     return chosen_format(options) | ({} if longest is None else {"max_model_len": longest})
 
 
+OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # options that only apply to a model named here
+
+
 def refuse_unheard(options: Mapping[str, object], *sides: object) -> None:
     """Reject options for calls to a model named here, if none is named: the program's own endpoints ignore them.
 

@@ -140,7 +140,7 @@ def _read_trial(flags: dict[str, Any], chosen: tuple[str, ...] | None, count: in
     """
     from lightning_trainer.run.data import load_tasks
     from lightning_trainer.runner.target import JUDGE, Job
-    from lightning_trainer.session.answers import name_rules
+    from lightning_trainer.session.answers import OF_CALLS, name_rules, refuse_unheard
     from lightning_trainer.session.sampling import SamplingOptions
 
     target, program, reward = flags["target"], flags["program"], flags["reward"]
@@ -154,6 +154,7 @@ def _read_trial(flags: dict[str, Any], chosen: tuple[str, ...] | None, count: in
     if flags["data"] is None:
         raise LightningError("give the tasks to run: --data FILE.")
     subject = _subject(flags["model"], flags["endpoint"])
+    refuse_unheard(given_flags({name: flags[name] for name in OF_CALLS}), subject)
     work, isolate = take_work(flags), bool(flags["isolate"])
     job = Job(target=target, command=program, reward=reward, needs_reward=False, work=work, isolate=isolate)
     return Trial(

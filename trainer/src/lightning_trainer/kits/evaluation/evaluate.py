@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.passwords import with_passwords
@@ -26,6 +26,7 @@ from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.interrupts import SavedInterrupt, defer_interrupts
 from lightning_trainer.runner.target import JUDGE
 from lightning_trainer.session.answers import (
+    OF_CALLS,
     LocalModel,
     Subject,
     chosen_agents,
@@ -36,8 +37,6 @@ from lightning_trainer.session.answers import (
 from lightning_trainer.session.fingerprint import ProgramFingerprint
 from lightning_trainer.session.folder import check_unchanged, open_folder
 from lightning_trainer.session.session import STORE_NAME, open_database
-
-_OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # options that only apply to a model named here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +114,7 @@ def evaluate(
     subject, other = config.subject(keys.endpoint), _other(config, tasks, keys)
     config.read_prompts()  # raises if they cannot be read
     if resume is None:
-        refuse_unheard({name: getattr(config, name) for name in _OF_CALLS}, subject, other)
+        refuse_unheard({name: getattr(config, name) for name in OF_CALLS}, subject, other)
     sides = [side for side in (subject, other) if isinstance(side, LocalModel)]
     agents = config.agents or next(filter(None, map(chosen_agents, sides)), None)
     rules = config.name_by or next(filter(None, map(name_rules, sides)), ())

@@ -74,7 +74,7 @@ def command(*, reflect: str, reflect_key: Path | None, resume: bool, as_json: bo
     from lightning_trainer.kits.prompts.options import PromptsConfig
     from lightning_trainer.kits.prompts.reflection import read_reflection
     from lightning_trainer.report.progress import ProgressDisplay
-    from lightning_trainer.session.answers import chosen_agents, name_rules
+    from lightning_trainer.session.answers import chosen_agents, name_rules, refuse_unheard
 
     target, program, agents = flags.pop("target"), flags.pop("program"), flags.pop("agents")
     if (target is None) == (program is None):
@@ -83,6 +83,7 @@ def command(*, reflect: str, reflect_key: Path | None, resume: bool, as_json: bo
     if not names or any(map(is_glob, names)):
         raise ConfigError(f"--agents {agents!r}: give the agents' exact names, with commas between.")
     subject = _subject(flags.pop("model"), flags.pop("endpoint"), flags.pop("endpoint_key"))
+    refuse_unheard(given_flags({"name_by": flags["name_by"]}), subject)
     config = PromptsConfig(
         target=target,
         command=program,

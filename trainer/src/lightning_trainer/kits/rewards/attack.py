@@ -32,7 +32,7 @@ from lightning_trainer.rl.told import answer_text
 from lightning_trainer.run.data import Task, load_tasks
 from lightning_trainer.run.interrupts import defer_interrupts
 from lightning_trainer.runner.target import JUDGE, Job
-from lightning_trainer.session.answers import Subject, chosen_agents, name_rules, open_answers, refuse_unheard
+from lightning_trainer.session.answers import OF_CALLS, Subject, chosen_agents, name_rules, open_answers, refuse_unheard
 from lightning_trainer.session.folder import open_folder
 from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import STORE_NAME, open_database, open_session
@@ -44,7 +44,6 @@ ATTACKS: Final = Path("attacks")  # default folder of attacks
 RESULT_NAME: Final = "attack.json"
 ROLLOUTS: Final = 50
 _BASE: Final = "base"  # in the ids of rollouts without an instruction
-_OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # options that only apply to a model named here
 _AT_ONCE: Final = 64  # traces in memory
 
 
@@ -107,7 +106,7 @@ def attack(plan: AttackPlan, progress: Progress, *, key: str | None = None) -> A
     config = plan.evaluation
     tasks = load_tasks(config.data, config.columns)
     subject = config.subject(key)
-    refuse_unheard({name: getattr(config, name) for name in _OF_CALLS}, subject)
+    refuse_unheard({name: getattr(config, name) for name in OF_CALLS}, subject)
     agents = config.agents or chosen_agents(subject)
     declared = config.work.declared(command=config.command, reward=config.reward)
     config = config.with_values(
