@@ -67,6 +67,19 @@ def test_forecast_grows_with_the_step_and_the_model() -> None:
     assert any("GPU-hours" in line for line in lines(small))
 
 
+def test_a_forecast_includes_the_rollouts_that_replace_groups_without_a_signal() -> None:
+    quarter = probe([HALF, NEVER, NEVER, NEVER])
+    plain = forecast(quarter, Plan(step_rollouts=72, forks=8, steps=10))
+    found = forecast(quarter, Plan(step_rollouts=72, forks=8, steps=10, resample=3))
+    sampled = 8 + 64 * (1 + 0.75 + 0.75**2 + 0.75**3)
+    for name in ("seconds_rollouts", "tokens_prompt_step", "tokens_generated_step"):
+        assert found[name] == pytest.approx(plain[name] * sampled / 72, rel=0.01), name
+    assert found["signal_step"] == pytest.approx(1 - 0.75**4, abs=1e-4)
+    assert found["seconds_update"] > plain["seconds_update"]
+    assert any(f"{round(sampled)} rollouts per step" in line for line in lines(found))
+    assert not any("replace" in line for line in lines(plain))
+
+
 def test_rollouts_that_ran_at_once_in_smaller_numbers_are_forecast_at_the_steps_own() -> None:
     """A round of c rollouts at once takes 1 + c / 16 s."""
     two = probe([HALF], rollouts=40, rollout_seconds=4.5, phases=((8, 1.5), (32, 3.0)))

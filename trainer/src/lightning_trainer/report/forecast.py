@@ -16,7 +16,9 @@ once, because the learner computes them once. It is measured on one group and on
 first update, which allocates the optimiser. So d contains what does not grow with the tokens: the optimiser's step. p
 are the packed tokens of g groups; h are those that all groups begin with, 0 if only one was measured. G are the groups
 of a step, and s is the share of them with a signal. It grows while a policy learns and falls when it has learned: the
-forecast uses the mean of the measured share and 1.
+forecast uses the mean of the measured share and 1. With `resample`, groups without a signal are sampled again in up to
+that many rounds. If a share q of the groups has a signal, R grows by the factor 1 + (1 - q) + (1 - q)^2 + ..., one term
+per round, except for its forks, and s is 1 - (1 - q)^(rounds + 1). The factor uses the measured q.
 
 GPUs, for N weights, P prompt and G generated tokens of a step, B rollouts at once, on accelerators of F = 989 TFLOP/s
 in bfloat16 with 3.35 TB/s (H100 SXM), each a sum over all accelerators:
@@ -137,7 +139,9 @@ class Plan:
     """The planned run.
 
     Attributes:
-        step_rollouts: rollouts of a step.
+        step_rollouts: rollouts of a step, without those that replace others.
+        forks: those of them that continue other rollouts, and are never replaced.
+        resample: number of rounds in which groups without a signal are replaced.
         steps: number of steps.
         at_once: rollouts that run at the same time.
         val_rollouts: rollouts of a validation.
@@ -148,29 +152,38 @@ class Plan:
 
     step_rollouts: int
     steps: int
+    forks: int = 0
+    resample: int = 0
     at_once: int = 1
     val_rollouts: int = 0
     validations: int = 0
     checkpoint: int | None = None
     disk: int | None = None
 
+    def rollouts(self, signal: float) -> float:
+        """Return the rollouts of a step, with those that replace others, if this share of groups has a signal."""
+        replaced = sum((1 - signal) ** number for number in range(1, self.resample + 1))
+        return self.step_rollouts + (self.step_rollouts - self.forks) * replaced
+
 
 def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
     """Return the forecast as a JSON object; see the module for its formulas."""
-    scale = plan.step_rollouts / max(probe.rollouts, 1)
-    share = (probe.signal + 1) / 2
+    scale, sampled = plan.step_rollouts / max(probe.rollouts, 1), plan.rollouts(probe.signal)
+    sampled_scale, kept = sampled / max(probe.rollouts, 1), 1 - (1 - probe.signal) ** (plan.resample + 1)
+    share = (kept + 1) / 2
     groups = len(probe.tried) * scale
     packed = packed_tokens(probe, groups)
-    update, now, whole = (
-        learning_seconds(probe, packed_tokens(probe, each * groups)) for each in (share, probe.signal, 1.0)
-    )
-    rollouts, validation = (sampling_seconds(probe, n, plan.at_once) for n in (plan.step_rollouts, plan.val_rollouts))
+    update, now, whole = (learning_seconds(probe, packed_tokens(probe, each * groups)) for each in (share, kept, 1.0))
+    rollouts, validation = (sampling_seconds(probe, n, plan.at_once) for n in (sampled, plan.val_rollouts))
     step = rollouts + update
     means = [task.mean for task in probe.tried if task.mean is not None]
     best = [max(task.rewards) for task in probe.tried if task.rewards]
     return {
         "verdict": verdict(probe.tried),
         "signal": round(probe.signal, 4),
+        "signal_step": round(kept, 4),
+        "rollouts_step": round(sampled),
+        "resample": plan.resample,
         "reward": round(sum(means) / len(means), 4) if means else None,
         "reward_best_of_k": round(sum(best) / len(best), 4) if best else None,
         "samples": max((len(task.rewards) for task in probe.tried), default=0),
@@ -190,9 +203,9 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
         "packed_tokens_step": round(packed),
         "call_tokens_step": round(probe.tokens_in_calls * scale),
         "learned_share": round(share, 4),
-        "validation_steps": round(plan.validations * plan.val_rollouts / max(plan.step_rollouts, 1), 4),
-        "tokens_prompt_step": round(probe.tokens_prompt * scale),
-        "tokens_generated_step": round(probe.tokens_generated * scale),
+        "validation_steps": round(plan.validations * plan.val_rollouts / max(sampled, 1), 4),
+        "tokens_prompt_step": round(probe.tokens_prompt * sampled_scale),
+        "tokens_generated_step": round(probe.tokens_generated * sampled_scale),
         "seconds_step": round(step, 1),
         "seconds_rollouts": round(rollouts, 1),
         "seconds_update": round(update, 1),
@@ -211,7 +224,7 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
     }
 
 
-def sampling_seconds(probe: Probe, count: int, at_once: int) -> float:
+def sampling_seconds(probe: Probe, count: float, at_once: int) -> float:
     """Return the seconds that so many rollouts take, `at_once` of them at the same time: r(n) of the module."""
     if not count or not probe.rollouts:
         return 0.0
@@ -271,7 +284,7 @@ def verdict(tried: Sequence[TaskTrial]) -> str:
 
 
 def _gpu(size: float, probe: Probe, plan: Plan, packed: float) -> dict[str, float]:
-    scale = plan.step_rollouts / max(probe.rollouts, 1)
+    scale = plan.rollouts(probe.signal) / max(probe.rollouts, 1)
     prompts, answers = probe.tokens_prompt * scale, probe.tokens_generated * scale
     at_once = max(1, min(256, plan.step_rollouts))
     decode = max(2 * size / (at_once * _BANDWIDTH), 2 * size / (0.4 * _FLOPS)) / 0.6
@@ -309,6 +322,7 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         rests += f", and an update on {facts['measured_update_tokens']:,} packed tokens"
     found += [
         f"time per step: {facts['seconds_step']:.1f} s ({times})",
+        *_resampling_lines(facts),
         *_learning_lines(facts),
         f"  measured: {rests}",
         (
@@ -329,14 +343,21 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _resampling_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Return how many rollouts a step has with those that replace groups without a signal."""
+    if not facts["resample"] or facts["signal"] == 1:
+        return []
+    now = f"resample = {facts['resample']}, {facts['signal']:.0%} of the groups have a signal, as now"
+    return [f"  {facts['rollouts_step']} rollouts per step, with those that replace groups without a signal ({now})"]
+
+
 def _learning_lines(facts: Mapping[str, Any]) -> list[str]:
     """Return how the time of learning depends on the share of groups with a signal, which changes during a run."""
     now, whole = facts["seconds_update_now"], facts["seconds_update_all"]
-    if facts["signal"] == 1 or not whole:
+    if facts["signal_step"] == 1 or not whole:
         return []
-    return [
-        f"  learning: {now:.1f} s with a signal in {facts['signal']:.0%} of the groups, as now; {whole:.1f} s in all"
-    ]
+    share = f"{facts['signal_step']:.0%} of the groups"
+    return [f"  learning: {now:.1f} s with a signal in {share}, as now; {whole:.1f} s in all"]
 
 
 def disk_lines(checkpoint: int, disk: int) -> list[str]:

@@ -134,6 +134,8 @@ class EmbeddedBackend:
         asked = Plan(
             step_rollouts=config.batch_size * config.group_size + config.fork_count,
             steps=steps,
+            forks=config.fork_count,
+            resample=config.resample,
             at_once=config.concurrency * max(1, config.worker_count()),
             val_rollouts=len(val) * config.val_samples,
             validations=2 + between if val else 0,
