@@ -14,10 +14,19 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.replays import Replay
+from lightning_trainer.kits.forks.steps import agent_shares
 from lightning_trainer.rl.batch.attempts import played_of
 from lightning_trainer.rl.credit.assigners import credit_by_name
 from lightning_trainer.rl.credit.played import Fork, PlayedAttempt
-from lightning_trainer.rl.credit.shapley import Share, agent_contributions, coalitions, orders, shares, values_of
+from lightning_trainer.rl.credit.shapley import (
+    Share,
+    agent_contributions,
+    coalitions,
+    orders,
+    shares,
+    task_means,
+    values_of,
+)
 from lightning_trainer.rl.rollouts import Outcome
 
 TEAM = ("planner", "writer", "checker", "rider")
@@ -94,6 +103,18 @@ def test_an_agent_adds_what_the_reward_changes_by_when_it_joins() -> None:
     alone = attempt("other", 5.0)  # of which nothing was run again
     found = agent_contributions([both, nobody, with_a, with_b, alone])
     assert found == {"r": pytest.approx({"a": 0.5 * (0.7 + 0.8), "b": 0.5 * (0.1 + 0.2)})}
+
+
+def test_rollouts_of_one_task_count_once() -> None:
+    """What the agent adds differs between tasks, and not between the rollouts of one."""
+    played = []
+    for task, added in enumerate((0.0, 1.0)):
+        for number in range(8):
+            name = f"{task}-{number}"
+            its = [attempt(name, added), attempt(f"{name}n", 0.0, "a", record=name)]
+            played += [replace(each, group=f"g{task}") for each in its]
+    assert shares(task_means(played)) == {"a": Share(0.5, 0.5)}
+    assert agent_shares(played) == {"shapley/a": 0.5, "shapley_error/a": 0.5}
 
 
 def test_of_a_rollout_of_which_a_coalition_is_missing_nothing_is_known() -> None:

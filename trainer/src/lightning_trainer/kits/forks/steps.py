@@ -16,7 +16,7 @@ from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.kits.forks.planning import RecordedAttempt, plan, recorded
 from lightning_trainer.policies import BASE
 from lightning_trainer.rl.batch.attempts import transitions_by_attempt
-from lightning_trainer.rl.credit.shapley import agent_contributions, coalitions, orders, shares
+from lightning_trainer.rl.credit.shapley import coalitions, orders, shares, task_means
 from lightning_trainer.rl.fork_points import Candidate, candidates, choose
 from lightning_trainer.rl.rows import why_untrainable
 from lightning_trainer.rl.usage import is_replayed, tokens_of
@@ -256,8 +256,8 @@ def count_forks(plan: ForkPlan, outcomes: Sequence[Outcome], traces: Traces) -> 
 
 
 def agent_shares(played: Sequence[PlayedAttempt]) -> dict[str, float]:
-    """Return, by metric name, the mean that each agent added over a step's rollouts, and its standard error."""
-    found = shares(list(agent_contributions(played).values()))
+    """Return, by metric name, the mean that each agent added over a step's tasks, and its standard error."""
+    found = shares(task_means(played))
     values = {f"shapley/{agent}": share.value for agent, share in found.items()}
     errors = {f"shapley_error/{agent}": s.error for agent, s in found.items() if math.isfinite(s.error)}
     return {**values, **errors}

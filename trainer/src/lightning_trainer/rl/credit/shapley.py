@@ -125,11 +125,21 @@ def agent_contributions(attempts: Sequence[PlayedAttempt]) -> dict[str, dict[str
     return found
 
 
+def task_means(attempts: Sequence[PlayedAttempt]) -> list[dict[str, float]]:
+    """Return the mean of what each agent added in the rollouts of each task, because these are not independent."""
+    added = agent_contributions(attempts)
+    by_group: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for attempt in attempts:
+        for agent, value in added.get(attempt.attempt_id, {}).items():
+            by_group[attempt.group][agent].append(value)
+    return [{agent: float(np.mean(values)) for agent, values in group.items()} for group in by_group.values()]
+
+
 def shares(samples: Sequence[Mapping[str, float]]) -> dict[str, Share]:
     """Return the mean of what each agent added over independent samples, with its error.
 
     Args:
-        samples: by agent, one per rollout; an agent need not be in all of them.
+        samples: by agent, one per task; an agent need not be in all of them.
     """
     by_agent: defaultdict[str, list[float]] = defaultdict(list)
     for sample in samples:
