@@ -98,6 +98,11 @@ def test_where_rewards_are_by_agent_one_whom_none_names_earned_nothing_that_is_k
     assert agents["checker"].usage.calls == 4
 
 
+def test_a_crash_is_no_success_whatever_it_earns() -> None:
+    found = summarise([sample(0, 0, 0.0), sample(0, 1, None, "crashed")], Counting(success=0.0))
+    assert (found.pass_at, found.pass_all) == ({1: 0.5, 2: 1.0}, {1: 0.5, 2: 0.0})
+
+
 def test_a_difference_is_taken_task_by_task():
     # Rewards differ much between tasks, and little, always in the same direction, between the two.
     this = summarise([sample(task, 0, task + 0.1) for task in range(20)], Counting())

@@ -133,12 +133,13 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
     crash = _crash_reward(samples, counting)
     chosen = trained_names({name for sample in samples for name in sample.rewards}, counting.agents)
     by_task: defaultdict[int, list[float]] = defaultdict(list)
+    good: Counter[int] = Counter()
     for sample in samples:
         if (value := _counted_reward(sample, crash, chosen)) is not None:
             by_task[sample.task].append(value)
+            good[sample.task] += sample.status != "crashed" and value >= counting.success
     drawn = max((sample.sample for sample in samples), default=-1) + 1
     crashed = sum(sample.status == "crashed" for sample in samples)
-    good = {task: sum(value >= counting.success for value in values) for task, values in by_task.items()}
     each = {
         k: [(len(values), good[task]) for task, values in by_task.items() if len(values) >= k] for k in _places(drawn)
     }
