@@ -103,6 +103,16 @@ def test_a_crash_is_no_success_whatever_it_earns() -> None:
     assert (found.pass_at, found.pass_all) == ({1: 0.5, 2: 1.0}, {1: 0.5, 2: 0.0})
 
 
+def test_a_crash_counts_for_each_agent_with_rewards_as_in_validations() -> None:
+    speakers = {"planner": Usage(calls=1), "writer": Usage(calls=1)}
+    drawn = [
+        sample(0, 0, 1.0, rewards={"planner": 1.0, "writer": 1.0}, usage=speakers),
+        sample(1, 0, None, "crashed", usage={"planner": Usage(calls=1)}),
+    ]
+    found = summarise(drawn, Counting()).by_agent
+    assert {name: agent.reward.mean for name, agent in found.items()} == {"planner": 0.5, "writer": 0.5}
+
+
 def test_a_difference_is_taken_task_by_task():
     # Rewards differ much between tasks, and little, always in the same direction, between the two.
     this = summarise([sample(task, 0, task + 0.1) for task in range(20)], Counting())
